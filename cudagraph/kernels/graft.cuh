@@ -1,0 +1,128 @@
+// Device helpers every graft kernel may use. The same text is compiled by NVRTC for a GPU and by
+// the C++ compiler for the soft device, so it includes no CUDA header.
+//
+// Floating point: multiply-add is written out (fmaf); nothing here depends on the number of rows,
+// on the block count or on occupancy, so a row's bits depend on the row alone.
+#pragma once
+
+// Row states and finish reasons shared with the native guide (native/guide/protocol.h).
+#define ROW_NOT_READY 0
+#define ROW_FREE 1
+#define ROW_READY 2
+#define ROW_DEAD_END 3
+#define ROW_ERROR 4
+#define REASON_NONE 0
+#define REASON_STOP 1
+#define REASON_LENGTH 2
+#define REASON_DEAD_END 3
+#define REASON_ERROR 4
+
+#define FULL_WARP 0xffffffffu
+
+// Storage types of 16-bit floats: bits only, converted explicitly.
+struct bf16_t {
+  unsigned short bits;
+};
+struct fp16_t {
+  unsigned short bits;
+};
+
+__device__ __forceinline__ float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+__device__ __forceinline__ float to_float(bf16_t x) {
+  return __uint_as_float(static_cast<unsigned int>(x.bits) << 16);
+}
+
+__device__ __forceinline__ float to_float(fp16_t x) {
+#ifdef __CUDA_ARCH__
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
+  return f;
+#else
+  // Branch-free expansion; subnormals are scaled by a power of two that is exact in fp32.
+  const unsigned int sign = (static_cast<unsigned int>(x.bits) & 0x8000u) << 16;
+  const unsigned int magnitude = (static_cast<unsigned int>(x.bits) & 0x7fffu);
+  const unsigned int exponent = magnitude & 0x7c00u;
+  const unsigned int normal = (magnitude << 13) + 0x38000000u;
+  const unsigned int special = (magnitude << 13) | 0x7f800000u;
+  const float subnormal = static_cast<float>(static_cast<int>(magnitude)) * 5.9604644775390625e-08f;
+  unsigned int bits = exponent == 0x7c00u ? special : normal;
+  bits = exponent == 0u ? __float_as_uint(subnormal) : bits;
+  return __uint_as_float(bits | sign);
+#endif
+}
+
+// Round to nearest even; NaN stays NaN.
+__device__ __forceinline__ void from_float(float f, float* out) { *out = f; }
+
+__device__ __forceinline__ void from_float(float f, bf16_t* out) {
+  unsigned int bits = __float_as_uint(f);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    out->bits = static_cast<unsigned short>((bits >> 16) | 0x40u);
+    return;
+  }
+  bits += 0x7fffu + ((bits >> 16) & 1u);
+  out->bits = static_cast<unsigned short>(bits >> 16);
+}
+
+__device__ __forceinline__ void from_float(float f, fp16_t* out) {
+#ifdef __CUDA_ARCH__
+  unsigned short h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  out->bits = h;
+#else
+  const unsigned int bits = __float_as_uint(f);
+  const unsigned int sign = (bits >> 16) & 0x8000u;
+  const unsigned int magnitude = bits & 0x7fffffffu;
+  unsigned int half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;  // NaN
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;  // rounds to infinity
+  } else if (magnitude < 0x38800000u) {
+    // Subnormal or zero: adding 0.5 aligns the mantissa so that the hardware rounds for us.
+    const float aligned = __uint_as_float(magnitude) + 0.5f;
+    half = __float_as_uint(aligned) - 0x3f000000u;
+  } else {
+    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  out->bits = static_cast<unsigned short>(half | sign);
+#endif
+}
+
+// Sum over a full warp; every lane receives the same bits (xor butterfly, fixed order).
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL_WARP, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    const float other = __shfl_xor_sync(FULL_WARP, x, offset);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+// Publish `value` to the host after all earlier writes of this thread: host memory is mapped, and
+// the host reads the word with an acquire load before it reads anything else.
+__device__ __forceinline__ void store_release_system(int* word, int value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+#else
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+#endif
+}
+
+// Nanoseconds of the device's global timer; resolution is the device's (about 1 us on GPUs).
+__device__ __forceinline__ unsigned long long global_timer_ns() {
+#ifdef __CUDA_ARCH__
+  unsigned long long t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+#else
+  return softcuda_globaltimer();
+#endif
+}
