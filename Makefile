@@ -1,0 +1,74 @@
+# graft's door: `make demo` and `make test` do everything in a clean clone; `make help` lists the rest.
+#
+#   PYTHON=/path/to/python3   the Python to build with (default: the newest usable one, 3.11 or later)
+#   VENV=folder               the virtual environment (default .venv); VENV=none uses PYTHON as it is,
+#                             downloads nothing and builds into build/tree with CMake directly
+#   TESTS="tests/test_x.py"   which tests to run;  PYTEST="-x -k name" passes options on
+
+PYTHON ?=
+VENV ?= .venv
+TESTS ?= tests
+PYTEST ?=
+GRAFT_DEVICE ?=
+
+ifeq ($(VENV),none)
+  PY := $(if $(PYTHON),$(PYTHON),python3)
+  CLANG_FORMAT := clang-format
+  export PYTHONPATH := $(CURDIR)/build/tree$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+  PY := $(VENV)/bin/python
+  CLANG_FORMAT := $(VENV)/bin/clang-format
+endif
+export PYTHONSAFEPATH := 1
+ROOMS := native cudagraph sampling grammar models tools
+RUN_TESTS = $(PY) -m pytest $(TESTS) $(PYTEST)
+
+BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
+
+.PHONY: help setup packages native demo test test-full soak test-cuda lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## build .venv, the pinned packages and the native part (what is missing or changed)
+ifeq ($(VENV),none)
+	@$(PY) tools/tree.py --build
+else
+	$(BOOTSTRAP)
+endif
+
+packages: # the virtual environment without the native part
+ifneq ($(VENV),none)
+	$(BOOTSTRAP) --packages-only
+endif
+
+native: ## rebuild the native part in place, even when nothing changed
+ifeq ($(VENV),none)
+	@$(PY) tools/tree.py --build
+else
+	$(BOOTSTRAP) --force-native
+endif
+
+demo: setup ## guided, speculating generation of a batch of prompts, each with its own schema
+	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.demo
+
+test: setup ## every test of at most a minute, on the soft device; under 10 minutes on 2 cores
+	@GRAFT_DEVICE=soft $(RUN_TESTS)
+
+test-full: setup ## also what takes longer
+	@GRAFT_DEVICE=soft $(RUN_TESTS) --full -o faulthandler_timeout=3600
+
+soak: setup ## endurance runs only
+	@GRAFT_DEVICE=soft $(RUN_TESTS) --soak -o faulthandler_timeout=0
+
+test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=python3 VENV=none)
+	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS)
+
+lint: packages ## ruff, mypy and clang-format, changing nothing
+	@$(PY) -m ruff check .
+	@$(PY) tools/tree.py
+	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft tests
+	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -r $(CLANG_FORMAT) --dry-run --Werror
+
+clean: ## remove what the targets made, the virtual environment included
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache $(if $(filter .venv,$(VENV)),.venv)
