@@ -1,0 +1,223 @@
+"""Puts an engine together: checkpoints, caches, slots, rings and the parts of its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.grammar.compile import CompileService
+from graft.grammar.decoder import GuidedDecoder
+from graft.grammar.vocabulary import Vocabulary
+from graft.grammar.xgrammar import XGrammarBackend
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import Eagle3Config, LlamaConfig
+from graft.models.eagle3 import Eagle3Drafter
+from graft.models.kv import PagedKV
+from graft.models.llama import LlamaModel
+from graft.models.prefill import Prefill
+from graft.models.round import STAMPS, RoundParts
+from graft.models.tokenizer import Tokenizer
+from graft.sampling.sampler import Sampler
+from graft.sampling.state import SlotState
+
+#: Replays that may be known to the host and not yet retired; the rings are this deep.
+RING_ENTRIES = 4
+PREFILL_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """An engine's shape, checked by `Engine`."""
+
+    max_batch_size: int
+    draft_length: int
+    max_length: int
+    page_size: int
+    pages: int
+    mask_drafts: bool
+    grammar_transport: str
+    compile_threads: int
+    compile_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The built engine, before its first graph."""
+
+    device: Device
+    stream: Stream
+    tokenizer: Tokenizer
+    parts: RoundParts
+    prefill: Prefill
+    caches: tuple[PagedKV, ...]
+    backend: XGrammarBackend
+    compiler: CompileService
+
+
+def model_length(config: LlamaConfig, drafter: Eagle3Config | None) -> int:
+    """Most positions that both models were made for."""
+    limit = config.max_position_embeddings
+    return limit if drafter is None else min(limit, drafter.max_position_embeddings)
+
+
+def read_configs(model: Path, drafter: Path | None) -> tuple[LlamaConfig, Eagle3Config | None]:
+    """Both configurations, and whether the drafter was made for this target."""
+    config = LlamaConfig.from_dir(model)
+    return config, None if drafter is None else Eagle3Config.from_dir(drafter)
+
+
+def _cache(device: Device, options: Options, *, layers: int, heads: int, dim: int, dtype: str):
+    return PagedKV(
+        device,
+        layers=layers,
+        pages=options.pages,
+        page_size=options.page_size,
+        kv_heads=heads,
+        head_dim=dim,
+        dtype=dtype,
+        slots=options.max_batch_size,
+        max_pages_per_slot=-(-options.max_length // options.page_size),
+    )
+
+
+def assemble(
+    device: Device,
+    options: Options,
+    model: Path,
+    drafter_path: Path | None,
+    config: LlamaConfig,
+    drafter_config: Eagle3Config | None,
+    tokenizer: Tokenizer,
+) -> Assembly:
+    """Load both models and lay out everything a round needs.
+
+    Raises
+    ------
+    CheckpointError, ConfigError, TokenizerError
+        Naming the file, tensor or field that does not fit.
+    """
+    width, slots = options.draft_length + 1, options.max_batch_size
+    max_rows = max(slots * width, PREFILL_ROWS)
+    checkpoint = Checkpoint(model)
+    caches = [
+        _cache(
+            device, options, layers=config.num_hidden_layers, heads=config.num_key_value_heads,
+            dim=config.head_dim, dtype=config.dtype,
+        )
+    ]  # fmt: skip
+    target = LlamaModel(device, config, checkpoint, caches[0], max_rows=max_rows)
+    drafter = None
+    if drafter_path is not None and drafter_config is not None:
+        caches.append(
+            _cache(
+                device, options, layers=1, heads=drafter_config.num_key_value_heads,
+                dim=drafter_config.head_dim, dtype=drafter_config.dtype,
+            )
+        )  # fmt: skip
+        draft_checkpoint = Checkpoint(drafter_path)
+        drafter = Eagle3Drafter(
+            device, drafter_config, draft_checkpoint, target, caches[1], max_rows=max_rows
+        )
+
+    words = -(-config.vocab_size // 32)
+    exchange = PinnedSlots(
+        device,
+        slots,
+        {
+            "mask": ("int32", (width, words)),
+            "row_state": ("int32", (width, 4)),
+            "committed": ("int32", (width + 2,)),
+            "drafted": ("int32", (width + 1,)),
+        },
+    )
+    state = SlotState(
+        device, slots, options.draft_length, config.vocab_size if drafter is None
+        else drafter.draft_vocab,
+    )  # fmt: skip
+    sampler = Sampler(
+        device,
+        state,
+        exchange,
+        vocab_size=config.vocab_size,
+        token_limit=min(tokenizer.vocab_size, config.vocab_size),
+        draft_length=options.draft_length,
+        draft_vocab=config.vocab_size if drafter is None else drafter.draft_vocab,
+        d2t=None if drafter is None else drafter.d2t,
+        t2d=None if drafter is None else drafter.t2d,
+        max_batch=slots,
+    )
+    decoder = GuidedDecoder(
+        exchange,
+        slots=slots,
+        draft_length=options.draft_length,
+        vocab_size=config.vocab_size,
+        masked_drafts=options.mask_drafts,
+        transport=options.grammar_transport,
+        ring=2 * RING_ENTRIES,
+    )
+    inputs = Ring(device, RING_ENTRIES, {"slot": ("int32", (slots,))})
+    outputs = Ring(
+        device,
+        RING_ENTRIES,
+        {name: ("int32", (slots,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
+        | {"tokens": ("int32", (slots, width))},
+    )
+    vocabulary = Vocabulary.from_tokenizer(
+        tokenizer.backend, config.vocab_size, tokenizer.stop_ids
+    )
+    backend = XGrammarBackend(vocabulary)
+    stream = device.stream("rounds")
+    parts = RoundParts(
+        device=device,
+        target=target,
+        drafter=drafter,
+        sampler=sampler,
+        state=state,
+        decoder=decoder,
+        exchange=exchange,
+        inputs=inputs,
+        outputs=outputs,
+        timeline=PinnedSlots(device, RING_ENTRIES, {"ns": ("int64", (len(STAMPS),))}),
+        replay=device.zeros((1,), "int32"),
+        draft_length=options.draft_length,
+        masked_drafts=options.mask_drafts,
+    )
+    return Assembly(
+        device=device,
+        stream=stream,
+        tokenizer=tokenizer,
+        parts=parts,
+        prefill=Prefill(
+            device, stream, target, drafter, chunk=PREFILL_ROWS, max_length=options.max_length
+        ),
+        caches=tuple(caches),
+        backend=backend,
+        compiler=CompileService(
+            backend, threads=options.compile_threads, timeout_s=options.compile_timeout_s
+        ),
+    )
+
+
+def check_options(options: Options, drafter: Path | None) -> None:
+    """Refuse a shape that cannot work.
+
+    Raises
+    ------
+    OptionError
+        Naming the option and its value.
+    """
+    for name in ("max_batch_size", "page_size", "max_length", "pages", "compile_threads"):
+        if getattr(options, name) < 1:
+            raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
+    if drafter is not None and not 1 <= options.draft_length <= 16:
+        raise OptionError(
+            f"draft_length must be from 1 to 16 with a drafter, got {options.draft_length}; "
+            "to decode without speculation give no drafter"
+        )
+    if options.grammar_transport not in ("native", "python"):
+        raise OptionError(
+            f"grammar_transport must be 'native' or 'python', got {options.grammar_transport!r}"
+        )

@@ -1,0 +1,524 @@
+"""The engine: requests in, rounds replayed, outputs out.
+
+One round is one graph launch. The host publishes who sits in which row, launches, and reads the
+round's tokens from a ring as soon as verification has written them, while the device is still
+drafting; so its own bookkeeping runs beside the rest of the round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, OptionError
+from graft.cudagraph.lanes import StreamLane
+from graft.grammar.decoder import GuidedRequest
+from graft.grammar.spec import GrammarSpec
+from graft.models.assembly import (
+    Options,
+    assemble,
+    check_options,
+    model_length,
+    read_configs,
+)
+from graft.models.errors import RequestError
+from graft.models.request import (
+    DEVICE_REASONS,
+    MAX_STOP_IDS,
+    VERIFY_MODES,
+    Event,
+    Output,
+    Request,
+    check_request,
+)
+from graft.models.round import PARTS, STAMPS, RoundGraph, RoundScratch
+from graft.models.running import Running
+from graft.models.stats import EngineStats
+from graft.models.tokenizer import Tokenizer
+
+#: A slot that commits nothing for so many rounds on end is stuck, not late.
+MAX_STALLS = 256
+ROUND_DEADLINE_S = 120.0
+
+
+def buckets(max_batch_size: int) -> list[int]:
+    """Batch sizes that have a graph of their own: powers of two, and the largest batch."""
+    sizes = [1 << i for i in range(max_batch_size.bit_length()) if 1 << i < max_batch_size]
+    return [*sizes, max_batch_size]
+
+
+class Engine:
+    """Guided speculative decoding of a Llama target with an EAGLE-3 drafter, or of a target alone.
+
+    Parameters
+    ----------
+    model : directory of the target: config.json, safetensors, tokenizer.json.
+    drafter : directory of the EAGLE-3 checkpoint; None decodes without speculation.
+    max_batch_size : slots, hence most requests in one round.
+    draft_length : drafts per round, 1 to 16; without a drafter it is 0 whatever is given.
+    max_length : positions per request, prompt and output; default what both models allow.
+    page_size, pages : shape of the paged caches; by default every slot can be full at once.
+    mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
+    verify : "rejection" or "coupled", for requests that do not say.
+    grammar_transport : "native", or "python" (the slow path and oracle).
+    compile_threads, compile_timeout_s : the pool that compiles grammars off the critical path.
+    device : "cuda", "soft" or None for the environment's choice.
+
+    Raises
+    ------
+    ConfigError, CheckpointError, TokenizerError, OptionError, DeviceError
+        Before any request is taken, each naming what does not fit.
+
+    Notes
+    -----
+    An engine is used from one thread. `submit` and `step` are its two primitives; `generate` and
+    `stream` drive them.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        max_batch_size: int = 8,
+        draft_length: int = 3,
+        max_length: int | None = None,
+        page_size: int = 16,
+        pages: int | None = None,
+        mask_drafts: bool = True,
+        verify: str = "rejection",
+        grammar_transport: str = "native",
+        compile_threads: int = 1,
+        compile_timeout_s: float = 30.0,
+        device: str | None = None,
+        ordinal: int | None = None,
+    ):
+        if verify not in VERIFY_MODES:
+            raise OptionError(f"verify must be one of {VERIFY_MODES}, got {verify!r}")
+        model_dir = Path(model)
+        drafter_dir = None if drafter is None else Path(drafter)
+        config, drafter_config = read_configs(model_dir, drafter_dir)
+        tokenizer = Tokenizer(model_dir, vocab_size=config.vocab_size)
+        longest = model_length(config, drafter_config)
+        length = longest if max_length is None else max_length
+        if length > longest:
+            raise OptionError(f"max_length {length} is above the {longest} the models allow")
+        options = Options(
+            max_batch_size=max_batch_size,
+            draft_length=0 if drafter_dir is None else draft_length,
+            max_length=length,
+            page_size=page_size,
+            pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
+            mask_drafts=mask_drafts,
+            grammar_transport=grammar_transport,
+            compile_threads=compile_threads,
+            compile_timeout_s=compile_timeout_s,
+        )
+        check_options(options, drafter_dir)
+        self.options = options
+        self.verify = verify
+        self.device = open_device(device, ordinal)
+        built = assemble(
+            self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
+        )
+        self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
+        self._lane = StreamLane(built.stream)
+        self.stats = EngineStats(draft_length=options.draft_length)
+        self._replay = 0
+        self._launched = 0
+        self._bucket = 0
+        self._ids = itertools.count()
+        self._epochs = itertools.count(1)
+        self._waiting: list[Running] = []
+        self._active: dict[int, Running] = {}
+        self._free = list(range(max_batch_size))
+        self._ended: list[Event] = []
+        self._closed = False
+        scratch = RoundScratch(self._parts, max_batch_size)
+        self.rounds = {
+            size: RoundGraph(self._parts, scratch, size) for size in buckets(max_batch_size)
+        }
+        for size in self.rounds:  # one idle replay each: whatever loads lazily is loaded now
+            self._launch(size, [])
+            self._await(self._replay)
+            self.stats.idle_launches += 1
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> str:
+        """Take a request and begin compiling its grammar; returns its id.
+
+        A request that cannot be served does not raise: it ends at once with the reason "refused"
+        and a sentence, and the others go on.
+        """
+        if self._closed:
+            raise OptionError("the engine is closed")
+        given = request.id if isinstance(request.id, str) else None
+        output = Output(id=given if given is not None else f"request-{next(self._ids)}")
+        try:
+            running = self._accept(request, output)
+        except GraftError as error:
+            self._refuse(output, error)
+            return output.id
+        self._waiting.append(running)
+        return output.id
+
+    def _accept(self, request: Request, output: Output) -> Running:
+        vocab = self._parts.target.config.vocab_size
+        check_request(request, vocab)
+        known = {r.id for r in (*self._waiting, *self._active.values())}
+        if output.id in known:
+            raise RequestError(f"a request with id {output.id!r} is running already")
+        prompt = self._prompt(request)
+        room = self.options.max_length - len(prompt)
+        if not prompt or room < 1:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; from 1 to {self.options.max_length - 1} fit"
+            )
+        max_tokens = room if request.max_tokens is None else request.max_tokens
+        if max_tokens > room:
+            raise RequestError(
+                f"prompt of {len(prompt)} and max_tokens of {max_tokens} exceed the cache's "
+                f"{self.options.max_length} positions by {max_tokens - room}"
+            )
+        stop_ids = tuple(dict.fromkeys((*self.tokenizer.stop_ids, *request.stop_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
+        if self._pages(len(prompt) + max_tokens) > self.options.pages:
+            raise RequestError(
+                f"{len(prompt) + max_tokens} positions need more than all "
+                f"{self.options.pages} pages of the cache"
+            )
+        output.prompt_tokens = len(prompt)
+        output.seed = secrets.randbits(64) if request.seed is None else request.seed
+        grammar: Future[Any] | None = None
+        if request.grammar is not None:
+            grammar = self._built.compiler.submit(request.grammar)
+        return Running(
+            request=request,
+            output=output,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            decoder=self.tokenizer.incremental(),
+            grammar=grammar,
+        )
+
+    def _prompt(self, request: Request) -> list[int]:
+        if request.tokens is not None:
+            return list(request.tokens)
+        schema = request.schema
+        if schema is None and isinstance(request.grammar, GrammarSpec):
+            schema = request.grammar.schema
+        if request.messages is not None:
+            return self.tokenizer.chat(list(request.messages), schema=schema)
+        if self.tokenizer.has_chat_template:
+            message = {"role": "user", "content": request.prompt or ""}
+            return self.tokenizer.chat([message], schema=schema)
+        return self.tokenizer.encode(request.prompt or "")
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request with what it has so far; False when no such request is running."""
+        for running in [*self._waiting, *self._active.values()]:
+            if running.id == request_id:
+                self._end(running, "cancelled")
+                return True
+        return False
+
+    # Rounds -----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished or has an event to deliver."""
+        return bool(self._waiting or self._active or self._ended)
+
+    def step(self) -> list[Event]:
+        """Let ready requests join, run one round, and return what it brought.
+
+        Raises
+        ------
+        DeviceError, HostWorkError
+            When the device or the round itself failed; nothing can run on this engine then.
+        """
+        self._admit()
+        if self._active:
+            events = self._round()
+        else:
+            events = []
+            pending = [r.grammar for r in self._waiting if r.grammar is not None]
+            if pending and not self._ended:
+                wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+        ended, self._ended = self._ended, []
+        return events + ended
+
+    def _admit(self) -> None:
+        """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
+        for running in [r for r in self._waiting if r.ready]:
+            if not self._free:
+                return
+            try:
+                if not self._join(running):
+                    return
+            except GraftError as error:
+                self._waiting.remove(running)
+                self._refuse(running.output, error)
+
+    def _join(self, running: Running) -> bool:
+        """Give a request a slot and pages and prefill it; False while there are no pages."""
+        request, output = running.request, running.output
+        if running.grammar is not None and running.matcher is None:
+            compiled = running.grammar.result()
+            running.matcher = self._built.backend.matcher(compiled, running.stop_ids)
+        slot, length = self._free[0], len(running.prompt)
+        for i, cache in enumerate(self._built.caches):
+            if not cache.allocate(slot, length + running.max_tokens):
+                for earlier in self._built.caches[:i]:
+                    earlier.release(slot)
+                return False
+        self._free.pop(0)
+        self._waiting.remove(running)
+        running.slot, running.epoch = slot, next(self._epochs)
+        for cache in self._built.caches:
+            cache.set_table(self._lane, slot)
+        self._built.prefill.run(self._lane, slot, running.prompt)
+        mode = self.verify if request.verify is None else request.verify
+        self._parts.state.join(
+            self._lane,
+            slot,
+            position=length - 1,
+            last=running.prompt[-1],
+            epoch=running.epoch,
+            limit=length + running.max_tokens,
+            stop_ids=running.stop_ids,
+            seed=output.seed,
+            temperature=float(request.temperature),
+            top_k=request.top_k,
+            top_p=float(request.top_p),
+            min_p=float(request.min_p),
+            verify=VERIFY_MODES.index(mode),
+        )
+        self._active[slot] = running
+        self.stats.joins += 1
+        self.stats.prefills += 1
+        self.stats.prefill_tokens += length - 1
+        return True
+
+    def _round(self) -> list[Event]:
+        rows = list(self._active.values())
+        size = next(s for s in self.rounds if s >= len(rows))
+        self.stats.bucket_changes += size != self._bucket
+        self._bucket = size
+        before = self._launched
+        self._launch(size, rows)
+        self.stats.rounds += 1
+        self.stats.launches += self._launched - before
+        self._await(self._replay)
+        events = [
+            event
+            for b, running in enumerate(rows)
+            if (event := self._collect(b, running)) is not None
+        ]
+        self._parts.outputs.consumed(self._replay)
+        return events
+
+    def _launch(self, size: int, rows: list[Running]) -> None:
+        """Publish one replay and launch it."""
+        parts = self._parts
+        replay = self._replay + 1
+        entry = replay % parts.inputs.entries
+        parts.timeline.field("ns").array[entry] = 0
+        slots = parts.inputs.field("slot").array[entry]
+        slots[:] = -1
+        slots[: len(rows)] = [r.slot for r in rows]
+        guided = [
+            GuidedRequest(r.slot, r.epoch, r.matcher, len(r.prompt) - 1) for r in rows
+        ]
+        parts.decoder.publish(replay, guided)
+        parts.inputs.publish(replay)
+        self._replay = replay
+        self.rounds[size].exec.launch(self._built.stream)
+        self._launched += 1
+
+    def _await(self, replay: int) -> None:
+        """Wait until verification has published its results; then the replay before is over."""
+        parts = self._parts
+        deadline = time.monotonic() + ROUND_DEADLINE_S
+        while True:
+            try:
+                parts.outputs.poll(replay, timeout_s=1.0)
+                break
+            except DeadlineError as error:
+                self._built.stream.query()  # a faulted device says so here
+                if time.monotonic() > deadline:
+                    raise DeviceError(
+                        f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
+                    ) from error
+        parts.inputs.consumed(replay)
+        if replay > 1:
+            parts.decoder.retire(replay - 1)
+            self._time_parts(replay - 1)
+
+    def _time_parts(self, replay: int) -> None:
+        timeline = self._parts.timeline
+        ns = dict(zip(STAMPS, timeline.field("ns").array[replay % timeline.slots], strict=True))
+        for name, start, end in PARTS:
+            if ns[start] > 0 and ns[end] > 0:
+                took = int(ns[end] - ns[start])
+                self.stats.part_ns[name] = self.stats.part_ns.get(name, 0) + took
+
+    def _collect(self, b: int, running: Running) -> Event | None:
+        """Take row `b`'s results; ends the request when device or stop strings say so."""
+        outputs = self._parts.outputs
+        entry = self._replay % outputs.entries
+        slot, count, reason, accepted, tested = (
+            int(outputs.field(name).array[entry, b])
+            for name in ("slot", "count", "reason", "accepted", "draft_len")
+        )
+        if slot != running.slot:
+            raise GraftError(
+                f"row {b} of replay {self._replay} answered for slot {slot}, not {running.slot}"
+            )
+        tokens = [int(t) for t in outputs.field("tokens").array[entry, b, :count]]
+        output = running.output
+        self.stats.count_row(count, tested, accepted)
+        running.stalls = 0 if count or reason else running.stalls + 1
+        output.rounds += count > 0
+        output.drafted += tested if count else 0
+        output.accepted += accepted if count else 0
+        text, stopped = running.push(tokens)
+        if stopped:
+            self._end(running, "stop_string", text=text, tokens=tokens)
+        elif reason:
+            error = "the grammar refused a token that verification accepted" if reason == 4 else None
+            self._end(running, DEVICE_REASONS[reason], error, text=text, tokens=tokens)
+        elif running.stalls > MAX_STALLS:
+            self._end(running, "error", f"no mask row came for {MAX_STALLS} rounds")
+        elif tokens:
+            return Event(running.id, tuple(tokens), text)
+        return None
+
+    # Endings ----------------------------------------------------------------------------------
+
+    def _refuse(self, output: Output, error: GraftError) -> None:
+        output.reason, output.error = "refused", str(error)
+        self._ended.append(Event(output.id, (), "", output))
+
+    def _end(
+        self,
+        running: Running,
+        reason: str,
+        error: str | None = None,
+        *,
+        text: str = "",
+        tokens: Iterable[int] = (),
+    ) -> None:
+        """Take a request out of the batch; its slot is free for the next replay.
+
+        The replay whose tail may still run drafts into the slot's pages and advances its matcher:
+        the pages are written again only by work that the stream orders behind it, and the replay's
+        snapshot holds the matcher until it has retired.
+        """
+        running.output.reason, running.output.error = reason, error
+        text += running.flush()
+        if running.slot >= 0:
+            if reason not in DEVICE_REASONS:
+                self._parts.state.leave(self._lane, running.slot)
+            for cache in self._built.caches:
+                cache.release(running.slot)
+            del self._active[running.slot]
+            self._free.append(running.slot)
+            running.slot, running.matcher = -1, None
+        else:
+            self._waiting.remove(running)
+        self._ended.append(Event(running.id, tuple(tokens), text, running.output))
+
+    # Driving ----------------------------------------------------------------------------------
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """Run requests together and yield their events as rounds bring them.
+
+        Leaving the iterator early, or Ctrl-C, cancels what is unfinished.
+        """
+        mine = {self.submit(request) for request in requests}
+        try:
+            while mine:
+                for event in self.step():
+                    if event.id in mine:
+                        mine -= {event.id} if event.finished else set()
+                        yield event
+        finally:
+            for request_id in mine:
+                self.cancel(request_id)
+
+    def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
+        """Run requests together and return their outputs in the same order.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            After every unfinished request was cancelled.
+        """
+        requests = list(requests)
+        numbered = [
+            r if isinstance(r.id, str) else replace(r, id=f"request-{next(self._ids)}")
+            for r in requests
+        ]
+        done: dict[str, Output] = {}
+        begun = time.perf_counter()
+        with tqdm(total=len(numbered), disable=not progress, unit="request") as bar:
+            for event in self.stream(numbered):
+                if event.output is not None:
+                    done[event.id] = event.output
+                    bar.update()
+        self.stats.generate_seconds += time.perf_counter() - begun
+        return [done[r.id] for r in numbered if r.id is not None]
+
+    def counters(self) -> dict[str, Any]:
+        """Engine, grammar and device counters in one dictionary."""
+        return {
+            "engine": self.stats.as_dict(),
+            "grammar": self._parts.decoder.counters(),
+            "device": self.device.stats(),
+        }
+
+    def reset_stats(self) -> None:
+        """Begin counting anew."""
+        self.stats = EngineStats(draft_length=self.options.draft_length)
+
+    def _pages(self, positions: int) -> int:
+        return -(-positions // self.options.page_size)
+
+    def close(self) -> None:
+        """Cancel what runs, drain the device and give everything back."""
+        if self._closed:
+            return
+        self._closed = True
+        for running in [*self._waiting, *self._active.values()]:
+            self._end(running, "cancelled")
+        self._built.stream.synchronize()
+        for built in self.rounds.values():
+            built.close()
+        self._built.compiler.close()
+        parts = self._parts
+        parts.decoder.close()
+        for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
+            held.close()
+        self._built.stream.close()
+        self.rounds.clear()
+        del self._built, self._parts, self._lane
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+

@@ -1,0 +1,73 @@
+"""Prefill: the prompt's keys and values, written before a request joins the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.lanes import Lane
+from graft.models.eagle3 import Eagle3Drafter
+from graft.models.llama import LlamaModel
+from graft.models.rows import Rows
+
+
+class Prefill:
+    """Runs prompts through the target and the drafter on a lane, in chunks of `chunk` rows.
+
+    For a prompt t_0 .. t_{P-1} the target caches positions 0 .. P-2 and the drafter entries
+    0 .. P-2, which pair feature i with token t_{i+1}. The last prompt token is left to the
+    request's first round, whose row 0 feeds it like any other `last` token; so the first token is
+    sampled by the very code that samples all others. Kernels are row-invariant, hence chunking
+    changes no bit.
+
+    Parameters
+    ----------
+    chunk : most rows per forward; the models' workspaces must hold as many.
+    max_length : longest prompt, tokens.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        target: LlamaModel,
+        drafter: Eagle3Drafter | None,
+        *,
+        chunk: int,
+        max_length: int,
+    ):
+        self._stream, self._target, self._drafter, self._chunk = stream, target, drafter, chunk
+        # Rows: token, next token, slot, position.
+        self._staged = device.pinned((4, max_length), "int32")
+        self._rows = device.zeros((4, max_length), "int32")
+        self._features = (
+            None
+            if drafter is None
+            else device.zeros((chunk, 3 * target.config.hidden_size), "float32")
+        )
+
+    def run(self, lane: Lane, slot: int, tokens: Sequence[int]) -> None:
+        """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already."""
+        count = len(tokens) - 1
+        if count < 1:
+            return
+        # The copy of an earlier prompt may still be queued behind a running round: its staging
+        # area may be rewritten only after it was read.
+        self._stream.synchronize()
+        staged = self._staged.array
+        staged[0, :count] = tokens[:-1]
+        staged[1, :count] = tokens[1:]
+        staged[2, :count] = slot
+        staged[3, :count] = np.arange(count)
+        lane.copy(self._rows, self._staged, name="prompt")
+        token, following, slots, pos = (self._rows[i] for i in range(4))
+        for start in range(0, count, self._chunk):
+            end = min(start + self._chunk, count)
+            rows = Rows(token[start:end], slots[start:end], pos[start:end])
+            features = None if self._features is None else self._features[: end - start]
+            self._target.forward(lane, rows, features)
+            if self._drafter is not None and features is not None:
+                entries = Rows(following[start:end], slots[start:end], pos[start:end])
+                self._drafter.entries(lane, entries, features)

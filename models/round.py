@@ -1,0 +1,237 @@
+"""One round of guided speculative decoding as one explicit CUDA graph.
+
+Two lanes meet at marks::
+
+    model    begin - target forward - [masks] - verify - extend - [row 0] - draft 1 - step 2 - ...
+    grammar  open ----------------------^          `- commit ---------^      `- row 1 ----^
+
+`open` fills what the rows of this round still lack (row K of the drafts made last round, or all
+rows after unmasked drafting) beside the target forward; `commit` advances the matchers by what was
+accepted and fills row 0 beside the drafter's extend; row j is filled beside the drafter step that
+feeds draft j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.grammar.decoder import GuidedDecoder
+from graft.models.eagle3 import Eagle3Drafter
+from graft.models.llama import LlamaModel
+from graft.models.rows import Rows
+from graft.sampling.sampler import Sampler
+from graft.sampling.state import SlotState
+
+THREADS = 128
+KERNELS = Path(__file__).parent / "kernels" / "round.cu"
+
+#: Timeline columns: the device's clock at the border between two parts of a round.
+STAMPS = ("begin", "target", "masks", "verify", "extend", "row0", "end")
+#: Parts of a round: (name, stamp it starts at, stamp it ends at).
+PARTS = (
+    ("target forward", "begin", "target"),
+    ("wait for masks", "target", "masks"),
+    ("verify", "masks", "verify"),
+    ("drafter extend", "verify", "extend"),
+    ("wait for row 0", "extend", "row0"),
+    ("drafting", "row0", "end"),
+)
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """Everything a round is made of; shared by the graphs of all buckets."""
+
+    device: Device
+    target: LlamaModel
+    drafter: Eagle3Drafter | None
+    sampler: Sampler
+    state: SlotState
+    decoder: GuidedDecoder
+    exchange: PinnedSlots
+    inputs: Ring
+    outputs: Ring
+    timeline: PinnedSlots
+    replay: DeviceArray
+    draft_length: int
+    masked_drafts: bool
+
+    @property
+    def width(self) -> int:
+        """Rows of the target forward per request: `last` and the drafts."""
+        return self.draft_length + 1
+
+
+class RoundScratch:
+    """Row-indexed arrays of the largest bucket; every smaller bucket uses their beginnings.
+
+    Replays of all buckets run on one stream, one after another, so they may share scratch.
+    """
+
+    def __init__(self, parts: RoundParts, max_batch: int):
+        device, width = parts.device, parts.width
+        rows = max_batch * width
+
+        def ints(*shape: int) -> DeviceArray:
+            return device.zeros(shape, "int32")
+
+        self.row_slot = ints(max_batch)
+        self.target_rows = Rows(ints(rows), ints(rows), ints(rows))
+        self.extend_rows = Rows(ints(rows), ints(rows), ints(rows))
+        self.step_rows = Rows(ints(max_batch), ints(max_batch), ints(max_batch))
+        self.gather = ints(max_batch)
+        self.logits = device.zeros((rows, parts.target.config.vocab_size), "float32")
+        drafted = 0 if parts.drafter is None else 1  # without a drafter nobody reads these two
+        features = 3 * parts.target.config.hidden_size * drafted
+        draft_vocab = 1 if parts.drafter is None else parts.drafter.draft_vocab
+        self.features = device.zeros((rows, max(features, 1)), "float32")
+        self.draft_logits = device.zeros((max_batch, draft_vocab), "float32")
+
+
+def _rows(rows: Rows, count: int) -> Rows:
+    return Rows(rows.token[:count], rows.slot[:count], rows.pos[:count])
+
+
+class RoundGraph:
+    """The graph of one batch bucket: built once, replayed every round.
+
+    Parameters
+    ----------
+    parts : what the round is made of.
+    scratch : row-indexed arrays, at least `batch` requests wide.
+    batch : the bucket: requests (padding rows included) per replay.
+    """
+
+    def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int):
+        self.parts, self.scratch, self.batch = parts, scratch, batch
+        self._kernels = parts.device.load(KERNELS)
+        self.graph = Graph(parts.device, name=f"round of {batch}")
+        model, grammar = self.graph.lane("model"), self.graph.lane("grammar")
+
+        grammar.host(parts.decoder.open_work(), name="open: missing rows")
+        masks_ready = grammar.record("masks ready")
+        self._begin(model)
+        self._target(model)
+        model.wait(masks_ready)
+        self._stamp(model, "masks")
+        self._verify(model)
+        if parts.drafter is not None:
+            self._draft(model, grammar, parts.drafter)
+        self.exec: GraphExec = self.graph.instantiate()
+
+    def _draft(self, model: Lane, grammar: Lane, drafter: Eagle3Drafter) -> None:
+        """Commit what was accepted, and draft the next K tokens under their masks."""
+        parts, masked = self.parts, self.parts.masked_drafts
+        tokens_known = model.record("tokens known")
+        grammar.wait(tokens_known)
+        grammar.host(parts.decoder.commit_work(), name="commit, fill row 0")
+        row_ready = grammar.record("row 0 ready")
+        hidden = self._extend(model, drafter)
+        if masked:
+            model.wait(row_ready)
+        self._stamp(model, "row0")
+        self._draw(model, 1)
+        for step in range(2, parts.draft_length + 1):
+            if masked:
+                drafted = model.record(f"draft {step - 1} known")
+                grammar.wait(drafted)
+                grammar.host(parts.decoder.draft_work(step - 1), name=f"fill row {step - 1}")
+                row_ready = grammar.record(f"row {step - 1} ready")
+            hidden = self._step(model, drafter, hidden, step)
+            if masked:
+                model.wait(row_ready)
+            self._draw(model, step)
+        self._stamp(model, "end")
+
+    def _stamp(self, lane: Lane, name: str) -> None:
+        timeline = self.parts.timeline.field("ns")
+        args = [self.parts.replay, timeline, timeline.stride, self.parts.timeline.slots]
+        kernel = self._kernels["stamp_time"]
+        lane.kernel(kernel, 1, 1, [*args, STAMPS.index(name)], name=f"stamp {name}")
+
+    def _begin(self, lane: Lane) -> None:
+        p, s = self.parts, self.scratch
+        state, ring_rows, stamp = p.state, p.inputs.field("slot"), p.inputs.stamp
+        rows = s.target_rows
+        lane.kernel(
+            self._kernels["round_begin"],
+            1,
+            THREADS,
+            [
+                p.replay, ring_rows, ring_rows.stride, stamp, stamp.stride, p.inputs.entries,
+                state.n, state.last, state.drafts, state.drafts.shape[1], state.draft_len,
+                state.active, state.limit, state.n.size, self.batch, p.width,
+                s.row_slot, rows.token, rows.slot, rows.pos,
+            ],
+            name="begin",
+        )  # fmt: skip
+        self._stamp(lane, "begin")
+
+    def _target(self, lane: Lane) -> None:
+        s, count = self.scratch, self.batch * self.parts.width
+        features = None if self.parts.drafter is None else s.features[:count]
+        hidden = self.parts.target.forward(lane, _rows(s.target_rows, count), features)
+        self.parts.target.head(lane, hidden, s.logits[:count])
+        self._stamp(lane, "target")
+
+    def _verify(self, lane: Lane) -> None:
+        p, s = self.parts, self.scratch
+        row_slot = s.row_slot[: self.batch]
+        p.sampler.target(lane, s.logits[: self.batch * p.width], row_slot, p.width)
+        p.sampler.verify(lane, row_slot, p.width, p.replay, p.outputs)
+        self._stamp(lane, "verify")
+
+    def _extend(self, lane: Lane, drafter: Eagle3Drafter) -> DeviceArray:
+        p, s = self.parts, self.scratch
+        count, rows = self.batch * p.width, s.extend_rows
+        lane.kernel(
+            self._kernels["extend_rows"],
+            1,
+            THREADS,
+            [
+                s.row_slot, p.state.active, p.sampler.count, p.sampler.committed_tok,
+                p.sampler.old_n, self.batch, p.width, rows.token, rows.slot, rows.pos, s.gather,
+            ],
+            name="extend rows",
+        )  # fmt: skip
+        out = drafter.entries(lane, _rows(rows, count), s.features[:count])
+        hidden = drafter.gather(lane, out, s.gather[: self.batch])
+        drafter.head(lane, hidden, s.draft_logits[: self.batch])
+        self._stamp(lane, "extend")
+        return hidden
+
+    def _draw(self, lane: Lane, j: int) -> None:
+        s, batch = self.scratch, self.batch
+        logits, row_slot = s.draft_logits[:batch], s.row_slot[:batch]
+        self.parts.sampler.draft(lane, logits, row_slot, j, self.parts.masked_drafts)
+
+    def _step(
+        self, lane: Lane, drafter: Eagle3Drafter, hidden: DeviceArray, step: int
+    ) -> DeviceArray:
+        p, s = self.parts, self.scratch
+        state, rows = p.state, _rows(s.step_rows, self.batch)
+        lane.kernel(
+            self._kernels["step_rows"],
+            1,
+            THREADS,
+            [
+                s.row_slot, state.active, p.sampler.count, state.n, state.drafts,
+                state.drafts.shape[1], state.draft_len, state.limit, self.batch, step,
+                rows.token, rows.slot, rows.pos,
+            ],
+            name=f"step {step} rows",
+        )  # fmt: skip
+        out = drafter.step(lane, rows, hidden)
+        drafter.head(lane, out, s.draft_logits[: self.batch])
+        return out
+
+    def close(self) -> None:
+        """Drop the executable and the definition."""
+        self.exec.close()
+        self.graph.close()

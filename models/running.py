@@ -1,0 +1,70 @@
+"""A request on its way through the engine: from submission to its output."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from graft.grammar.matcher import Matcher
+from graft.grammar.xgrammar import CompiledGrammar
+from graft.models.request import Output, Request
+from graft.models.tokenizer import IncrementalDecoder
+
+
+@dataclass
+class Running:
+    """Everything the engine knows about one unfinished request."""
+
+    request: Request
+    output: Output
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    decoder: IncrementalDecoder
+    grammar: Future[CompiledGrammar] | None = None
+    matcher: Matcher | None = None
+    slot: int = -1
+    epoch: int = 0
+    stalls: int = 0
+    _emitted: int = field(default=0, repr=False)
+
+    @property
+    def id(self) -> str:
+        return self.output.id
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing stands between the request and a slot."""
+        return self.grammar is None or self.grammar.done()
+
+    def push(self, tokens: list[int]) -> tuple[str, bool]:
+        """Take a round's tokens; returns the text to emit and whether a stop string ended it."""
+        self.output.tokens.extend(tokens)
+        readable = [t for t in tokens if t not in self.stop_ids]
+        self.output.text += self.decoder.push(readable)
+        for stop in self.request.stop:
+            cut = self.output.text.find(stop)
+            if cut >= 0:
+                self.output.text = self.output.text[:cut]
+                return self._emit(len(self.output.text)), True
+        return self._emit(len(self.output.text) - self._held_back()), False
+
+    def flush(self) -> str:
+        """The rest of the text, once nothing can follow."""
+        if self.output.reason != "stop_string":
+            self.output.text += self.decoder.finish()
+        return self._emit(len(self.output.text))
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that may grow into a stop string."""
+        text = self.output.text
+        lengths = (
+            n for stop in self.request.stop for n in range(len(stop) - 1, 0, -1)
+            if text.endswith(stop[:n])
+        )  # fmt: skip
+        return max(lengths, default=0)
+
+    def _emit(self, end: int) -> str:
+        end = max(end, self._emitted)
+        text, self._emitted = self.output.text[self._emitted : end], end
+        return text

@@ -1,0 +1,92 @@
+"""Counters of an engine: what a researcher wants to know about its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class EngineStats:
+    """Sums since the engine was built or `reset()` was called.
+
+    Attributes
+    ----------
+    rounds : replays that carried at least one request.
+    launches : graph launches for them; equal to `rounds` unless something is wrong.
+    idle_launches : launches of warm-up replays, one per bucket.
+    joins, bucket_changes, prefills : how often a request joined, the bucket changed, a prompt ran.
+    row_rounds : (request, round) pairs; `stalls` of them committed nothing.
+    tokens : tokens committed.
+    tested, accepted : per draft position, how often a draft was tested and accepted.
+    speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
+        and the tokens they committed, from which the acceptance length is taken.
+    part_ns : nanoseconds on the device's clock per part of the round.
+    """
+
+    draft_length: int = 0
+    rounds: int = 0
+    launches: int = 0
+    idle_launches: int = 0
+    joins: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    bucket_changes: int = 0
+    row_rounds: int = 0
+    stalls: int = 0
+    tokens: int = 0
+    speculated_rounds: int = 0
+    speculated_tokens: int = 0
+    tested: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    part_ns: dict[str, int] = field(default_factory=dict)
+    generate_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tested = [0] * self.draft_length
+        self.accepted = [0] * self.draft_length
+
+    def count_row(self, count: int, tested: int, accepted: int) -> None:
+        """Add one request's share of one round."""
+        self.row_rounds += 1
+        self.tokens += count
+        if count == 0:
+            self.stalls += 1
+        elif tested > 0:
+            self.speculated_rounds += 1
+            self.speculated_tokens += count
+        # A walk tests one draft more than it accepts, unless it ran out of drafts.
+        for j in range(min(tested, accepted + 1)):
+            self.tested[j] += 1
+            self.accepted[j] += j < accepted
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens committed per request and round."""
+        return self.tokens / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a round that tested drafts: accepted drafts plus the bonus token."""
+        return self.speculated_tokens / self.speculated_rounds if self.speculated_rounds else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Per draft position, the share of tested drafts that was accepted."""
+        return [a / t if t else 0.0 for a, t in zip(self.accepted, self.tested, strict=True)]
+
+    @property
+    def part_share(self) -> dict[str, float]:
+        """Per part of the round, its share of the time of all parts."""
+        total = sum(self.part_ns.values())
+        return {name: ns / total if total else 0.0 for name, ns in self.part_ns.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, derived figures included, ready for JSON."""
+        plain = {k: v for k, v in vars(self).items()}
+        return plain | {
+            "tokens_per_round": self.tokens_per_round,
+            "acceptance_length": self.acceptance_length,
+            "acceptance": self.acceptance,
+            "part_share": self.part_share,
+        }
