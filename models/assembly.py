@@ -165,9 +165,7 @@ def assemble(
         {name: ("int32", (slots,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
         | {"tokens": ("int32", (slots, width))},
     )
-    vocabulary = Vocabulary.from_tokenizer(
-        tokenizer.backend, config.vocab_size, tokenizer.stop_ids
-    )
+    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
     backend = XGrammarBackend(vocabulary)
     stream = device.stream("rounds")
     parts = RoundParts(

@@ -8,10 +8,9 @@ drafting; so its own bookkeeping runs beside the rest of the round.
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedRequest
-from graft.grammar.spec import GrammarSpec
+from graft.models.admission import Admission
 from graft.models.assembly import (
     Options,
     assemble,
@@ -33,12 +32,10 @@ from graft.models.assembly import (
 from graft.models.errors import RequestError
 from graft.models.request import (
     DEVICE_REASONS,
-    MAX_STOP_IDS,
     VERIFY_MODES,
     Event,
     Output,
     Request,
-    check_request,
 )
 from graft.models.round import PARTS, STAMPS, RoundGraph, RoundScratch
 from graft.models.running import Running
@@ -48,6 +45,7 @@ from graft.models.tokenizer import Tokenizer
 #: A slot that commits nothing for so many rounds on end is stuck, not late.
 MAX_STALLS = 256
 ROUND_DEADLINE_S = 120.0
+REFUSED_TOKEN = "the grammar refused a token that verification had accepted"
 
 
 def buckets(max_batch_size: int) -> list[int]:
@@ -132,6 +130,7 @@ class Engine:
         )
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
         self._lane = StreamLane(built.stream)
+        self._admission = Admission(options, tokenizer, config.vocab_size, built.compiler)
         self.stats = EngineStats(draft_length=options.draft_length)
         self._replay = 0
         self._launched = 0
@@ -159,72 +158,22 @@ class Engine:
 
         A request that cannot be served does not raise: it ends at once with the reason "refused"
         and a sentence, and the others go on.
+
+        Raises
+        ------
+        RequestError
+            When a running request has the same id: its events could not be told apart.
         """
         if self._closed:
             raise OptionError("the engine is closed")
-        given = request.id if isinstance(request.id, str) else None
-        output = Output(id=given if given is not None else f"request-{next(self._ids)}")
+        output = Output(id=f"request-{next(self._ids)}" if request.id is None else request.id)
+        if any(r.id == output.id for r in (*self._waiting, *self._active.values())):
+            raise RequestError(f"a request with id {output.id!r} is running already")
         try:
-            running = self._accept(request, output)
+            self._waiting.append(self._admission.take(request, output))
         except GraftError as error:
             self._refuse(output, error)
-            return output.id
-        self._waiting.append(running)
         return output.id
-
-    def _accept(self, request: Request, output: Output) -> Running:
-        vocab = self._parts.target.config.vocab_size
-        check_request(request, vocab)
-        known = {r.id for r in (*self._waiting, *self._active.values())}
-        if output.id in known:
-            raise RequestError(f"a request with id {output.id!r} is running already")
-        prompt = self._prompt(request)
-        room = self.options.max_length - len(prompt)
-        if not prompt or room < 1:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; from 1 to {self.options.max_length - 1} fit"
-            )
-        max_tokens = room if request.max_tokens is None else request.max_tokens
-        if max_tokens > room:
-            raise RequestError(
-                f"prompt of {len(prompt)} and max_tokens of {max_tokens} exceed the cache's "
-                f"{self.options.max_length} positions by {max_tokens - room}"
-            )
-        stop_ids = tuple(dict.fromkeys((*self.tokenizer.stop_ids, *request.stop_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
-        if self._pages(len(prompt) + max_tokens) > self.options.pages:
-            raise RequestError(
-                f"{len(prompt) + max_tokens} positions need more than all "
-                f"{self.options.pages} pages of the cache"
-            )
-        output.prompt_tokens = len(prompt)
-        output.seed = secrets.randbits(64) if request.seed is None else request.seed
-        grammar: Future[Any] | None = None
-        if request.grammar is not None:
-            grammar = self._built.compiler.submit(request.grammar)
-        return Running(
-            request=request,
-            output=output,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            decoder=self.tokenizer.incremental(),
-            grammar=grammar,
-        )
-
-    def _prompt(self, request: Request) -> list[int]:
-        if request.tokens is not None:
-            return list(request.tokens)
-        schema = request.schema
-        if schema is None and isinstance(request.grammar, GrammarSpec):
-            schema = request.grammar.schema
-        if request.messages is not None:
-            return self.tokenizer.chat(list(request.messages), schema=schema)
-        if self.tokenizer.has_chat_template:
-            message = {"role": "user", "content": request.prompt or ""}
-            return self.tokenizer.chat([message], schema=schema)
-        return self.tokenizer.encode(request.prompt or "")
 
     def cancel(self, request_id: str) -> bool:
         """End a request with what it has so far; False when no such request is running."""
@@ -339,9 +288,7 @@ class Engine:
         slots = parts.inputs.field("slot").array[entry]
         slots[:] = -1
         slots[: len(rows)] = [r.slot for r in rows]
-        guided = [
-            GuidedRequest(r.slot, r.epoch, r.matcher, len(r.prompt) - 1) for r in rows
-        ]
+        guided = [GuidedRequest(r.slot, r.epoch, r.matcher, len(r.prompt) - 1) for r in rows]
         parts.decoder.publish(replay, guided)
         parts.inputs.publish(replay)
         self._replay = replay
@@ -398,7 +345,7 @@ class Engine:
         if stopped:
             self._end(running, "stop_string", text=text, tokens=tokens)
         elif reason:
-            error = "the grammar refused a token that verification accepted" if reason == 4 else None
+            error = REFUSED_TOKEN if DEVICE_REASONS[reason] == "error" else None
             self._end(running, DEVICE_REASONS[reason], error, text=text, tokens=tokens)
         elif running.stalls > MAX_STALLS:
             self._end(running, "error", f"no mask row came for {MAX_STALLS} rounds")
@@ -467,10 +414,8 @@ class Engine:
         KeyboardInterrupt
             After every unfinished request was cancelled.
         """
-        requests = list(requests)
         numbered = [
-            r if isinstance(r.id, str) else replace(r, id=f"request-{next(self._ids)}")
-            for r in requests
+            r if r.id is not None else replace(r, id=f"request-{next(self._ids)}") for r in requests
         ]
         done: dict[str, Output] = {}
         begun = time.perf_counter()
@@ -493,9 +438,6 @@ class Engine:
     def reset_stats(self) -> None:
         """Begin counting anew."""
         self.stats = EngineStats(draft_length=self.options.draft_length)
-
-    def _pages(self, positions: int) -> int:
-        return -(-positions // self.options.page_size)
 
     def close(self) -> None:
         """Cancel what runs, drain the device and give everything back."""
@@ -521,4 +463,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-

@@ -134,7 +134,11 @@ def check_request(request: Request, vocab_size: int) -> None:
         name for name in ("prompt", "messages", "tokens") if getattr(request, name) is not None
     ]
     if len(given) != 1:
-        raise RequestError(f"give exactly one of prompt, messages and tokens, got {given or 'none'}")
+        raise RequestError(
+            f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
+        )
+    if request.id is not None and not isinstance(request.id, str):
+        raise RequestError(f"id must be text, got {request.id!r}")
     if request.prompt is not None and not isinstance(request.prompt, str):
         raise RequestError(f"prompt must be text, got {type(request.prompt).__name__}")
     if request.grammar is not None and not isinstance(request.grammar, GrammarSpec):

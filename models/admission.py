@@ -1,0 +1,89 @@
+"""Admission: a request is checked, tokenized and its grammar sent to the compiler."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import Future
+
+from graft.grammar.compile import CompileService
+from graft.grammar.xgrammar import CompiledGrammar
+from graft.models.assembly import Options
+from graft.models.errors import RequestError
+from graft.models.request import MAX_STOP_IDS, Output, Request, check_request
+from graft.models.running import Running
+from graft.models.tokenizer import Tokenizer
+
+
+class Admission:
+    """Turns requests into `Running` ones, or says by name why not.
+
+    Parameters
+    ----------
+    options : the engine's shape; a request must fit its positions and pages.
+    vocab_size : ids the target knows.
+    compiler : compiles grammars while the request waits outside the batch.
+    """
+
+    def __init__(
+        self, options: Options, tokenizer: Tokenizer, vocab_size: int, compiler: CompileService
+    ):
+        self._options, self._tokenizer = options, tokenizer
+        self._vocab_size, self._compiler = vocab_size, compiler
+
+    def take(self, request: Request, output: Output) -> Running:
+        """Check `request` and begin compiling its grammar.
+
+        Raises
+        ------
+        RequestError, TokenizerError, GrammarError
+            Naming the option and its value, before anything runs for the request.
+        """
+        check_request(request, self._vocab_size)
+        prompt = self._tokens(request)
+        max_tokens = self._room(len(prompt), request.max_tokens)
+        stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *request.stop_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
+        output.prompt_tokens = len(prompt)
+        output.seed = secrets.randbits(64) if request.seed is None else request.seed
+        grammar: Future[CompiledGrammar] | None = None
+        if request.grammar is not None:
+            grammar = self._compiler.submit(request.grammar)
+        return Running(
+            request=request,
+            output=output,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            decoder=self._tokenizer.incremental(),
+            grammar=grammar,
+        )
+
+    def _room(self, prompt: int, asked: int | None) -> int:
+        """Tokens the request may generate; positions and pages for all of them exist."""
+        length, page, pages = (
+            self._options.max_length, self._options.page_size, self._options.pages
+        )  # fmt: skip
+        length = min(length, page * pages)
+        room = length - prompt
+        if prompt < 1 or room < 1:
+            raise RequestError(f"the prompt has {prompt} tokens; from 1 to {length - 1} fit")
+        if asked is not None and asked > room:
+            raise RequestError(
+                f"a prompt of {prompt} tokens and max_tokens {asked} exceed the cache's "
+                f"{length} positions by {asked - room}"
+            )
+        return room if asked is None else asked
+
+    def _tokens(self, request: Request) -> list[int]:
+        if request.tokens is not None:
+            return list(request.tokens)
+        schema = request.schema
+        if schema is None and request.grammar is not None:
+            schema = request.grammar.schema
+        if request.messages is not None:
+            return self._tokenizer.chat(list(request.messages), schema=schema)
+        if self._tokenizer.has_chat_template:
+            message = {"role": "user", "content": request.prompt or ""}
+            return self._tokenizer.chat([message], schema=schema)
+        return self._tokenizer.encode(request.prompt or "")
