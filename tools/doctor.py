@@ -1,0 +1,226 @@
+"""``graft doctor``: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from graft.cudagraph.errors import GraftError
+
+#: Asks NVIDIA's driver in a process of its own: a driver that was once loaded would answer for the
+#: soft device too (the first library of a name wins in a process).
+ASK_DRIVER = """
+import ctypes, json
+cuda = ctypes.CDLL("libcuda.so.1")
+status = cuda.cuInit(0)
+version, count = ctypes.c_int(), ctypes.c_int()
+cuda.cuDriverGetVersion(ctypes.byref(version))
+names = []
+if status == 0:
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    for i in range(count.value):
+        name = ctypes.create_string_buffer(256)
+        cuda.cuDeviceGetName(name, 256, i)
+        names.append(name.value.decode())
+print(json.dumps({"status": status, "version": version.value, "devices": names}))
+"""
+DRIVER_DEADLINE_S = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `status` is "ok", "absent" (graft works without) or "missing"."""
+
+    name: str
+    status: str
+    detail: str
+    advice: str = ""
+
+
+def version_of(package: str) -> str | None:
+    """Installed version of a distribution, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_python() -> Finding:
+    """The interpreter and the system."""
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("python", "missing", detail, "graft runs on Linux")
+    return Finding("python", "ok", detail)
+
+
+def check_packages() -> Finding:
+    """The pinned packages that every part of graft imports."""
+    names = ("numpy", "cuda-bindings", "safetensors", "tokenizers", "jinja2", "tqdm")
+    found = {name: version_of(name) for name in names}
+    lacking = [name for name, version in found.items() if version is None]
+    detail = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
+    if lacking:
+        return Finding("packages", "missing", detail, f"pip install {' '.join(lacking)}")
+    return Finding("packages", "ok", detail)
+
+
+def check_native() -> Finding:
+    """graft's own C++ part."""
+    try:
+        import graft.native._native as native
+    except ImportError as error:
+        return Finding("native part", "missing", str(error), "run make native")
+    return Finding("native part", "ok", str(native.__file__))
+
+
+def check_compiler() -> Finding:
+    """The C++ compiler, which compiles kernels for the soft device."""
+    named = os.environ.get("CXX")
+    for candidate in [named] if named else ["c++", "g++", "clang++"]:
+        command = shlex.split(candidate)
+        if shutil.which(command[0]):
+            said = subprocess.run([*command, "--version"], capture_output=True, text=True)
+            if said.returncode == 0 and said.stdout:
+                return Finding("compiler", "ok", said.stdout.splitlines()[0])
+    return Finding("compiler", "missing", f"no {named or 'c++, g++ or clang++'} runs",
+                   "the soft device compiles kernels with it; apt install g++")
+
+
+def check_driver() -> Finding:
+    """NVIDIA's driver, asked in a child process."""
+    advice = "graft runs on the soft device without it; a GPU needs NVIDIA's driver"
+    try:
+        done = subprocess.run([sys.executable, "-c", ASK_DRIVER], capture_output=True, text=True,
+                              timeout=DRIVER_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return Finding("nvidia driver", "absent",
+                       f"no answer within {DRIVER_DEADLINE_S} s", "look at nvidia-smi")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["the child process died"])[-1]
+        return Finding("nvidia driver", "absent", last, advice)
+    said = json.loads(done.stdout)
+    number = said["version"]
+    detail = f"CUDA {number // 1000}.{number % 1000 // 10}"
+    if said["status"] or not said["devices"]:
+        detail += f", cuInit status {said['status']}, no device"
+        return Finding("nvidia driver", "absent", detail, advice)
+    return Finding("nvidia driver", "ok", f"{detail}, {', '.join(said['devices'])}")
+
+
+def check_device() -> Finding:
+    """The device that graft would open now."""
+    from graft.cudagraph.device import open_device
+
+    wanted = os.environ.get("GRAFT_DEVICE", "auto")
+    try:
+        device = open_device()
+    except GraftError as error:
+        return Finding("device", "missing", f"GRAFT_DEVICE={wanted}: {error}",
+                       "GRAFT_DEVICE is auto, cuda or soft")
+    return Finding("device", "ok", device.describe())
+
+
+def check_cupy() -> Finding:
+    """CuPy, which compiles kernels on CUDA; it is not imported here."""
+    for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+        version = version_of(package)
+        if version:
+            return Finding("cupy", "ok", f"{package} {version}")
+    return Finding("cupy", "absent", "not installed",
+                   "CUDA needs it: pip install 'graft-cuda[cuda13]' (or [cuda12])")
+
+
+def check_nvrtc() -> Finding:
+    """NVRTC, which checks kernels for real GPUs without one."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        return Finding("nvrtc", "absent", " ".join(str(error).split()),
+                       "only the NVRTC tests need it: pip install nvidia-cuda-nvrtc")
+    if int(status):
+        return Finding("nvrtc", "absent", str(status), "pip install nvidia-cuda-nvrtc")
+    return Finding("nvrtc", "ok", f"{major}.{minor}")
+
+
+def check_library(name: str, package: str, advice: str) -> Finding:
+    """A package whose shared library graft drives through its C ABI."""
+    version = version_of(package)
+    if version is None:
+        return Finding(name, "missing", "not installed", advice)
+    files = importlib.metadata.files(package) or []
+    libraries = sorted(Path(str(f.locate())) for f in files if f.suffix == ".so")
+    found = [library for library in libraries if library.exists()]
+    if not found:
+        return Finding(name, "missing", f"{package} {version} without a library", advice)
+    return Finding(name, "ok", f"{version}, {', '.join(path.name for path in found)}")
+
+
+def check_xgrammar() -> Finding:
+    """XGrammar, the grammar backend."""
+    return check_library("xgrammar", "xgrammar",
+                         "pip install --no-deps xgrammar==0.2.8 (its wheel asks for torch, "
+                         "which graft does not use)")
+
+
+def check_tvm_ffi() -> Finding:
+    """tvm-ffi, through which XGrammar is driven."""
+    return check_library("tvm-ffi", "apache-tvm-ffi", "pip install apache-tvm-ffi==0.1.15.post2")
+
+
+def check_demo_model() -> Finding:
+    """The demo model that travels with the package."""
+    from graft.tools.demo_model import demo_model
+
+    lacking = [str(p) for p in demo_model() if not (p / "model.safetensors").exists()]
+    if lacking:
+        return Finding("demo model", "absent", f"no model in {', '.join(lacking)}",
+                       "graft generate needs --model and --draft then")
+    return Finding("demo model", "ok", str(demo_model()[0].parent))
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python, check_packages, check_native, check_compiler, check_driver, check_cupy,
+    check_nvrtc, check_xgrammar, check_tvm_ffi, check_demo_model, check_device)
+
+
+def examine() -> list[Finding]:
+    """Run every check. CuPy counts as missing where there is a GPU for it to serve."""
+    found = [check() for check in CHECKS]
+    has_gpu = any(f.name == "nvidia driver" and f.status == "ok" for f in found)
+    if has_gpu and os.environ.get("GRAFT_DEVICE") != "soft":
+        found = [Finding(f.name, "missing", f.detail, f.advice)
+                 if f.name == "cupy" and f.status == "absent" else f for f in found]
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``graft doctor``."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the findings; returns 1 when something that graft needs is missing."""
+    found = examine()
+    healthy = all(finding.status != "missing" for finding in found)
+    if options.json:
+        print(json.dumps({"healthy": healthy, "findings": [asdict(f) for f in found]}, indent=1))
+        return 0 if healthy else 1
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
+        print(f"{finding.name:<{width}}  {finding.status:<7}  {finding.detail}")
+        if finding.status != "ok" and finding.advice:
+            print(f"{'':<{width}}  {'':<7}  -> {finding.advice}")
+    return 0 if healthy else 1

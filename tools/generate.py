@@ -1,0 +1,221 @@
+"""``graft generate``: one prompt or a file of prompts, each guided by at most one grammar."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar.spec import GrammarSpec
+from graft.models.engine import Engine
+from graft.models.request import VERIFY_MODES, Output, Request
+from graft.tools.demo_model import demo_model
+from graft.tools.validity import is_valid
+
+#: Fields of a row of --prompts that go into the request as they are.
+PASSED = ("prompt", "messages", "tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p",
+          "seed", "verify", "stop", "stop_ids", "id")
+GRAMMARS = ("schema", "regex", "ebnf", "choice")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``graft generate``."""
+    models = parser.add_argument_group("models")
+    models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
+    models.add_argument("--draft", type=Path, help="EAGLE-3 folder (default: the demo model's)")
+    models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
+    models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
+    models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
+    models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
+
+    prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", help="the text to answer")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
+                         help="one request per line: prompt or messages, and optionally id, "
+                              "schema, regex, ebnf or choice, and sampling options by name")
+
+    guide = parser.add_argument_group("grammar").add_mutually_exclusive_group()
+    guide.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
+    guide.add_argument("--regex", metavar="R", help="regular expression of the whole output")
+    guide.add_argument("--ebnf", type=Path, metavar="F", help="grammar file; starts at root")
+    guide.add_argument("--choice", metavar="A,B", help="one of these, separated by commas")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=256)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    sampling.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="0 is off (default)")
+    sampling.add_argument("--seed", type=int, help="of the first prompt; the next has seed + 1")
+    sampling.add_argument("--stop", action="append", default=[], help="stop string; may repeat")
+    sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="outputs and figures as JSON")
+    output.add_argument("--stream", action="store_true", help="print text as rounds bring it")
+    parser.set_defaults(run=run)
+
+
+def read_text(path: Path, what: str) -> str:
+    """Text of a file that the user named."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{what} {path}: {error}") from error
+
+
+def _choices(value: object) -> GrammarSpec:
+    if isinstance(value, str):
+        value = value.split(",")
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise OptionError(f"choice must be a list of strings, got {value!r}")
+    return GrammarSpec.choice(value)
+
+
+def make_grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
+    """The grammar named by at most one of schema, regex, ebnf and choice."""
+    named = [name for name in GRAMMARS if given.get(name) is not None]
+    if len(named) > 1:
+        raise OptionError(f"give at most one grammar, got {' and '.join(named)}")
+    if not named:
+        return None
+    makers: dict[str, Callable[[Any], GrammarSpec]] = {
+        "schema": GrammarSpec.json_schema, "regex": GrammarSpec.regex,
+        "ebnf": GrammarSpec.ebnf, "choice": _choices}
+    return makers[named[0]](given[named[0]])
+
+
+def _defaults(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sampling options and grammar of the command line, as fields of a row of --prompts."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "verify")
+    sampling = {name: getattr(options, name) for name in names}
+    grammar: dict[str, Any] = {"regex": options.regex, "choice": options.choice}
+    if options.schema is not None:
+        grammar["schema"] = read_text(options.schema, "--schema")
+    if options.ebnf is not None:
+        grammar["ebnf"] = read_text(options.ebnf, "--ebnf")
+    return sampling | {"stop": tuple(options.stop)}, grammar
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file, blank lines left out; names the line of what is no row."""
+    rows = []
+    for number, line in enumerate(read_text(path, "--prompts").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise OptionError(f"--prompts {path}, line {number}: {error}") from error
+        if not isinstance(row, dict):
+            raise OptionError(f"--prompts {path}, line {number}: a row must be an object")
+        unknown = sorted(set(row) - {*PASSED, *GRAMMARS})
+        if unknown:
+            raise OptionError(f"--prompts {path}, line {number}: unknown {', '.join(unknown)}")
+        rows.append(row)
+    if not rows:
+        raise OptionError(f"--prompts {path} holds no prompt")
+    return rows
+
+
+def make_requests(options: argparse.Namespace) -> list[Request]:
+    """Requests of the command line; what a row of --prompts says wins over the options."""
+    sampling, grammar = _defaults(options)
+    rows = [{"prompt": options.prompt}] if options.prompts is None else read_rows(options.prompts)
+    requests = []
+    for index, row in enumerate(rows):
+        fields = sampling | {name: row[name] for name in PASSED if name in row}
+        if options.seed is not None:
+            fields.setdefault("seed", options.seed + index)
+        fields.setdefault("id", str(index))
+        own = {name: row[name] for name in GRAMMARS if row.get(name) is not None}
+        requests.append(Request(**fields, grammar=make_grammar(own or grammar)))
+    return requests
+
+
+def open_engine(options: argparse.Namespace, batch: int) -> Engine:
+    """The engine that the options describe, with no more slots than there are requests."""
+    target, drafter = options.model, options.draft
+    if target is None:
+        if drafter is not None:
+            raise OptionError("--draft needs the --model that it was trained for")
+        target, drafter = demo_model()
+    if options.no_speculation:
+        drafter = None
+    return Engine(target, drafter, max_batch_size=min(options.max_batch_size, batch),
+                  draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
+                  verify=options.verify)
+
+
+def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
+    """Outputs in the order of the requests; with `stream`, text is printed as it comes."""
+    if not stream:
+        return engine.generate(requests)
+    done: dict[str, Output] = {}
+    for event in engine.stream(requests):
+        label = "" if len(requests) == 1 else f"[{event.id}] "
+        if label and event.text:
+            print(f"{label}{event.text!r}", flush=True)
+        elif event.text:
+            print(event.text, end="", flush=True)
+        if event.output is not None:
+            done[event.id] = event.output
+    if len(requests) == 1:
+        print()
+    return [done[str(request.id)] for request in requests]
+
+
+def report(engine: Engine, requests: Sequence[Request], outputs: Sequence[Output],
+           seconds: float) -> dict[str, Any]:
+    """Everything ``--json`` prints."""
+    stats = engine.stats
+    tokens = sum(len(output.tokens) for output in outputs)
+    rows = [dataclasses.asdict(output) | {"finished": output.finished,
+                                          "valid": is_valid(request.grammar, output.text)}
+            for request, output in zip(requests, outputs, strict=True)]
+    return {
+        "device": engine.device.describe(),
+        "outputs": rows,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "rounds": stats.rounds,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance": stats.acceptance,
+        "part_share": stats.part_share,
+        "options": {"draft_length": engine.options.draft_length,
+                    "mask_drafts": engine.options.mask_drafts, "verify": engine.verify},
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate and print; returns 2 when a request was refused, 1 when one failed otherwise."""
+    if options.json and options.stream:
+        raise OptionError("--json prints once at the end; --stream prints on the way; use one")
+    requests = make_requests(options)
+    with open_engine(options, len(requests)) as engine:
+        begun = time.perf_counter()
+        outputs = run_requests(engine, requests, options.stream)
+        figures = report(engine, requests, outputs, time.perf_counter() - begun)
+    if options.json:
+        print(json.dumps(figures, indent=1, ensure_ascii=False))
+    else:
+        for output in outputs:
+            if not options.stream:
+                print(output.text if len(outputs) == 1 else f"[{output.id}] {output.text}")
+            if output.error:
+                print(f"graft: request {output.id} {output.reason}: {output.error}",
+                      file=sys.stderr)
+            elif output.reason not in ("stop", "stop_string"):
+                print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
+        print(f"graft: {figures['device']}; {figures['tokens']} tokens in {figures['rounds']} "
+              f"rounds, {figures['tokens_per_round']:.2f} tokens per round", file=sys.stderr)
+    reasons = {output.reason for output in outputs}
+    return 2 if "refused" in reasons else 1 if reasons & {"error", "dead_end"} else 0
