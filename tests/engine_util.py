@@ -1,0 +1,39 @@
+"""What the engine's tests share: the demo model and requests made from its tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from graft.grammar.spec import GrammarSpec
+from graft.models.engine import Engine
+from graft.models.request import Request
+from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
+
+DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
+TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
+
+
+def demo_engine(*, speculation: bool = True, **options: Any) -> Engine:
+    """An engine on the shipped model, with or without its drafter."""
+    return Engine(TARGET, DRAFTER if speculation else None, **options)
+
+
+def grammar_of(task: Task) -> GrammarSpec | None:
+    """The constraint a task comes with, if any."""
+    if task.schema is not None:
+        return GrammarSpec.json_schema(task.schema)
+    return None if task.pattern is None else GrammarSpec.regex(task.pattern)
+
+
+def task_request(task: Task, **options: Any) -> Request:
+    """The request that asks for a task's answer."""
+    return Request(prompt=task.text, grammar=grammar_of(task), **({"max_tokens": 160} | options))
+
+
+def mixed_requests(count: int, seed: int = 7, **options: Any) -> list[Request]:
+    """Requests of the kinds the model knows, two thirds with keys it has seen in training."""
+    known = list(held_out_tasks(count, seed))
+    unseen = list(unseen_key_tasks(count, seed))
+    tasks = [unseen[i] if i % 3 == 2 else known[i] for i in range(count)]
+    return [task_request(task, **options) for task in tasks]

@@ -1,0 +1,216 @@
+"""Requests come, fail, are cancelled and leave, each alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from engine_util import demo_engine, mixed_requests
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar.spec import GrammarSpec
+from graft.models.engine import Engine
+from graft.models.errors import RequestError
+from graft.models.request import Request
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with demo_engine(max_batch_size=4) as made:
+        yield made
+
+
+def test_one_launch_per_round(engine: Engine) -> None:
+    """A round is one graph launch, counted by engine and device alike."""
+    engine.generate(mixed_requests(1))
+    engine.reset_stats()
+    before = engine.device.stats().get("graph_launch", 0)
+    engine.generate(mixed_requests(6))
+    launched = engine.device.stats().get("graph_launch", 0) - before
+    assert engine.stats.rounds > 0
+    assert engine.stats.launches == engine.stats.rounds
+    if engine.device.kind == "soft":
+        assert launched == engine.stats.rounds
+
+
+def test_fills_per_round(engine: Engine) -> None:
+    """No more than K+1 mask rows are filled per request and round."""
+    before = engine.counters()["grammar"]["fills"]
+    engine.reset_stats()
+    engine.generate(mixed_requests(4, seed=21))
+    fills = engine.counters()["grammar"]["fills"] - before
+    assert 0 < fills <= (engine.options.draft_length + 1) * engine.stats.row_rounds
+
+
+BAD = {
+    "temperature": {"temperature": -1.0},
+    "temperature nan": {"temperature": float("nan")},
+    "top_p 0": {"top_p": 0.0},
+    "top_p 2": {"top_p": 2.0},
+    "top_k": {"top_k": -1},
+    "min_p": {"min_p": 1.5},
+    "seed": {"seed": -5},
+    "max_tokens": {"max_tokens": 0},
+    "verify": {"verify": "hope"},
+    "stop with grammar": {"stop": ["}"]},
+    "stop ids": {"stop_ids": [10**6]},
+    "long": {"max_tokens": 10**6},
+    "prompt and tokens": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_bad_option_ends_alone(engine: Engine, change: dict[str, object]) -> None:
+    """A request with a senseless option is refused in a sentence; its neighbour is served."""
+    good = mixed_requests(1)[0]
+    refused, served = engine.generate([replace(good, **change), good])
+    assert refused.reason == "refused" and refused.error and not refused.tokens
+    assert served.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        lambda: GrammarSpec.json_schema({"type": "object", "properties": {"a": {"type": "nope"}}}),
+        lambda: GrammarSpec.regex("a(b"),
+        lambda: GrammarSpec.ebnf("root ::= missing"),
+    ],
+    ids=["schema", "regex", "ebnf"],
+)
+def test_bad_grammar_ends_alone(engine: Engine, grammar) -> None:
+    """An impossible grammar is refused, on construction or when it compiles."""
+    from graft.grammar.errors import GrammarError
+
+    good = mixed_requests(1)[0]
+    try:
+        spec = grammar()
+    except GrammarError:
+        return
+    refused, served = engine.generate([replace(good, grammar=spec), good])
+    assert refused.reason == "refused" and refused.error
+    assert "\n" not in refused.error
+    assert served.reason == "stop"
+
+
+def test_prompt_longer_than_cache(engine: Engine) -> None:
+    """A prompt that does not fit is refused with both numbers."""
+    outputs = engine.generate([Request(tokens=[5] * 5000), mixed_requests(1)[0]])
+    assert outputs[0].reason == "refused" and "5000" in (outputs[0].error or "")
+    assert outputs[1].reason == "stop"
+
+
+def test_max_tokens_is_a_length_ending(engine: Engine) -> None:
+    """A request ends after exactly max_tokens, wherever in a round that falls."""
+    base = mixed_requests(1)[0]
+    for limit in range(1, 9):
+        (output,) = engine.generate([replace(base, max_tokens=limit)])
+        assert output.reason == "length" and len(output.tokens) == limit
+
+
+def test_one_token_prompt(engine: Engine) -> None:
+    """A prompt of one token needs no prefill and still decodes."""
+    (output,) = engine.generate(
+        [Request(tokens=[40], grammar=GrammarSpec.choice(["yes", "no"]), max_tokens=8)]
+    )
+    assert output.reason == "stop" and output.text in ("yes", "no")
+
+
+def test_stop_string_cuts(engine: Engine) -> None:
+    """A stop string ends a free request, is cut from its text, and is never streamed."""
+    base = Request(prompt="Say something.", max_tokens=40)
+    (whole,) = engine.generate([base])
+    stop = whole.text[4:7]
+    events = list(engine.stream([replace(base, stop=[stop])]))
+    output = events[-1].output
+    assert output is not None and output.reason == "stop_string"
+    assert output.text == whole.text[: whole.text.index(stop)]
+    assert "".join(e.text for e in events) == output.text
+
+
+def test_stream_spells_the_output(engine: Engine) -> None:
+    """Streamed texts and tokens add up to the output."""
+    events = list(engine.stream(mixed_requests(3)))
+    for output in (e.output for e in events if e.output is not None):
+        mine = [e for e in events if e.id == output.id]
+        assert "".join(e.text for e in mine) == output.text
+        assert [t for e in mine for t in e.tokens] == output.tokens
+
+
+def test_cancel_and_join_at_any_round(engine: Engine) -> None:
+    """Cancelling or adding requests between any two rounds changes nobody else's output."""
+    requests = mixed_requests(5, seed=31)
+    expected = [o.tokens for o in engine.generate(requests)]
+    for after in range(1, 8, 2):
+        ids = [engine.submit(r) for r in requests[:3]]
+        outputs = {}
+        rounds = 0
+        cancelled = False
+        late: list[str] = []
+        while engine.busy:
+            for event in engine.step():
+                if event.output is not None:
+                    outputs[event.id] = event.output
+            rounds += 1
+            if rounds == after:
+                cancelled = engine.cancel(ids[0])
+                late = [engine.submit(r) for r in requests[3:]]
+        if cancelled:
+            assert outputs[ids[0]].reason == "cancelled"
+            got = outputs[ids[0]].tokens
+            assert got == expected[0][: len(got)]
+        assert [outputs[i].tokens for i in ids[1:]] == expected[1:3]
+        assert [outputs[i].tokens for i in late] == expected[3:]
+
+
+def test_more_requests_than_slots(engine: Engine) -> None:
+    """Requests beyond the slots wait their turn and get what they get alone."""
+    requests = mixed_requests(9, seed=41)
+    together = [o.tokens for o in engine.generate(requests)]
+    assert together[:3] == [engine.generate([r])[0].tokens for r in requests[:3]]
+
+
+def test_same_id_twice(engine: Engine) -> None:
+    """Two running requests of one name are refused, since their events could not be told apart."""
+    request = replace(mixed_requests(1)[0], id="twin")
+    engine.submit(request)
+    with pytest.raises(RequestError, match="twin"):
+        engine.submit(request)
+    while engine.busy:
+        engine.step()
+
+
+def test_stochastic_is_reproducible(engine: Engine) -> None:
+    """A seed names an output; the seed of an unseeded request is reported and repeats it."""
+    request = replace(mixed_requests(1)[0], temperature=1.0)
+    (first,) = engine.generate([request])
+    (second,) = engine.generate([replace(request, seed=first.seed)])
+    assert first.tokens == second.tokens
+
+
+def test_outputs_are_valid_json(engine: Engine) -> None:
+    """Under a schema, even at a high temperature, a finished output parses."""
+    requests = [
+        replace(r, temperature=1.5, seed=i, max_tokens=200)
+        for i, r in enumerate(mixed_requests(8, seed=51))
+    ]
+    finished = [
+        o for o, r in zip(engine.generate(requests), requests, strict=True)
+        if o.finished and r.grammar is not None and r.grammar.kind == "json_schema"
+    ]  # fmt: skip
+    assert finished
+    for output in finished:
+        json.loads(output.text)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"draft_length": 0}, {"max_batch_size": 0}, {"verify": "x"}, {"max_length": 10**9},
+     {"page_size": 0}, {"grammar_transport": "pigeon"}],
+    ids=str,
+)  # fmt: skip
+def test_bad_engine_option(option: dict[str, object]) -> None:
+    """An engine that cannot work is refused by the option's name."""
+    with pytest.raises(OptionError, match=next(iter(option))):
+        demo_engine(**option)
