@@ -1,0 +1,289 @@
+"""The demo model's task generator, its prompt template and its tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from graft.tools import demo_tasks, train_tasks
+
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+
+
+def keys_of(schema: Any) -> Iterator[str]:
+    """All property names of a schema, nested ones too."""
+    if isinstance(schema, dict):
+        for key, sub in schema.get("properties", {}).items():
+            yield key
+            yield from keys_of(sub)
+        yield from keys_of(schema.get("items"))
+
+
+@pytest.fixture(scope="module")
+def training() -> list[demo_tasks.Task]:
+    return list(itertools.islice(train_tasks.training_tasks(), 3000))
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[demo_tasks.Task]:
+    return demo_tasks.held_out_tasks(500)
+
+
+@pytest.fixture(scope="module")
+def unseen() -> list[demo_tasks.Task]:
+    return demo_tasks.unseen_key_tasks(300)
+
+
+def test_a_seed_names_the_same_tasks_for_good(held_out: list[demo_tasks.Task]) -> None:
+    """Drawing again gives equal tasks, another seed gives others."""
+    assert demo_tasks.held_out_tasks(500) == held_out
+    assert demo_tasks.held_out_tasks(50, seed=1) != held_out[:50]
+    assert demo_tasks.make_task(random.Random(5)) == demo_tasks.make_task(random.Random(5))
+
+
+def test_answers_obey_their_schema_in_property_order(
+    training: list[demo_tasks.Task], held_out: list[demo_tasks.Task], unseen: list[demo_tasks.Task]
+) -> None:
+    """jsonschema accepts every answer, keys stand in schema order, text is canonical."""
+    for task in itertools.chain(training, held_out, unseen):
+        if task.schema is None:
+            continue
+        jsonschema.Draft202012Validator.check_schema(task.schema)
+        value = json.loads(task.answer)
+        jsonschema.validate(value, task.schema)
+        assert task.answer == json.dumps(value)
+        assert list(value) == [k for k in task.schema["properties"] if k in value]
+        assert task.schema["additionalProperties"] is False
+
+
+def test_schemas_are_closed_under_wrong_answers(held_out: list[demo_tasks.Task]) -> None:
+    """A missing required key and an invented key are both refused."""
+    for task in held_out[:100]:
+        if task.schema is None:
+            continue
+        value = json.loads(task.answer)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**value, "surprise": 1}, task.schema)
+        if task.schema["required"]:
+            del value[task.schema["required"][0]]
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(value, task.schema)
+
+
+def test_regex_answers_match_their_pattern(held_out: list[demo_tasks.Task]) -> None:
+    """The pattern of a regex task covers the whole answer, which stands in the text."""
+    tasks = [t for t in held_out if t.kind == "regex"]
+    assert len(tasks) > 20
+    for task in tasks:
+        assert task.pattern is not None
+        assert re.fullmatch(task.pattern, task.answer)
+        assert task.answer in task.text
+
+
+def test_string_values_can_be_read_off_the_text(held_out: list[demo_tasks.Task]) -> None:
+    """Every string in an extracted record occurs verbatim in its text."""
+
+    def strings(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for child in value.values() if isinstance(value, dict) else value:
+                yield from strings(child)
+
+    for task in held_out:
+        if task.kind == "record":
+            assert all(s in task.text for s in strings(json.loads(task.answer)))
+
+
+def test_held_out_tasks_are_not_in_training(
+    training: list[demo_tasks.Task], held_out: list[demo_tasks.Task], unseen: list[demo_tasks.Task]
+) -> None:
+    """No held-out prompt is met in training."""
+    seen = {(t.text, json.dumps(t.schema)) for t in training}
+    assert all((t.text, json.dumps(t.schema)) not in seen for t in held_out + unseen)
+
+
+def test_unseen_keys_never_occur_in_training(
+    training: list[demo_tasks.Task], unseen: list[demo_tasks.Task]
+) -> None:
+    """Keys of the unseen set are all reserved, those of training never are."""
+    used = {k for t in training for k in keys_of(t.schema)}
+    new = {k for t in unseen for k in keys_of(t.schema)}
+    assert len(new) > 100
+    assert not used & new
+    assert all(demo_tasks.is_reserved(k) for k in new)
+    assert not any(demo_tasks.is_reserved(k) for k in used)
+
+
+def test_all_kinds_of_schema_occur(held_out: list[demo_tasks.Task]) -> None:
+    """Nested objects, arrays, enums, bounds, patterns, optional fields, regexes, free text."""
+    everything = " ".join(json.dumps(t.schema) for t in held_out)
+    for part in (
+        '"enum"',
+        '"maximum"',
+        '"pattern"',
+        '"boolean"',
+        '"number"',
+        '"format"',
+        '"items": {"type": "object"',
+        '"items": {"type": "string"',
+    ):
+        assert part in everything
+    assert {t.kind for t in held_out} == {"record", "regex", "free"}
+    assert any(
+        t.schema and len(t.schema["required"]) < len(t.schema["properties"]) for t in held_out
+    )
+
+
+def test_scoring_counts_leaves_and_whole_answers() -> None:
+    """Right, wrong, missing, surplus and broken answers get the score they deserve."""
+    task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
+    score = demo_tasks.score_fields
+    assert score('{"a": 1, "b": {"c": "x", "d": [1, 2]}}', task) == (3, 3, True)
+    assert score('{"a": true, "b": {"c": "x", "d": [2, 1]}}', task) == (1, 3, False)
+    assert score('{"a": 1}', task) == (1, 3, False)
+    assert score('{"a": 1, "b": {"c": "x", "d": [1, 2], "e": 0}}', task) == (3, 3, False)
+    assert score('{"a": 1, "b"', task) == (0, 3, False)
+    assert score("[]", task) == (0, 3, False)
+    assert score(" 12 ", demo_tasks.Task("", None, "12")) == (1, 1, True)
+    assert score("13", demo_tasks.Task("", None, "12")) == (0, 1, False)
+
+
+def test_scoring_gives_full_marks_to_the_answers_themselves(
+    held_out: list[demo_tasks.Task],
+) -> None:
+    """Every answer scores all of its own fields and none of another task's whole."""
+    for task, other in itertools.pairwise(held_out):
+        right, total, whole = demo_tasks.score_fields(task.answer, task)
+        assert right == total > 0 and whole
+        if task.answer != other.answer:
+            assert not demo_tasks.score_fields(other.answer, task)[2]
+
+
+def render(text: str, **given: Any) -> str:
+    config = json.loads((DEMO / "target" / "tokenizer_config.json").read_text())
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(config["chat_template"])
+    return template.render(
+        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **given
+    )
+
+
+def test_the_template_names_keys_and_types() -> None:
+    """A schema becomes one line of nested key names, type hints and optional marks."""
+    schema = demo_tasks.object_schema(
+        [
+            ("id", {"type": "string", "pattern": "^[A-Z]$"}),
+            ("n", {"type": "integer"}),
+            ("who", demo_tasks.object_schema([("name", {"type": "string"})])),
+            ("tags", {"type": "array", "items": {"type": "string"}}),
+            ("c", {"enum": ["x", "y"]}),
+            ("r", {"$ref": "#/$defs/day"}),
+        ],
+        optional=["n"],
+    )
+    schema["$defs"] = {"day": {"type": "string", "format": "date"}}
+    assert render("Hi.", schema=schema) == (
+        "<|begin|><|user|>Hi.\nSchema: {id:pat, n?:int, who:{name}, tags:[str], c:(x|y), r:date}"
+        "<|assistant|>"
+    )
+    assert render("Hi.", schema=None) == render("Hi.") == "<|begin|><|user|>Hi.<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        False,
+        {},
+        [],
+        "x",
+        5,
+        {"type": 5},
+        {"type": []},
+        {"type": ["string", "null"]},
+        {"enum": {}},
+        {"enum": []},
+        {"const": None},
+        {"properties": 3},
+        {"properties": {"a": True}, "required": "a"},
+        {"items": [{}]},
+        {"items": True},
+        {"$ref": "#"},
+        {"$ref": 7},
+        {"anyOf": []},
+        {"anyOf": {}},
+        {
+            "allOf": [{"$ref": "#/definitions/x"}],
+            "definitions": {"x": {"anyOf": [{"$ref": "#/definitions/x"}]}},
+        },
+        {"$defs": [], "$ref": "#/$defs/a"},
+        {"properties": {"items": {}, "get": {}, "keys": {"format": 3}}},
+    ],
+    ids=json.dumps,
+)
+def test_the_template_renders_any_schema(schema: Any) -> None:
+    """Odd, recursive and even invalid schemas give a prompt, never an error."""
+    text = render("Hi.", schema=schema)
+    assert text.startswith("<|begin|><|user|>Hi.\nSchema: ") and text.endswith("<|assistant|>")
+
+
+def test_the_template_keeps_huge_schemas_short() -> None:
+    """Breadth and depth are cut: a schema of a million leaves costs 600 characters at most."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(6):
+        schema = {"type": "object", "properties": {f"key{i}": schema for i in range(30)}}
+    assert len(render("Hi.", schema=schema)) < 700
+
+
+def test_prompts_are_short_and_every_text_survives_the_tokenizer(
+    held_out: list[demo_tasks.Task],
+) -> None:
+    """Prompt and answer fit 320 tokens and decoding gives back every text, odd ones too."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    assert tokenizer.token_to_id("<|end|>") == config["eos_token_id"]
+    assert tokenizer.token_to_id("<|begin|>") == config["bos_token_id"]
+    for task in held_out:
+        prompt = tokenizer.encode(render(task.text, schema=task.schema)).ids
+        answer = tokenizer.encode(task.answer).ids
+        assert len(prompt) + len(answer) < 320
+        assert tokenizer.decode(answer) == task.answer
+    for odd in ("\x00\x01\x7f", "naïve café", "日本語 🎉", "\t\r\n  \n", "a" * 300):
+        assert tokenizer.decode(tokenizer.encode(odd).ids) == odd
+
+
+def test_checkpoints_hold_what_their_configs_say() -> None:
+    """Sizes, names and the draft vocabulary's tables agree; the package stays below 12 MB."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    eagle = DEMO / "eagle3"
+    config = json.loads((eagle / "config.json").read_text())
+    target = json.loads((DEMO / "target" / "config.json").read_text())
+    # NumPy has no bfloat16, so only the integer tables and the names are read.
+    with safetensors.safe_open(eagle / "model.safetensors", "np") as tensors:
+        d2t, t2d = tensors.get_tensor("d2t"), tensors.get_tensor("t2d")
+        head = tensors.get_slice("lm_head.weight").get_shape()
+        fc = tensors.get_slice("fc.weight").get_shape()
+    ids = d2t + range(len(d2t))
+    assert len(d2t) == config["draft_vocab_size"] == head[0] < target["vocab_size"] == len(t2d)
+    assert fc == [config["hidden_size"], 3 * target["hidden_size"]]
+    assert (ids[1:] > ids[:-1]).all() and sorted(t2d.nonzero()[0]) == sorted(ids)
+    assert target["eos_token_id"] in ids
+    with safetensors.safe_open(DEMO / "target" / "model.safetensors", "np") as tensors:
+        assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118 - not a mapping
+        assert tensors.get_slice("model.embed_tokens.weight").get_shape() == [
+            target["vocab_size"],
+            target["hidden_size"],
+        ]
+    assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) < 12_000_000

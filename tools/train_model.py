@@ -1,0 +1,230 @@
+"""The demo model and its EAGLE-3 head in plain torch, for training only.
+
+`Llama` computes what a Hugging Face ``LlamaForCausalLM`` computes (RMSNorm before
+each block, half-split rotary embedding, grouped-query attention, SwiGLU, tied
+output head); parameter names are those of the checkpoint. `Eagle3` is one such
+layer over [embedding, feature] with its own head over a pruned vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the target; the drafter shares all but `layers`."""
+
+    hidden: int = 192
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    inner: int = 512
+    vocab: int = 2048
+    theta: float = 10000.0
+    eps: float = 1e-5
+    positions: int = 1024
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary(s: Sizes, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, shape (positions, head_dim), of the half-split rotary embedding."""
+    inv = s.theta ** (-torch.arange(0, s.head_dim, 2, dtype=torch.float32) / s.head_dim)
+    angle = positions.float()[:, None] * inv[None]
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * rope[0] + torch.cat((-x[..., half:], x[..., :half]), -1) * rope[1]
+
+
+class Attention(nn.Module):
+    """Projections and rotary embedding; `width` is the input's size."""
+
+    def __init__(self, s: Sizes, width: int) -> None:
+        super().__init__()
+        self.s = s
+        self.q_proj = nn.Linear(width, s.heads * s.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
+        self.o_proj = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
+
+    def qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, heads, length, head_dim) each; k and v repeated to all heads."""
+        b, n, _ = x.shape
+        s, group = self.s, self.s.heads // self.s.kv_heads
+        q = self.q_proj(x).view(b, n, s.heads, s.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(b, n, s.kv_heads, s.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(b, n, s.kv_heads, s.head_dim).transpose(1, 2)
+        k = rotate(k, rope).repeat_interleave(group, 1)
+        return rotate(q, rope), k, v.repeat_interleave(group, 1)
+
+    def out(self, mixed: Tensor) -> Tensor:
+        b, _, n, _ = mixed.shape
+        return self.o_proj(mixed.transpose(1, 2).reshape(b, n, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(s.hidden, s.inner, bias=False)
+        self.up_proj = nn.Linear(s.hidden, s.inner, bias=False)
+        self.down_proj = nn.Linear(s.inner, s.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(s.hidden, s.eps)
+        self.self_attn = Attention(s, s.hidden)
+        self.post_attention_layernorm = RMSNorm(s.hidden, s.eps)
+        self.mlp = MLP(s)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = self.self_attn.qkv(self.input_layernorm(x), rope)
+        x = x + self.self_attn.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(s.vocab, s.hidden)
+        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
+        self.norm = RMSNorm(s.hidden, s.eps)
+
+
+class Llama(nn.Module):
+    """The target. Sequences start at position 0 and are padded on the right."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.s, self.model = s, Backbone(s)
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(p, std=0.02 if not deep else 0.02 / (2 * s.layers) ** 0.5)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        """Residual streams after each layer, (batch, length, hidden), before any final norm."""
+        x, rope = self.model.embed_tokens(ids), rotary(self.s, torch.arange(ids.shape[1]))
+        streams = []
+        for layer in self.model.layers:
+            x = layer(x, rope)
+            streams.append(x)
+        return streams
+
+    def logits(self, stream: Tensor) -> Tensor:
+        return F.linear(self.model.norm(stream), self.model.embed_tokens.weight)
+
+
+class MidLayer(nn.Module):
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(s.hidden, s.eps)
+        self.input_layernorm = RMSNorm(s.hidden, s.eps)
+        self.self_attn = Attention(s, 2 * s.hidden)
+        self.post_attention_layernorm = RMSNorm(s.hidden, s.eps)
+        self.mlp = MLP(s)
+
+
+class Eagle3(nn.Module):
+    """EAGLE-3 head; entry i = (feature of token i, embedding of token i+1) at position i."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, s: Sizes, kept: Tensor) -> None:
+        super().__init__()
+        self.s = s
+        self.fc = nn.Linear(3 * s.hidden, s.hidden, bias=False)
+        self.midlayer, self.norm = MidLayer(s), RMSNorm(s.hidden, s.eps)
+        self.lm_head = nn.Linear(s.hidden, len(kept), bias=False)
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+        known = torch.zeros(s.vocab, dtype=torch.bool)
+        known[kept] = True
+        self.register_buffer("d2t", kept.sort().values - torch.arange(len(kept)))
+        self.register_buffer("t2d", known)
+
+    def kept(self) -> Tensor:
+        """Target ids of the draft vocabulary, ascending."""
+        return self.d2t + torch.arange(len(self.d2t))
+
+    def unroll(
+        self, features: Tensor, embedded: Tensor, steps: int, first: int = 0
+    ) -> list[Tensor]:
+        """Drafter outputs of `steps` draft steps at every position from `first` on, at once.
+
+        Parameters
+        ----------
+        features : Tensor
+            (batch, n, 3 hidden), low|mid|high of tokens 0..n-1.
+        embedded : Tensor
+            (batch, n, hidden), embeddings of tokens 1..n.
+        steps : int
+            Step 0 uses true features; step j feeds each entry the output of step
+            j-1 one position earlier, with the true token embedding.
+        first : int
+            Rows before it only serve as context.
+
+        Returns
+        -------
+        list of Tensor
+            Per step (batch, n, hidden), before the last norm. Row i of step j stands
+            at position i and predicts token i+2; rows i < first + j mean nothing.
+
+        Notes
+        -----
+        Attention of row i in step j is that of inference: true-feature entries up to
+        i-j (step 0 keys), then the entries i-j+1..i that the draft itself made, which
+        are row i-j+t of step t. (Training-time test, EAGLE-3.)
+        """
+        n, mid, scale = features.shape[1], self.midlayer, self.s.head_dim**-0.5
+        at = torch.arange(n)
+        cos, sin = rotary(self.s, at)
+        emb, g = mid.input_layernorm(embedded), self.fc(features)
+        q, k, v = mid.self_attn.qkv(torch.cat((emb, mid.hidden_norm(g)), -1), (cos, sin))
+        q, g, emb = q[:, :, first:], g[:, first:], emb[:, first:]
+        context, outs = (k, v), []
+        drafted: list[tuple[Tensor, Tensor]] = []
+        for j in range(steps):
+            if j > 0:
+                x = torch.cat((emb, mid.hidden_norm(g)), -1)
+                q, k, v = mid.self_attn.qkv(x, (cos[first:], sin[first:]))
+                drafted.append((k, v))
+            unseen = at[None, :] > at[first:, None] - j
+            unseen[:j] = False  # rows that mean nothing attend anywhere, so softmax stays finite
+            scores = [(q @ context[0].transpose(-1, -2) * scale).masked_fill(unseen, -torch.inf)]
+            own = []
+            for t, (made_k, made_v) in enumerate(drafted, 1):
+                scores.append((q * made_k.roll(j - t, 2)).sum(-1, keepdim=True) * scale)
+                own.append(made_v.roll(j - t, 2))
+            p = torch.cat(scores, -1).softmax(-1)
+            mixed = p[..., :n] @ context[1]
+            for t, made_v in enumerate(own):
+                mixed = mixed + p[..., n + t : n + t + 1] * made_v
+            h = g + mid.self_attn.out(mixed)
+            out = h + mid.mlp(mid.post_attention_layernorm(h))
+            outs.append(F.pad(out, (0, 0, first, 0)))
+            g = F.pad(out[:, :-1], (0, 0, 1, 0))
+        return outs
