@@ -1,1 +1,1 @@
-
+"""Mask apply, sampling and chain verification on the device."""

@@ -1,0 +1,54 @@
+// Apply token bitmasks to logits in place: illegal columns become -inf.
+//
+// Row r uses mask row mask_row[r]; a negative one leaves the row as it is. Columns may be drafter
+// ids, mapped to target ids by d2t in the same pass. The mask is addressed by target id, 32 a word.
+#include "row.cuh"
+
+template <class T>
+__device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigned int* mask,
+                                           int mask_stride, const int* mask_row, const int* d2t,
+                                           int token_limit, T minus_infinity) {
+  const int r = static_cast<int>(blockIdx.y);
+  const int index = mask_row ? mask_row[r] : r;
+  if (index < 0) return;
+  Row row;
+  row.logits = nullptr;
+  row.size = columns;
+  row.mask = mask + static_cast<long long>(index) * mask_stride;
+  row.token_limit = token_limit;
+  row.map = d2t;
+  T* out = logits + static_cast<long long>(r) * columns;
+  const int lane = static_cast<int>(threadIdx.x) % LANES;
+  const int warp = static_cast<int>(blockIdx.x) * WARPS + static_cast<int>(threadIdx.x) / LANES;
+  const int warps = static_cast<int>(gridDim.x) * WARPS;
+  for (int base = warp * 32; base < columns; base += warps * 32) {
+    const int count = columns - base < 32 ? columns - base : 32;
+    const u32 word = d2t ? legal_word<true>(row, base) : legal_word<false>(row, base);
+    if (!d2t && word == 0xffffffffu) continue;
+    for (int l = lane; l < count; l += LANES) {
+      const bool ok =
+          d2t ? legal<true>(row, word, base + l) : legal<false>(row, word, base + l);
+      if (!ok) out[base + l] = minus_infinity;
+    }
+  }
+}
+
+extern "C" __global__ void mask_apply_float32(float* logits, int columns, const unsigned int* mask,
+                                              int mask_stride, const int* mask_row, const int* d2t,
+                                              int token_limit) {
+  mask_apply(logits, columns, mask, mask_stride, mask_row, d2t, token_limit,
+             __uint_as_float(0xff800000u));
+}
+
+extern "C" __global__ void mask_apply_float16(fp16_t* logits, int columns, const unsigned int* mask,
+                                              int mask_stride, const int* mask_row, const int* d2t,
+                                              int token_limit) {
+  mask_apply(logits, columns, mask, mask_stride, mask_row, d2t, token_limit, fp16_t{0xfc00u});
+}
+
+extern "C" __global__ void mask_apply_bfloat16(bf16_t* logits, int columns,
+                                               const unsigned int* mask, int mask_stride,
+                                               const int* mask_row, const int* d2t,
+                                               int token_limit) {
+  mask_apply(logits, columns, mask, mask_stride, mask_row, d2t, token_limit, bf16_t{0xff80u});
+}

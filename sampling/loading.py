@@ -1,0 +1,26 @@
+"""How the sampling kernels are loaded and shaped for a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from graft.cudagraph.device import Device
+
+__all__ = ["KERNELS", "load", "row_block"]
+
+KERNELS = Path(__file__).parent / "kernels"
+
+#: Threads of a block that works on one row. Results do not depend on it. On the soft device one
+#: thread runs the row as plain vectorised loops, with no barrier anywhere.
+_ROW_BLOCK = {"soft": 1, "cuda": 512}
+
+
+def row_block(device: Device) -> int:
+    """Return the threads per row block that suit the device."""
+    return _ROW_BLOCK[device.kind]
+
+
+def load(device: Device, name: str, block: int) -> Any:
+    """Load ``kernels/<name>.cu`` for blocks of ``block`` threads (1 or a multiple of 32)."""
+    return device.load(KERNELS / f"{name}.cu", defines={"SAMPLE_BLOCK": str(block)})

@@ -1,0 +1,97 @@
+"""Token bitmasks applied to logits."""
+
+from __future__ import annotations
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.errors import ShapeError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.sampling.checks import check_array, check_range
+from graft.sampling.loading import load
+
+__all__ = ["MaskApply"]
+
+_THREADS = {"soft": 1, "cuda": 256}
+
+
+class MaskApply:
+    """Sets the logits of illegal tokens to -inf, in place.
+
+    Parameters
+    ----------
+    device : Device
+    block : int, optional
+        Threads per block; 1 or a multiple of 32. Default: what suits the device.
+    """
+
+    def __init__(self, device: Device, *, block: int | None = None) -> None:
+        self._block = _THREADS[device.kind] if block is None else block
+        kernels = load(device, "mask", self._block)
+        self._kernels = {
+            name: kernels[f"mask_apply_{name}"] for name in ("float32", "float16", "bfloat16")
+        }
+
+    def __call__(
+        self,
+        lane: Lane,
+        logits: DeviceArray,
+        mask: DeviceArray | PinnedArray,
+        *,
+        mask_row: DeviceArray | None = None,
+        d2t: DeviceArray | None = None,
+        token_limit: int | None = None,
+    ) -> None:
+        """Write the mask on a lane.
+
+        Parameters
+        ----------
+        lane : Lane
+        logits : float32, float16 or bfloat16 [R, C]
+            Changed in place.
+        mask : int32 [N, W]
+            Bit ``t % 32`` of word ``t // 32`` is 1 where target id t is legal.
+        mask_row : int32 [R], optional
+            Mask row of each row; a negative entry leaves the row untouched. Default: row r uses
+            mask row r.
+        d2t : int32 [C], optional
+            Target id of each column; default: the column is the id. Columns mapped outside
+            ``0 <= id < token_limit`` are illegal.
+        token_limit : int, optional
+            Ids at or above are illegal; default ``min(32 W, C)``, with ``d2t`` 32 W.
+
+        Raises
+        ------
+        ShapeError, OptionError
+            Naming the array or value that does not fit.
+        """
+        if len(logits.shape) != 2 or len(mask.shape) != 2:
+            raise ShapeError(
+                f"logits [R, C] and mask [N, W] have two dimensions each, got "
+                f"{tuple(logits.shape)} and {tuple(mask.shape)}"
+            )
+        rows, columns = logits.shape
+        masks, words = mask.shape
+        sizes = {"R": rows, "C": columns, "N": masks, "W": words}
+        check_array("logits", logits, tuple(self._kernels), ("R", "C"), sizes)
+        check_array("mask", mask, ("int32", "uint32"), ("N", "W"), sizes)
+        if mask_row is not None:
+            check_array("mask_row", mask_row, "int32", ("R",), sizes)
+        elif masks < rows:
+            raise ShapeError(f"mask: N={masks} rows for R={rows} rows of logits, and no mask_row")
+        if d2t is not None:
+            check_array("d2t", d2t, "int32", ("C",), sizes)
+        most = 32 * words if d2t is not None else min(32 * words, columns)
+        if d2t is None and 32 * words < columns and token_limit is None:
+            raise ShapeError(f"mask: W={words} words hold {32 * words} ids, logits have C={columns}")
+        limit = most if token_limit is None else token_limit
+        check_range("token_limit", limit, 1, most)
+        if rows == 0:
+            return
+        chunks = max(1, min(-(-columns // max(self._block, 32)), 64)) if self._block > 1 else 1
+        lane.kernel(
+            self._kernels[logits.dtype],
+            (chunks, rows, 1),
+            self._block,
+            [logits, columns, mask, words, mask_row, d2t, limit],
+            name="mask logits",
+        )
