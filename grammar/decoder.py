@@ -1,0 +1,303 @@
+"""The guided decoder: masks for every request of a batch, made inside the graph.
+
+It is the only owner of the requests' matchers while they are in flight. The engine publishes, before
+it launches a replay, which requests that replay holds; the replay's host nodes do the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.native import _native
+
+from .errors import GuideError
+from .matcher import Matcher
+from .pyguide import STEPS, PythonWorker
+
+__all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
+
+
+@dataclass(frozen=True)
+class GuidedRequest:
+    """What one replay is told about one slot.
+
+    Attributes
+    ----------
+    slot
+        Slot of the request, ``0 <= slot < slots``.
+    epoch
+        Number of this occupation of the slot; another number means another request.
+    matcher
+        The request's matcher, at the start of its grammar when it joins; ``None``: unconstrained.
+    position
+        Position of the last prompt token: the value of ``n`` when the request joined. It stays the
+        same in all snapshots of an epoch.
+    """
+
+    slot: int
+    epoch: int
+    matcher: Matcher | None
+    position: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """When one step of one replay ran, in nanoseconds of ``time.monotonic_ns``."""
+
+    replay: int
+    step: str
+    start_ns: int
+    end_ns: int
+
+
+class Exchange(Protocol):
+    """Pinned rows per slot: ``PinnedSlots``, or anything with the same ``field``."""
+
+    def field(self, name: str) -> Any: ...
+
+
+class GuidedDecoder:
+    """Fills mask rows from the tokens that the device drafted and committed.
+
+    Parameters
+    ----------
+    exchange
+        Fields ``mask`` int32 ``[slots, K+1, W]``, ``row_state`` int32 ``[slots, K+1, 4]``,
+        ``committed`` int32 ``[slots, K+3]`` and ``drafted`` int32 ``[slots, K+2]``, where
+        ``K = draft_length`` and ``W = ceil(vocab_size / 32)``.
+    slots, draft_length, vocab_size
+        The sizes above; ``vocab_size`` is the number of logit columns.
+    masked_drafts
+        Whether the graph has draft steps, so that each draft is sampled under its own mask row.
+    draft_rows
+        ``"round"``: rows after drafts are filled in the round that uses them. The only form yet.
+    transport
+        ``"native"``: C++ without the GIL; ``"python"``: the same steps as Python callables.
+    ring
+        Replays that may be published and not yet retired.
+
+    Raises
+    ------
+    ShapeError
+        If a field of the exchange has another shape or dtype.
+    OptionError
+        If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        slots: int,
+        draft_length: int,
+        vocab_size: int,
+        masked_drafts: bool,
+        draft_rows: Literal["round"] = "round",
+        transport: Literal["native", "python"] = "native",
+        ring: int = 8,
+    ):
+        for name, value, low in (
+            ("slots", slots, 1),
+            ("draft_length", draft_length, 0),
+            ("vocab_size", vocab_size, 1),
+            ("ring", ring, 2),
+        ):
+            if value < low:
+                raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
+        if draft_rows != "round":
+            raise OptionError(f"guided decoder: draft_rows is {draft_rows!r}, must be 'round'")
+        if transport not in ("native", "python"):
+            raise OptionError(
+                f"guided decoder: transport is {transport!r}, must be 'native' or 'python'"
+            )
+        rows, words = draft_length + 1, (vocab_size + 31) // 32
+        shapes = {
+            "mask": (slots, rows, words),
+            "row_state": (slots, rows, 4),
+            "committed": (slots, draft_length + 3),
+            "drafted": (slots, draft_length + 2),
+        }
+        for name, shape in shapes.items():
+            array = exchange.field(name).array
+            if array.shape != shape or array.dtype != np.int32:
+                raise ShapeError(
+                    f"exchange field {name}: expected int32 {shape}, "
+                    f"got {array.dtype} {tuple(array.shape)}"
+                )
+        self.slots, self.draft_length, self.vocab_size = slots, draft_length, vocab_size
+        self.masked_drafts, self.transport, self.ring = masked_drafts, transport, ring
+        self._exchange = exchange  # its memory is written by steps as long as they can run
+        self._published = 0
+        self._live: dict[int, tuple[GuidedRequest, ...]] = {}
+        self._owners: dict[int, tuple[int, int, Matcher | None]] = {}
+        self._closed = False
+        self._worker: Any
+        if transport == "native":
+            fields = (exchange.field(name) for name in shapes)
+            self._worker = _native.guide.Worker(
+                *((field.host_ptr, field.stride) for field in fields),
+                slots=slots,
+                draft_length=draft_length,
+                vocab_size=vocab_size,
+                ring=ring,
+            )
+        else:
+            self._worker = PythonWorker(exchange, slots, draft_length, vocab_size, ring)
+
+    def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
+        """Say which requests ``replay`` holds, in row order, before it is launched.
+
+        An empty list makes the replay a no-op (warm-up). Matchers are kept until ``retire``.
+
+        Raises
+        ------
+        GuideError
+            If replays are not published one after the other, the ring is full, a slot is named
+            twice or out of range, or a matcher is used for two requests.
+        """
+        self._require_open()
+        if replay != self._published + 1:
+            raise GuideError(f"replay {replay} published after replay {self._published}")
+        if replay - self.ring in self._live:
+            raise GuideError(
+                f"replay {replay} would overwrite replay {replay - self.ring}, which has not been "
+                f"retired (ring of {self.ring})"
+            )
+        owners = self._check(requests)
+        snapshot = tuple(requests)
+        if self.transport == "native":
+            published = self._worker.publish(
+                replay,
+                [
+                    (r.slot, r.epoch, r.position, r.matcher.handle if r.matcher else 0)
+                    for r in snapshot
+                ],
+            )
+        else:
+            published = self._worker.publish(replay, snapshot)
+        if not published:
+            raise GuideError(f"replay {replay}: a request's token history is full")
+        self._owners.update(owners)
+        self._live[replay] = snapshot
+        self._published = replay
+
+    def retire(self, replay: int) -> None:
+        """Release the matchers of a replay that has completed on the device."""
+        if replay not in self._live:
+            raise GuideError(f"replay {replay} is not in flight")
+        self._worker.retire(replay)
+        del self._live[replay]
+
+    def open_work(self) -> NativeWork | PythonWork:
+        """First step of a replay: rows 0..v for the drafts at hand, scratch rolled back."""
+        return self._work(0, 0)
+
+    def commit_work(self) -> NativeWork | PythonWork:
+        """After verification: advance by the committed tokens and fill row 0."""
+        return self._work(1, 0)
+
+    def draft_work(self, j: int) -> NativeWork | PythonWork:
+        """After draft ``j`` was sampled, ``1 <= j < draft_length``: fill row ``j``."""
+        if not self.masked_drafts:
+            raise OptionError("guided decoder: draft steps need masked_drafts=True")
+        if not 1 <= j < self.draft_length:
+            raise OptionError(f"guided decoder: draft step {j} is outside [1, {self.draft_length})")
+        return self._work(2, j)
+
+    def counters(self) -> dict[str, int]:
+        """What was done so far; ``*_ns`` are host nanoseconds per kind of step."""
+        return dict(self._worker.counters())
+
+    def first_error(self) -> str:
+        """Text of the first internal error of XGrammar, empty if there was none."""
+        return str(self._worker.first_error())
+
+    def timeline(self) -> list[Span]:
+        """Start and end of the steps of the last 256 replays, by time."""
+        spans = [
+            Span(replay, STEPS[step] if step < 2 else f"draft {step - 1}", start, end)
+            for replay, step, start, end in self._worker.timeline()
+        ]
+        return sorted(spans, key=lambda span: span.start_ns)
+
+    def history(self, slot: int) -> list[int]:
+        """Tokens committed by the present request of a slot, in order."""
+        return list(self._worker.history(slot)[1])
+
+    def rebuild(self, slot: int) -> Matcher:
+        """A new matcher for the present request of a slot, advanced by its token history.
+
+        Raises
+        ------
+        GuideError
+            If no constrained request has joined the slot, or its grammar refuses the history.
+        """
+        epoch, tokens = self._worker.history(slot)
+        owner = self._owners.get(slot)
+        if owner is None or owner[0] != epoch or owner[2] is None:
+            raise GuideError(f"slot {slot} has no constrained request to rebuild")
+        matcher = owner[2].fresh()
+        for index, token in enumerate(tokens):
+            if not matcher.accept(token):
+                raise GuideError(f"slot {slot}: token {token} of its history (index {index})")
+        return matcher
+
+    def close(self) -> None:
+        """Release everything. Graphs that hold steps keep them valid; they do nothing from now on.
+
+        Raises
+        ------
+        GuideError
+            If published replays have not been retired.
+        """
+        if self._live:
+            raise GuideError(f"replays {sorted(self._live)} have not been retired")
+        self._closed = True
+        self._owners.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise GuideError("the guided decoder is closed")
+
+    def _work(self, kind: int, j: int) -> NativeWork | PythonWork:
+        self._require_open()
+        name = STEPS[kind] if kind < 2 else f"draft {j}"
+        if self.transport == "python":
+            return PythonWork(self._worker.run, kind, j)
+        return NativeWork(
+            _native.guide.STEP, self._worker.record(kind, j), keep=self, name=f"grammar {name}"
+        )
+
+    def _check(self, requests: Sequence[GuidedRequest]) -> dict[int, tuple[int, int, Any]]:
+        """Owners that this snapshot brings in, by slot; refuses what the worker must not see."""
+        seen: set[int] = set()
+        owners: dict[int, tuple[int, int, Any]] = {}
+        for request in requests:
+            slot, matcher = request.slot, request.matcher
+            if not 0 <= slot < self.slots or slot in seen:
+                raise GuideError(f"slot {slot} is out of range or named twice")
+            seen.add(slot)
+            owner = (request.epoch, request.position, matcher)
+            if self._owners.get(slot) == owner:
+                continue
+            if slot in self._owners and self._owners[slot][0] == request.epoch:
+                raise GuideError(f"slot {slot}: epoch {request.epoch} has another request")
+            if matcher is not None:
+                if matcher.size != self.vocab_size:
+                    raise GuideError(
+                        f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
+                        f"the decoder's {self.vocab_size}"
+                    )
+                if matcher.claimed:
+                    raise GuideError(f"slot {slot}: the matcher already belongs to a request")
+            owners[slot] = owner
+        for _, _, matcher in owners.values():
+            if matcher is not None:
+                matcher.claimed = True
+        return owners

@@ -1,0 +1,85 @@
+"""One request's place in its grammar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import GrammarError
+
+if TYPE_CHECKING:
+    from .xgrammar import XGrammarBackend
+    from .spec import GrammarSpec
+
+__all__ = ["CompiledGrammar", "Matcher"]
+
+
+class CompiledGrammar:
+    """A grammar compiled for one vocabulary; shared by any number of matchers, read-only."""
+
+    def __init__(self, backend: XGrammarBackend, spec: GrammarSpec, native: Any):
+        self.backend = backend
+        self.spec = spec
+        self.native = native
+
+    @property
+    def nbytes(self) -> int:
+        """Memory the compiled grammar takes, in bytes, as XGrammar counts it."""
+        return int(self.native.memory_size_bytes())
+
+
+class Matcher:
+    """A matcher: which tokens may follow the ones accepted so far.
+
+    One matcher is used by one thread at a time; the guided decoder owns it while replays that name
+    it are in flight. These Python methods are the oracle and the ``"python"`` transport.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, native: Any, stop_ids: tuple[int, ...]):
+        self.compiled = compiled
+        self.native = native
+        self.stop_ids = stop_ids
+        self.size = compiled.backend.vocabulary.size
+        self.claimed = False  # by a request of a guided decoder: its state is not ours any more
+
+    @property
+    def handle(self) -> int:
+        """Address of the native matcher, valid while this object lives."""
+        return int(self.native.__chandle__())
+
+    def accept(self, token: int) -> bool:
+        """Take one more token. False, and no change, if it is illegal, out of range or too late."""
+        if not 0 <= token < self.size or self.is_terminated():
+            return False  # XGrammar would refuse too, and print a warning
+        return bool(self.native.accept_token(int(token), False))
+
+    def fill(self, row: np.ndarray) -> None:
+        """Write the legal tokens as bits of ``row``, contiguous int32 ``[ceil(size / 32)]``.
+
+        Raises
+        ------
+        GrammarError
+            After termination: there is no next token.
+        """
+        if self.is_terminated():
+            raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
+        self.native.fill_next_token_bitmask(row, 0, False)
+
+    def legal(self) -> np.ndarray:
+        """The legal token ids, ascending, int64."""
+        row = np.zeros(self.compiled.backend.vocabulary.words, np.int32)
+        self.fill(row)
+        return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+
+    def rollback(self, tokens: int) -> None:
+        """Undo the last ``tokens`` accepted tokens; a stop token counts as one."""
+        self.native.rollback(int(tokens))
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token was accepted."""
+        return bool(self.native.is_terminated())
+
+    def fresh(self) -> Matcher:
+        """A matcher of the same grammar and stop ids at the start."""
+        return self.compiled.backend.matcher(self.compiled, self.stop_ids)

@@ -1,0 +1,173 @@
+"""The bytes that each token id stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from .errors import GrammarError
+
+__all__ = ["Vocabulary"]
+
+
+class Vocabulary:
+    """Token bytes, the number of logit columns, and the ids that end a sequence.
+
+    Parameters
+    ----------
+    tokens
+        Bytes of token ``id``; empty for ids that are not text (special tokens, holes).
+    size
+        Logit columns of the model, at least ``len(tokens)``; ids beyond ``tokens`` are never legal.
+    stop_ids
+        Ids that end a sequence. They are never text, whatever bytes they have.
+
+    Raises
+    ------
+    GrammarError
+        If a size does not fit, there is no stop id, one is out of range, or no token is text.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], size: int, stop_ids: Iterable[int]):
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in stop_ids))
+        self.size = int(size)
+        if len(tokens) > self.size:
+            raise GrammarError(
+                f"vocabulary: {len(tokens)} tokens but the model has {self.size} logit columns"
+            )
+        if not self.stop_ids:
+            raise GrammarError("vocabulary: needs at least one stop id")
+        for stop in self.stop_ids:
+            if not 0 <= stop < self.size:
+                raise GrammarError(f"vocabulary: stop id {stop} is outside [0, {self.size})")
+        for token, text in enumerate(tokens):
+            if not isinstance(text, bytes):
+                raise GrammarError(
+                    f"vocabulary: token {token} is {type(text).__name__}, expected bytes"
+                )
+        stops = frozenset(self.stop_ids)
+        self.tokens: tuple[bytes, ...] = tuple(
+            b"" if token in stops else text for token, text in enumerate(tokens)
+        )
+        if not any(self.tokens):
+            raise GrammarError("vocabulary: no token is text")
+
+    @property
+    def words(self) -> int:
+        """int32 words of a mask row: ``ceil(size / 32)``."""
+        return (self.size + 31) // 32
+
+    def is_text(self, token: int) -> bool:
+        """Whether the id stands for bytes that a grammar can consume."""
+        return 0 <= token < len(self.tokens) and bool(self.tokens[token])
+
+    @classmethod
+    def from_tokenizer(
+        cls, source: tokenizers.Tokenizer | str | Path, size: int, stop_ids: Iterable[int]
+    ) -> Vocabulary:
+        """Read the bytes of every id from a tokenizer (object, ``tokenizer.json`` or its folder).
+
+        Byte-level BPE (GPT-2's byte alphabet) and byte-fallback (``<0x0A>`` pieces, U+2581 for a
+        space) tokenizers are understood. Added tokens, special or not, are not text.
+
+        Raises
+        ------
+        GrammarError
+            If the tokenizer is of another kind, cannot be read, or has more ids than ``size``.
+        """
+        description = _describe(source)
+        vocab = description["model"]["vocab"]
+        if not isinstance(vocab, dict):  # unigram models list [piece, score]
+            vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
+        to_bytes = _byte_level if _is_byte_level(description) else _byte_fallback(description)
+        added = {token["id"] for token in description.get("added_tokens", [])}
+        last = max(max(vocab.values(), default=-1), max(added, default=-1))
+        if last >= size:
+            raise GrammarError(
+                f"tokenizer: has id {last} but the model has {size} logit columns"
+            )
+        tokens = [b""] * (last + 1)
+        for piece, token in vocab.items():
+            if token not in added:
+                tokens[token] = to_bytes(piece)
+        return cls(tokens, size, stop_ids)
+
+
+def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise GrammarError(f"tokenizer: cannot read {path}: {error}") from error
+    else:
+        text = source.to_str()
+    try:
+        description = json.loads(text)
+        description["model"]["vocab"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GrammarError(f"tokenizer: is no tokenizer.json with a model vocabulary: {error!r}")\
+            from error
+    return description
+
+
+def _parts(description: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The steps of a pipeline, nested sequences flattened."""
+    pending, parts = [description.get(key)], []
+    while pending:
+        part = pending.pop(0)
+        if part:
+            parts.append(part)
+            for name in ("decoders", "pretokenizers", "normalizers"):
+                pending = list(part.get(name, ())) + pending
+    return parts
+
+
+def _is_byte_level(description: dict[str, Any]) -> bool:
+    steps = _parts(description, "decoder") + _parts(description, "pre_tokenizer")
+    return any(step.get("type") == "ByteLevel" for step in steps)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(_ALPHABET[char] for char in piece)
+    except KeyError:  # not written in the alphabet: decoders take such a piece literally
+        return piece.encode("utf-8")
+
+
+def _byte_fallback(description: dict[str, Any]) -> Any:
+    steps = _parts(description, "decoder")
+    kinds = {step.get("type") for step in steps}
+    if "ByteFallback" not in kinds and not description["model"].get("byte_fallback"):
+        raise GrammarError(
+            "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
+            f"{sorted(str(kind) for kind in kinds) or 'none'})"
+        )
+    space = "\u2581"
+    for step in steps:
+        if step.get("type") == "Metaspace":
+            space = step.get("replacement", space)
+
+    def to_bytes(piece: str) -> bytes:
+        byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode("utf-8")
+
+    return to_bytes

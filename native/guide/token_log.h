@@ -1,0 +1,75 @@
+// The tokens a slot has committed, from which its matcher can be rebuilt.
+//
+// 1. The worker appends and clears; it never allocates: reserve() is called beforehand by the
+//    publishing thread, for more tokens than the replays in flight can commit.
+// 2. Any thread may read: chunks are never moved or freed before the log dies, and `size` is stored
+//    with release order after the token. A reader that must not mix two owners compares `owner`
+//    before and after.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace graft::guide {
+
+class TokenLog {
+ public:
+  static constexpr int64_t kChunk = 4096;
+  static constexpr int64_t kChunks = 512;  // two million tokens
+
+  ~TokenLog() {
+    for (auto& chunk : chunks_) delete[] chunk.load();
+  }
+
+  // Room for `more` tokens past the present size. False when the log cannot grow that far.
+  bool reserve(int64_t more) {
+    const int64_t needed = (size_.load(std::memory_order_acquire) + more + kChunk - 1) / kChunk;
+    if (needed > kChunks) return false;
+    for (int64_t i = 0; i < needed; ++i) {
+      std::atomic<int32_t*>& chunk = chunks_[static_cast<size_t>(i)];
+      if (chunk.load(std::memory_order_relaxed) == nullptr) {
+        chunk.store(new int32_t[kChunk], std::memory_order_release);
+      }
+    }
+    return true;
+  }
+
+  void restart(int32_t owner) {
+    owner_.store(owner, std::memory_order_release);
+    size_.store(0, std::memory_order_release);
+  }
+
+  // False when nothing was reserved: the log then no longer equals the matcher.
+  bool append(int32_t token) {
+    const int64_t size = size_.load(std::memory_order_relaxed);
+    if (size >= kChunk * kChunks) return false;
+    int32_t* chunk = chunks_[static_cast<size_t>(size / kChunk)].load(std::memory_order_acquire);
+    if (chunk == nullptr) return false;
+    chunk[size % kChunk] = token;
+    size_.store(size + 1, std::memory_order_release);
+    return true;
+  }
+
+  std::vector<int32_t> read(int32_t* owner) const {
+    std::vector<int32_t> tokens;
+    do {
+      *owner = owner_.load(std::memory_order_acquire);
+      tokens.clear();
+      const int64_t size = size_.load(std::memory_order_acquire);
+      for (int64_t i = 0; i < size; ++i) {
+        tokens.push_back(chunks_[static_cast<size_t>(i / kChunk)].load()[i % kChunk]);
+      }
+    } while (*owner != owner_.load(std::memory_order_acquire));
+    return tokens;
+  }
+
+ private:
+  std::array<std::atomic<int32_t*>, kChunks> chunks_{};
+  std::atomic<int64_t> size_{0};
+  std::atomic<int32_t> owner_{0};
+};
+
+}  // namespace graft::guide
