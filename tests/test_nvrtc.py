@@ -20,7 +20,6 @@ def write_report():
     yield
     if REPORT:
         kernel_report.write_json(ROOT / "build" / "kernels.json", REPORT)
-        print("\n" + kernel_report.table(REPORT))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.title.replace(" ", "-"))
@@ -41,10 +40,21 @@ def test_every_kernel_file_is_compiled():
     assert files <= {v.path.resolve() for v in VARIANTS}
 
 
-def test_listed_variants_name_files_that_exist():
-    """A variant list that names a missing file fails here, not on hardware."""
-    missing = [v.title for v in VARIANTS if not v.path.is_file()]
-    assert missing == []
+def test_every_value_of_a_definition_is_a_variant(tmp_path):
+    """What a text or its header leaves to the loader is compiled with each value it can take."""
+    (tmp_path / "shared.cuh").write_text("#ifndef HEAD_DIM\n#define HEAD_DIM 64\n#endif\n")
+    path = tmp_path / "some.cu"
+    path.write_text('#include "shared.cuh"\n#ifndef CHUNK\n#define CHUNK 1\n#endif\n')
+    found = {v.defines for v in kernel_report.file_variants(path)}
+    assert found == {(), (("CHUNK", "64"),), (("HEAD_DIM", "32"),), (("HEAD_DIM", "128"),)}
+
+
+def test_a_definition_without_values_is_refused(tmp_path):
+    """A new definition cannot escape the compiler unnoticed: its values must be listed."""
+    path = tmp_path / "some.cu"
+    path.write_text("#ifndef NOVEL\n#define NOVEL 1\n#endif\n")
+    with pytest.raises(kernel_report.CompileError, match="NOVEL"):
+        kernel_report.file_variants(path)
 
 
 def test_a_kernel_that_does_not_compile_is_reported(tmp_path):

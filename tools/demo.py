@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ def verdict(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
     if prompt.grammar is None:
         return True, f"no grammar; {right}"
     if prompt.grammar.kind == "json_schema":
-        problem = check_schema(prompt.grammar.schema, output.text)
+        problem = check_schema(json.loads(prompt.grammar.text), output.text)
         said = "valid by jsonschema" if problem is None else f"INVALID by jsonschema: {problem}"
         return problem is None, f"{said}; {right}"
     valid = bool(is_valid(prompt.grammar, output.text))

@@ -7,9 +7,9 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.spec import GrammarSpec
@@ -70,25 +70,41 @@ def read_text(path: Path, what: str) -> str:
         raise OptionError(f"{what} {path}: {error}") from error
 
 
-def _choices(value: object) -> GrammarSpec:
+class Asked(NamedTuple):
+    """A request with the choices it was given, which its grammar no longer shows."""
+
+    request: Request
+    choices: list[str] | None
+
+    def is_valid(self, text: str) -> bool | None:
+        """Whether an output obeys the grammar; None when nothing independent can tell."""
+        if self.choices is not None:
+            return text in self.choices
+        return is_valid(self.request.grammar, text)
+
+
+def _choices(value: object) -> list[str]:
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise OptionError(f"choice must be a list of strings, got {value!r}")
-    return GrammarSpec.choice(value)
+    return value
 
 
-def make_grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
-    """The grammar named by at most one of schema, regex, ebnf and choice."""
+def make_grammar(given: Mapping[str, Any]) -> tuple[GrammarSpec | None, list[str] | None]:
+    """The grammar named by at most one of schema, regex, ebnf and choice; and the choices."""
     named = [name for name in GRAMMARS if given.get(name) is not None]
     if len(named) > 1:
         raise OptionError(f"give at most one grammar, got {' and '.join(named)}")
     if not named:
-        return None
-    makers: dict[str, Callable[[Any], GrammarSpec]] = {
-        "schema": GrammarSpec.json_schema, "regex": GrammarSpec.regex,
-        "ebnf": GrammarSpec.ebnf, "choice": _choices}
-    return makers[named[0]](given[named[0]])
+        return None, None
+    value = given[named[0]]
+    if named[0] == "choice":
+        choices = _choices(value)
+        return GrammarSpec.choice(choices), choices
+    makers = {"schema": GrammarSpec.json_schema, "regex": GrammarSpec.regex,
+              "ebnf": GrammarSpec.ebnf}
+    return makers[named[0]](value), None
 
 
 def _defaults(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -124,19 +140,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def make_requests(options: argparse.Namespace) -> list[Request]:
+def read_requests(options: argparse.Namespace) -> list[Asked]:
     """Requests of the command line; what a row of --prompts says wins over the options."""
     sampling, grammar = _defaults(options)
     rows = [{"prompt": options.prompt}] if options.prompts is None else read_rows(options.prompts)
-    requests = []
+    asked = []
     for index, row in enumerate(rows):
         fields = sampling | {name: row[name] for name in PASSED if name in row}
         if options.seed is not None:
             fields.setdefault("seed", options.seed + index)
         fields.setdefault("id", str(index))
         own = {name: row[name] for name in GRAMMARS if row.get(name) is not None}
-        requests.append(Request(**fields, grammar=make_grammar(own or grammar)))
-    return requests
+        spec, choices = make_grammar(own or grammar)
+        asked.append(Asked(Request(**fields, grammar=spec), choices))
+    return asked
 
 
 def open_engine(options: argparse.Namespace, batch: int) -> Engine:
@@ -171,14 +188,14 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
     return [done[str(request.id)] for request in requests]
 
 
-def report(engine: Engine, requests: Sequence[Request], outputs: Sequence[Output],
+def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
            seconds: float) -> dict[str, Any]:
     """Everything ``--json`` prints."""
     stats = engine.stats
     tokens = sum(len(output.tokens) for output in outputs)
     rows = [dataclasses.asdict(output) | {"finished": output.finished,
-                                          "valid": is_valid(request.grammar, output.text)}
-            for request, output in zip(requests, outputs, strict=True)]
+                                          "valid": one.is_valid(output.text)}
+            for one, output in zip(asked, outputs, strict=True)]
     return {
         "device": engine.device.describe(),
         "outputs": rows,
@@ -199,11 +216,12 @@ def run(options: argparse.Namespace) -> int:
     """Generate and print; returns 2 when a request was refused, 1 when one failed otherwise."""
     if options.json and options.stream:
         raise OptionError("--json prints once at the end; --stream prints on the way; use one")
-    requests = make_requests(options)
+    asked = read_requests(options)
+    requests = [one.request for one in asked]
     with open_engine(options, len(requests)) as engine:
         begun = time.perf_counter()
         outputs = run_requests(engine, requests, options.stream)
-        figures = report(engine, requests, outputs, time.perf_counter() - begun)
+        figures = report(engine, asked, outputs, time.perf_counter() - begun)
     if options.json:
         print(json.dumps(figures, indent=1, ensure_ascii=False))
     else:

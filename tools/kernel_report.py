@@ -22,6 +22,13 @@ ROOMS = ("cudagraph", "sampling", "models", "tools")
 # CuPy appends this to whatever it is given (denormals flush to zero, as on the soft device).
 CUPY_OPTIONS = ("-ftz=true",)
 
+#: Values that the wrappers give to the definitions which kernel texts leave open.
+STORAGE = ("float", "fp16_t", "bf16_t")
+VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
+          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512")}
+
+DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\([^)]*\)\s*)?void\s+'
                    r'(?:__launch_bounds__\([^)]*\)\s*)?(\w+)')
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -67,27 +74,36 @@ def room_folder(room: str) -> Path:
     return Path(module.__path__[0])
 
 
-def listed_variants(room: str) -> list[Variant]:
-    """Variants that a room names in ``kernels_list.KERNEL_VARIANTS``: (file, definitions) pairs."""
-    folder = room_folder(room) / "kernels"
-    if not (folder.parent / "kernels_list.py").exists():
-        return []
-    module = importlib.import_module(f"graft.{room}.kernels_list")
-    return [
-        Variant(folder / name, tuple((k, str(v)) for k, v in sorted(defines.items())))
-        for name, defines in module.KERNEL_VARIANTS
-    ]
+def definitions(path: Path) -> dict[str, str]:
+    """Names that a kernel file, or a file it includes, leaves to its loader, with defaults."""
+    text = path.read_text()
+    found = dict(DEFAULT.findall(text))
+    for name in INCLUDE.findall(text):
+        if (path.parent / name).exists():
+            found |= definitions(path.parent / name)
+    return found
+
+
+def file_variants(path: Path) -> list[Variant]:
+    """The file as it stands, and once for each other value of each definition.
+
+    Raises
+    ------
+    CompileError
+        When the file has a definition whose values `VALUES` does not list.
+    """
+    found = [Variant(path)]
+    for name, default in sorted(definitions(path).items()):
+        if name not in VALUES:
+            raise CompileError(f"{path.name}: {name} is not in kernel_report.VALUES")
+        found += [Variant(path, ((name, v),)) for v in VALUES[name] if v != default]
+    return found
 
 
 def all_variants(rooms: Iterable[str] = ROOMS) -> list[Variant]:
-    """Every kernel file of the rooms; a file that no list names is compiled as it stands."""
-    found: list[Variant] = []
-    for room in rooms:
-        listed = listed_variants(room)
-        named = {variant.path for variant in listed}
-        files = sorted((room_folder(room) / "kernels").glob("*.cu"))
-        found += listed + [Variant(path) for path in files if path not in named]
-    return found
+    """Every variant of every kernel file of the rooms."""
+    files = [path for room in rooms for path in sorted(room_folder(room).glob("kernels/*.cu"))]
+    return [variant for path in files for variant in file_variants(path)]
 
 
 def entry_names(path: Path) -> list[str]:

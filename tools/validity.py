@@ -39,17 +39,13 @@ def has_jsonschema() -> bool:
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
     """Whether `text` is what the grammar asks for; None when nothing independent can tell.
 
-    JSON schemas are checked by ``jsonschema`` where it is installed, regular expressions by ``re``,
-    choices by comparison; for EBNF there is no second reader.
+    JSON schemas are checked by ``jsonschema`` where it is installed, regular expressions by ``re``;
+    for EBNF there is no second reader.
     """
     if spec is None:
         return None
     if spec.kind == "json_schema":
-        return check_schema(spec.schema, text) is None if has_jsonschema() else None
-    if spec.kind == "json_object":
-        return check_schema({"type": "object"}, text) is None if has_jsonschema() else None
+        return check_schema(json.loads(spec.text), text) is None if has_jsonschema() else None
     if spec.kind == "regex":
         return re.fullmatch(spec.text, text) is not None
-    if spec.kind == "choice":
-        return text in json.loads(spec.text)
     return None

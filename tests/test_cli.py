@@ -1,0 +1,153 @@
+"""The graft command: requests from options and files, refusals, generation with the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar.spec import GrammarSpec
+from graft.tools import cli, generate
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}
+
+
+def requests_of(*arguments: str):
+    """Requests that a command line asks for, without running them."""
+    return generate.read_requests(cli.parser().parse_args(["generate", *arguments]))
+
+
+def test_options_become_a_request(tmp_path):
+    """Every sampling option of the command line reaches the request."""
+    (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
+    ((request, _),) = requests_of(
+        "--prompt", "hello", "--schema", str(tmp_path / "s.json"), "--max-tokens", "9",
+        "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1",
+        "--seed", "3", "--verify", "coupled")
+    assert (request.prompt, request.max_tokens, request.temperature) == ("hello", 9, 0.5)
+    assert (request.top_k, request.top_p, request.min_p) == (7, 0.9, 0.1)
+    assert (request.seed, request.verify) == (3, "coupled")
+    assert request.grammar == GrammarSpec.json_schema(SCHEMA)
+
+
+def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
+    """A row's own grammar and sampling replace the options'; other rows keep the options'."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n\n{"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, '
+                    '"id": "mine"}\n')
+    (first, none), (second, choices) = requests_of(
+        "--prompts", str(rows), "--regex", "[0-9]+", "--seed", "10")
+    assert first.grammar is not None and first.grammar.kind == "regex"
+    assert none is None and choices == ["x", "y"]
+    assert second.grammar == GrammarSpec.choice(["x", "y"])
+    assert (first.temperature, second.temperature) == (0.0, 1.5)
+    assert (first.seed, second.seed) == (10, 11)
+    assert (first.id, second.id) == ("0", "mine")
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ('{"prompt": "a", "tempreature": 1}', "line 1: unknown tempreature"),
+    ('{"prompt": ', "line 1: "),
+    ("[1, 2]", "line 1: a row must be an object"),
+    ("", "holds no prompt"),
+])
+def test_a_wrong_row_is_refused_with_its_line(tmp_path, line, words):
+    """What is wrong in a file of prompts is named by its line, before a model is opened."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(line + "\n")
+    with pytest.raises(OptionError, match=words):
+        requests_of("--prompts", str(rows))
+
+
+def test_two_grammars_in_a_row_are_refused(tmp_path):
+    """A row that names two grammars is refused rather than one of them ignored."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "regex": "a", "choice": ["a"]}\n')
+    with pytest.raises(OptionError, match="regex and choice"):
+        requests_of("--prompts", str(rows))
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--prompt", "x", "--model", "/no/such/model"],
+    ["--prompt", "x", "--draft", "/no/such/drafter"],
+    ["--prompt", "x", "--schema", "/no/such/schema.json"],
+    ["--prompt", "x", "--regex", "("],
+    ["--prompt", "x", "--draft-length", "0"],
+    ["--prompt", "x", "--top-p", "0"],
+    ["--prompt", "x", "--temperature", "-1"],
+    ["--prompt", "x", "--stop", "a", "--regex", "[a-z]+"],
+    ["--prompt", "x", "--json", "--stream"],
+])
+def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
+    """What cannot be served ends with exit status 2 and a sentence, never with a traceback."""
+    assert cli.main(["generate", *arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("round")]
+    assert len(lines) == 1 and lines[0].startswith("graft: ")
+
+
+def run_json(capsys, *arguments: str):
+    """Exit status and parsed JSON of ``graft generate --json``."""
+    status = cli.main(["generate", "--json", *arguments])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_schema_guides_the_demo_model(tmp_path, capsys):
+    """The output of a schema request is valid, finished and counted; the device is named."""
+    (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
+    status, said = run_json(capsys, "--schema", str(tmp_path / "s.json"), "--prompt",
+                            "name: Olga Novak; age: 42\nReturn JSON.")
+    assert status == 0
+    (output,) = said["outputs"]
+    assert set(json.loads(output["text"])) == {"name", "age"}
+    assert output["valid"] is True and output["finished"] and output["reason"] == "stop"
+    assert said["tokens"] == len(output["tokens"])
+    assert said["tokens_per_round"] == pytest.approx(said["tokens"] / said["rounds"])
+    assert said["device"] and said["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("option", ["--no-speculation", "--no-draft-mask"])
+def test_how_drafts_are_made_does_not_change_greedy_output(option, capsys):
+    """Without speculation, or with unmasked drafts, the same tokens come out."""
+    arguments = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
+    _, usual = run_json(capsys, *arguments)
+    _, other = run_json(capsys, *arguments, option)
+    assert other["outputs"][0]["tokens"] == usual["outputs"][0]["tokens"]
+    assert other["outputs"][0]["valid"] is True
+
+
+def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
+    """A file of prompts with different grammars gives outputs in order, each valid."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps(row) for row in (
+        {"prompt": "name: Lako; age: 7\nReturn JSON.", "schema": SCHEMA},
+        {"prompt": "Say yes or no.", "choice": ["yes", "no"]},
+        {"prompt": "pages: 72\nGive only the pages.", "regex": "[0-9]{1,4}"},
+        {"prompt": "Bits.", "ebnf": 'root ::= ("0" | "1") ("0" | "1")'},
+    )))
+    status, said = run_json(capsys, "--prompts", str(rows))
+    assert status == 0
+    assert [output["id"] for output in said["outputs"]] == ["0", "1", "2", "3"]
+    assert [output["valid"] for output in said["outputs"]] == [True, True, True, None]
+    assert said["outputs"][3]["text"] in {"00", "01", "10", "11"}
+
+
+def test_streamed_text_is_the_whole_text(capsys):
+    """What --stream prints piece by piece is what comes without it."""
+    arguments = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
+    assert cli.main(["generate", *arguments]) == 0
+    whole = capsys.readouterr().out
+    assert cli.main(["generate", "--stream", *arguments]) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_the_command_runs_as_a_program():
+    """`python -m graft.tools.cli` with wrong options exits with 2 and argparse's usage."""
+    done = subprocess.run([sys.executable, "-m", "graft.tools.cli", "generate"], text=True,
+                          capture_output=True, env={**os.environ, "GRAFT_DEVICE": "soft"})
+    assert done.returncode == 2
+    assert "--prompt" in done.stderr

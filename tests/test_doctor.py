@@ -1,0 +1,80 @@
+"""graft doctor: what is there, what is missing, and that asking changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from graft.tools import cli, doctor
+
+
+def test_a_complete_environment_is_healthy(capsys):
+    """Where graft's tests can run, the doctor finds nothing missing and says so in JSON."""
+    assert cli.main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in said["findings"]}
+    assert said["healthy"] is True
+    for name in ("python", "packages", "native part", "compiler", "xgrammar", "tvm-ffi", "device"):
+        assert found[name]["status"] == "ok", found[name]
+
+
+@pytest.mark.parametrize(("package", "name"), [("xgrammar", "xgrammar"),
+                                               ("apache-tvm-ffi", "tvm-ffi"),
+                                               ("tokenizers", "packages")])
+def test_a_missing_package_is_missing_with_advice(package, name, monkeypatch, capsys):
+    """A package that is not installed is reported with the command that installs it."""
+    real = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda p: None if p == package else real(p))
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(name))
+    assert "missing" in lines[at]
+    assert "pip install" in lines[at + 1] and package in lines[at + 1]
+
+
+def test_a_missing_compiler_is_missing(monkeypatch):
+    """Without a C++ compiler the soft device cannot compile kernels, and the doctor says so."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    finding = doctor.check_compiler()
+    assert finding.status == "missing" and "no-such-compiler" in finding.detail
+
+
+def test_a_wrong_device_choice_is_named():
+    """GRAFT_DEVICE with a wrong value is a finding and not a traceback."""
+    done = subprocess.run([sys.executable, "-m", "graft.tools.cli", "doctor"], text=True,
+                          capture_output=True, env={**os.environ, "GRAFT_DEVICE": "abacus"})
+    assert done.returncode == 1
+    assert "abacus" in done.stdout and done.stderr == ""
+
+
+def test_asking_the_driver_leaves_the_process_alone():
+    """The real driver is asked in a child, so the soft device still answers here afterwards."""
+    script = ("from graft.tools import doctor\n"
+              "doctor.check_driver()\n"
+              "assert 'libcuda' not in open('/proc/self/maps').read()\n"
+              "print(doctor.check_device().detail)\n")
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True,
+                          env={**os.environ, "GRAFT_DEVICE": "soft"})
+    assert done.returncode == 0, done.stderr
+    assert "soft" in done.stdout
+
+
+def test_a_driver_that_hangs_is_reported(monkeypatch):
+    """A driver that does not answer in time is a finding, not a hang."""
+    monkeypatch.setattr(doctor, "ASK_DRIVER", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "DRIVER_DEADLINE_S", 0.5)
+    finding = doctor.check_driver()
+    assert finding.status == "absent" and "no answer" in finding.detail
+
+
+def test_a_gpu_without_cupy_is_not_healthy(monkeypatch):
+    """Where NVIDIA's driver shows a device, CuPy is needed and its absence is missing."""
+    gpu = doctor.Finding("nvidia driver", "ok", "CUDA 13.0, a device")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: gpu, doctor.check_cupy))
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    monkeypatch.delenv("GRAFT_DEVICE", raising=False)
+    assert [finding.status for finding in doctor.examine()] == ["ok", "missing"]
