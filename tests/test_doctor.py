@@ -36,11 +36,16 @@ def test_a_missing_package_is_missing_with_advice(package, name, monkeypatch, ca
     assert "pip install" in lines[at + 1] and package in lines[at + 1]
 
 
-def test_a_missing_compiler_is_missing(monkeypatch):
+def test_a_missing_compiler_is_missing():
     """Without a C++ compiler the soft device cannot compile kernels, and the doctor says so."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    finding = doctor.check_compiler()
-    assert finding.status == "missing" and "no-such-compiler" in finding.detail
+    done = subprocess.run(
+        [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"], text=True,
+        capture_output=True,
+        env={**os.environ, "GRAFT_DEVICE": "soft", "CXX": "no-such-compiler"})
+    assert done.returncode == 1
+    found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
+    assert found["compiler"]["status"] == "missing"
+    assert "no-such-compiler" in found["compiler"]["detail"]
 
 
 def test_a_wrong_device_choice_is_named():

@@ -7,8 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,15 +83,18 @@ def check_native() -> Finding:
 
 def check_compiler() -> Finding:
     """The C++ compiler, which compiles kernels for the soft device."""
-    named = os.environ.get("CXX")
-    for candidate in [named] if named else ["c++", "g++", "clang++"]:
-        command = shlex.split(candidate)
-        if shutil.which(command[0]):
-            said = subprocess.run([*command, "--version"], capture_output=True, text=True)
-            if said.returncode == 0 and said.stdout:
-                return Finding("compiler", "ok", said.stdout.splitlines()[0])
-    return Finding("compiler", "missing", f"no {named or 'c++, g++ or clang++'} runs",
-                   "the soft device compiles kernels with it; apt install g++")
+    from graft.native.softcuda.compile import KernelCompileError, compiler
+
+    try:
+        command = compiler()
+    except KernelCompileError as error:
+        return Finding("compiler", "missing", error.log,
+                       "the soft device compiles kernels with it: apt install g++")
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    if said.returncode or not said.stdout:
+        return Finding("compiler", "missing", f"{' '.join(command)} does not run: {said.stderr}",
+                       "the soft device compiles kernels with it: apt install g++")
+    return Finding("compiler", "ok", said.stdout.splitlines()[0])
 
 
 def check_driver() -> Finding:
