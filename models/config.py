@@ -1,0 +1,262 @@
+"""Configurations of the models graft runs, read from Hugging Face ``config.json`` files.
+
+What a config asks for and graft does not implement is refused by field name and value; nothing
+that would change the output is skipped over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graft.models.errors import ConfigError
+from graft.models.fields import Fields
+from graft.models.rope import Rope
+
+MAX_WIDTH = 1 << 20
+MAX_VOCAB = 1 << 22
+MAX_LAYERS = 1 << 10
+MAX_POSITIONS = 1 << 24
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 256
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape of a Llama decoder.
+
+    Attributes
+    ----------
+    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, \
+    num_key_value_heads, head_dim : int
+        Sizes; query heads are a multiple of key heads, `head_dim` is even.
+    rms_norm_eps : float
+        Added to the mean square in RMSNorm.
+    rope : Rope
+        Rotary embedding.
+    max_position_embeddings : int
+        Longest sequence the model was made for.
+    tie_word_embeddings : bool
+        The output head is the embedding matrix.
+    dtype : str
+        Dtype the config names; float32 where it names none.
+    eos_ids : tuple of int
+        End-of-sequence ids named by the config; may be empty.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str = "float32"
+    eos_ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def from_dir(path: str | Path) -> LlamaConfig:
+        """Read ``config.json`` of a model folder. Raises ConfigError."""
+        return LlamaConfig.from_fields(Fields.from_file(Path(path) / "config.json"))
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], where: str = "config") -> LlamaConfig:
+        """As `from_dir`, from a decoded object. Raises ConfigError."""
+        return LlamaConfig.from_fields(Fields(data, where))
+
+    @staticmethod
+    def from_fields(fields: Fields) -> LlamaConfig:
+        _architecture(fields, ("LlamaForCausalLM",))
+        return LlamaConfig(**_decoder(fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LlamaConfig):
+    """Shape of an EAGLE-3 draft head.
+
+    Attributes
+    ----------
+    (those of LlamaConfig)
+        Sizes and rotary embedding of the head's one decoder layer. `vocab_size` is the
+        target's. The rotary base is the head's own (10000 where its config is silent), never
+        the target's.
+    draft_vocab_size : int
+        Columns of the head's logits.
+    target_hidden_size : int
+        Width of the target's features; the head's own hidden size where not given.
+    norm_before_residual : bool
+        The residual is the normalised feature (some converted checkpoints).
+    feature_layers : tuple of int or None
+        OUTPUT ids of the three target layers whose residual stream is fed, low to high.
+        None where the config names none: see `resolve_feature_layers`.
+    """
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    norm_before_residual: bool
+    feature_layers: tuple[int, int, int] | None
+
+    @staticmethod
+    def from_dir(path: str | Path) -> Eagle3Config:
+        """Read ``config.json`` of a draft head's folder. Raises ConfigError."""
+        return Eagle3Config.from_fields(Fields.from_file(Path(path) / "config.json"))
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], where: str = "config") -> Eagle3Config:
+        """As `from_dir`, from a decoded object. Raises ConfigError."""
+        return Eagle3Config.from_fields(Fields(data, where))
+
+    @staticmethod
+    def from_fields(fields: Fields) -> Eagle3Config:
+        speculators = fields.get("speculators_model_type") is not None
+        if speculators:
+            fields.refuse("speculators_model_type", "eagle3")
+            nested = fields.section("transformer_layer_config")
+            if nested is None:
+                raise ConfigError(f"{fields.where}: transformer_layer_config is missing")
+            decoder = nested
+            if "norm_before_residual" not in fields.data:
+                raise ConfigError(f"{fields.where}: norm_before_residual is missing")
+        else:
+            _architecture(fields, ("LlamaForCausalLMEagle3", "LlamaForCausalLM"))
+            decoder = fields
+        for source in (fields, decoder):
+            for extra in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
+                source.refuse(extra, False)
+            source.refuse("num_aux_hidden_states", 3)
+        layer = _decoder(decoder)
+        decoder.refuse("num_hidden_layers", 1)
+        vocab, hidden = layer["vocab_size"], layer["hidden_size"]
+        return Eagle3Config(
+            **layer,
+            draft_vocab_size=fields.integer("draft_vocab_size", low=1, high=vocab, default=vocab),
+            target_hidden_size=fields.integer(
+                "target_hidden_size", low=1, high=MAX_WIDTH, default=hidden
+            ),
+            norm_before_residual=fields.boolean("norm_before_residual", default=False),
+            feature_layers=_feature_layers(fields, speculators),
+        )
+
+    def resolve_feature_layers(self, target_layers: int) -> tuple[int, int, int]:
+        """OUTPUT ids of the target layers that feed this head, low to high.
+
+        The default takes the inputs of layers {2, n//2, n-3}. Under seven layers these
+        coincide or fall outside the model, so such a head must name its layers.
+
+        Parameters
+        ----------
+        target_layers : int
+            Number n of decoder layers of the target.
+        """
+        ids = self.feature_layers
+        if ids is None:
+            if target_layers < 7:
+                raise ConfigError(
+                    f"a target of {target_layers} layers has no default feature layers (7 or "
+                    "more needed); name them in eagle_config.eagle_aux_hidden_state_layer_ids"
+                )
+            ids = (1, target_layers // 2 - 1, target_layers - 4)
+        if ids[2] >= target_layers:
+            raise ConfigError(
+                f"eagle_aux_hidden_state_layer_ids: output of layer {ids[2]} asked for, but "
+                f"the target has {target_layers} layers"
+            )
+        return ids
+
+
+def _architecture(fields: Fields, known: tuple[str, ...]) -> None:
+    names = fields.get("architectures")
+    kind = fields.get("model_type")
+    if names is None and kind is None:
+        raise ConfigError(f"{fields.where}: neither architectures nor model_type is given")
+    if names is not None and (
+        not isinstance(names, list) or len(names) != 1 or names[0] not in known
+    ):
+        raise ConfigError(
+            f"{fields.where}: architectures = {names!r} is not implemented ({' or '.join(known)})"
+        )
+    fields.refuse("model_type", "llama")
+
+
+def _decoder(fields: Fields) -> dict[str, Any]:
+    """The fields every Llama-shaped decoder shares: the arguments of `LlamaConfig`."""
+    fields.refuse("model_type", "llama")
+    fields.refuse("hidden_act", "silu")
+    for switch in ("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window"):
+        fields.refuse(switch, False)
+    fields.refuse("pretraining_tp", 1)
+    fields.refuse("quantization_config")
+    fields.refuse("sliding_window")
+    fields.refuse("partial_rotary_factor", 1, 1.0)
+    kinds = fields.get("layer_types", [])
+    if not isinstance(kinds, list) or any(k != "full_attention" for k in kinds):
+        raise ConfigError(f"{fields.where}: layer_types = {kinds!r} is not implemented")
+    hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
+    heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", low=1, high=heads, default=heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{fields.where}: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
+    if fields.get("head_dim") is None and hidden % heads:
+        raise ConfigError(
+            f"{fields.where}: hidden_size {hidden} is not a multiple of "
+            f"num_attention_heads {heads}, and head_dim is not given"
+        )
+    head_dim = fields.integer("head_dim", low=2, high=MAX_HEAD_DIM, default=hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{fields.where}: head_dim {head_dim} is odd; rotary needs pairs")
+    dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
+    if dtype not in FLOATS:
+        raise ConfigError(f"{fields.where}: dtype = {dtype!r} is not implemented {FLOATS}")
+    return {
+        "vocab_size": fields.integer("vocab_size", low=1, high=MAX_VOCAB),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", low=1, high=MAX_WIDTH),
+        "num_hidden_layers": fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, low=1e-12, high=1.0),
+        "rope": Rope.from_fields(fields),
+        "max_position_embeddings": fields.integer(
+            "max_position_embeddings", low=1, high=MAX_POSITIONS, default=2048
+        ),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "dtype": dtype,
+        "eos_ids": fields.integers("eos_token_id") or (),
+    }
+
+
+def _feature_layers(fields: Fields, speculators: bool) -> tuple[int, int, int] | None:
+    """Explicit feature layers as OUTPUT ids.
+
+    Two conventions are in use. Under ``eagle_config`` an id means the layer's output; the
+    speculators format counts boundaries, so id j is the input of layer j, and j = n the
+    output of the last layer.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = fields.section("eagle_config")
+    if nested is not None:
+        nested.refuse("use_aux_hidden_state", True)
+    ids = nested.integers(name) if nested is not None else None
+    if ids is None:
+        ids = fields.integers(name)
+        if ids is not None and speculators:
+            ids = tuple(i - 1 for i in ids)
+    if ids is None:
+        return None
+    if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2]:
+        raise ConfigError(
+            f"{fields.where}: {name} gives layer outputs {list(ids)}; three ascending ids of "
+            "decoder layers are needed"
+        )
+    return ids[0], ids[1], ids[2]

@@ -1,0 +1,106 @@
+"""Typed reading of JSON objects: every refusal names the file, the field and the value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graft.models.errors import ConfigError
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """A JSON object with checked access. A null value counts as absent.
+
+    Parameters
+    ----------
+    data : mapping
+        The decoded object.
+    where : str
+        What errors call it, e.g. the path of its file.
+    """
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data = data
+        self.where = where
+
+    @staticmethod
+    def from_file(path: Path) -> Fields:
+        """Read a JSON file; ConfigError when it is missing, unreadable or not an object."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: is not valid JSON ({error})") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: holds a {type(data).__name__}, not an object")
+        return Fields(data, str(path))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.data.get(name)
+        return default if value is None else value
+
+    def section(self, name: str) -> Fields | None:
+        """A nested object, or None when absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, not an object")
+        return Fields(value, f"{self.where}: {name}")
+
+    def integer(self, name: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, not an integer")
+        if not low <= value <= high:
+            raise ConfigError(f"{self.where}: {name} is {value}, outside {low}..{high}")
+        return value
+
+    def number(
+        self, name: str, *, low: float = 0.0, high: float = 1e12, default: Any = _REQUIRED
+    ) -> float:
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, not a number")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ConfigError(f"{self.where}: {name} is {value}, outside {low}..{high}")
+        return float(value)
+
+    def boolean(self, name: str, *, default: Any = _REQUIRED) -> bool:
+        value = self._present(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, not true or false")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """A list of integers (one integer counts as a list of one), or None when absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise ConfigError(f"{self.where}: {name} holds {item!r}, not an integer")
+        return tuple(items)
+
+    def refuse(self, name: str, *allowed: Any) -> None:
+        """Raise when `name` is present with a value that graft does not implement."""
+        value = self.get(name)
+        if value is None or any(value is a or value == a for a in allowed):
+            return
+        wanted = " or ".join(repr(a) for a in allowed) if allowed else "it must be absent"
+        raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({wanted})")
+
+    def _present(self, name: str, default: Any) -> Any:
+        value = self.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ConfigError(f"{self.where}: {name} is missing")
+        return default

@@ -1,0 +1,142 @@
+// y = x W^T (+ residual): one warp per COLUMNS output columns, up to 8 rows per pass, so that
+// weights are read once.
+//
+// Lane l takes the inner indices in packs of PACK: packs l, l + 32, ... in order, then one index of
+// the tail; lanes are added as a butterfly. The order depends on `inner` and the weight's type
+// alone, so a row's bits do not depend on how many rows share the pass.
+#include "graft.cuh"
+
+#ifndef WEIGHT
+#define WEIGHT bf16_t
+#endif
+#define PACK (16 / static_cast<int>(sizeof(WEIGHT)))
+#define COLUMNS 2
+#define ROW_TILE 8
+
+template <typename T, int COUNT>
+struct alignas(16) Pack {
+  T item[COUNT];
+};
+
+// 16-byte loads where rows of W and x are 16-byte aligned, single loads of the same values else.
+template <bool ALIGNED, typename T>
+__device__ __forceinline__ void load_pack(const T* from, float* to) {
+  if (ALIGNED) {
+    const int count = 16 / static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int part = 0; part < PACK; part += count) {
+      const Pack<T, count> pack = *reinterpret_cast<const Pack<T, count>*>(from + part);
+#pragma unroll
+      for (int i = 0; i < count; ++i) to[part + i] = to_float(pack.item[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < PACK; ++i) to[i] = to_float(from[i]);
+  }
+}
+
+template <int ROWS, bool ALIGNED>
+__device__ __forceinline__ void dot(const WEIGHT* const* w, const float* const* x, int inner,
+                                    float (*sum)[COLUMNS]) {
+  const int lane = threadIdx.x % 32;
+  const int packed = inner / PACK * PACK;
+#pragma unroll 2
+  for (int k = lane * PACK; k < packed; k += 32 * PACK) {
+    float weight[COLUMNS][PACK];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) load_pack<ALIGNED>(w[c] + k, weight[c]);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      float input[PACK];
+      load_pack<ALIGNED>(x[r] + k, input);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int i = 0; i < PACK; ++i) sum[r][c] = fmaf(weight[c][i], input[i], sum[r][c]);
+      }
+    }
+  }
+  if (packed + lane < inner) {
+    const int k = packed + lane;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) sum[r][c] = fmaf(to_float(w[c][k]), x[r][k], sum[r][c]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) sum[r][c] = warp_sum(sum[r][c]);
+  }
+}
+
+struct Output {
+  const float* residual;  // may be null, may be `out`
+  float* out;
+  float* tap;  // second copy with its own row stride; may be null
+  int columns;
+  int tap_stride;
+};
+
+// Rows past `last` and columns past the end repeat the last one and are not stored.
+template <int ROWS>
+__device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const float* x, int inner,
+                                                const Output& y, int row, int last, int column) {
+  const WEIGHT* w[COLUMNS];
+  const float* input[ROWS];
+  float sum[ROWS][COLUMNS] = {};
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    const int at = column + c < y.columns ? column + c : y.columns - 1;
+    w[c] = weight + static_cast<long long>(at) * inner;
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int at = row + r <= last ? row + r : last;
+    input[r] = x + static_cast<long long>(at) * inner;
+  }
+  if (inner % PACK == 0) {
+    dot<ROWS, true>(w, input, inner, sum);
+  } else {
+    dot<ROWS, false>(w, input, inner, sum);
+  }
+  if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      if (row + r > last || column + c >= y.columns) continue;
+      const long long at = static_cast<long long>(row + r) * y.columns + column + c;
+      float value = sum[r][c];
+      if (y.residual != nullptr) value += y.residual[at];
+      y.out[at] = value;
+      if (y.tap != nullptr) {
+        y.tap[static_cast<long long>(row + r) * y.tap_stride + column + c] = value;
+      }
+    }
+  }
+}
+
+// Grid (columns / (COLUMNS * warps of a block), rows / ROW_TILE).
+extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* x, const float* residual,
+                                       float* out, float* tap, int rows, int columns, int inner,
+                                       int tap_offset, int tap_stride) {
+  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int column = warp * COLUMNS;
+  if (column >= columns) return;
+  const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, columns,
+                    tap_stride};
+  const int row = blockIdx.y * ROW_TILE;
+  const int count = rows - row < ROW_TILE ? rows - row : ROW_TILE;
+  const int last = row + count - 1;
+  if (count > 4) {
+    rows_by_columns<8>(weight, x, inner, y, row, last, column);
+  } else if (count > 2) {
+    rows_by_columns<4>(weight, x, inner, y, row, last, column);
+  } else if (count > 1) {
+    rows_by_columns<2>(weight, x, inner, y, row, last, column);
+  } else {
+    rows_by_columns<1>(weight, x, inner, y, row, last, column);
+  }
+}

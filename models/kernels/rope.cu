@@ -1,0 +1,63 @@
+// Rotary embedding of queries (in place) and keys, and the cache write of keys and values.
+// Half-split pairs (i, i + HEAD_DIM / 2); each thread turns CHUNK pairs of one head.
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+#ifndef CACHE
+#define CACHE bf16_t
+#endif
+#ifndef CHUNK
+#define CHUNK 1
+#endif
+#include "pages.cuh"
+
+#define HALF (HEAD_DIM / 2)
+
+// `qkv` rows hold heads queries, kv_heads keys, kv_heads values. `turn` rows hold the cosines, then
+// the sines of a position.
+extern "C" __global__ void rope_and_store(float* qkv, const float* turn, const int* slot,
+                                          const int* pos, const int* page_table, CACHE* keys,
+                                          CACHE* values, int rows, int heads, int kv_heads,
+                                          int slots, int max_pages, int page_shift,
+                                          int scratch_page) {
+  const int chunks = (HALF + CHUNK - 1) / CHUNK;
+  const int all_heads = heads + 2 * kv_heads;
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  const int row = index / (all_heads * chunks);
+  if (row >= rows) return;
+  const int head = index / chunks % all_heads;
+  const int begin = index % chunks * CHUNK;
+  const int end = begin + CHUNK < HALF ? begin + CHUNK : HALF;
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads};
+  const int p = pos[row];
+  if (!row_is_live(pages, slot[row], p)) return;
+  float* x = qkv + (static_cast<long long>(row) * all_heads + head) * HEAD_DIM;
+  const float* cosine = turn + static_cast<long long>(p) * HEAD_DIM;
+  const float* sine = cosine + HALF;
+  if (head < heads) {
+    for (int i = begin; i < end; ++i) {
+      const float a = x[i];
+      const float b = x[i + HALF];
+      x[i] = fmaf(a, cosine[i], -(b * sine[i]));
+      x[i + HALF] = fmaf(b, cosine[i], a * sine[i]);
+    }
+    return;
+  }
+  const int page = page_of(pages, slot[row], p);
+  if (page == scratch_page) return;
+  if (head < heads + kv_heads) {
+    CACHE* to = keys + element_of(pages, page, p, head - heads);
+    for (int i = begin; i < end; ++i) {
+      const float a = x[i];
+      const float b = x[i + HALF];
+      from_float(fmaf(a, cosine[i], -(b * sine[i])), to + i);
+      from_float(fmaf(b, cosine[i], a * sine[i]), to + i + HALF);
+    }
+    return;
+  }
+  CACHE* to = values + element_of(pages, page, p, head - heads - kv_heads);
+  for (int i = begin; i < end; ++i) {
+    from_float(x[i], to + i);
+    from_float(x[i + HALF], to + i + HALF);
+  }
+}

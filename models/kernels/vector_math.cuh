@@ -1,0 +1,35 @@
+// Arithmetic that gives the same bits on every device and that C++ compilers vectorise.
+#pragma once
+#include "graft.cuh"
+
+// e^x for x in about [-87, 88], clamped outside; relative error about 1e-7. NaN stays NaN.
+// x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor series to r^7; 2^n added to the exponent.
+__device__ __forceinline__ float exp_exact(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const float rounded = fmaf(x, 1.44269504088896341f, shift);
+  const float n = rounded - shift;
+  float r = fmaf(n, -0.693145751953125f, x);  // high part of ln2: n times it is exact
+  r = fmaf(n, -1.42860682030941723e-6f, r);
+  float p = 1.98412698e-4f;
+  p = fmaf(p, r, 1.38888889e-3f);
+  p = fmaf(p, r, 8.33333333e-3f);
+  p = fmaf(p, r, 4.16666667e-2f);
+  p = fmaf(p, r, 1.66666667e-1f);
+  p = fmaf(p, r, 0.5f);
+  p = fmaf(p, r, 1.0f);
+  p = fmaf(p, r, 1.0f);
+  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
+}
+
+// Sum of COUNT values (a power of two) as a fixed tree; destroys them.
+template <int COUNT>
+__device__ __forceinline__ float tree_sum(float* values) {
+#pragma unroll
+  for (int half = COUNT / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) values[i] += values[i + half];
+  }
+  return values[0];
+}

@@ -1,0 +1,272 @@
+"""Layers as device work: each method adds one kernel to a lane, after checking named shapes.
+
+Matrix, norm and attention kernels exist in two forms: "thread" (a thread per output, barrier-free,
+which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process uses one form. The
+forms may differ in the last bits; within a form a row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.memory import DeviceArray
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+    from graft.cudagraph.kernels import Kernel
+    from graft.cudagraph.lanes import Lane
+    from graft.models.kv import PagedKV
+    from graft.models.rows import Rows
+
+FOLDER = Path(__file__).resolve().parent / "kernels"
+# Storage dtypes of weights and caches, and the kernels' name of each.
+STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
+FORMS = ("thread", "warp")
+
+# Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
+_THREAD_COLUMNS = 64
+_THREAD_ROWS = 16
+_THREAD_CHUNK = 64
+_WARP_BLOCK = 128
+_WARP_COLUMNS = 2 * _WARP_BLOCK // 32
+_WARP_ROWS = 8
+_NORM_BLOCK = 256
+_ELEMENT_BLOCK = 128
+
+
+def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
+    """Raise ShapeError unless `array` has this dtype and these named dimensions, in order."""
+    if array.dtype == dtype and array.shape == tuple(dims.values()):
+        return
+    wanted = ", ".join(f"{name}={size}" for name, size in dims.items())
+    raise ShapeError(f"{what} is {array.dtype}{list(array.shape)}, expected {dtype}[{wanted}]")
+
+
+def _ceil(count: int, unit: int) -> int:
+    return -(-count // unit)
+
+
+class Layers:
+    """The kernels of one device in one form.
+
+    Parameters
+    ----------
+    device : Device
+    form : str, optional
+        "thread" or "warp"; by default what suits the device.
+    """
+
+    def __init__(self, device: Device, form: str | None = None) -> None:
+        self.device = device
+        self.form = form or ("thread" if device.kind == "soft" else "warp")
+        if self.form not in FORMS:
+            raise OptionError(f"form {form!r}, expected one of {FORMS}")
+
+    @property
+    def _thread(self) -> bool:
+        return self.form == "thread"
+
+    def _kernel(self, file: str, name: str, **defines: object) -> Kernel:
+        text = {key: str(value) for key, value in defines.items()}
+        return self.device.load(FOLDER / f"{file}.cu", text)[name]
+
+    def _formed(self, name: str, **defines: object) -> Kernel:
+        return self._kernel(f"{name}_{self.form}", f"{name}_{self.form}", **defines)
+
+    def _elements(self, rows: int, width: int, chunk: int) -> tuple[int, int]:
+        """Grid and block of an elementwise kernel whose threads take `chunk` elements."""
+        block = 8 if self._thread else _ELEMENT_BLOCK
+        return _ceil(rows * _ceil(width, chunk), block), block
+
+    @property
+    def _chunk(self) -> int:
+        return _THREAD_CHUNK if self._thread else 1
+
+    def embed(self, lane: Lane, token: DeviceArray, table: DeviceArray, out: DeviceArray) -> None:
+        """out[r] = table[token[r]] as float32[R, width]; a token out of range gives zeros."""
+        rows, width = out.shape
+        expect("embed: token", token, "int32", R=rows)
+        expect("embed: out", out, "float32", R=rows, width=table.shape[1])
+        kernel = self._kernel("embed", "embed", WEIGHT=_storage(table), CHUNK=self._chunk)
+        grid, block = self._elements(rows, width, self._chunk)
+        args = (table, token, out, rows, table.shape[0], width)
+        lane.kernel(kernel, grid, block, args, name="embed")
+
+    def norm(
+        self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
+    ) -> None:
+        """RMSNorm of rows: x, out float32[R, width], weight float32[width]."""
+        rows, width = x.shape
+        expect("norm: x", x, "float32", R=rows, width=width)
+        expect("norm: weight", weight, "float32", width=width)
+        expect("norm: out", out, "float32", R=rows, width=width)
+        block = 1 if self._thread else _NORM_BLOCK
+        args = (x, weight, out, rows, width, eps)
+        lane.kernel(self._formed("norm"), rows, block, args, name="norm")
+
+    def linear(
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        weight: DeviceArray,
+        out: DeviceArray,
+        *,
+        residual: DeviceArray | None = None,
+        tap: tuple[DeviceArray, int] | None = None,
+        name: str = "linear",
+    ) -> None:
+        """out = x W^T, plus `residual` where given (which may be `out`).
+
+        Parameters
+        ----------
+        x : DeviceArray
+            float32[R, inner].
+        weight : DeviceArray
+            [columns, inner], float32, float16 or bfloat16.
+        out, residual : DeviceArray
+            float32[R, columns].
+        tap : (DeviceArray, int), optional
+            A second copy of the result goes to float32[R, stride] from this column on.
+        """
+        rows, inner = x.shape
+        columns = weight.shape[0]
+        expect(f"{name}: x", x, "float32", R=rows, inner=inner)
+        expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
+        expect(f"{name}: out", out, "float32", R=rows, columns=columns)
+        if residual is not None:
+            expect(f"{name}: residual", residual, "float32", R=rows, columns=columns)
+        target, offset = tap if tap is not None else (None, 0)
+        stride = target.shape[1] if target is not None else 0
+        if target is not None:
+            expect(f"{name}: tap", target, "float32", R=rows, stride=stride)
+            if offset < 0 or offset + columns > stride:
+                raise ShapeError(
+                    f"{name}: tap columns {offset}..{offset + columns} outside stride={stride}"
+                )
+        if self._thread:
+            grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
+            block = min(_THREAD_COLUMNS, columns)
+        else:
+            grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
+            block = _WARP_BLOCK
+        kernel = self._formed("linear", WEIGHT=_storage(weight))
+        args = (weight, x, residual, out, target, rows, columns, inner, offset, stride)
+        lane.kernel(kernel, grid, block, args, name=name)
+
+    def rope_and_store(
+        self,
+        lane: Lane,
+        qkv: DeviceArray,
+        turn: DeviceArray,
+        rows: Rows,
+        kv: PagedKV,
+        layer: int,
+        heads: int,
+    ) -> None:
+        """Turn the queries of `qkv` in place; turn the keys and write both to the cache.
+
+        Parameters
+        ----------
+        qkv : DeviceArray
+            float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
+        turn : DeviceArray
+            float32[positions, head_dim]: cosines, sines (`Rope.table`).
+        """
+        count, dim = rows.count, kv.head_dim
+        all_heads = heads + 2 * kv.kv_heads
+        expect("rope: qkv", qkv, "float32", R=count, heads=all_heads * dim)
+        expect("rope: table", turn, "float32", positions=kv.positions, head_dim=dim)
+        chunk = dim // 2 if self._thread else 1
+        kernel = self._kernel(
+            "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
+        )
+        grid, block = self._elements(count * all_heads, dim // 2, chunk)
+        args = (qkv, turn, rows.slot, rows.pos, kv.page_table, kv.k[layer], kv.v[layer])
+        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
+        lane.kernel(kernel, grid, block, (*args, *sizes, kv.scratch_page), name="rope, kv write")
+
+    def attention(
+        self,
+        lane: Lane,
+        qkv: DeviceArray,
+        rows: Rows,
+        kv: PagedKV,
+        layer: int,
+        heads: int,
+        out: DeviceArray,
+    ) -> None:
+        """Each row's queries over positions 0..pos of its slot; padding rows give zeros.
+
+        Parameters
+        ----------
+        qkv : DeviceArray
+            float32[R, (heads + 2 kv_heads) * head_dim]; only the queries are read.
+        out : DeviceArray
+            float32[R, heads * head_dim].
+        """
+        count, dim = rows.count, kv.head_dim
+        expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
+        expect("attention: out", out, "float32", R=count, heads=heads * dim)
+        kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
+        grid, block = (count, heads) if self._thread else ((heads, count, 1), _WARP_BLOCK)
+        args = (qkv, rows.slot, rows.pos, kv.page_table, kv.k[layer], kv.v[layer], out)
+        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
+        lane.kernel(kernel, grid, block, (*args, *sizes, dim**-0.5), name="attention")
+
+    def silu_mul(self, lane: Lane, gate_up: DeviceArray, out: DeviceArray) -> None:
+        """out = silu(gate) * up: gate_up float32[R, 2 width], out float32[R, width]."""
+        rows, width = out.shape
+        expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
+        expect("silu: out", out, "float32", R=rows, width=width)
+        grid, block = self._elements(rows, width, self._chunk)
+        kernel = self._kernel("silu", "silu_mul", CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
+
+    def gather(self, lane: Lane, x: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
+        """out[b] = x[index[b]]: float32[B, width]; an index outside x's rows gives zeros."""
+        count, width = out.shape
+        expect("gather: index", index, "int32", B=count)
+        expect("gather: x", x, "float32", R=x.shape[0], width=width)
+        expect("gather: out", out, "float32", B=count, width=width)
+        grid, block = self._elements(count, width, self._chunk)
+        kernel = self._kernel("gather", "gather_rows", CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name="gather")
+
+    def eagle_input(
+        self,
+        lane: Lane,
+        token: DeviceArray,
+        table: DeviceArray,
+        hidden: DeviceArray,
+        embedding_norm: DeviceArray,
+        hidden_norm: DeviceArray,
+        eps: float,
+        norm_before_residual: bool,
+        x: DeviceArray,
+        stream: DeviceArray,
+    ) -> None:
+        """x = [norm(embedding), norm(hidden)] float32[R, 2 width]; stream = hidden (or its norm).
+
+        `hidden` and `stream` are float32[R, width] and may be the same array.
+        """
+        rows, width = hidden.shape
+        expect("eagle input: token", token, "int32", R=rows)
+        expect("eagle input: hidden", hidden, "float32", R=rows, width=table.shape[1])
+        expect("eagle input: x", x, "float32", R=rows, width=2 * width)
+        expect("eagle input: stream", stream, "float32", R=rows, width=width)
+        expect("eagle input: embedding norm", embedding_norm, "float32", width=width)
+        expect("eagle input: hidden norm", hidden_norm, "float32", width=width)
+        kernel = self._formed("eagle_input", WEIGHT=_storage(table))
+        args = (table, token, hidden, embedding_norm, hidden_norm, x, stream)
+        sizes = (rows, table.shape[0], width, eps, int(norm_before_residual))
+        block = 1 if self._thread else _NORM_BLOCK
+        lane.kernel(kernel, rows, block, (*args, *sizes), name="eagle input")
+
+
+def _storage(array: DeviceArray) -> str:
+    try:
+        return STORAGE[array.dtype]
+    except KeyError:
+        raise ShapeError(f"weights are {array.dtype}, expected one of {sorted(STORAGE)}") from None

@@ -1,0 +1,223 @@
+"""Llama on paged keys and values: nine kernels a layer, activations float32, any lane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.memory import DeviceArray
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import LlamaConfig
+from graft.models.kv import PagedKV
+from graft.models.layers import Layers, expect
+from graft.models.rows import Rows
+from graft.models.weights import Weights
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+    from graft.cudagraph.lanes import Lane
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one decoder layer; matrices that read the same input are stacked."""
+
+    input_norm: DeviceArray
+    qkv: DeviceArray
+    out: DeviceArray
+    post_norm: DeviceArray
+    gate_up: DeviceArray
+    down: DeviceArray
+
+    @staticmethod
+    def load(weights: Weights, prefix: str, config: LlamaConfig, width: int) -> DecoderLayer:
+        """Read one layer's tensors; `width` is the input size of its attention."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return DecoderLayer(
+            input_norm=weights.vector(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=weights.stacked(
+                {
+                    f"{attention}.q_proj.weight": queries,
+                    f"{attention}.k_proj.weight": keys,
+                    f"{attention}.v_proj.weight": keys,
+                },
+                width,
+            ),
+            out=weights.matrix(f"{attention}.o_proj.weight", hidden, queries),
+            post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=weights.stacked(
+                {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner}, hidden
+            ),
+            down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
+        )
+
+
+class Scratch:
+    """Intermediate activations of one model, float32, sized for `rows` rows."""
+
+    def __init__(self, device: Device, config: LlamaConfig, rows: int, width: int) -> None:
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        inner = config.intermediate_size
+
+        def buffer(columns: int) -> DeviceArray:
+            return device.empty((rows, columns), "float32")
+
+        self.stream = buffer(config.hidden_size)
+        self.normed = buffer(config.hidden_size)
+        self.wide = buffer(width) if width != config.hidden_size else self.normed
+        self.qkv = buffer(queries + 2 * keys)
+        self.mixed = buffer(queries)
+        self.gate_up = buffer(2 * inner)
+        self.gated = buffer(inner)
+
+
+def run_layer(
+    lane: Lane,
+    layers: Layers,
+    config: LlamaConfig,
+    weights: DecoderLayer,
+    scratch: Scratch,
+    kv: PagedKV,
+    index: int,
+    turn: DeviceArray,
+    rows: Rows,
+    x: DeviceArray,
+    tap: tuple[DeviceArray, int] | None = None,
+) -> None:
+    """Attention over `x` and the MLP, both added to ``scratch.stream``; KV written at `index`."""
+    n, heads = rows.count, config.num_attention_heads
+    stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
+    normed, gate_up, gated = scratch.normed[:n], scratch.gate_up[:n], scratch.gated[:n]
+    layers.linear(lane, x, weights.qkv, qkv, name="qkv")
+    layers.rope_and_store(lane, qkv, turn, rows, kv, index, heads)
+    layers.attention(lane, qkv, rows, kv, index, heads, mixed)
+    layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")
+    layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
+    layers.linear(lane, normed, weights.gate_up, gate_up, name="gate, up")
+    layers.silu_mul(lane, gate_up, gated)
+    layers.linear(lane, gated, weights.down, stream, residual=stream, tap=tap, name="down")
+
+
+def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
+    """Raise ShapeError unless the cache has the model's shape."""
+    wanted = (layers, config.num_key_value_heads, config.head_dim)
+    given = (kv.layers, kv.kv_heads, kv.head_dim)
+    if wanted != given:
+        raise ShapeError(f"kv: (layers, kv_heads, head_dim) is {given}, expected {wanted}")
+
+
+class LlamaModel:
+    """A Llama target.
+
+    Calls share intermediate buffers: all work of one model must be ordered, on one lane or by
+    marks. The bits of a row's output depend on that row and its slot's earlier positions only.
+
+    Parameters
+    ----------
+    device : Device
+    config : LlamaConfig
+    checkpoint : Checkpoint
+        Its tensors are checked by name, shape and dtype; leftovers are refused.
+    kv : PagedKV
+        Cache of the model's shape.
+    max_rows : int
+        Most rows of one forward.
+    form : str, optional
+        Kernel form, see `Layers`.
+    progress : bool
+        Show a progress bar while loading.
+
+    Raises
+    ------
+    CheckpointError, ShapeError
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: LlamaConfig,
+        checkpoint: Checkpoint,
+        kv: PagedKV,
+        *,
+        max_rows: int,
+        form: str | None = None,
+        progress: bool = False,
+    ) -> None:
+        check_cache(config, kv, config.num_hidden_layers)
+        if max_rows < 1:
+            raise OptionError(f"max_rows is {max_rows}, expected at least 1")
+        self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
+        self.layers = Layers(device, form)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        weights = Weights(device, checkpoint, progress=progress)
+        self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)
+        self.decoder = [
+            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden)
+            for i in range(config.num_hidden_layers)
+        ]
+        self.final_norm = weights.vector("model.norm.weight", hidden)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.embedding if tied else weights.matrix("lm_head.weight", vocab, hidden)
+        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ())))
+        self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
+        self.scratch = Scratch(device, config, max_rows, hidden)
+        self._taps: dict[int, int] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.config.vocab_size
+
+    def set_feature_layers(self, ids: tuple[int, int, int]) -> None:
+        """Choose the layers whose OUTPUT residual stream becomes features, low to high.
+
+        Id ``n - 1`` is the stream after the last layer, before the final norm.
+        """
+        n = self.config.num_hidden_layers
+        if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2] < n:
+            raise OptionError(f"feature layers {ids}: expected three ascending ids below {n}")
+        self._taps = {layer: part * self.config.hidden_size for part, layer in enumerate(ids)}
+
+    def forward(self, lane: Lane, rows: Rows, features: DeviceArray | None = None) -> DeviceArray:
+        """Run all layers over `rows`, writing their keys and values.
+
+        Parameters
+        ----------
+        features : DeviceArray, optional
+            float32[R, 3 hidden], filled with the chosen layers' outputs, low | mid | high.
+
+        Returns
+        -------
+        DeviceArray
+            float32[R, hidden], the residual stream before the final norm; a view of a buffer
+            that the next forward overwrites.
+        """
+        n, hidden = rows.check(self.max_rows), self.config.hidden_size
+        if features is not None:
+            if not self._taps:
+                raise OptionError("features asked for, but set_feature_layers was not called")
+            expect("features", features, "float32", R=n, width=3 * hidden)
+        scratch = self.scratch
+        stream, normed = scratch.stream[:n], scratch.normed[:n]
+        self.layers.embed(lane, rows.token, self.embedding, stream)
+        for i, weights in enumerate(self.decoder):
+            self.layers.norm(lane, stream, weights.input_norm, self.config.rms_norm_eps, normed)
+            tap = None
+            if features is not None and i in self._taps:
+                tap = (features, self._taps[i])
+            run_layer(
+                lane, self.layers, self.config, weights, scratch, self.kv, i, self.turn, rows,
+                normed, tap,
+            )  # fmt: skip
+        return stream
+
+    def head(self, lane: Lane, hidden: DeviceArray, logits: DeviceArray) -> None:
+        """Final norm and output head: hidden float32[R, hidden] to logits float32[R, vocab]."""
+        normed = self.scratch.normed[: hidden.shape[0]]
+        self.layers.norm(lane, hidden, self.final_norm, self.config.rms_norm_eps, normed)
+        self.layers.linear(lane, normed, self.lm_head, logits, name="lm head")

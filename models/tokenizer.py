@@ -1,0 +1,265 @@
+"""A model's tokenizer and chat template, checked against the model before use."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from graft.models.errors import ConfigError, TokenizerError
+from graft.models.fields import Fields
+
+
+class Tokenizer:
+    """``tokenizer.json`` of a model folder, its stop ids and its chat template.
+
+    Parameters
+    ----------
+    path : str or Path
+        The model's folder.
+    vocab_size : int, optional
+        Rows of the model's embedding; taken from ``config.json`` where that exists.
+
+    Attributes
+    ----------
+    backend : tokenizers.Tokenizer
+        The library's object.
+    vocab_size : int
+        One more than the greatest token id.
+    special_ids : frozenset of int
+        Ids of special tokens, which `decode` leaves out.
+    stop_ids : tuple of int
+        Ids that end a text: those of ``generation_config.json``, else of ``config.json``, else
+        the tokenizer's own end-of-sequence token.
+    bos_id : int or None
+
+    Raises
+    ------
+    TokenizerError
+        Files damaged; ids outside the model's vocabulary; special tokens that do not exist.
+    """
+
+    def __init__(self, path: str | Path, *, vocab_size: int | None = None) -> None:
+        self.path = Path(path)
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(f"{file}: is missing")
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{file}: cannot be read ({error})") from error
+        self._ids: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
+        if not self._ids:
+            raise TokenizerError(f"{file}: has no tokens")
+        self.vocab_size = max(self._ids.values()) + 1
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._config = _optional(self.path / "tokenizer_config.json")
+        if vocab_size is None:
+            model = _optional(self.path / "config.json")
+            vocab_size = model.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
+        if self.vocab_size > vocab_size:
+            name = max(self._ids, key=lambda token: self._ids[token])
+            raise TokenizerError(
+                f"{file}: token {name!r} has id {self.vocab_size - 1}, outside the model's "
+                f"vocabulary of {vocab_size}"
+            )
+        self._special = {
+            name: self._content(name)
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        bos = self._special["bos_token"]
+        self.bos_id = None if bos is None else self._id_of("bos_token", bos)
+        self.stop_ids = self._stop_ids(vocab_size)
+        self._template = self._chat_template()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; `special` adds what the model expects around it (e.g. BOS)."""
+        return list(self.backend.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids; special tokens only where `special` is true."""
+        self._check(ids)
+        return self.backend.decode(list(ids), skip_special_tokens=not special)
+
+    def incremental(self) -> IncrementalDecoder:
+        """A decoder for one streamed text."""
+        return IncrementalDecoder(self)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            Each with ``role`` and ``content``, as the template wants them.
+        **variables
+            Further variables of the template (``tools``, ``date_string``, ...).
+
+        Raises
+        ------
+        TokenizerError
+            No template, or the template refuses the messages.
+        """
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, special=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The text that `chat` encodes."""
+        if self._template is None:
+            raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
+        special = {name: text for name, text in self._special.items() if text is not None}
+        try:
+            return self._template.render(messages=list(messages), **{**special, **variables})
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise TokenizerError(f"{self.path}: the chat template failed: {error}") from error
+
+    def _check(self, ids: Sequence[int]) -> None:
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise TokenizerError(f"token id {i} outside 0..{self.vocab_size - 1}")
+
+    def _content(self, name: str) -> str | None:
+        """Text of a special token of tokenizer_config.json: a string, or an object holding one."""
+        value = self._config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(f"{self._config.where}: {name} is {value!r}, not a token")
+        return value
+
+    def _id_of(self, name: str, token: str) -> int:
+        if token not in self._ids:
+            raise TokenizerError(f"{self._config.where}: {name} {token!r} is not in the vocabulary")
+        return self._ids[token]
+
+    def _stop_ids(self, vocab_size: int) -> tuple[int, ...]:
+        for file in ("generation_config.json", "config.json"):
+            fields = _optional(self.path / file)
+            try:
+                ids = fields.integers("eos_token_id")
+            except ConfigError as error:
+                raise TokenizerError(str(error)) from error
+            if ids:
+                for i in ids:
+                    if not 0 <= i < vocab_size:
+                        raise TokenizerError(
+                            f"{fields.where}: eos_token_id {i} outside the model's vocabulary "
+                            f"of {vocab_size}"
+                        )
+                return tuple(dict.fromkeys(ids))
+        eos = self._special["eos_token"]
+        return () if eos is None else (self._id_of("eos_token", eos),)
+
+    def _chat_template(self) -> jinja2.Template | None:
+        file = self.path / "chat_template.jinja"
+        source: Any = None
+        if file.is_file():
+            source = file.read_text(encoding="utf-8")
+        else:
+            source = self._config.get("chat_template")
+            if isinstance(source, list):  # named templates
+                named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+                source = named.get("default")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise TokenizerError(f"{self._config.where}: chat_template is not a text")
+        try:
+            return _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise TokenizerError(f"{self.path}: chat template does not parse: {error}") from error
+
+
+class IncrementalDecoder:
+    """Text of a growing sequence of ids; the pieces join to what `Tokenizer.decode` gives.
+
+    A token may end inside a UTF-8 character: its text is held back until the rest came. Only the
+    ids since the last complete character, and the run before them that decides about a leading
+    space, are decoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # start of the window that is decoded
+        self._done = 0  # ids whose text was handed out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add ids; returns the text that became final, possibly empty."""
+        self._tokenizer._check(ids)
+        self._ids.extend(ids)
+        text = self._pending()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._done = self._done, len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """The rest, with an incomplete character shown as U+FFFD. The decoder is then empty."""
+        text = self._pending()
+        self._ids, self._context, self._done = [], 0, 0
+        return text
+
+    def _pending(self) -> str:
+        known = self._tokenizer.decode(self._ids[self._context : self._done])
+        return self._tokenizer.decode(self._ids[self._context :])[len(known) :]
+
+
+def _optional(path: Path) -> Fields:
+    """Fields of a JSON file that need not exist."""
+    if not path.is_file():
+        return Fields({}, str(path))
+    try:
+        return Fields.from_file(path)
+    except ConfigError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates expect: block trimming, loop controls and three helpers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes, unlike jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

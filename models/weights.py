@@ -1,0 +1,83 @@
+"""Moving checkpoint tensors to the device, and a strict account of what was used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from graft.cudagraph.memory import DeviceArray, to_float32
+from graft.models.checkpoint import Checkpoint
+from graft.models.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+
+
+class Weights:
+    """Uploads tensors of one checkpoint and remembers their names.
+
+    Parameters
+    ----------
+    device : Device
+    checkpoint : Checkpoint
+    progress : bool
+        Show a progress bar over the tensors.
+    """
+
+    def __init__(self, device: Device, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+        self.device = device
+        self.checkpoint = checkpoint
+        self._used: set[str] = set()
+        total = len(checkpoint.names)
+        self._bar = tqdm(total=total, desc="loading", unit="tensor", disable=not progress)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
+        """One floating-point tensor on the host, as stored."""
+        array = self.checkpoint.get(name, shape)
+        self._used.add(name)
+        self._bar.update()
+        return array
+
+    def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
+        """[rows, columns] in its stored dtype."""
+        array, dtype = self.read(name, (rows, columns))
+        return self.device.from_host(np.ascontiguousarray(array), dtype)
+
+    def stacked(self, parts: dict[str, int], columns: int) -> DeviceArray:
+        """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows."""
+        arrays = [self.read(name, (rows, columns)) for name, rows in parts.items()]
+        first = arrays[0][1]
+        for name, (_, dtype) in zip(parts, arrays, strict=True):
+            if dtype != first:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {name} is {dtype} but {next(iter(parts))} is "
+                    f"{first}; matrices that act together must share a dtype"
+                )
+        return self.device.from_host(np.concatenate([a for a, _ in arrays]), first)
+
+    def vector(self, name: str, size: int) -> DeviceArray:
+        """[size] as float32."""
+        array, dtype = self.read(name, (size,))
+        return self.device.from_host(to_float32(np.ascontiguousarray(array), dtype))
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Raise CheckpointError when tensors are left over that no part of the model took.
+
+        A leftover (a bias, a second layer) means that the model is not the one its config
+        describes, and its output would be silently wrong. Names that start or end with an
+        entry of `ignored` are allowed.
+        """
+        self._bar.close()
+        left = [
+            name
+            for name in self.checkpoint.names
+            if name not in self._used
+            and not any(name.startswith(i) or name.endswith(i) for i in ignored)
+        ]
+        if left:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {len(left)} tensors belong to no part of this model, "
+                f"first {left[0]}"
+            )
