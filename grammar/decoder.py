@@ -56,6 +56,13 @@ class Span:
     end_ns: int
 
 
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, int, int]:
+    """Addresses stay valid while the snapshot keeps the request, that is, until it is retired."""
+    matcher = request.matcher
+    handles = (matcher.handle, matcher.acceptable.ctypes.data) if matcher else (0, 0)
+    return (request.slot, request.epoch, request.position, *handles)
+
+
 class Exchange(Protocol):
     """Pinned rows per slot: ``PinnedSlots``, or anything with the same ``field``."""
 
@@ -174,10 +181,7 @@ class GuidedDecoder:
         if self.transport == "native":
             published = self._worker.publish(
                 replay,
-                [
-                    (r.slot, r.epoch, r.position, r.matcher.handle if r.matcher else 0)
-                    for r in snapshot
-                ],
+                [_native_request(request) for request in snapshot],
             )
         else:
             published = self._worker.publish(replay, snapshot)

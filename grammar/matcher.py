@@ -36,10 +36,17 @@ class Matcher:
     it are in flight. These Python methods are the oracle and the ``"python"`` transport.
     """
 
-    def __init__(self, compiled: CompiledGrammar, native: Any, stop_ids: tuple[int, ...]):
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        native: Any,
+        stop_ids: tuple[int, ...],
+        acceptable: np.ndarray,
+    ):
         self.compiled = compiled
         self.native = native
         self.stop_ids = stop_ids
+        self.acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
         self.size = compiled.backend.vocabulary.size
         self.claimed = False  # by a request of a guided decoder: its state is not ours any more
 
@@ -50,9 +57,14 @@ class Matcher:
 
     def accept(self, token: int) -> bool:
         """Take one more token. False, and no change, if it is illegal, out of range or too late."""
-        if not 0 <= token < self.size or self.is_terminated():
-            return False  # XGrammar would refuse too, and print a warning
+        # XGrammar would refuse these as well, and print a warning.
+        if not self.is_acceptable(token) or self.is_terminated():
+            return False
         return bool(self.native.accept_token(int(token), False))
+
+    def is_acceptable(self, token: int) -> bool:
+        """Whether an id is in range and either text or one of the stop ids."""
+        return 0 <= token < self.size and bool(int(self.acceptable[token >> 5]) >> (token & 31) & 1)
 
     def fill(self, row: np.ndarray) -> None:
         """Write the legal tokens as bits of ``row``, contiguous int32 ``[ceil(size / 32)]``.

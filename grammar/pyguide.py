@@ -219,7 +219,7 @@ class PythonWorker:
 
     def _accept(self, slot: _Slot, token: int) -> bool:
         assert slot.matcher is not None
-        if slot.ended or slot.terminated or not 0 <= token < self._vocab_size:
+        if slot.ended or slot.terminated or not slot.matcher.is_acceptable(token):
             return False
         self._count["accepts"] += 1
         try:

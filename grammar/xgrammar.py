@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from .errors import GrammarError
 from .matcher import CompiledGrammar, Matcher
 from .spec import GrammarSpec
@@ -85,6 +87,7 @@ class XGrammarBackend:
             list(vocabulary.tokens), _RAW, vocabulary.size, list(vocabulary.stop_ids), False
         )
         # One thread, no cache of its own: the compile service decides about both.
+        self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
         self._compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -138,4 +141,14 @@ class XGrammarBackend:
             )
         override = None if tuple(ending) == self.vocabulary.stop_ids else ending
         native = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
-        return Matcher(compiled, native, tuple(ending))
+        return Matcher(compiled, native, tuple(ending), self._acceptable(tuple(ending)))
+
+    def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
+        """A bit per id that XGrammar may be handed: text, or a stop id."""
+        if stops not in self._acceptable_by_stops:
+            flags = np.zeros(self.vocabulary.words * 32, bool)
+            flags[: len(self.vocabulary.tokens)] = [bool(text) for text in self.vocabulary.tokens]
+            flags[list(stops)] = True
+            packed = np.packbits(flags, bitorder="little").view(np.uint32)
+            self._acceptable_by_stops[stops] = packed
+        return self._acceptable_by_stops[stops]

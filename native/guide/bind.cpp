@@ -16,8 +16,9 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-using FieldTuple = std::pair<uintptr_t, int64_t>;                        // address, stride
-using RequestTuple = std::tuple<int32_t, int32_t, int32_t, uintptr_t>;  // slot, epoch, position, m
+using FieldTuple = std::pair<uintptr_t, int64_t>;  // address, stride
+// slot, epoch, position, matcher handle, address of its acceptable ids
+using RequestTuple = std::tuple<int32_t, int32_t, int32_t, uintptr_t, uintptr_t>;
 
 Field field(const FieldTuple& tuple) {
   return {reinterpret_cast<int32_t*>(tuple.first), tuple.second};
@@ -26,13 +27,15 @@ Field field(const FieldTuple& tuple) {
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
-  for (const auto& [slot, epoch, position, handle] : tuples) {
+  for (const auto& [slot, epoch, position, handle, acceptable] : tuples) {
     void* matcher = reinterpret_cast<void*>(handle);
     if (slot < 0 || slot >= worker.shape().slots) throw std::out_of_range("slot");
     if (matcher != nullptr && !xgrammar::is_matcher(matcher)) {
       throw std::invalid_argument("the handle is not one of an XGrammar matcher");
     }
-    requests.push_back({slot, epoch, position, matcher});
+    if (matcher != nullptr && acceptable == 0) throw std::invalid_argument("acceptable is NULL");
+    requests.push_back(
+        {slot, epoch, position, matcher, reinterpret_cast<const uint32_t*>(acceptable)});
   }
   return worker.publish(replay, requests);
 }

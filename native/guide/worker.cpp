@@ -138,6 +138,7 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.epoch = request.epoch;
   slot.n = request.position;
   slot.matcher = request.matcher;
+  slot.acceptable = request.acceptable;
   slot.scratch = 0;
   slot.chain_ended = slot.ended = slot.terminated = false;
   slot.applied = replay_ - 1;  // what is committed up to now was the previous owner's
@@ -205,9 +206,11 @@ bool Worker::advance(Slot& slot, int j, int32_t token) noexcept {
   return !slot.ended && !slot.chain_ended;
 }
 
-// Range and termination are checked first: XGrammar would print a warning.
+// XGrammar prints a warning for ids out of range, ids that are no text, and after termination: these
+// are refused here.
 bool Worker::accept(Slot& slot, int32_t token) noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= shape_.vocab_size) return false;
+  if (((slot.acceptable[token >> 5] >> (token & 31)) & 1u) == 0) return false;
   counters_.accepts.add();
   const Answer accepted = xgrammar::accept(slot.matcher, token, &error_);
   if (accepted == Answer::kFailed) fail(slot);

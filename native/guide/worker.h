@@ -64,6 +64,7 @@ class Worker {
     int32_t epoch = 0;
     int32_t n = 0;            // position of the last committed token
     void* matcher = nullptr;  // borrowed; used only under a snapshot that names it
+    const uint32_t* acceptable = nullptr;  // borrowed likewise
     int scratch = 0;          // drafts the matcher has accepted beyond the committed tokens
     int rows = 0;             // rows 0 .. rows-1 are stamped for the present state
     bool chain_ended = false;  // no row can follow: refused, terminating or dead-end draft

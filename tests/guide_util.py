@@ -1,0 +1,366 @@
+"""What the guide's tests share: exchange memory without a device, and a device in NumPy.
+
+`Device` does what the kernels do with a slot: verify against mask rows, commit, draft. It decides
+from the masks it is given and a random generator; what the masks ought to be is `oracle_row`'s
+business, which asks a stock matcher that is fed the tokens from the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from graft.cudagraph.hostwork import PythonWork
+from graft.grammar import (
+    CompiledGrammar,
+    GrammarSpec,
+    GuidedDecoder,
+    GuidedRequest,
+    Matcher,
+    Vocabulary,
+    XGrammarBackend,
+)
+
+NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
+STOP, OTHER_STOP = 256, 257
+
+
+def byte_vocabulary(size: int = 270) -> Vocabulary:
+    """All bytes but ``Z``, two stop ids and some longer tokens; the size is no multiple of 32."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens[ord("Z")] = b""
+    tokens += [b"", b"", b'{"', b"ab", b"true", b'": ', b"abc", b"}"]
+    return Vocabulary(tokens, size, [STOP, OTHER_STOP])
+
+
+class ArrayExchange:
+    """`PinnedSlots` in plain memory: slot rows padded to 64 bytes."""
+
+    def __init__(self, slots: int, draft_length: int, vocab_size: int):
+        words = (vocab_size + 31) // 32
+        self._fields: dict[str, Any] = {}
+        for name, shape in (
+            ("mask", (draft_length + 1, words)),
+            ("row_state", (draft_length + 1, 4)),
+            ("committed", (draft_length + 3,)),
+            ("drafted", (draft_length + 2,)),
+        ):
+            used = int(np.prod(shape))
+            stride = -(-used // 16) * 16
+            memory = np.zeros((slots, stride), np.int32)
+            array = memory[:, :used].reshape(slots, *shape)
+            assert np.shares_memory(array, memory)
+            self._fields[name] = SimpleNamespace(
+                array=array, host_ptr=memory.ctypes.data, stride=stride
+            )
+
+    def field(self, name: str) -> Any:
+        return self._fields[name]
+
+
+def run_work(work: Any) -> None:
+    """Run a host step as a driver thread would; native steps run without the GIL."""
+    if isinstance(work, PythonWork):
+        work.fn(*work.args)
+    else:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
+
+
+def bits(row: np.ndarray) -> np.ndarray:
+    """Ids whose bit is set in a mask row."""
+    words = np.ascontiguousarray(row)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+
+
+def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:
+    """The mask row after ``tokens``, of a matcher that has just met them; None if there is none."""
+    matcher = start()
+    for token in tokens:
+        if not matcher.accept(token):
+            return None
+    if matcher.is_terminated():
+        return None
+    row = np.zeros(matcher.compiled.backend.vocabulary.words, np.int32)
+    matcher.fill(row)
+    return row
+
+
+@dataclass
+class SlotTruth:
+    """What the simulated device knows about one slot."""
+
+    epoch: int
+    start: Callable[[], Matcher] | None  # None: unconstrained
+    position: int  # n when it joined
+    n: int
+    limit: int
+    active: bool = True
+    drafts: list[int] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
+    reason: int = 0
+    confused: bool = False  # an illegal token was committed on purpose
+    left: bool = False  # the host knows that it has ended
+
+
+class Device:
+    """Runs rounds of one or more decoders that must agree, checking every row against the oracle."""
+
+    def __init__(
+        self,
+        backend: XGrammarBackend,
+        *,
+        slots: int,
+        draft_length: int,
+        masked: bool,
+        seed: int,
+        transports: Sequence[str] = ("native", "python"),
+        illegal: float = 0.1,
+        stall: float = 0.05,
+        wrong: float = 0.0,
+    ):
+        self.backend, self.k, self.masked = backend, draft_length, masked
+        self.rng = np.random.default_rng(seed)
+        self.size = backend.vocabulary.size
+        self.illegal, self.stall, self.wrong = illegal, stall, wrong
+        self.exchanges = [ArrayExchange(slots, draft_length, self.size) for _ in transports]
+        self.decoders = [
+            GuidedDecoder(
+                exchange,
+                slots=slots,
+                draft_length=draft_length,
+                vocab_size=self.size,
+                masked_drafts=masked,
+                transport=transport,  # type: ignore[arg-type]
+                ring=4,
+            )
+            for exchange, transport in zip(self.exchanges, transports, strict=True)
+        ]
+        self.slots: list[SlotTruth | None] = [None] * slots
+        self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in transports]
+        self.epoch = 0
+        self.replay = 0
+        self.published = 0
+        self.snapshots: dict[int, list[int]] = {}
+        self.ended: list[SlotTruth] = []
+        works = [[d.open_work() for d in self.decoders]]
+        if draft_length:
+            works.append([d.commit_work() for d in self.decoders])
+        if masked:
+            works += [[d.draft_work(j) for d in self.decoders] for j in range(1, draft_length)]
+        self.works = works
+
+    # The host's side.
+
+    def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
+        """Put a new request into a slot; it takes part from the next published replay on."""
+        self.epoch += 1
+        position = int(self.rng.integers(0, 50))
+        start = None if compiled is None else (lambda: self.backend.matcher(compiled))
+        self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
+        for matchers in self.matchers:
+            matchers[slot] = start() if start else None
+
+    def is_idle(self, slot: int) -> bool:
+        """Whether the slot may be given to a new request: no replay in flight names it."""
+        truth = self.slots[slot]
+        named = any(slot in rows for rows in self.snapshots.values())
+        return truth is None or (truth.left and not named)
+
+    def publish(self, leave_out: Sequence[int] = ()) -> None:
+        """Announce the next replay with every slot that is not known to have ended."""
+        self.published += 1
+        rows = [
+            s
+            for s, truth in enumerate(self.slots)
+            if truth and not truth.left and s not in leave_out
+        ]
+        self.rng.shuffle(rows)
+        self.snapshots[self.published] = rows
+        for decoder, matchers in zip(self.decoders, self.matchers, strict=True):
+            requests = []
+            for s in rows:
+                truth = self.slots[s]
+                assert truth is not None
+                requests.append(GuidedRequest(s, truth.epoch, matchers[s], truth.position))
+            decoder.publish(self.published, requests)
+
+    # The device's side.
+
+    def run(self) -> None:
+        """One replay: open, verify, commit, draft, with all checks; then the replay retires."""
+        self.replay += 1
+        rows = self.snapshots.pop(self.replay)
+        self._step(0)
+        self._check_open(rows)
+        counts = {s: self._verify(s) for s in rows}
+        if self.k:
+            self._step(1)
+            for s in rows:
+                if counts[s]:
+                    self._check_row(s, 0)
+        for j in range(1, self.k + 1):
+            for s in rows:
+                if counts[s]:
+                    self._draft(s, j)
+            if self.masked and j < self.k:
+                self._step(1 + j)
+                for s in rows:
+                    truth = self.slots[s]
+                    if counts[s] and truth and len(truth.drafts) == j:
+                        self._check_row(s, j)
+        for decoder in self.decoders:
+            decoder.retire(self.replay)
+
+    def clear_ended(self) -> None:
+        """Take slots whose request has ended out of the next snapshots."""
+        for truth in self.slots:
+            if truth and not truth.active and not truth.left:
+                truth.left = True
+                self.ended.append(truth)
+
+    def _step(self, index: int) -> None:
+        for work in self.works[index]:
+            run_work(work)
+        first = self.exchanges[0]
+        for other in self.exchanges[1:]:
+            for name in ("row_state", "mask"):
+                np.testing.assert_array_equal(first.field(name).array, other.field(name).array)
+
+    def _state(self, slot: int, j: int) -> int:
+        """The row's state as a kernel reads it: a stamp that is not this slot's counts as absent."""
+        truth = self.slots[slot]
+        assert truth is not None
+        state, epoch, position, _ = self.exchanges[0].field("row_state").array[slot, j].tolist()
+        if epoch != truth.epoch or (state != FREE and position != truth.n + j):
+            return NOT_READY
+        return int(state)
+
+    def _check_row(self, slot: int, j: int) -> None:
+        """Row j is the stock matcher's after the history and j drafts; its state says what it is."""
+        truth = self.slots[slot]
+        assert truth is not None
+        if not truth.active and j == 0 and truth.reason:
+            return
+        state = self._state(slot, j)
+        if truth.start is None:
+            assert state == FREE
+            return
+        if truth.confused:
+            assert j > 0 or state == ERROR
+            return
+        row = oracle_row(truth.start, truth.history + truth.drafts[:j])
+        if row is None:
+            # the history has ended (row 0), or drafts no row can follow
+            assert state == (DEAD_END if j == 0 else NOT_READY), (slot, j, state)
+        else:
+            assert state == (READY if row.any() else DEAD_END), (slot, j, state)
+            np.testing.assert_array_equal(self.exchanges[0].field("mask").array[slot, j], row)
+
+    def _check_open(self, rows: Sequence[int]) -> None:
+        for s in rows:
+            truth = self.slots[s]
+            assert truth is not None
+            if truth.active:
+                for j in range(len(truth.drafts) + 1):
+                    self._check_row(s, j)
+
+    def _verify(self, slot: int) -> int:
+        truth = self.slots[slot]
+        assert truth is not None
+        tokens: list[int] = []
+        if truth.active:
+            state = self._state(slot, 0)
+            if state in (DEAD_END, ERROR):
+                truth.active = False
+                truth.reason = 3 if state == DEAD_END else 4
+            elif state != NOT_READY and self.rng.random() >= self.stall:
+                tokens = self._walk(slot, truth)
+        for exchange in self.exchanges:
+            committed = exchange.field("committed").array[slot]
+            committed[0], committed[1] = self.replay, len(tokens)
+            committed[2 : 2 + len(tokens)] = tokens
+            if tokens:
+                exchange.field("drafted").array[slot, :2] = (self.replay, 0)
+        if tokens:
+            truth.n += len(tokens)
+            truth.drafts = []
+            if not truth.confused:
+                truth.history += tokens
+            stop = tokens[-1] in (STOP, OTHER_STOP)
+            if stop or truth.n + 1 >= truth.limit:
+                truth.active = False
+                truth.reason = 1 if stop else 2
+        return len(tokens) if truth.active else 0
+
+    def _walk(self, slot: int, truth: SlotTruth) -> list[int]:
+        tokens: list[int] = []
+        for j in range(len(truth.drafts) + 1):
+            if truth.n + j + 1 >= truth.limit:
+                break
+            state = self._state(slot, j)
+            if state not in (FREE, READY):
+                break
+            legal = (
+                bits(self.exchanges[0].field("mask").array[slot, j])
+                if state == READY
+                else np.arange(self.size)
+            )
+            if j < len(truth.drafts):
+                draft = truth.drafts[j]
+                if draft in legal and self.rng.random() < 0.7:
+                    tokens.append(draft)
+                    if draft in (STOP, OTHER_STOP):
+                        break
+                    continue
+            if truth.start and self.rng.random() < self.wrong:
+                illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
+                tokens.append(int(self.rng.choice(illegal)))
+                truth.confused = True
+            else:
+                tokens.append(int(self.rng.choice(legal)))
+            break
+        return tokens
+
+    def _draft(self, slot: int, j: int) -> None:
+        truth = self.slots[slot]
+        assert truth is not None
+        if len(truth.drafts) != j - 1 or truth.n + j >= truth.limit:
+            return
+        if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
+            return
+        choices = np.arange(self.size)
+        if self.masked:
+            state = self._state(slot, j - 1)
+            if state not in (FREE, READY):
+                return
+            if state == READY:
+                choices = bits(self.exchanges[0].field("mask").array[slot, j - 1])
+        elif truth.start:  # a drafter that mostly knows what is legal
+            row = oracle_row(truth.start, truth.history + truth.drafts)
+            if row is not None and row.any():
+                choices = bits(row)
+        token = int(self.rng.choice(choices))
+        if self.rng.random() < self.illegal:
+            token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
+        truth.drafts.append(token)
+        for exchange in self.exchanges:
+            drafted = exchange.field("drafted").array[slot]
+            drafted[0], drafted[1], drafted[1 + j] = self.replay, j, token
+
+
+SPECS = {
+    "choice": GrammarSpec.choice(["abab", "abc", 'a"b\\', "x\n"]),
+    "schema": GrammarSpec.json_schema(
+        {
+            "type": "object",
+            "properties": {"abc": {"type": "boolean"}, "b": {"enum": [1, "true"]}},
+            "required": ["abc"],
+        }
+    ),
+    "regex": GrammarSpec.regex("(ab|c)+[0-9]*"),
+    "dead end": GrammarSpec.ebnf('root ::= "a" ("b" "Z" | "c"*)'),
+}

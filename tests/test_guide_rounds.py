@@ -1,0 +1,110 @@
+"""Rounds of the guided decoder against a device in NumPy and a stock matcher per row."""
+
+from __future__ import annotations
+
+import pytest
+from graft.grammar import XGrammarBackend
+from guide_util import SPECS, Device, byte_vocabulary
+
+
+@pytest.fixture(scope="module")
+def backend() -> XGrammarBackend:
+    return XGrammarBackend(byte_vocabulary())
+
+
+def play(device: Device, requests: int) -> int:
+    """Keep the slots busy with random requests until so many have ended; returns the rounds."""
+    grammars = [device.backend.compile(spec) for spec in SPECS.values()]
+    device.publish()
+    rounds = 0
+    while len(device.ended) < requests:
+        for slot in range(len(device.slots)):
+            if device.is_idle(slot) and device.rng.random() < 0.7:
+                pick = int(device.rng.integers(len(grammars) + 1))
+                limit = int(device.rng.integers(2, 24))
+                device.join(slot, grammars[pick] if pick < len(grammars) else None, limit=limit)
+        # One replay is published ahead: the next runs before the host has seen this one's end.
+        absent = [s for s in range(len(device.slots)) if device.rng.random() < 0.05]
+        device.publish(leave_out=absent)
+        device.run()
+        if rounds % 3 == 0:
+            device.clear_ended()
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("draft_length, masked", [(0, False), (1, True), (3, True), (3, False)])
+def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, draft_length, masked):
+    """After every step each row's mask and stamp are those of a fresh matcher; transports agree."""
+    device = Device(backend, slots=4, draft_length=draft_length, masked=masked, seed=draft_length)
+    play(device, 500)
+    native, python = (decoder.counters() for decoder in device.decoders)
+    for name, value in native.items():
+        if not name.endswith("_ns"):
+            assert value == python[name], name
+    assert native["desyncs"] == native["errors"] == native["missing_snapshots"] == 0
+    assert native["dead_ends"] > 0 and native["terminations"] > 0
+
+
+def test_committed_tokens_the_grammar_refuses_fail_their_slot_alone(backend):
+    """An illegal committed token (illegal, special, out of range) gives ROW_ERROR in that slot."""
+    device = Device(backend, slots=3, draft_length=2, masked=True, seed=5, wrong=0.05)
+    play(device, 300)
+    counters = device.decoders[0].counters()
+    confused = [truth for truth in device.ended if truth.confused]
+    assert len(confused) > 20
+    assert {truth.reason for truth in confused} <= {1, 2, 4}
+    assert any(truth.reason == 4 for truth in confused)
+    assert counters["desyncs"] == counters["errors"] > 0
+    assert counters == {**device.decoders[1].counters(), **_times(counters)}
+
+
+def _times(counters: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in counters.items() if name.endswith("_ns")}
+
+
+@pytest.mark.parametrize("transport", ["native", "python"])
+def test_a_masked_round_fills_at_most_k_plus_one_rows(backend, transport):
+    """With every draft accepted or not, a round of K masked drafts fills K + 1 rows a slot."""
+    device = Device(
+        backend, slots=2, draft_length=3, masked=True, seed=1, transports=[transport],
+        illegal=0.0, stall=0.0,
+    )
+    grammar = backend.compile(SPECS["regex"])
+    device.join(0, grammar, limit=10_000)
+    device.publish()
+    fills = []
+    for _ in range(200):
+        device.publish()
+        before = device.decoders[0].counters()["fills"]
+        device.run()
+        fills.append(device.decoders[0].counters()["fills"] - before)
+        device.clear_ended()
+        if device.is_idle(0):
+            device.join(0, grammar, limit=10_000)
+    assert max(fills) == 4
+
+
+def test_token_history_rebuilds_the_matcher(backend):
+    """A matcher rebuilt from a slot's history gives the mask that the live one gave."""
+    device = Device(backend, slots=2, draft_length=2, masked=True, seed=9, illegal=0.0)
+    grammar = backend.compile(SPECS["regex"])
+    device.join(1, grammar, limit=5_000)
+    device.publish()
+    rebuilt = 0
+    for _ in range(100):
+        device.publish()
+        device.run()
+        device.clear_ended()
+        if device.is_idle(1):
+            device.join(1, grammar, limit=5_000)
+        truth = device.slots[1]
+        if not truth.active or not truth.history:
+            continue
+        for decoder, exchange in zip(device.decoders, device.exchanges, strict=True):
+            assert decoder.history(1) == truth.history
+            row = exchange.field("mask").array[1, 0].copy()
+            decoder.rebuild(1).fill(row)
+            assert (row == exchange.field("mask").array[1, 0]).all()
+        rebuilt += 1
+    assert rebuilt > 20
