@@ -30,7 +30,7 @@ def keys_of(schema: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def training() -> list[demo_tasks.Task]:
-    return list(itertools.islice(train_tasks.training_tasks(), 3000))
+    return list(itertools.islice(train_tasks.training_tasks(), 1500))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,12 @@ def test_answers_obey_their_schema_in_property_order(
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
             continue
-        jsonschema.Draft202012Validator.check_schema(task.schema)
         value = json.loads(task.answer)
-        jsonschema.validate(value, task.schema)
+        validator = jsonschema.Draft202012Validator(task.schema)
+        assert not list(validator.iter_errors(value))
         assert task.answer == json.dumps(value)
+        if "properties" not in task.schema:
+            continue
         assert list(value) == [k for k in task.schema["properties"] if k in value]
         assert task.schema["additionalProperties"] is False
 
@@ -71,12 +73,12 @@ def test_schemas_are_closed_under_wrong_answers(held_out: list[demo_tasks.Task])
         if task.schema is None:
             continue
         value = json.loads(task.answer)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**value, "surprise": 1}, task.schema)
+        jsonschema.Draft202012Validator.check_schema(task.schema)
+        validator = jsonschema.Draft202012Validator(task.schema)
+        assert not validator.is_valid({**value, "surprise": 1})
         if task.schema["required"]:
             del value[task.schema["required"][0]]
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate(value, task.schema)
+            assert not validator.is_valid(value)
 
 
 def test_regex_answers_match_their_pattern(held_out: list[demo_tasks.Task]) -> None:

@@ -133,11 +133,11 @@ def _listing(rng: random.Random, parts: Sequence[str]) -> str:
 def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
     """Schema, value and wording of one value that is no object."""
     if kind == "integer":
-        number, schema = integer(rng), {"type": "integer"}
+        number, bounds = integer(rng), {}
         if rng.random() < 0.3:
             top = rng.choice((9, 10, 100, 120, 999))
-            number, schema = rng.randint(0, top), {"type": "integer", "minimum": 0, "maximum": top}
-        return schema, number, str(number)
+            number, bounds = rng.randint(0, top), {"minimum": 0, "maximum": top}
+        return {"type": "integer", **bounds}, number, str(number)
     if kind == "number":
         value = round(rng.randrange(10 ** rng.choice((2, 3, 4))) / 10 + 0.05 * rng.randrange(2), 2)
         bounded = {"minimum": 0, "maximum": 2000} if rng.random() < 0.2 else {}
@@ -148,7 +148,7 @@ def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
     if kind == "enum":
         options = rng.choice(CHOICES)
         if rng.random() < 0.3:
-            options = tuple(dict.fromkeys(invented(rng) for _ in range(rng.randint(2, 4))))
+            options = list(dict.fromkeys(invented(rng) for _ in range(rng.randint(2, 4))))
         choice = rng.choice(options)
         return {"type": "string", "enum": list(options)}, choice, choice
     if kind == "words":
@@ -156,8 +156,8 @@ def _scalar(rng: random.Random, kind: str) -> tuple[Schema, Json, str]:
         return {"type": "array", "items": {"type": "string"}}, words, _listing(rng, words)
     if kind == "integers":
         numbers = [rng.randrange(rng.choice((10, 100))) for _ in range(rng.randint(1, 4))]
-        schema = {"type": "array", "items": {"type": "integer"}}
-        return schema, numbers, _listing(rng, [str(x) for x in numbers])
+        listed = _listing(rng, [str(x) for x in numbers])
+        return {"type": "array", "items": {"type": "integer"}}, numbers, listed
     if kind == "code":
         text, pattern = code(rng)
         return {"type": "string", "pattern": f"^{pattern}$"}, text, text
@@ -200,10 +200,10 @@ WEIGHTS = {
 
 
 def new_key(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> str:
-    pool = (UNSEEN if unseen else SEEN)[kind]
+    pools = UNSEEN if unseen else SEEN
     while True:
-        key = rng.choice(pool)
-        if rng.random() < (0.5 if unseen else 0.3):
+        key = rng.choice(pools[kind if rng.random() < 0.85 else rng.choice(tuple(pools))])
+        if rng.random() < (0.5 if unseen else 0.4):
             key = invented(rng, 2)
             if rng.random() < 0.2:
                 key += rng.choice(("_id", "_name", "_no", "_date"))

@@ -187,14 +187,14 @@ def train_target(run: Run) -> None:
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
-    """The tokens most frequent in answers, with every byte that text is likely to need."""
+    """The tokens most frequent in answers, and every printable ASCII character."""
     counts: Counter[int] = Counter()
     tasks = list(itertools.islice(train_tasks.mixture(run.documents, 0.0, 0), 20000))
     for ids, start in data.encode(tokenizer, tasks):
         counts.update(ids[start:])
-    for piece in (chr(c) for c in range(33, 127)):
-        counts[tokenizer.token_to_id(piece)] += 1_000_000
-    counts[tokenizer.token_to_id("<|end|>")] += 1_000_000
+    vocabulary = tokenizer.get_vocab()
+    for piece in [*(chr(c) for c in range(33, 127)), "<|end|>"]:
+        counts[vocabulary[piece]] += 1_000_000
     return torch.tensor(sorted(i for i, _ in counts.most_common(run.args.draft_vocab)))
 
 

@@ -81,10 +81,12 @@ def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
     if form == 8:
         schema, value = minimal(rng, depth - 1)
         least = rng.choice((0, 1))
-        return {"type": "array", "items": schema, **({"minItems": 1} if least else {})}, [
-            value
-        ] * least
-    fields, answer, taken, optional = [], {}, set(), []
+        bound = {"minItems": 1} if least else {}
+        return {"type": "array", "items": schema, **bound}, [value] * least
+    fields: list[tuple[str, Schema]] = []
+    answer: dict[str, Json] = {}
+    taken: set[str] = set()
+    optional: list[str] = []
     for _ in range(rng.randint(1, 5)):
         key = new_key(rng, rng.choice(tuple(SEEN)), False, taken)
         schema, value = minimal(rng, depth - 1)
@@ -99,7 +101,7 @@ def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
 def fill_task(rng: random.Random) -> Task:
     """Obey a schema with no data at all: the smallest answer, closed soon."""
     schema, value = minimal(rng, 3)
-    while not isinstance(value, dict):
+    while not isinstance(value, dict | list) and rng.random() < 0.8:
         schema, value = minimal(rng, 3)
     return Task(rng.choice(FILLS), schema, json.dumps(value), None, "fill")
 
