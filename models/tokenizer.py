@@ -128,7 +128,7 @@ class Tokenizer:
         special = {name: text for name, text in self._special.items() if text is not None}
         try:
             return self._template.render(messages=list(messages), **{**special, **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program of the model's, it may raise anything
             raise TokenizerError(f"{self.path}: the chat template failed: {error}") from error
 
     def _check(self, ids: Sequence[int]) -> None:

@@ -1,0 +1,150 @@
+"""NumPy oracle: Llama and EAGLE-3 written plainly, whole sequences at once, no cache.
+
+Weights are float32 dictionaries by Hugging Face name; computation is float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Weights = dict[str, np.ndarray]
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
+
+
+def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
+    """Llama's rotary frequencies, with linear or llama3 scaling (loop form)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    result = []
+    for i in range(dim // 2):
+        f = theta ** (-2.0 * i / dim)
+        if kind == "linear":
+            f /= rope["factor"]
+        if kind == "llama3":
+            wavelength = 2 * np.pi / f
+            low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+            high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+            if wavelength > low:
+                f /= rope["factor"]
+            elif wavelength >= high:
+                span = rope["high_freq_factor"] - rope["low_freq_factor"]
+                s = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
+                s /= span
+                f = (1 - s) * f / rope["factor"] + s * f
+        result.append(f)
+    return np.array(result)
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Turn pairs (i, i + d/2) of x [T, heads, d]."""
+    angle = positions[:, None] * frequencies
+    c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """q [T, heads, d], k and v [T, kv_heads, d], mask [T, T] true where visible."""
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(mask, scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", p, v).reshape(q.shape[0], -1)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1.0 + np.exp(-x))
+
+
+def decoder_layer(
+    w: Weights, prefix: str, config: dict[str, Any], x: np.ndarray, residual: np.ndarray
+) -> np.ndarray:
+    """One layer over attention input `x`, added to `residual`; whole sequence, causal."""
+    length = x.shape[0]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    frequencies, at = inverse_frequencies(config, dim), np.arange(length)
+
+    def linear(name: str, y: np.ndarray) -> np.ndarray:
+        return y @ w[f"{prefix}.{name}.weight"].astype(np.float64).T
+
+    q = rotate(linear("self_attn.q_proj", x).reshape(length, heads, dim), at, frequencies)
+    k = rotate(linear("self_attn.k_proj", x).reshape(length, kv_heads, dim), at, frequencies)
+    v = linear("self_attn.v_proj", x).reshape(length, kv_heads, dim)
+    causal = np.tril(np.ones((length, length), dtype=bool))
+    h = residual + linear("self_attn.o_proj", attention(q, k, v, causal))
+    y = rms_norm(h, w[f"{prefix}.post_attention_layernorm.weight"], config["rms_norm_eps"])
+    gated = silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y)
+    return h + linear("mlp.down_proj", gated)
+
+
+def llama_streams(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> list[np.ndarray]:
+    """Residual streams [T, hidden] after each layer."""
+    x = w["model.embed_tokens.weight"].astype(np.float64)[tokens]
+    streams = []
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        y = rms_norm(x, w[f"{prefix}.input_layernorm.weight"], config["rms_norm_eps"])
+        x = decoder_layer(w, prefix, config, y, x)
+        streams.append(x)
+    return streams
+
+
+def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """Logits [T, vocab]."""
+    x = llama_streams(w, config, tokens)[-1]
+    tied = config.get("tie_word_embeddings")
+    head = w["model.embed_tokens.weight" if tied else "lm_head.weight"].astype(np.float64)
+    return rms_norm(x, w["model.norm.weight"], config["rms_norm_eps"]) @ head.T
+
+
+def features_of(streams: list[np.ndarray], outputs: tuple[int, int, int]) -> np.ndarray:
+    """Concatenated streams of three layers, by OUTPUT id."""
+    return np.concatenate([streams[i] for i in outputs], axis=-1)
+
+
+def eagle3_outputs(
+    w: Weights,
+    config: dict[str, Any],
+    embedding: np.ndarray,
+    features: np.ndarray,
+    next_tokens: np.ndarray,
+    recurrent: np.ndarray | None = None,
+    prefix: str = "midlayer",
+) -> np.ndarray:
+    """Outputs [E, hidden] of entries 0..E-1, before the final norm.
+
+    Parameters
+    ----------
+    features : np.ndarray
+        [F, 3 hidden] of the first F entries; they go through fc.
+    recurrent : np.ndarray, optional
+        [E - F, hidden]: features of the later entries, which the head itself made.
+    next_tokens : np.ndarray
+        [E], token i + 1 of entry i.
+    """
+    eps = config["rms_norm_eps"]
+    g = features @ w["fc.weight"].astype(np.float64).T
+    if recurrent is not None:
+        g = np.concatenate([g, recurrent])
+    normed = rms_norm(g, w[f"{prefix}.hidden_norm.weight"], eps)
+    embedded = embedding.astype(np.float64)[next_tokens]
+    x = np.concatenate([rms_norm(embedded, w[f"{prefix}.input_layernorm.weight"], eps), normed], -1)
+    residual = normed if config.get("norm_before_residual") else g
+    return decoder_layer(w, prefix, config, x, residual)
+
+
+def eagle3_logits(
+    w: Weights, config: dict[str, Any], out: np.ndarray, head: np.ndarray
+) -> np.ndarray:
+    """Draft logits of outputs."""
+    return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.astype(np.float64).T

@@ -1,0 +1,192 @@
+"""Checkpoints: tensors arrive bit for bit, damaged files are refused before any is read."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tiny_models import (
+    from_bfloat16,
+    llama_config,
+    llama_tensors,
+    make_tiny_llama,
+    rounded,
+    write_safetensors,
+)
+
+from graft.models.checkpoint import Checkpoint
+from graft.models.errors import CheckpointError
+
+
+def header_of(data: bytes) -> tuple[dict, int]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), length
+
+
+def with_header(path, change) -> None:
+    """Rewrite a file's JSON header through `change(header)`."""
+    data = path.read_bytes()
+    header, length = header_of(data)
+    text = json.dumps(change(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_tensors_arrive_bit_for_bit(tmp_path, dtype, shards):
+    """Every tensor of one file or of shards equals what was written, in its dtype."""
+    written = make_tiny_llama(tmp_path, dtype=dtype, shards=shards)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == tuple(sorted(written))
+    for name, wanted in written.items():
+        array, kind = checkpoint.get(name, wanted.shape)
+        assert kind == dtype
+        values = from_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float32)
+        np.testing.assert_array_equal(values, wanted)
+
+
+def test_integers_and_booleans_are_read_when_asked_for(tmp_path):
+    """int64 and bool tensors come out when their dtype is allowed, and only then."""
+    save_file({"d2t": np.arange(5), "t2d": np.array([True, False])}, tmp_path / "x.safetensors")
+    checkpoint = Checkpoint(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(checkpoint.get("d2t", (5,), ("int64",))[0], np.arange(5))
+    np.testing.assert_array_equal(checkpoint.get("t2d", (2,), ("uint8",))[0], [1, 0])
+    with pytest.raises(CheckpointError, match="d2t has dtype int64, expected float32"):
+        checkpoint.get("d2t")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1, -1000])
+def test_a_truncated_file_is_refused(tmp_path, kept):
+    """A file cut anywhere raises on opening, naming the file."""
+    make_tiny_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_trailing_bytes_are_refused(tmp_path):
+    """Bytes beyond the last tensor mean a damaged file."""
+    make_tiny_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match="damaged"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", [b"\x80\x04\x95", b"\xff" * 8, b"PK\x03\x04" + b"\0" * 60])
+def test_files_of_other_kinds_are_refused(tmp_path, prefix):
+    """A pickle, a zip and nonsense are no safetensors files."""
+    (tmp_path / "model.safetensors").write_bytes(prefix)
+    with pytest.raises(CheckpointError):
+        Checkpoint(tmp_path)
+
+
+def _shift(header, by):
+    header["a"]["data_offsets"][1] += by
+    return header
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: [h],
+        lambda h: {**h, "a": {"dtype": "F32"}},
+        lambda h: {**h, "a": {**h["a"], "shape": [-2, -2]}},
+        lambda h: {**h, "a": {**h["a"], "shape": [2, 3]}},
+        lambda h: {**h, "a": {**h["a"], "shape": [True, 4]}},
+        lambda h: {**h, "a": {**h["a"], "dtype": "F16"}},
+        lambda h: {**h, "a": {**h["a"], "data_offsets": [16, 0]}},
+        lambda h: {**h, "a": {**h["a"], "data_offsets": [0, 1 << 60]}},
+        lambda h: {**h, "b": h["a"]},
+        lambda h: _shift(h, 4),
+        lambda h: {"a": h["a"]},
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path, change):
+    """Shapes, dtypes and offsets that do not fit each other or the file raise."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros((2, 2), np.float32), "b": np.ones(3, np.float32)}, file)
+    Checkpoint(tmp_path)
+    with_header(file, change)
+    with pytest.raises(CheckpointError):
+        Checkpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    """An index that lists an absent file raises, naming it."""
+    make_tiny_llama(tmp_path, shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model-00002-of-00003"):
+        Checkpoint(tmp_path)
+
+
+def test_a_shard_without_its_tensor_is_refused(tmp_path):
+    """A tensor that the index places in a shard which lacks it raises, naming it."""
+    make_tiny_llama(tmp_path, shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=r"model\.extra"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_cannot_point_outside_its_folder(tmp_path, file):
+    """Shard names with a path are refused."""
+    index = {"weight_map": {"x": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="plain file name"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_refused(tmp_path, text):
+    """An index that is not one raises, naming it."""
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="index"):
+        Checkpoint(tmp_path)
+
+
+def test_wrong_shapes_and_missing_tensors_are_named(tmp_path):
+    """Asking for another shape or an absent name raises with both shapes, or the name."""
+    make_tiny_llama(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"\[48\], expected \[49\]"):
+        checkpoint.get("model.norm.weight", (49,))
+    with pytest.raises(CheckpointError, match="nothing is missing"):
+        checkpoint.get("nothing")
+
+
+def test_unreadable_dtypes_are_refused_by_name(tmp_path):
+    """float64 tensors can be listed, and raise when read."""
+    save_file({"w": np.zeros(4)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="w has dtype F64"):
+        checkpoint.get("w")
+
+
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
+    """A folder with .bin weights only says how to convert them; an empty one what is missing."""
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        Checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match="save_file"):
+        Checkpoint(tmp_path)
+
+
+def test_the_test_writer_agrees_with_the_library(tmp_path):
+    """The tiny models' own bfloat16 writer writes what the safetensors library reads."""
+    from safetensors import safe_open
+
+    tensors = llama_tensors(llama_config(num_hidden_layers=1), 3)
+    write_safetensors(tmp_path / "x.safetensors", tensors, "bfloat16")
+    with safe_open(tmp_path / "x.safetensors", framework="numpy") as opened:
+        assert sorted(opened.keys()) == sorted(tensors)
+        for name, tensor in tensors.items():
+            assert opened.get_slice(name).get_dtype() == "BF16"
+            assert tuple(opened.get_slice(name).get_shape()) == tensor.shape
+    assert np.abs(rounded(tensors["model.norm.weight"], "bfloat16") - 1).max() < 2

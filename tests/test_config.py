@@ -1,0 +1,243 @@
+"""Configurations: what is read, what is refused, and the rotary frequencies they ask for."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import numpy_llama
+import pytest
+from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
+
+from graft.models.config import Eagle3Config, LlamaConfig
+from graft.models.errors import ConfigError
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read(**overrides) -> LlamaConfig:
+    return LlamaConfig.from_dict(llama_config(**overrides))
+
+
+def test_sizes_are_read_from_the_folder(tmp_path):
+    """Every size of config.json arrives under its own name."""
+    make_tiny_llama(tmp_path, num_hidden_layers=1, rms_norm_eps=1e-6, torch_dtype=None)
+    config = LlamaConfig.from_dir(tmp_path)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (320, 48, 80)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 2, 8)
+    assert (config.num_hidden_layers, config.rms_norm_eps) == (1, 1e-6)
+    assert config.tie_word_embeddings and config.eos_ids == (0,)
+
+
+def test_absent_fields_take_the_formats_defaults():
+    """kv heads default to heads, head_dim to hidden / heads, ties to false, base to 10000."""
+    config = read(
+        num_key_value_heads=None, head_dim=None, tie_word_embeddings=None, rope_theta=None
+    )
+    assert (config.num_key_value_heads, config.head_dim) == (6, 8)
+    assert not config.tie_word_embeddings and config.rope.theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ],
+)
+@pytest.mark.parametrize("value", [None, 0, -4, 1 << 40, "48", 4.5, True, [3]])
+def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
+    """A size that is missing, not an integer or out of range raises, naming field and value."""
+    with pytest.raises(ConfigError, match=name) as refused:
+        read(**{name: value})
+    assert value is None or repr(value) in str(refused.value) or str(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("architectures", ["MistralForCausalLM"]),
+        ("architectures", []),
+        ("model_type", "qwen3"),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("pretraining_tp", 2),
+        ("sliding_window", 4096),
+        ("quantization_config", {"bits": 4}),
+        ("head_dim", 7),
+        ("head_dim", 512),
+        ("num_key_value_heads", 4),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0.0),
+        ("max_position_embeddings", 0),
+        ("torch_dtype", "float64"),
+        ("tie_word_embeddings", "yes"),
+        ("layer_types", ["sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "linear"}),
+        ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
+        ("rope_scaling", "linear"),
+        ("eos_token_id", "end"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(name, value):
+    """A field with a value graft does not implement raises an error that names it."""
+    wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
+    with pytest.raises(ConfigError, match=wanted):
+        read(**{name: value})
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    """Without head_dim, hidden_size must be a multiple of the heads."""
+    with pytest.raises(ConfigError, match="hidden_size 50"):
+        read(hidden_size=50, head_dim=None)
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]", '"config"'])
+def test_a_config_that_is_no_object_is_refused(tmp_path, text):
+    """Broken or non-object JSON raises, naming the file."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        LlamaConfig.from_dir(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    """A missing config.json raises, naming the path."""
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        LlamaConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+)
+def test_rotary_frequencies_follow_the_formula(rope):
+    """Frequencies of every kind, in both config spellings, equal the oracle's loop."""
+    data = llama_config(head_dim=64, **rope)
+    config = LlamaConfig.from_dict(data)
+    wanted = numpy_llama.inverse_frequencies(data, 64)
+    np.testing.assert_allclose(config.rope.frequencies(64), wanted, rtol=1e-6)
+    table = config.rope.table(100, 64)
+    assert table.dtype == np.float32 and table.shape == (100, 64)
+    np.testing.assert_allclose(table[77, :32], np.cos(77 * wanted), atol=1e-5)
+    np.testing.assert_allclose(table[77, 32:], np.sin(77 * wanted), atol=1e-5)
+
+
+def test_llama3_scaling_bends_only_long_waves():
+    """Of Llama-3.1's 64 frequencies the fast ones stay, the slow ones are divided by 8."""
+    plain = read(head_dim=128, rope_theta=5e5).rope.frequencies(128)
+    scaled = read(head_dim=128, rope_theta=5e5, rope_scaling=LLAMA3).rope.frequencies(128)
+    wavelength = 2 * np.pi / plain
+    np.testing.assert_array_equal(scaled[wavelength < 2048], plain[wavelength < 2048])
+    long = wavelength > 8192
+    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
+    between = ~long & (wavelength > 2048)
+    assert between.any()
+    assert (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
+
+
+def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
+    target = llama_config(num_hidden_layers=layers)
+    make_tiny_eagle3(tmp_path, target, draft_vocab=64, names=names, **overrides)
+    return Eagle3Config.from_dir(tmp_path)
+
+
+def test_the_head_keeps_its_own_rotary_base(tmp_path):
+    """A head without rope_theta turns with base 10000, whatever its target uses."""
+    assert eagle(tmp_path).rope.theta == 10000.0
+    assert eagle(tmp_path, rope_theta=25000.0).rope.theta == 25000.0
+
+
+def test_both_formats_of_a_head_give_one_config(tmp_path):
+    """The flat and the nested spelling of one head are read alike, layer ids included."""
+    flat = eagle(tmp_path / "a", layers=4)
+    nested = eagle(tmp_path / "b", layers=4, names="speculators")
+    assert flat == nested
+    assert flat.feature_layers == (0, 2, 3) and flat.draft_vocab_size == 64
+
+
+@pytest.mark.parametrize(("layers", "ids"), [(7, (1, 2, 3)), (8, (1, 3, 4)), (32, (1, 15, 28))])
+def test_default_feature_layers_are_inputs_2_half_and_last_but_three(tmp_path, layers, ids):
+    """Inputs of layers {2, n//2, n-3} are the outputs one below each."""
+    config = eagle(tmp_path, layers=layers)
+    assert config.feature_layers is None
+    assert config.resolve_feature_layers(layers) == ids
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 6])
+def test_small_targets_must_name_their_feature_layers(tmp_path, layers):
+    """Below seven layers the default is ambiguous, so absence is an error."""
+    config = eagle(tmp_path, layers=8)
+    with pytest.raises(ConfigError, match=f"{layers} layers"):
+        config.resolve_feature_layers(layers)
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [2, 1, 0], [-1, 0, 1], [0, 1, 2, 3], ["a"]])
+def test_malformed_feature_layers_are_refused(tmp_path, ids):
+    """Anything but three ascending layer ids raises."""
+    with pytest.raises(ConfigError, match="eagle_aux_hidden_state_layer_ids"):
+        eagle(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+
+
+def test_feature_layers_beyond_the_target_are_refused(tmp_path):
+    """A named layer that the target does not have raises; its last layer's output is allowed."""
+    config = eagle(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 7]})
+    assert config.resolve_feature_layers(8) == (1, 3, 7)
+    with pytest.raises(ConfigError, match="layer 7"):
+        config.resolve_feature_layers(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("norm_output", True),
+        ("norm_before_fc", True),
+        ("fc_norm", True),
+        ("bias", True),
+        ("num_hidden_layers", 2),
+        ("num_aux_hidden_states", 5),
+        ("draft_vocab_size", 0),
+        ("draft_vocab_size", 100000),
+        ("architectures", ["EagleLlamaForCausalLM"]),
+        ("target_hidden_size", -1),
+        ("norm_before_residual", "true"),
+    ],
+)
+def test_heads_graft_does_not_implement_are_refused_by_name(tmp_path, name, value):
+    """Extras of other head versions, and absurd sizes, raise an error that names the field."""
+    eagle(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=name):
+        Eagle3Config.from_dict({**data, name: value})
+
+
+def test_a_nested_head_must_say_where_its_residual_starts(tmp_path):
+    """In the nested format norm_before_residual has no safe default, so absence is an error."""
+    eagle(tmp_path, names="speculators")
+    data = json.loads((tmp_path / "config.json").read_text())
+    del data["norm_before_residual"]
+    with pytest.raises(ConfigError, match="norm_before_residual"):
+        Eagle3Config.from_dict(data)
+    data = {**data, "norm_before_residual": True}
+    del data["transformer_layer_config"]
+    with pytest.raises(ConfigError, match="transformer_layer_config"):
+        Eagle3Config.from_dict(data)

@@ -1,0 +1,213 @@
+"""Tokenizers: ids, texts, chat templates, streaming, and what does not fit the model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tiny_models import make_tiny_tokenizer, write_json
+
+from graft.models.errors import TokenizerError
+from graft.models.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tiny_tokenizer(tmp_path, 300)
+    return tmp_path
+
+
+def test_text_survives_a_round_trip(folder):
+    """decode(encode(text)) is the text, for every kind of character."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    text = '{"name": "日本 é 🙂"}\n\ttrue'
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode())
+
+
+def test_special_tokens_are_known_and_left_out_of_text(folder):
+    """Stop and special ids come from the files; decode leaves special tokens out unless asked."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    assert tokenizer.stop_ids == (0,) and tokenizer.bos_id == 1
+    assert tokenizer.special_ids == {0, 1}
+    ids = [1, *tokenizer.encode("hi"), 0]
+    assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.decode(ids, special=True) == "<bos>hi<eos>"
+
+
+def test_stop_ids_come_from_the_most_specific_file(folder):
+    """generation_config.json wins over config.json, which wins over tokenizer_config.json."""
+    write_json(folder / "config.json", {"vocab_size": 320, "eos_token_id": 5})
+    assert Tokenizer(folder).stop_ids == (5,)
+    write_json(folder / "generation_config.json", {"eos_token_id": [7, 9, 7]})
+    assert Tokenizer(folder).stop_ids == (7, 9)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(folder):
+    """A token id outside the embedding raises, naming the token; a larger model is fine."""
+    size = Tokenizer(folder, vocab_size=4096).vocab_size
+    assert Tokenizer(folder, vocab_size=size).vocab_size == size
+    with pytest.raises(TokenizerError, match=f"id {size - 1}, outside"):
+        Tokenizer(folder, vocab_size=size - 1)
+    write_json(folder / "config.json", {"vocab_size": 200})
+    with pytest.raises(TokenizerError, match="vocabulary of 200"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize("eos", [300, -1, [0, 999], "0", [None]])
+def test_stop_ids_outside_the_model_are_refused(folder, eos):
+    """An end-of-sequence id the model cannot produce, or that is no id, raises."""
+    write_json(folder / "generation_config.json", {"eos_token_id": eos})
+    with pytest.raises(TokenizerError, match="eos_token_id"):
+        Tokenizer(folder, vocab_size=300)
+
+
+def test_special_tokens_that_do_not_exist_are_refused(folder):
+    """An eos_token that the vocabulary lacks raises, naming it."""
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<|end|>"})
+    with pytest.raises(TokenizerError, match=r"<\|end\|>"):
+        Tokenizer(folder, vocab_size=300)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"model": 3}'])
+def test_a_broken_tokenizer_file_is_refused(folder, text):
+    """A damaged or missing tokenizer.json raises, naming the file."""
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match="missing"):
+        Tokenizer(folder)
+
+
+def test_ids_outside_the_vocabulary_cannot_be_decoded(folder):
+    """An id that no token has raises instead of vanishing."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    with pytest.raises(TokenizerError, match="99999"):
+        tokenizer.decode([5, 99999])
+    with pytest.raises(TokenizerError, match="-1"):
+        tokenizer.incremental().push([-1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_streamed_pieces_join_to_the_whole_text(folder, seed):
+    """Whatever ids come in whatever portions, the pieces join to decode's text, without U+FFFD
+    in the middle of a character."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    rng = np.random.default_rng(seed)
+    if seed % 2:
+        ids = rng.integers(0, tokenizer.vocab_size, 60).tolist()
+    else:
+        ids = tokenizer.encode("größe 日本語 🙂🙃 e\u0301 " * 3, special=False)
+    stream, pieces, at = tokenizer.incremental(), [], 0
+    while at < len(ids):
+        step = int(rng.integers(1, 5))
+        pieces.append(stream.push(ids[at : at + step]))
+        at += step
+        assert seed % 2 or "\ufffd" not in pieces[-1]
+    pieces.append(stream.finish())
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_an_incomplete_character_waits(folder):
+    """The first bytes of a character give no text until its last byte came."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    stream = tokenizer.incremental()
+    ids = tokenizer.encode("🙂", special=False)
+    assert len(ids) == 4
+    assert [stream.push([i]) for i in ids] == ["", "", "", "🙂"]
+    assert stream.push(ids[:2]) == "" and stream.finish() == "\ufffd"
+
+
+def test_leading_spaces_of_metaspace_tokenizers_survive_streaming(tmp_path):
+    """A decoder that strips the first space of a text strips it once, not at every piece."""
+    vocab = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    stream = tokenizer.incremental()
+    pieces = [stream.push([i]) for i in (1, 2, 3, 1)]
+    assert "".join(pieces) + stream.finish() == "a bc a" == tokenizer.decode([1, 2, 3, 1])
+
+
+def test_chat_renders_the_template(folder):
+    """Messages go through the template; its special tokens become their ids, once."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    assert tokenizer.has_chat_template
+    messages = [{"role": "user", "content": "hé"}]
+    ids = tokenizer.chat(messages)
+    assert ids[0] == 1 and ids.count(1) == 1
+    assert tokenizer.decode(ids) == "<|user|>hé\n<|assistant|>"
+    assert tokenizer.decode(tokenizer.chat(messages, add_generation_prompt=False)) == "<|user|>hé\n"
+
+
+def set_template(folder, template) -> Tokenizer:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {**config, "chat_template": template})
+    return Tokenizer(folder, vocab_size=300)
+
+
+def test_templates_find_the_usual_helpers(folder):
+    """tojson keeps characters as they are, blocks are trimmed, loops can break, extra variables
+    arrive."""
+    template = (
+        "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n"
+        "{{ m | tojson }}|{{ tools | tojson(indent=1) }}\n{% endfor %}"
+    )
+    tokenizer = set_template(folder, template)
+    messages = [{"role": "user", "content": "<é>"}, {"role": "user", "content": "no"}]
+    text = tokenizer.render(messages, tools=[1])
+    assert text == '{"role": "user", "content": "<é>"}|[\n 1\n]\n'
+
+
+def test_named_templates_and_template_files_are_found(folder):
+    """The template called default is used; chat_template.jinja wins over the config."""
+    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
+    assert set_template(folder, named).render([]) == "D"
+    (folder / "chat_template.jinja").write_text("F")
+    assert Tokenizer(folder, vocab_size=300).render([]) == "F"
+
+
+def test_a_templates_own_refusal_reaches_the_user(folder):
+    """raise_exception becomes a TokenizerError with the template's words."""
+    tokenizer = set_template(folder, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TokenizerError, match="roles must alternate"):
+        tokenizer.chat([])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.nothing.deeper }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0]['content'] }}",
+    ],
+)
+def test_templates_run_in_a_sandbox(folder, template):
+    """Reaching for Python's insides, changing the messages or failing raises TokenizerError."""
+    tokenizer = set_template(folder, template)
+    with pytest.raises(TokenizerError):
+        tokenizer.chat([])
+
+
+def test_a_template_that_does_not_parse_is_refused_at_load(folder):
+    """A syntax error raises when the tokenizer is opened."""
+    with pytest.raises(TokenizerError, match="parse"):
+        set_template(folder, "{% for %}")
+    with pytest.raises(TokenizerError, match="chat_template"):
+        set_template(folder, 7)
+
+
+def test_chat_without_a_template_is_refused(tmp_path):
+    """A model without a template cannot chat, and says so."""
+    make_tiny_tokenizer(tmp_path, chat_template=None)
+    tokenizer = Tokenizer(tmp_path, vocab_size=300)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(TokenizerError, match="no chat template"):
+        tokenizer.chat([])

@@ -1,0 +1,307 @@
+"""Tiny seeded checkpoints in Hugging Face layout: a Llama, an EAGLE-3 head, a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of float32 values rounded to nearest even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """float32 values of bfloat16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values that `dtype` can hold."""
+    if dtype == "bfloat16":
+        return from_bfloat16(to_bfloat16(x))
+    return x.astype(dtype).astype(np.float32)
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    """Write tensors; float32 ones are stored as `dtype`, all others as they are."""
+    if dtype != "bfloat16":
+        stored = {
+            name: np.ascontiguousarray(t.astype(dtype) if t.dtype == np.float32 else t)
+            for name, t in tensors.items()
+        }
+        save_file(stored, str(path))
+        return
+    header: dict[str, Any] = {}
+    blobs: list[bytes] = []
+    offset = 0
+    for name, t in tensors.items():
+        blob = (to_bfloat16(t) if t.dtype == np.float32 else np.ascontiguousarray(t)).tobytes()
+        kind = {"float32": "BF16", "int64": "I64", "bool": "BOOL"}[str(t.dtype)]
+        end = offset + len(blob)
+        header[name] = {"dtype": kind, "shape": list(t.shape), "data_offsets": [offset, end]}
+        blobs.append(blob)
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object as JSON."""
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def llama_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of a tiny Llama; an override of None removes the field."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+        "torch_dtype": "float32",
+    }
+    config.update(overrides)
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def decoder_tensors(
+    config: dict[str, Any], rng: np.random.Generator, prefix: str, width: int
+) -> dict[str, np.ndarray]:
+    """Random tensors of one decoder layer whose attention reads `width` columns."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    keys = (config.get("num_key_value_heads") or heads) * dim
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+
+    def norm() -> np.ndarray:
+        return (1.0 + 0.2 * rng.standard_normal(hidden)).astype(np.float32)
+
+    return {
+        f"{prefix}.input_layernorm.weight": norm(),
+        f"{prefix}.post_attention_layernorm.weight": norm(),
+        f"{prefix}.self_attn.q_proj.weight": matrix(heads * dim, width),
+        f"{prefix}.self_attn.k_proj.weight": matrix(keys, width),
+        f"{prefix}.self_attn.v_proj.weight": matrix(keys, width),
+        f"{prefix}.self_attn.o_proj.weight": matrix(hidden, heads * dim),
+        f"{prefix}.mlp.gate_proj.weight": matrix(inner, hidden),
+        f"{prefix}.mlp.up_proj.weight": matrix(inner, hidden),
+        f"{prefix}.mlp.down_proj.weight": matrix(hidden, inner),
+    }
+
+
+def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Random float32 tensors of a Llama, by Hugging Face name."""
+    rng = np.random.default_rng(seed)
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    tensors = {
+        "model.embed_tokens.weight": rng.standard_normal((vocab, hidden)).astype(np.float32),
+        "model.norm.weight": (1.0 + 0.2 * rng.standard_normal(hidden)).astype(np.float32),
+    }
+    for i in range(config["num_hidden_layers"]):
+        tensors |= decoder_tensors(config, rng, f"model.layers.{i}", hidden)
+    if not config.get("tie_word_embeddings"):
+        head = rng.standard_normal((vocab, hidden)) / np.sqrt(hidden)
+        tensors["lm_head.weight"] = head.astype(np.float32)
+    return tensors
+
+
+def make_tiny_llama(
+    folder: Path, *, seed: int = 0, dtype: str = "float32", shards: int = 1, **overrides: Any
+) -> dict[str, np.ndarray]:
+    """Write a random Llama checkpoint; returns its tensors as float32 values of `dtype`.
+
+    Parameters
+    ----------
+    folder : Path
+        Created when missing; gets config.json and safetensors.
+    shards : int
+        Number of files; with more than one, an index is written.
+    **overrides
+        Fields of config.json; None removes one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = llama_config(**{"torch_dtype": dtype, **overrides})
+    write_json(folder / "config.json", config)
+    tensors = llama_tensors(config, seed)
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors, dtype)
+    else:
+        write_shards(folder, tensors, dtype, shards)
+    return {name: rounded(t, dtype) for name, t in tensors.items()}
+
+
+def write_shards(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shards: int) -> None:
+    """Spread tensors over several files with an index."""
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        names = list(tensors)[i::shards]
+        write_safetensors(folder / file, {name: tensors[name] for name in names}, dtype)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def make_tiny_eagle3(
+    folder: Path,
+    target_config: dict[str, Any],
+    *,
+    draft_vocab: int | None = None,
+    seed: int = 1,
+    dtype: str = "float32",
+    names: str = "official",
+    own_embedding: bool = False,
+    **overrides: Any,
+) -> dict[str, np.ndarray]:
+    """Write a random EAGLE-3 head for a target; returns its tensors as float32 values of `dtype`.
+
+    Parameters
+    ----------
+    target_config : dict
+        config.json of the target (see `llama_config`).
+    draft_vocab : int, optional
+        Size of a pruned draft vocabulary; None shares the target's (no d2t).
+    names : str
+        "official" (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested config).
+    own_embedding : bool
+        Store embed_tokens.weight.
+    **overrides
+        Fields of config.json; None removes one. Under seven target layers, ``eagle_config``
+        names outputs 0, n//2, n-1 unless given.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    target_layers, vocab = target_config["num_hidden_layers"], target_config["vocab_size"]
+    shape = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    base: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab or vocab,
+        "tie_word_embeddings": False,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [0, target_layers // 2, target_layers - 1]
+        }
+        if target_layers < 7
+        else None,
+    }
+    wanted = {name: target_config.get(name) for name in (*shape, "head_dim", "rms_norm_eps")}
+    config = llama_config(
+        **{**wanted, "rope_theta": None, "torch_dtype": dtype, **base, **overrides}
+    )
+    hidden = config["hidden_size"]
+    of_target = config.get("target_hidden_size", hidden)
+    prefix = "midlayer" if names == "official" else "layers.0"
+    tensors = decoder_tensors(config, rng, prefix, 2 * hidden)
+    tensors |= {
+        f"{prefix}.hidden_norm.weight": (1 + 0.2 * rng.standard_normal(hidden)).astype(np.float32),
+        "norm.weight": (1 + 0.2 * rng.standard_normal(hidden)).astype(np.float32),
+        "fc.weight": (rng.standard_normal((hidden, 3 * of_target)) / np.sqrt(3 * of_target)).astype(
+            np.float32
+        ),
+        "lm_head.weight": (
+            rng.standard_normal((config["draft_vocab_size"], hidden)) / np.sqrt(hidden)
+        ).astype(np.float32),
+    }
+    if own_embedding:
+        tensors["embed_tokens.weight"] = rng.standard_normal((vocab, hidden)).astype(np.float32)
+    result = {name: rounded(t, dtype) for name, t in tensors.items()}
+    if draft_vocab:
+        kept = np.sort(rng.permutation(vocab)[:draft_vocab])
+        maps = {"d2t": kept - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), kept)}
+        tensors |= maps
+        result |= maps
+    if names == "speculators":
+        config = _speculators(config)
+    write_json(folder / "config.json", config)
+    write_safetensors(folder / "model.safetensors", tensors, dtype)
+    return result
+
+
+def _speculators(config: dict[str, Any]) -> dict[str, Any]:
+    """The nested form of a flat EAGLE-3 config; its layer ids count layer inputs."""
+    outer = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.pop("draft_vocab_size"),
+        "norm_before_residual": config.pop("norm_before_residual", False),
+    }
+    if "target_hidden_size" in config:
+        outer["target_hidden_size"] = config.pop("target_hidden_size")
+    layers = config.pop("eagle_config", None)
+    if layers is not None:
+        ids = layers["eagle_aux_hidden_state_layer_ids"]
+        outer["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in ids]
+    config["architectures"] = ["LlamaForCausalLM"]
+    return {**outer, "transformer_layer_config": config}
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tiny_tokenizer(
+    folder: Path, vocab_size: int = 300, *, chat_template: str | None = CHAT_TEMPLATE
+) -> tokenizers.Tokenizer:
+    """Write a byte-level tokenizer: <eos> 0, <bos> 1, 256 bytes, then merges up to `vocab_size`.
+
+    JSON's punctuation and a few words are merged, so that grammars meet tokens of several bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": 0, "<bos>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}
+    space = "Ġ"
+    words = ['{"', '":', '",', '"}', "],", "[{", "}]", "true", "false", "null", "name", "value"]
+    words += [f"{space}the", f"{space}a", "ing", "er", "on", "10", "00", "é", "日"]
+    merges: list[tuple[str, str]] = []
+    for word in words:
+        letters = [c for c in _byte_level(word)] if not word.startswith(space) else list(word)
+        left = letters[0]
+        for right in letters[1:]:
+            if len(vocab) >= vocab_size:
+                break
+            if left + right not in vocab:
+                vocab[left + right] = len(vocab)
+                merges.append((left, right))
+            left += right
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    write_json(folder / "tokenizer_config.json", config)
+    return tokenizer
+
+
+def _byte_level(text: str) -> str:
+    """A text as the byte-level alphabet writes it."""
+    pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre.pre_tokenize_str(text)[0][0]
