@@ -1,0 +1,113 @@
+"""Which libcuda.so.1 this process uses: NVIDIA's driver or the soft device.
+
+The first library loaded under a SONAME answers for it in the whole process. So the real driver is
+probed in a child process only, and the soft device is loaded before anything looks for the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from graft.cudagraph.errors import DeviceError, OptionError, SoftImportError
+from graft.native import _native
+
+__all__ = ["KINDS", "choose", "preload_soft", "probe_cuda", "soft_library"]
+
+KINDS = ("auto", "cuda", "soft")
+SONAME = "libcuda.so.1"
+PROBE_LIMIT_S = 3.0
+#: Packages that talk to NVIDIA's driver on their own and cannot run on the soft device.
+GUARDED = ("cupy", "torch.cuda")
+
+_PROBE = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+count = ctypes.c_int(0)
+code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+print(code, count.value)
+"""
+
+
+def soft_library() -> Path:
+    """Return the path of the soft device's library."""
+    return Path(_native.__file__).resolve().parent / "soft" / SONAME
+
+
+def probe_cuda() -> str:
+    """Ask NVIDIA's driver in a child process; "" when a device answers, else why not."""
+    command = [sys.executable, "-I", "-S", "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"the driver did not answer within {PROBE_LIMIT_S:g} s"
+    except OSError as error:
+        return f"the probe could not run: {error}"
+    words = done.stdout.split()
+    if done.returncode != 0 or len(words) != 2:
+        return (done.stderr.strip().splitlines() or ["the probe died"])[-1]
+    code, count = map(int, words)
+    if code != 0:
+        return f"cuInit answered {code}"
+    return "" if count > 0 else "the driver has no device"
+
+
+def choose(kind: str) -> str:
+    """Turn "auto", "cuda" or "soft" into "cuda" or "soft"; OptionError for anything else."""
+    if kind not in KINDS:
+        raise OptionError(f"device kind {kind!r} is not one of {', '.join(KINDS)} (GRAFT_DEVICE)")
+    if kind != "auto":
+        return kind
+    return "soft" if probe_cuda() else "cuda"
+
+
+def preload_soft() -> Path:
+    """Load the soft device as this process's driver and guard the imports that cannot use it.
+
+    Raises
+    ------
+    DeviceError
+        The library is missing, or another libcuda.so.1 is loaded already.
+    """
+    path = soft_library()
+    if not path.is_file():
+        raise DeviceError(f"the soft device is not built: {path} does not exist (make native)")
+    _refuse_other(path)
+    try:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise DeviceError(f"the soft device cannot be loaded: {error}") from error
+    _refuse_other(path)
+    if not any(isinstance(finder, _ImportGuard) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportGuard())
+    return path
+
+
+def _refuse_other(path: Path) -> None:
+    loaded = _native.loaded_library(SONAME)
+    if loaded and Path(loaded).resolve() != path:
+        raise DeviceError(
+            f"the soft device was asked for, but {loaded} already answers for {SONAME} in this "
+            "process: open the soft device before importing anything that loads the driver "
+            "(cupy, torch with CUDA, cuda.core), or choose GRAFT_DEVICE=cuda"
+        )
+
+
+class _ImportGuard(importlib.abc.MetaPathFinder):
+    """Refuses imports that would run into the soft device in odd ways."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in GUARDED:
+            raise SoftImportError(
+                f"{fullname} needs NVIDIA's driver, and this process runs on graft's soft device: "
+                "use GRAFT_DEVICE=cuda, or another process"
+            )
+        return None

@@ -1,0 +1,109 @@
+"""Kernel text to loaded module: NVRTC through CuPy on CUDA, the C++ compiler on the soft device.
+
+This is the one place where the two devices differ above the driver.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graft.cudagraph.driver import call, cu
+from graft.cudagraph.errors import KernelError
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+
+__all__ = ["cache_folder", "compile_text", "nvrtc_options"]
+
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept: $GRAFT_CACHE, else ~/.cache/graft."""
+    named = os.environ.get("GRAFT_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "graft"
+
+
+def nvrtc_options(
+    path: Path | None = None, defines: Mapping[str, object] | None = None
+) -> list[str]:
+    """Return the options that a kernel text is compiled with on CUDA.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The text's file; its folder is searched for includes.
+    defines : mapping, optional
+        Macros.
+    """
+    folders = include_folders(None if path is None else Path(path).parent)
+    macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+    return ["--std=c++17", *macros, *(f"-I{folder}" for folder in folders)]
+
+
+def include_folders(folder: Path | None) -> list[Path]:
+    """Return where includes are looked for: graft's kernels, then the text's own folder."""
+    folders = [KERNELS.resolve()]
+    if folder is not None and folder.resolve() not in folders:
+        folders.append(folder.resolve())
+    return folders
+
+
+def compile_text(
+    device: Device, text: str, name: str, defines: Mapping[str, str], folder: Path | None
+) -> tuple[Any, object]:
+    """Compile and load; returns the CUmodule and what keeps it loaded."""
+    if device.kind == "soft":
+        return _compile_soft(text, name, defines, folder)
+    return _compile_cuda(device, text, name, defines, folder)
+
+
+def _compile_soft(
+    text: str, name: str, defines: Mapping[str, str], folder: Path | None
+) -> tuple[Any, object]:
+    from graft.native.softcuda.compile import KernelCompileError, compile_cpu
+
+    try:
+        image = compile_cpu(
+            text,
+            name,
+            defines=defines,
+            include_dirs=include_folders(folder),
+            cache_dir=cache_folder() / "soft",
+        )
+    except KernelCompileError as error:
+        raise KernelError(str(error)) from error
+    # The soft device copies the image during the call.
+    return call(cu.cuModuleLoadData, image), None
+
+
+def _compile_cuda(
+    device: Device, text: str, name: str, defines: Mapping[str, str], folder: Path | None
+) -> tuple[Any, object]:
+    os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder() / "cupy"))
+    try:
+        import cupy
+    except ImportError as error:
+        raise KernelError(
+            f"{name}: compiling for CUDA needs CuPy (pip install graft-cuda[cuda13])"
+        ) from error
+    # CuPy's cache key does not see included files, so their digest becomes part of the text.
+    digest = hashlib.sha256()
+    for place in include_folders(folder):
+        for header in sorted(place.glob("*.cuh")):
+            digest.update(header.read_bytes())
+    stamped = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
+    path = None if folder is None else folder / name
+    options = tuple(nvrtc_options(path, defines))
+    try:
+        with cupy.cuda.Device(device.ordinal):
+            module = cupy.RawModule(code=stamped, options=options, backend="nvrtc")
+            module.compile()
+            handle = module.module.ptr
+    except cupy.cuda.compiler.CompileException as error:
+        raise KernelError(f"kernel text {name!r} does not compile:\n{error}") from error
+    return cu.CUmodule(handle), module

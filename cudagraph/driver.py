@@ -1,0 +1,91 @@
+"""Checked driver calls.
+
+Every driver call of graft's Python goes through :func:`call`. It makes sure that the thread has
+the primary context, refuses calls from inside host functions, and turns result codes into
+:class:`DeviceError`. ``cuda.bindings`` releases the GIL in every call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from graft.cudagraph.errors import DeviceError
+from graft.native import _native
+
+__all__ = ["call", "check", "check_code", "cu", "enter", "set_context", "set_fault_text"]
+
+#: Codes after which the context is lost and host functions are not called any more.
+FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
+
+_context: Any = None
+_fault_text: Callable[[], str] | None = None
+_local = threading.local()
+
+
+def set_context(context: Any) -> None:
+    """Name the primary context that every thread of graft uses."""
+    global _context
+    _context = context
+
+
+def set_fault_text(source: Callable[[], str]) -> None:
+    """Name the function that tells why the soft device refused or failed last."""
+    global _fault_text
+    _fault_text = source
+
+
+def enter(api: str) -> None:
+    """Prepare this thread for a driver call, or raise because it must not make one."""
+    if _native.in_host_work():
+        raise DeviceError(f"{api}: a host function must not call the driver", api=api)
+    if _context is None:
+        raise DeviceError(f"{api}: no device is open; call open_device() first", api=api)
+    if getattr(_local, "context", None) is not _context:
+        check("cuCtxSetCurrent", cu.cuCtxSetCurrent(_context))
+        _local.context = _context
+
+
+def call(function: Callable[..., tuple], *args: Any) -> Any:
+    """Call ``cuda.bindings.driver.<function>`` and return its values without the result code.
+
+    Raises
+    ------
+    DeviceError
+        When the driver reports an error, no device is open, or the thread is in a host function.
+    """
+    name = function.__name__
+    enter(name)
+    return check(name, function(*args))
+
+
+def check(api: str, results: tuple) -> Any:
+    """Return the values behind a result code: None, the one value, or a tuple of several."""
+    check_code(api, int(results[0]))
+    if len(results) <= 2:
+        return results[1] if len(results) == 2 else None
+    return results[1:]
+
+
+def check_code(api: str, code: int) -> None:
+    """Raise DeviceError unless ``code`` is CUDA_SUCCESS."""
+    if code == 0:
+        return
+    name = _text(cu.cuGetErrorName(cu.CUresult(code))) if code in _CODES else f"code {code}"
+    detail = _text(cu.cuGetErrorString(cu.CUresult(code))) if code in _CODES else ""
+    if code in FAULTS:
+        _native.abandon_eager()
+    if _fault_text is not None and (said := _fault_text()):
+        detail = f"{detail}: {said}" if detail else said
+    message = f"{api} failed with {name}" + (f" ({detail})" if detail else "")
+    raise DeviceError(message, api=api, code=code, code_name=name, detail=detail)
+
+
+_CODES = frozenset(int(code) for code in cu.CUresult)
+
+
+def _text(results: tuple) -> str:
+    return results[1].decode() if int(results[0]) == 0 and results[1] else ""

@@ -1,0 +1,194 @@
+"""Executable graphs: upload, launch, update, wait, and the errors of their host steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graft.cudagraph.driver import call, check_code, cu, enter
+from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
+from graft.cudagraph.hostwork import describe_running, raise_failure
+from graft.native import _native
+
+if TYPE_CHECKING:
+    from graft.cudagraph.graph import Graph
+    from graft.cudagraph.streams import Stream
+
+__all__ = ["GraphExec"]
+
+CLOSED = -1
+UPDATE_FAILURE = 910
+#: Names of CUgraphExecUpdateResult.
+_UPDATE_RESULTS = {
+    0: "success",
+    1: "error",
+    2: "the topology changed",
+    3: "a node's type changed",
+    4: "a kernel's function changed",
+    5: "the parameters changed in an unsupported way",
+    6: "not supported",
+    7: "a kernel's function changed in an unsupported way",
+    8: "attributes changed",
+}
+
+
+class GraphExec:
+    """What is launched. Made by :meth:`Graph.instantiate`; it may outlive the Graph object.
+
+    Launches of one executable run one after another, on whichever streams they are enqueued.
+    After a host step failed, later replays stand down (their host steps do nothing, and the
+    graph's ``status`` says so to kernels) until :meth:`clear`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.name = graph.name
+        self.device = graph.device
+        self._state = graph.state
+        self._status = graph.status
+        handle = call(cu.cuGraphInstantiate, graph.handle, 0)
+        try:
+            event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        except BaseException:
+            call(cu.cuGraphExecDestroy, handle)
+            raise
+        self._native = _native.Exec(int(handle), int(event), graph.state)
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Was it closed?"""
+        return self._closed
+
+    def runs(self, state: _native.GraphState) -> bool:
+        """Is it open and running the definition that has this state?"""
+        return not self._closed and self._state is state
+
+    @property
+    def handle(self) -> int:
+        """The CUgraphExec as an integer."""
+        self._require_open()
+        return self._native.handle
+
+    @property
+    def launches(self) -> int:
+        """Launches so far; replay i is the i-th, from 1."""
+        return self._native.launches
+
+    def upload(self, stream: Stream) -> None:
+        """Prepare the device, so that the first launch costs what later ones do."""
+        self._require_open()
+        enter("cuGraphUpload")
+        self._check(self._native.upload(stream.handle))
+
+    def launch(self, stream: Stream) -> None:
+        """Enqueue one replay.
+
+        Raises
+        ------
+        HostWorkError
+            A host step of an earlier replay failed; nothing is launched.
+        DeviceError
+            The driver refused.
+        """
+        self.check()
+        self._require_open()
+        enter("cuGraphLaunch")
+        self._check(self._native.launch(stream.handle))
+
+    def update(self, graph: Graph) -> None:
+        """Let this executable run another definition of the same topology.
+
+        Waits for launches in flight, since records of both definitions are numbered by replay.
+        The old definition's records are released, and ``graph`` counts as instantiated.
+
+        Raises
+        ------
+        OptionError
+            The definition runs in another executable, or cannot be updated to; names the node.
+        """
+        self._require_open()
+        if graph.executable not in (None, self):
+            raise OptionError(f"graph {graph.name!r} has an open executable of its own")
+        self.synchronize()
+        enter("cuGraphExecUpdate")
+        code, result, node = self._native.update(graph.handle)
+        if code == UPDATE_FAILURE:
+            index = graph.node_index(node)
+            where = "" if index is None else f" at node {index} {graph.nodes[index].name!r}"
+            why = _UPDATE_RESULTS.get(result, f"update result {result}")
+            raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
+        self._check((code, "cuGraphExecUpdate"))
+        self._native.adopt(graph.state)
+        self._state, self._status, self.name = graph.state, graph.status, graph.name
+        graph.adopted_by(self)
+
+    def query(self) -> bool:
+        """Return whether every launch has finished."""
+        self._require_open()
+        enter("cuEventQuery")
+        code, api = self._native.query()
+        if code == 600:
+            return False
+        self._check((code, api))
+        return True
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait until every launch has finished, and raise what their host steps raised.
+
+        Raises
+        ------
+        DeadlineError
+            After ``timeout_s`` seconds; names the host steps that are running. The replay goes
+            on: a running graph cannot be stopped.
+        HostWorkError
+            A host step failed.
+        DeviceError
+            The device failed.
+        """
+        self._wait(timeout_s)
+        self.check()
+
+    def check(self) -> None:
+        """Raise HostWorkError when a host step of an earlier replay failed."""
+        failure = self._state.pending() if self._state.failed else None
+        if failure is not None:
+            raise_failure(failure, f"of graph {self.name!r}")
+
+    def clear(self, timeout_s: float | None = None) -> None:
+        """Wait until every launch has finished, forget the failure and let replays run again."""
+        self._wait(timeout_s)
+        self._state.clear()
+
+    def close(self) -> None:
+        """Drop the executable; launches in flight finish."""
+        if not self._closed:
+            self._closed = True
+            self._native.close()
+            _native.flush(1.0)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        self._require_open()
+        enter("cuEventQuery")
+        finished, code = self._native.wait(timeout_s)
+        if not finished:
+            raise DeadlineError(
+                f"graph {self.name!r} was busy for {timeout_s:g} s{describe_running()}"
+            )
+        self._check((code, "cuEventQuery"))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OptionError(f"the executable of graph {self.name!r} is closed")
+
+    def _check(self, outcome: tuple[int, str]) -> None:
+        code, api = outcome
+        if code == CLOSED:
+            raise OptionError(f"the executable of graph {self.name!r} is closed")
+        try:
+            check_code(api, code)
+        except DeviceError as error:
+            error.add_note(f"graph {self.name!r}")
+            raise
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._closed else f", {self.launches} launches"
+        return f"<GraphExec {self.name!r}{state}>"

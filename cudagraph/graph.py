@@ -1,0 +1,296 @@
+"""Graphs, built explicitly node by node, never by capture.
+
+Lifetime: whatever a node's address or handle belongs to is kept by a CUDA user object that is
+retained on the graph before the node is added. It lives with the definition, its executable and
+launches in flight, and dies with the last of them; nothing is freed by hand.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graft.cudagraph import drawing, nodes
+from graft.cudagraph.driver import call, check_code, cu, enter
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.exec import GraphExec
+from graft.cudagraph.hostwork import HostWork, NativeWork, as_work
+from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
+from graft.cudagraph.memory import PinnedArray, check_byte
+from graft.native import _native
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+
+__all__ = ["Graph", "GraphExec", "GraphLane", "GraphMark", "Node"]
+
+STATUS_WORDS = 16
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a graph.
+
+    Attributes
+    ----------
+    name : str
+    kind : {"kernel", "copy", "fill", "host"}
+    lane : str
+    index : int
+        Position in ``Graph.nodes``.
+    """
+
+    name: str
+    kind: str
+    lane: str
+    index: int
+
+
+@dataclass(frozen=True)
+class GraphMark:
+    """A point in a graph lane: the nodes that what waits for it will depend on."""
+
+    graph: Graph
+    name: str
+    nodes: tuple[int, ...]
+
+
+class Graph:
+    """A graph definition.
+
+    Parameters
+    ----------
+    device : Device
+    name : str
+        Name for errors and drawings.
+
+    Attributes
+    ----------
+    nodes : list of Node
+    edges : list of (int, int)
+        Node indices, from and to.
+    status : PinnedArray
+        int32 [16]: word 0 is 0, or why a replay failed (1 a Python host step raised, 2 a native
+        one failed, 3 the interpreter is ending), word 1 the number of that replay. It stays set
+        until ``GraphExec.clear()``; kernels that must do nothing in a failed replay read it.
+    """
+
+    def __init__(self, device: Device, name: str = "graph") -> None:
+        self.device = device
+        self.name = name
+        self.nodes: list[Node] = []
+        self.edges: list[tuple[int, int]] = []
+        self.status: PinnedArray = device.pinned((STATUS_WORDS,), "int32")
+        self.state = _native.GraphState(self.status.host_ptr)
+        handle = int(call(cu.cuGraphCreate, 0))
+        self._resource: _native.Resource | None = _native.Resource(
+            _native.ResourceKind.GRAPH, handle
+        )
+        self._lanes: dict[str, GraphLane] = {}
+        self._handles: list[Any] = []
+        # Serialises edits of the definition; never held while waiting for host work.
+        self._lock = threading.RLock()
+        self._exec: weakref.ref[GraphExec] | None = None
+
+    @property
+    def handle(self) -> int:
+        """The CUgraph as an integer."""
+        if self._resource is None:
+            raise OptionError(f"graph {self.name!r} is closed")
+        return self._resource.handle
+
+    def lane(self, name: str) -> GraphLane:
+        """Return the lane of this name, made at the first call."""
+        with self._lock:
+            if name not in self._lanes:
+                self._lanes[name] = GraphLane(self, name)
+            return self._lanes[name]
+
+    @property
+    def lanes(self) -> list[str]:
+        """Names of the lanes, in the order they were made."""
+        return list(self._lanes)
+
+    def node_index(self, handle: int) -> int | None:
+        """Return the index of the node with this CUgraphNode handle."""
+        for index, node in enumerate(self._handles):
+            if int(node) == handle:
+                return index
+        return None
+
+    def add(
+        self,
+        kind: str,
+        name: str,
+        lane: str,
+        after: Iterable[int],
+        attach: Callable[[int], tuple],
+        make: Callable[[int, list[Any], tuple], Any],
+    ) -> int:
+        """Add one node: attach what it needs, then make it, undoing the first if that fails.
+
+        Used by lanes. ``attach(graph)`` returns (code, api, user object, ...); ``make(graph,
+        dependencies, attached)`` makes the driver's node.
+        """
+        with self._lock:
+            graph = self.handle
+            enter("cuGraphAddNode")
+            depends = sorted(set(after))
+            attached = attach(graph)
+            code, api, user_object = attached[:3]
+            check_code(api, code)
+            try:
+                node = make(graph, [self._handles[i] for i in depends], attached)
+            except BaseException:
+                _native.detach(graph, user_object)
+                raise
+            index = len(self.nodes)
+            self._handles.append(node)
+            self.nodes.append(Node(name, kind, lane, index))
+            self.edges.extend((i, index) for i in depends)
+            return index
+
+    def instantiate(self) -> GraphExec:
+        """Make the executable. A definition has one at a time.
+
+        Raises
+        ------
+        OptionError
+            An executable of this definition is still open: two would share the replay status.
+        DeviceError
+            The driver refused.
+        """
+        with self._lock:
+            if self.executable is not None:
+                raise OptionError(f"graph {self.name!r} has an open executable; close it first")
+            if self._exec is not None:
+                # Launches of an earlier executable still count in the shared records.
+                self.device.synchronize()
+            made = GraphExec(self)
+            self._exec = weakref.ref(made)
+            return made
+
+    def adopted_by(self, executable: GraphExec) -> None:
+        """Note that an executable was updated to this definition."""
+        self._exec = weakref.ref(executable)
+
+    @property
+    def executable(self) -> GraphExec | None:
+        """The open executable that runs this definition."""
+        living = self._exec() if self._exec is not None else None
+        return living if living is not None and living.runs(self.state) else None
+
+    def dot(self) -> str:
+        """Return the graph in Graphviz's DOT language, lanes as clusters."""
+        return drawing.dot(self.name, self.lanes, self.nodes, self.edges)
+
+    def svg(self) -> str:
+        """Return a drawing as an SVG document, lanes as columns."""
+        return drawing.svg(self.name, self.lanes, self.nodes, self.edges)
+
+    def close(self) -> None:
+        """Drop the definition; executables and launches in flight go on."""
+        self._resource = None
+        _native.flush(1.0)
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._lanes)} lanes>"
+
+
+class GraphLane:
+    """A lane that adds nodes to a graph. Made by :meth:`Graph.lane`."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph = graph
+        self.name = name
+        self._after: tuple[int, ...] = ()  # what the next node depends on
+
+    def kernel(
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        name: str | None = None,
+    ) -> None:
+        """Add a kernel node; argument values are copied now."""
+        dims = check_launch(kernel, grid, block, shared)
+        packed = kernel.pack(args)
+        kernel.allow_shared(shared)
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
+
+        self._add("kernel", name or kernel.name, packed.owners, make)
+
+    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
+        """Add a copy node between device and pinned arrays."""
+        to, source = check_copy(dst, src)
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return nodes.add_copy(graph, after, to, source)
+
+        self._add("copy", name or "copy", (to.owner, source.owner), make)
+
+    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+        """Add a node that sets every byte of an array."""
+        value, address, nbytes = check_byte(byte), dst.ptr, dst.nbytes
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return nodes.add_fill(graph, after, address, value, nbytes)
+
+        self._add("fill", name or "fill", (dst.owner,), make)
+
+    def host(self, work: HostWork, *, name: str | None = None) -> None:
+        """Add a host node; see :mod:`graft.cudagraph.hostwork`."""
+        item = as_work(work)
+        graph = self.graph
+        title = name or item.name or "host"
+        keep = (graph.status.owner, item.keep if isinstance(item, NativeWork) else None)
+
+        def attach(handle: int) -> tuple:
+            if isinstance(item, NativeWork):
+                return _native.attach_native(
+                    handle, graph.state, title, item.address, item.data, keep
+                )
+            return _native.attach_python(handle, graph.state, title, item.fn, item.args, keep)
+
+        def make(handle: int, after: list[Any], attached: tuple) -> Any:
+            return nodes.add_host(handle, after, attached[3], attached[4])
+
+        self._after = (graph.add("host", title, self.name, self._after, attach, make),)
+
+    def record(self, name: str | None = None) -> GraphMark:
+        """Mark this point; on an empty lane it is the start of the graph."""
+        return GraphMark(self.graph, name or f"mark on {self.name}", self._after)
+
+    def wait(self, mark: Any) -> None:
+        """Let the next node of this lane depend on a mark of this graph too."""
+        if not isinstance(mark, GraphMark) or mark.graph is not self.graph:
+            name = getattr(mark, "name", mark)
+            raise OptionError(
+                f"lane {self.name!r} of graph {self.graph.name!r} cannot wait for {name!r}, "
+                "which is no mark of this graph"
+            )
+        self._after = tuple(sorted({*self._after, *mark.nodes}))
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        owners: tuple[object, ...],
+        make: Callable[[int, list[Any], tuple], Any],
+    ) -> None:
+        def attach(graph: int) -> tuple:
+            return _native.attach_keep(graph, owners)
+
+        self._after = (self.graph.add(kind, name, self.name, self._after, attach, make),)
+
+    def __repr__(self) -> str:
+        return f"<GraphLane {self.name!r} of {self.graph!r}>"

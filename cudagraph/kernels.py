@@ -1,0 +1,226 @@
+"""Kernels: text to module, and Python arguments to the bytes a launch needs."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graft.cudagraph.compiler import compile_text, nvrtc_options
+from graft.cudagraph.driver import call, check, cu, enter
+from graft.cudagraph.errors import DeviceError, KernelError
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+
+__all__ = ["Kernel", "KernelModule", "PackedArgs", "load_module", "load_text", "nvrtc_options"]
+
+INVALID_VALUE = 1
+NOT_FOUND = 500
+#: Dynamic shared memory that every kernel may use without asking.
+SHARED_LIMIT = 48 * 1024
+_INT_FORMATS = {1: ("b", "B"), 2: ("h", "H"), 4: ("i", "I"), 8: ("q", "Q")}
+
+
+class PackedArgs:
+    """Arguments in the layout of one kernel, and what must live while the addresses are used.
+
+    The driver copies the values during a launch or node call; this object must live until then.
+    ``owners`` must live for as long as the kernel can run.
+    """
+
+    __slots__ = ("_pointers", "_values", "owners")
+
+    def __init__(self, data: bytes, offsets: Sequence[int], owners: tuple[object, ...]) -> None:
+        self._values = ctypes.create_string_buffer(data, max(len(data), 1))
+        base = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + o for o in offsets))
+        self.owners = owners
+
+    @property
+    def address(self) -> int:
+        """Address of the ``void**`` that the driver wants."""
+        return ctypes.addressof(self._pointers)
+
+
+class Kernel:
+    """One entry of a module, loaded, with its parameter layout known.
+
+    Attributes
+    ----------
+    name : str
+    module : KernelModule
+    param_sizes : tuple of int
+        Bytes of each parameter.
+    function : CUfunction
+    """
+
+    def __init__(self, module: KernelModule, name: str, function: Any) -> None:
+        self.module = module
+        self.name = name
+        self.function = function
+        layout = _parameters(function)
+        self.param_sizes = tuple(size for _, size in layout)
+        self._offsets = tuple(offset for offset, _ in layout)
+        self._bytes = max((o + s for o, s in layout), default=0)
+        self._shared = SHARED_LIMIT
+
+    def pack(self, args: Iterable[object]) -> PackedArgs:
+        """Check arguments against the kernel's parameters and pack them.
+
+        Parameters
+        ----------
+        args : iterable
+            Arrays and pinned fields become device pointers, None the NULL pointer, int fills the
+            parameter's size, float is float32, NumPy scalars keep their dtype.
+
+        Raises
+        ------
+        KernelError
+            Wrong count, size, kind or range, by kernel and parameter number.
+        """
+        values = tuple(args)
+        if len(values) != len(self.param_sizes):
+            raise KernelError(
+                f"kernel {self.name!r} takes {len(self.param_sizes)} arguments, not {len(values)}"
+            )
+        data = bytearray(self._bytes)
+        owners: list[object] = [self.module]
+        for i, (value, offset, size) in enumerate(
+            zip(values, self._offsets, self.param_sizes, strict=True)
+        ):
+            data[offset : offset + size] = self._encode(i, value, size, owners)
+        return PackedArgs(bytes(data), self._offsets, tuple(owners))
+
+    def _encode(self, i: int, value: object, size: int, owners: list[object]) -> bytes:
+        if value is None or hasattr(value, "owner"):
+            if size != 8:
+                raise self._bad(i, f"is {size} bytes, but a pointer was given")
+            if value is None:
+                return bytes(8)
+            owners.append(value.owner)  # type: ignore[attr-defined]
+            return struct.pack("<Q", value.ptr)  # type: ignore[attr-defined]
+        if isinstance(value, np.generic):
+            if value.itemsize != size:
+                raise self._bad(i, f"is {size} bytes, but {value.dtype} was given")
+            return value.tobytes()
+        if isinstance(value, int):
+            if size not in _INT_FORMATS:
+                raise self._bad(i, f"is {size} bytes and takes no int")
+            signed, unsigned = _INT_FORMATS[size]
+            try:
+                return struct.pack(f"<{signed if value < 0 else unsigned}", value)
+            except struct.error:
+                raise self._bad(i, f"is {size} bytes and cannot hold {value}") from None
+        if isinstance(value, float):
+            if size != 4:
+                raise self._bad(i, f"is {size} bytes; a Python float is float32 (numpy.float64?)")
+            try:
+                return struct.pack("<f", value)
+            except OverflowError:
+                raise self._bad(i, f"is float32 and cannot hold {value}") from None
+        raise self._bad(i, f"cannot be a {type(value).__name__}")
+
+    def _bad(self, i: int, what: str) -> KernelError:
+        return KernelError(f"kernel {self.name!r}: argument {i} {what}")
+
+    def allow_shared(self, nbytes: int) -> None:
+        """Ask for more dynamic shared memory than every kernel gets, when that is needed."""
+        if nbytes > self._shared:
+            which = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call(cu.cuFuncSetAttribute, self.function, which, nbytes)
+            self._shared = nbytes
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name!r}, {len(self.param_sizes)} parameters>"
+
+
+class KernelModule:
+    """A loaded kernel text; ``module[name]`` gives an ``extern "C" __global__`` entry.
+
+    Modules stay loaded until the process ends: a kernel may be in a graph of anybody's.
+    """
+
+    def __init__(self, name: str, handle: Any, keep: object) -> None:
+        self.name = name
+        self._handle = handle
+        self._keep = keep
+        self._kernels: dict[str, Kernel] = {}
+
+    def __getitem__(self, name: str) -> Kernel:
+        if name not in self._kernels:
+            self._kernels[name] = Kernel(self, name, self._function(name))
+        return self._kernels[name]
+
+    def _function(self, name: str) -> Any:
+        try:
+            function = call(cu.cuModuleGetFunction, self._handle, name.encode())
+        except DeviceError as error:
+            if error.code != NOT_FOUND:
+                raise
+            raise KernelError(f'{self.name} has no extern "C" kernel {name!r}') from error
+        # A CUfunction is no proof of loading, and lazy loading may wait for the whole device in
+        # the middle of a replay.
+        call(cu.cuFuncLoad, function)
+        loaded = call(cu.cuFuncIsLoaded, function)
+        if loaded != cu.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED:
+            raise KernelError(f"kernel {name!r} of {self.name} is not loaded after cuFuncLoad")
+        return function
+
+    def __repr__(self) -> str:
+        return f"<KernelModule {self.name!r}>"
+
+
+def load_module(device: Device, path: Path, defines: Mapping[str, str]) -> KernelModule:
+    """Compile and load a file; use :meth:`Device.load`, which does so once."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise KernelError(f"kernel text {path} cannot be read: {error}") from error
+    return load_text(device, text, path.name, defines, path.parent)
+
+
+def load_text(
+    device: Device,
+    text: str,
+    name: str,
+    defines: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> KernelModule:
+    """Compile and load kernel text.
+
+    Parameters
+    ----------
+    device : Device
+    text : str
+        CUDA C++ with ``extern "C" __global__`` entries; it includes no CUDA header.
+    name : str
+        Names the text in errors.
+    defines : mapping, optional
+        Macros.
+    folder : Path, optional
+        Where ``#include "..."`` looks besides graft's own kernels.
+
+    Raises
+    ------
+    KernelError
+        The text does not compile; the compiler's words follow.
+    """
+    enter("cuModuleLoadData")
+    handle, keep = compile_text(device, text, name, defines or {}, folder)
+    return KernelModule(name, handle, keep)
+
+
+def _parameters(function: Any) -> list[tuple[int, int]]:
+    """Return (offset, size) of each parameter."""
+    out: list[tuple[int, int]] = []
+    while True:
+        results = cu.cuFuncGetParamInfo(function, len(out))
+        if int(results[0]) == INVALID_VALUE:
+            return out
+        offset, size = check("cuFuncGetParamInfo", results)
+        out.append((int(offset), int(size)))

@@ -1,0 +1,179 @@
+"""Lanes: one way to write device work, for running it at once and for building graphs.
+
+Model, sampling and grammar code is written once against :class:`Lane`. :class:`StreamLane` runs on
+a stream; :class:`graft.cudagraph.graph.GraphLane` adds nodes to a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from graft.cudagraph.driver import call, cu
+from graft.cudagraph.errors import KernelError, OptionError, ShapeError
+from graft.cudagraph.hostwork import HostWork, hostfunc
+from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
+from graft.cudagraph.streams import Stream
+from graft.native import _native
+
+__all__ = ["Array", "Dims", "Lane", "Mark", "StreamLane"]
+
+Dims = int | tuple[int, int, int]
+Array = DeviceArray | PinnedArray
+
+MAX_THREADS = 1024
+
+
+class Mark(Protocol):
+    """A point in a lane that other lanes can wait for."""
+
+    @property
+    def name(self) -> str:
+        """Name for errors and drawings."""
+
+
+class Lane(Protocol):
+    """An in-order sequence of device and host work."""
+
+    def kernel(
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        name: str | None = None,
+    ) -> None:
+        """Run a kernel; `shared` is dynamic shared memory in bytes."""
+
+    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
+        """Copy between device and pinned arrays of the same size in bytes."""
+
+    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+        """Set every byte of an array."""
+
+    def host(self, work: HostWork, *, name: str | None = None) -> None:
+        """Run host work: a callable, PythonWork or NativeWork."""
+
+    def record(self, name: str | None = None) -> Mark:
+        """Mark this point of the lane."""
+
+    def wait(self, mark: Any) -> None:
+        """Let what follows on this lane run after a mark of another lane."""
+
+
+class StreamMark:
+    """A recorded event of a stream lane."""
+
+    def __init__(self, stream: Stream, name: str | None) -> None:
+        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        event = int(call(cu.cuEventCreate, flags))
+        self._resource = _native.Resource(_native.ResourceKind.EVENT, event)
+        self.name = name or f"mark on {stream.name}"
+        call(cu.cuEventRecord, event, stream.handle)
+
+    @property
+    def event(self) -> int:
+        """The CUevent as an integer."""
+        return self._resource.handle
+
+
+class StreamLane:
+    """A lane that enqueues on a stream at once.
+
+    Arrays may be dropped as soon as they are enqueued: freeing them waits for work in flight.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def kernel(
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        name: str | None = None,
+    ) -> None:
+        """Launch a kernel."""
+        grid, block = check_launch(kernel, grid, block, shared)
+        packed = kernel.pack(args)
+        kernel.allow_shared(shared)
+        # `packed` holds the values until the driver has copied them.
+        call(cu.cuLaunchKernel, kernel.function, *grid, *block, shared, self.stream.handle,
+             packed.address, 0)  # fmt: skip
+
+    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
+        """Copy between device and pinned arrays."""
+        to, source = check_copy(dst, src)
+        stream = self.stream.handle
+        if to.pinned:
+            call(cu.cuMemcpyDtoHAsync, to.address, source.address, to.nbytes, stream)
+        elif source.pinned:
+            call(cu.cuMemcpyHtoDAsync, to.address, source.address, to.nbytes, stream)
+        else:
+            call(cu.cuMemcpyDtoDAsync, to.address, source.address, to.nbytes, stream)
+
+    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+        """Set every byte of an array."""
+        address, nbytes = dst.ptr, dst.nbytes
+        call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
+
+    def host(self, work: HostWork, *, name: str | None = None) -> None:
+        """Enqueue host work; what it raises is raised by the stream's synchronize()."""
+        hostfunc(self.stream, work)
+
+    def record(self, name: str | None = None) -> StreamMark:
+        """Record an event."""
+        return StreamMark(self.stream, name)
+
+    def wait(self, mark: Any) -> None:
+        """Let the stream wait for an event of another stream lane."""
+        if not isinstance(mark, StreamMark):
+            raise OptionError(f"a stream lane cannot wait for {mark!r}")
+        call(cu.cuStreamWaitEvent, self.stream.handle, mark.event, 0)
+
+
+def check_launch(
+    kernel: Kernel, grid: Dims, block: Dims, shared: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return grid and block as triples, or raise KernelError."""
+    dims = []
+    for label, value in (("grid", grid), ("block", block)):
+        triple = (value, 1, 1) if isinstance(value, int | np.integer) else tuple(value)
+        if len(triple) != 3 or any(
+            not isinstance(n, int | np.integer) or n < 1 or n >= 1 << 31 for n in triple
+        ):
+            raise KernelError(
+                f"kernel {kernel.name!r}: {label} must be a positive int or three, not {value!r}"
+            )
+        dims.append((int(triple[0]), int(triple[1]), int(triple[2])))
+    threads = dims[1][0] * dims[1][1] * dims[1][2]
+    if threads > MAX_THREADS:
+        raise KernelError(
+            f"kernel {kernel.name!r}: block {block} has {threads} threads of {MAX_THREADS}"
+        )
+    if shared < 0:
+        raise KernelError(f"kernel {kernel.name!r}: shared memory of {shared} bytes")
+    return dims[0], dims[1]
+
+
+def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
+    """Return both spans, or raise ShapeError unless they have the same size."""
+    for label, array in (("destination", dst), ("source", src)):
+        if not isinstance(array, DeviceArray | PinnedArray):
+            raise ShapeError(
+                f"copy {label} must be a DeviceArray or PinnedArray, not {type(array).__name__}"
+            )
+    if dst.nbytes != src.nbytes:
+        raise ShapeError(f"copy of {src.nbytes} bytes ({src!r}) to {dst.nbytes} bytes ({dst!r})")
+    spans = dst.span(), src.span()
+    if spans[0].pinned and spans[1].pinned:
+        raise ShapeError(f"{src!r} and {dst!r} are both on the host: copying them is host work")
+    return spans

@@ -1,0 +1,354 @@
+"""Device arrays and pinned host arrays: contiguous, typed, owned.
+
+Memory is freed when its last user goes: the array, its views, the graphs whose nodes carry its
+address. Finalisers only hand the memory to a reaper thread, because garbage collection may run in
+a host function, where the driver must not be called.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graft.cudagraph.driver import call, cu
+from graft.cudagraph.dtypes import dtype_name, from_float32, itemsize, numpy_dtype, to_float32
+from graft.cudagraph.errors import DeviceError, ShapeError
+from graft.native import _native
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+
+__all__ = [
+    "DeviceArray",
+    "PinnedArray",
+    "Span",
+    "dtype_name",
+    "from_float32",
+    "itemsize",
+    "numpy_dtype",
+    "to_float32",
+]
+
+CLOSE_LIMIT_S = 10.0
+OUT_OF_MEMORY = 2
+
+
+class Span(NamedTuple):
+    """A contiguous run of bytes that a copy or fill may name."""
+
+    pinned: bool
+    address: int
+    nbytes: int
+    owner: object
+
+
+def check_shape(shape: int | tuple[int, ...], what: str) -> tuple[int, ...]:
+    """Return a shape as a tuple of positive ints, or raise ShapeError."""
+    dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    for axis, size in enumerate(dims):
+        if not isinstance(size, int | np.integer) or size < 1:
+            raise ShapeError(f"{what}: dimension {axis} of shape {dims} must be a positive integer")
+    return tuple(int(size) for size in dims)
+
+
+class Allocation:
+    """One allocation of the driver and whether its maker closed it."""
+
+    __slots__ = ("_resource", "address", "nbytes", "what")
+
+    def __init__(self, kind: _native.ResourceKind, nbytes: int, what: str) -> None:
+        pinned = kind == _native.ResourceKind.PINNED_MEMORY
+        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+
+        def allocate() -> int:
+            if pinned:
+                return int(call(cu.cuMemHostAlloc, nbytes, flags))
+            return int(call(cu.cuMemAlloc, nbytes))
+
+        try:
+            address = allocate()
+        except DeviceError as error:
+            # Memory that was dropped may still wait for the reaper.
+            if error.code != OUT_OF_MEMORY or not _native.flush(CLOSE_LIMIT_S):
+                raise
+            address = allocate()
+        self._resource: _native.Resource | None = _native.Resource(kind, address)
+        self.address = address
+        self.nbytes = nbytes
+        self.what = what
+
+    @property
+    def resource(self) -> _native.Resource:
+        """The owner to keep for as long as the address is in use."""
+        if self._resource is None:
+            raise DeviceError(f"{self.what} is closed")
+        return self._resource
+
+    def close(self) -> None:
+        """Drop this reference; the memory is free on return unless a graph still carries it."""
+        self._resource = None
+        _native.flush(CLOSE_LIMIT_S)
+
+
+class DeviceArray:
+    """A C-contiguous array in device memory.
+
+    Made by :meth:`Device.empty`, :meth:`Device.zeros` and :meth:`Device.from_host`. Indexing and
+    slicing the leading axis and :meth:`reshape` give views that share the memory.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : str
+    device : Device
+    """
+
+    __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "device", "dtype", "shape")
+
+    def __init__(
+        self,
+        device: Device,
+        shape: tuple[int, ...],
+        dtype: str,
+        allocation: Allocation | None = None,
+        offset: int = 0,
+    ) -> None:
+        self.shape = check_shape(shape, "DeviceArray")
+        self.dtype = dtype
+        self.device = device
+        nbytes = math.prod(self.shape) * itemsize(dtype)
+        self._is_base = allocation is None
+        self._allocation = allocation or Allocation(
+            _native.ResourceKind.DEVICE_MEMORY, nbytes, f"DeviceArray {self.shape} {dtype}"
+        )
+        self._offset = offset
+
+    @property
+    def ptr(self) -> int:
+        """Device address of the first element."""
+        return self._allocation.resource.handle + self._offset
+
+    @property
+    def owner(self) -> object:
+        """What must be kept alive while the address is in use."""
+        return self._allocation.resource
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * itemsize(self.dtype)
+
+    def span(self) -> Span:
+        """Return the bytes of this array, for copies and fills."""
+        return Span(False, self.ptr, self.nbytes, self.owner)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ShapeError("an array without axes has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[DeviceArray]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, key: int | slice) -> DeviceArray:
+        """View one entry or a step-1 range of the leading axis."""
+        length = len(self)
+        row = self.nbytes // length
+        if isinstance(key, slice):
+            start, stop, step = key.indices(length)
+            if step != 1 or stop <= start:
+                raise ShapeError(f"slice {key} of an axis of {length} is empty or has a step")
+            shape = (stop - start, *self.shape[1:])
+        else:
+            try:
+                index = operator.index(key)
+            except TypeError:
+                raise ShapeError(f"only the leading axis can be indexed, not {key!r}") from None
+            if not -length <= index < length:
+                raise ShapeError(f"index {index} is outside of an axis of {length}")
+            start, shape = index % length, self.shape[1:]
+        return self._view(shape, self._offset + start * row)
+
+    def reshape(self, *shape: int | tuple[int, ...]) -> DeviceArray:
+        """View the same elements in another shape; one dimension may be -1."""
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        dims = [operator.index(size) for size in wanted]  # type: ignore[arg-type]
+        if dims.count(-1) == 1:
+            known = math.prod(size for size in dims if size != -1)
+            dims[dims.index(-1)] = self.size // known if known > 0 else 0
+        if math.prod(dims) != self.size or any(size < 1 for size in dims):
+            raise ShapeError(f"{self.size} elements of shape {self.shape} cannot take {wanted}")
+        return self._view(tuple(dims), self._offset)
+
+    def _view(self, shape: tuple[int, ...], offset: int) -> DeviceArray:
+        return DeviceArray(self.device, shape, self.dtype, self._allocation, offset)
+
+    def to_host(self) -> NDArray:
+        """Wait until the device is idle and return a copy in the storage dtype."""
+        out = np.empty(self.shape, numpy_dtype(self.dtype))
+        self.device.synchronize()
+        pointer = self.ptr
+
+        def enqueue(stream: int) -> None:
+            call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, stream)
+
+        self.device.transfer(enqueue)
+        return out
+
+    def copy_from(self, array: NDArray) -> None:
+        """Wait until the device is idle and overwrite this array with a host array.
+
+        The host array must have this shape and either the storage dtype, or float32 when this is
+        a 16-bit float (it is then rounded to nearest even).
+        """
+        source = np.asarray(array)
+        if source.dtype == np.float32 and self.dtype in ("float16", "bfloat16"):
+            source = from_float32(source, self.dtype)
+        if source.shape != self.shape:
+            raise ShapeError(f"host array has shape {source.shape}, device array {self.shape}")
+        if source.dtype != numpy_dtype(self.dtype):
+            raise ShapeError(
+                f"host array is {source.dtype}; {self.dtype} is stored as {numpy_dtype(self.dtype)}"
+            )
+        contiguous = np.ascontiguousarray(source)
+        self.device.synchronize()
+        pointer = self.ptr
+
+        def enqueue(stream: int) -> None:
+            call(cu.cuMemcpyHtoDAsync, pointer, contiguous.ctypes.data, self.nbytes, stream)
+
+        self.device.transfer(enqueue)
+
+    def fill(self, byte: int = 0) -> None:
+        """Wait until the device is idle and set every byte."""
+        value = check_byte(byte)
+        self.device.synchronize()
+        pointer = self.ptr
+        self.device.transfer(lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The array for CuPy, Numba and torch; bfloat16 appears as its 16 bits."""
+        return {
+            "shape": self.shape,
+            "typestr": numpy_dtype(self.dtype).str,
+            "data": (self.ptr, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return (kDLCUDA, ordinal)."""
+        from graft.cudagraph.dlpack import DL_CUDA
+
+        return (DL_CUDA, self.device.ordinal)
+
+    def __dlpack__(self, **options: Any) -> object:
+        """Export without a copy; the device is idle on return. BufferError on the soft device."""
+        from graft.cudagraph.dlpack import export
+
+        return export(self, **options)
+
+    def close(self) -> None:
+        """Free the memory now, for all views; memory that a graph carries goes with the graph.
+
+        Only the array that allocated it may do so.
+        """
+        if not self._is_base:
+            raise ShapeError("a view cannot close the array it shares memory with")
+        self._allocation.close()
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {self.shape} {self.dtype}>"
+
+
+class _HostView:
+    """Lets NumPy see pinned memory and keeps the owner alive for as long as NumPy does."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": numpy_dtype(dtype).str,
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class PinnedArray:
+    """Page-locked host memory that the device reads and writes at a fixed address.
+
+    Attributes
+    ----------
+    array : ndarray
+        NumPy view, zeroed at first. It keeps the memory alive, also after :meth:`close`.
+    shape : tuple of int
+    dtype : str
+    """
+
+    __slots__ = ("__weakref__", "_allocation", "_device_pointer", "array", "device", "dtype",
+                 "shape")  # fmt: skip
+
+    def __init__(self, device: Device, shape: int | tuple[int, ...], dtype: str) -> None:
+        self.device = device
+        self.shape = check_shape(shape, "PinnedArray")
+        self.dtype = dtype
+        nbytes = math.prod(self.shape) * itemsize(dtype)
+        self._allocation = Allocation(
+            _native.ResourceKind.PINNED_MEMORY, nbytes, f"PinnedArray {self.shape} {dtype}"
+        )
+        host = self._allocation.address
+        self._device_pointer = int(call(cu.cuMemHostGetDevicePointer, host, 0))
+        self.array = np.asarray(_HostView(host, self.shape, dtype, self._allocation.resource))
+        self.array.fill(0)
+
+    @property
+    def host_ptr(self) -> int:
+        """Host address."""
+        return self._allocation.resource.handle
+
+    @property
+    def ptr(self) -> int:
+        """Device address of the same memory."""
+        _ = self._allocation.resource
+        return self._device_pointer
+
+    @property
+    def owner(self) -> object:
+        """What must be kept alive while the address is in use."""
+        return self._allocation.resource
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self._allocation.nbytes
+
+    def span(self) -> Span:
+        """Return the bytes of this array, for copies and fills."""
+        return Span(True, self.host_ptr, self.nbytes, self.owner)
+
+    def close(self) -> None:
+        """Drop the memory; it is freed once no NumPy view and no graph uses it."""
+        self.array = np.empty(0, numpy_dtype(self.dtype))
+        self._allocation.close()
+
+    def __repr__(self) -> str:
+        return f"<PinnedArray {self.shape} {self.dtype}>"
+
+
+def check_byte(byte: int) -> int:
+    """Return a fill value as an int in 0..255, or raise ShapeError."""
+    if not isinstance(byte, int | np.integer) or not 0 <= byte <= 255:
+        raise ShapeError(f"a fill value is one byte, 0 to 255, not {byte!r}")
+    return int(byte)
+

@@ -1,0 +1,84 @@
+"""The driver's node structures, each built where it is used.
+
+The bindings' structures copy raw pointers and keep nothing alive. So each function here holds the
+structure, what it points to and the values until the driver call has returned; the driver copies
+during the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graft.cudagraph.driver import call, cu
+from graft.cudagraph.kernels import PackedArgs
+from graft.cudagraph.memory import Span
+
+__all__ = ["add_copy", "add_fill", "add_host", "add_kernel"]
+
+
+def add_kernel(
+    graph: int,
+    after: list[Any],
+    function: Any,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared: int,
+    packed: PackedArgs,
+) -> Any:
+    """Add a kernel node and return its CUgraphNode."""
+    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    params.func = function
+    params.gridDimX, params.gridDimY, params.gridDimZ = grid
+    params.blockDimX, params.blockDimY, params.blockDimZ = block
+    params.sharedMemBytes = shared
+    params.kernelParams = packed.address
+    node = call(cu.cuGraphAddKernelNode, graph, after, len(after), params)
+    del packed, params  # not before the call has returned
+    return node
+
+
+def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
+    """Add a one-dimensional copy node and return its CUgraphNode."""
+    params = cu.CUDA_MEMCPY3D()
+    host, device = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    params.srcMemoryType = host if src.pinned else device
+    params.dstMemoryType = host if dst.pinned else device
+    if src.pinned:
+        params.srcHost = src.address
+    else:
+        params.srcDevice = cu.CUdeviceptr(src.address)
+    if dst.pinned:
+        params.dstHost = dst.address
+    else:
+        params.dstDevice = cu.CUdeviceptr(dst.address)
+    params.WidthInBytes = dst.nbytes
+    params.Height = 1
+    params.Depth = 1
+    context = call(cu.cuCtxGetCurrent)
+    node = call(cu.cuGraphAddMemcpyNode, graph, after, len(after), params, context)
+    del params
+    return node
+
+
+def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int) -> Any:
+    """Add a fill node and return its CUgraphNode."""
+    params = cu.CUDA_MEMSET_NODE_PARAMS()
+    params.dst = cu.CUdeviceptr(address)
+    params.value = byte
+    params.elementSize = 1
+    params.width = nbytes
+    params.height = 1
+    context = call(cu.cuCtxGetCurrent)
+    node = call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
+    del params
+    return node
+
+
+def add_host(graph: int, after: list[Any], function: int, data: int) -> Any:
+    """Add a host node and return its CUgraphNode."""
+    params = cu.CUDA_HOST_NODE_PARAMS()
+    params.fn = cu.CUhostFn(function)
+    params.userData = data
+    node = call(cu.cuGraphAddHostNode, graph, after, len(after), params)
+    del params
+    return node

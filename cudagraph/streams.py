@@ -1,0 +1,101 @@
+"""Streams, and waiting for them without blocking in the driver."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from graft.cudagraph.driver import call, check_code, cu, enter
+from graft.cudagraph.errors import DeadlineError, OptionError
+from graft.cudagraph.hostwork import describe_running, raise_eager_failure
+from graft.native import _native
+
+if TYPE_CHECKING:
+    from graft.cudagraph.device import Device
+
+__all__ = ["Stream", "wait_streams"]
+
+NOT_READY = 600
+
+
+class Stream:
+    """An in-order queue of device work that never synchronises with the legacy NULL stream.
+
+    Made by :meth:`Device.stream`. Dropping it lets enqueued work finish.
+    """
+
+    def __init__(self, device: Device, name: str = "") -> None:
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        handle = int(call(cu.cuStreamCreate, flags))
+        self._resource: _native.Resource | None = _native.Resource(
+            _native.ResourceKind.STREAM, handle
+        )
+        self.device = device
+        stale = _native.take_eager_failure(handle)
+        if stale is not None:  # the driver may use a handle again
+            warnings.warn(f"host step {stale[0]!r} failed on a dropped stream", stacklevel=3)
+        self.name = name or f"stream {handle:#x}"
+
+    @property
+    def handle(self) -> int:
+        """The CUstream as an integer."""
+        if self._resource is None:
+            raise OptionError(f"{self.name} is closed")
+        return self._resource.handle
+
+    @property
+    def closed(self) -> bool:
+        """Was the stream closed?"""
+        return self._resource is None
+
+    def query(self) -> bool:
+        """Return whether all enqueued work has finished; DeviceError after a fault."""
+        handle = self.handle
+        enter("cuStreamQuery")
+        code = _native.query_stream(handle)
+        if code == NOT_READY:
+            return False
+        check_code("cuStreamQuery", code)
+        return True
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait until all enqueued work has finished. Ctrl-C is honoured.
+
+        Raises
+        ------
+        DeadlineError
+            After ``timeout_s`` seconds; the work goes on.
+        HostWorkError
+            A host function enqueued on this stream raised; each failure is raised once.
+        DeviceError
+            The device failed.
+        """
+        wait_streams([self.handle], timeout_s, self.name)
+        raise_eager_failure(self.handle)
+
+    def close(self) -> None:
+        """Give the stream back to the driver; work that is enqueued still finishes.
+
+        Raises
+        ------
+        HostWorkError
+            A host function on this stream failed and nobody was told yet; the stream is closed.
+        """
+        if self._resource is None:
+            return
+        handle = self._resource.handle
+        self._resource = None
+        raise_eager_failure(handle)
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._resource is None else ""
+        return f"<Stream {self.name!r}{state}>"
+
+
+def wait_streams(handles: list[int], timeout_s: float | None, what: str) -> None:
+    """Poll until each stream was seen idle once."""
+    enter("cuStreamQuery")
+    finished, code = _native.wait_streams(handles, timeout_s)
+    if not finished:
+        raise DeadlineError(f"{what} was busy for {timeout_s:g} s{describe_running()}")
+    check_code("cuStreamQuery", code)

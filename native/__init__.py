@@ -1,0 +1,21 @@
+"""graft's compiled part, and the counters that tests and tools read."""
+
+from __future__ import annotations
+
+from graft.native._native import (
+    failed_frees,
+    leaked_items,
+    live_records,
+    live_resources,
+    live_thread_states,
+    released_records,
+)
+
+__all__ = [
+    "failed_frees",
+    "leaked_items",
+    "live_records",
+    "live_resources",
+    "live_thread_states",
+    "released_records",
+]

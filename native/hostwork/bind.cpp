@@ -1,0 +1,332 @@
+// Python face of the host-work room. Rules of INVARIANTS.md: arguments are converted with the GIL
+// held, every driver call is made with the GIL released, and native code returns the driver's
+// codes for Python to raise.
+#include "hostwork/bind.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+#include <vector>
+
+#include "hostwork/driver.h"
+#include "hostwork/eager.h"
+#include "hostwork/exec.h"
+#include "hostwork/gate.h"
+#include "hostwork/poll.h"
+#include "hostwork/record.h"
+#include "hostwork/resource.h"
+
+namespace nb = nanobind;
+using namespace graft::hostwork;
+
+namespace {
+
+Handle as_handle(std::uint64_t value) { return reinterpret_cast<Handle>(value); }
+std::uint64_t as_int(const void* pointer) { return reinterpret_cast<std::uint64_t>(pointer); }
+
+// (node, replay, exception or None, message)
+nb::object failure_tuple(Failure failure) {
+  nb::object exception =
+      failure.exception == nullptr ? nb::none() : nb::steal<nb::object>(failure.exception);
+  return nb::make_tuple(failure.node, failure.replay, exception, failure.message);
+}
+
+std::tuple<int, std::string, std::uint64_t> attach_record(std::uint64_t graph, Record* record) {
+  const nb::gil_scoped_release release;
+  const Attached a = attach(as_handle(graph), record);
+  return {a.result, a.api, as_int(a.object)};
+}
+
+// Adds (code, api, user object, function, data) for a host node.
+template <typename... Body>
+nb::object attach_host(std::uint64_t graph, std::shared_ptr<GraphState> state, Body&&... body) {
+  auto* record = new HostRecord(std::forward<Body>(body)...);
+  record->set_state(std::move(state));
+  const std::uint64_t data = as_int(record);
+  auto [code, api, object] = attach_record(graph, record);
+  return nb::make_tuple(code, api, object, reinterpret_cast<std::uint64_t>(&run_host_record), data);
+}
+
+int launch_eager(std::uint64_t stream, EagerRecord* record) {
+  const nb::gil_scoped_release release;
+  return record->launch(stream);
+}
+
+// (finished, code): polls a driver query until it is not "not ready".
+template <typename Query>
+std::pair<bool, int> wait_for(Query&& query, std::optional<double> timeout_s) {
+  Result result = kNotReady;
+  const bool finished = poll_until(
+      [&] {
+        result = query();
+        return result != kNotReady;
+      },
+      timeout_s);
+  return {finished, result};
+}
+
+void bind_driver_table(nb::module_& m) {
+  m.def("loaded_library", &loaded_library, nb::arg("soname"),
+        "Path of the file that answers for a SONAME in this process, or ''.");
+  m.def(
+      "bind_driver",
+      [](const std::string& path, std::uint64_t context) {
+        bind_driver(path, as_handle(context));
+        start_reaper();
+      },
+      nb::arg("path"), nb::arg("context"),
+      "Take the native driver table from the loaded libcuda.so.1, which must be `path`.");
+  m.def("in_host_work", &in_host_work, "Is this thread inside a host function?");
+}
+
+void bind_lifetime(nb::module_& m) {
+  nb::enum_<ResourceKind>(m, "ResourceKind")
+      .value("DEVICE_MEMORY", ResourceKind::kDeviceMemory)
+      .value("PINNED_MEMORY", ResourceKind::kPinnedMemory)
+      .value("EVENT", ResourceKind::kEvent)
+      .value("STREAM", ResourceKind::kStream)
+      .value("MODULE", ResourceKind::kModule)
+      .value("GRAPH", ResourceKind::kGraph);
+  nb::class_<Resource>(m, "Resource", "Owner of one driver handle; freed by the reaper.")
+      .def(nb::init<ResourceKind, std::uint64_t>(), nb::arg("kind"), nb::arg("handle"))
+      .def_prop_ro("handle", &Resource::handle);
+  m.def(
+      "flush", [](double timeout_s) { return flush(timeout_s); }, nb::arg("timeout_s"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Wait until everything dropped so far is freed; False on timeout.");
+  m.def("live_resources", &live_resources);
+  m.def("failed_frees", &failed_frees);
+  m.def("leaked_items", &leaked_items);
+  m.def("live_records", &live_records);
+  m.def("released_records", &released_records);
+  m.def("live_thread_states", &live_thread_states);
+  m.def("close_gate", &close_gate, nb::arg("timeout_s"),
+        "Let no thread enter Python any more; called once, when the interpreter exits.");
+}
+
+void bind_records(nb::module_& m) {
+  nb::class_<GraphState>(m, "GraphState", "Replay status and first failure of one graph.")
+      .def(nb::new_([](std::uint64_t status) {
+             return std::make_shared<GraphState>(reinterpret_cast<std::int32_t*>(status));
+           }),
+           nb::arg("status"))
+      .def_prop_ro("failed", &GraphState::failed)
+      .def_prop_ro("failures", &GraphState::failures)
+      .def("pending",
+           [](const GraphState& self) -> nb::object {
+             Failure failure;
+             if (!self.pending(&failure)) return nb::none();
+             return failure_tuple(std::move(failure));
+           })
+      .def("clear", &GraphState::clear);
+
+  m.def(
+      "attach_keep",
+      [](std::uint64_t graph, nb::object keep) {
+        return attach_record(graph, new Record(keep.ptr()));
+      },
+      nb::arg("graph"), nb::arg("keep"),
+      "Keep objects alive as long as the graph can run: (code, api, user object).");
+  m.def(
+      "attach_python",
+      [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name, nb::object fn,
+         nb::tuple args, nb::object keep) {
+        return attach_host(graph, std::move(state), std::move(name), fn.ptr(), args.ptr(),
+                           keep.ptr());
+      },
+      nb::arg("graph"), nb::arg("state"), nb::arg("name"), nb::arg("fn"), nb::arg("args"),
+      nb::arg("keep"), "Record of a Python host node: (code, api, user object, function, data).");
+  m.def(
+      "attach_native",
+      [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name,
+         std::uint64_t function, std::uint64_t data, nb::object keep) {
+        return attach_host(graph, std::move(state), std::move(name),
+                           reinterpret_cast<HostFunction>(function), as_handle(data), keep.ptr());
+      },
+      nb::arg("graph"), nb::arg("state"), nb::arg("name"), nb::arg("function"), nb::arg("data"),
+      nb::arg("keep"), "Record of a native host node: (code, api, user object, function, data).");
+  m.def(
+      "detach",
+      [](std::uint64_t graph, std::uint64_t object) {
+        return detach(as_handle(graph), as_handle(object));
+      },
+      nb::arg("graph"), nb::arg("object"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("run_counts", [] {
+    const RunCounts c = run_counts();
+    return nb::make_tuple(c.python, c.native, c.stood_down);
+  });
+  m.def("running_host_work", [] {
+    std::vector<Running> running;
+    {
+      const nb::gil_scoped_release release;
+      running = running_host_work();
+    }
+    nb::list out;
+    for (const Running& r : running) {
+      out.append(nb::make_tuple(r.node, r.replay, r.seconds, r.thread));
+    }
+    return out;
+  });
+}
+
+void bind_eager(nb::module_& m) {
+  m.def(
+      "is_capturing",
+      [](std::uint64_t stream) {
+        bool capturing = false;
+        const Result result = is_capturing(stream, &capturing);
+        return std::make_pair(result, capturing);
+      },
+      nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "eager_python",
+      [](std::uint64_t stream, std::string name, nb::object fn, nb::tuple args, nb::object keep) {
+        return launch_eager(stream,
+                            new EagerRecord(std::move(name), fn.ptr(), args.ptr(), keep.ptr()));
+      },
+      nb::arg("stream"), nb::arg("name"), nb::arg("fn"), nb::arg("args"), nb::arg("keep"));
+  m.def(
+      "eager_native",
+      [](std::uint64_t stream, std::string name, std::uint64_t function, std::uint64_t data,
+         nb::object keep) {
+        return launch_eager(
+            stream, new EagerRecord(std::move(name), reinterpret_cast<HostFunction>(function),
+                                    as_handle(data), keep.ptr()));
+      },
+      nb::arg("stream"), nb::arg("name"), nb::arg("function"), nb::arg("data"), nb::arg("keep"));
+  m.def(
+      "take_eager_failure",
+      [](std::uint64_t stream) -> nb::object {
+        Failure failure;
+        if (!take_eager_failure(stream, &failure)) return nb::none();
+        return failure_tuple(std::move(failure));
+      },
+      nb::arg("stream"));
+  m.def("abandon_eager", &abandon_eager, nb::call_guard<nb::gil_scoped_release>());
+  m.def("pending_eager", &pending_eager, nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_exec(nb::module_& m) {
+  const auto pair = [](Outcome outcome) {
+    return std::make_pair(outcome.result, std::string(outcome.api));
+  };
+  nb::class_<Exec>(m, "Exec", "One executable graph.")
+      .def(nb::init<std::uint64_t, std::uint64_t, std::shared_ptr<GraphState>>(), nb::arg("exec"),
+           nb::arg("event"), nb::arg("state"))
+      .def_prop_ro("handle", &Exec::handle)
+      .def_prop_ro("launches",
+                   [](Exec& self) {
+                     const nb::gil_scoped_release release;
+                     return self.launches();
+                   })
+      .def(
+          "launch",
+          [pair](Exec& self, std::uint64_t stream) {
+            const nb::gil_scoped_release release;
+            return pair(self.launch(stream));
+          },
+          nb::arg("stream"))
+      .def(
+          "upload",
+          [pair](Exec& self, std::uint64_t stream) {
+            const nb::gil_scoped_release release;
+            return pair(self.upload(stream));
+          },
+          nb::arg("stream"))
+      .def("query",
+           [pair](Exec& self) {
+             const nb::gil_scoped_release release;
+             return pair(self.query());
+           })
+      .def(
+          "wait",
+          [](Exec& self, std::optional<double> timeout_s) {
+            return wait_for([&self] { return self.query().result; }, timeout_s);
+          },
+          nb::arg("timeout_s").none(), "(finished, code)")
+      .def(
+          "update",
+          [](Exec& self, std::uint64_t graph) {
+            UpdateInfo info{};
+            const nb::gil_scoped_release release;
+            const Result result = self.update(graph, &info);
+            return std::make_tuple(result, info.result, as_int(info.error_node));
+          },
+          nb::arg("graph"), "(code, update result, node to blame)")
+      .def(
+          "adopt",
+          [](Exec& self, std::shared_ptr<GraphState> state) {
+            const nb::gil_scoped_release release;
+            self.adopt(std::move(state));
+          },
+          nb::arg("state"))
+      .def("close", [](Exec& self) {
+        const nb::gil_scoped_release release;
+        self.close();
+      });
+}
+
+void bind_waits(nb::module_& m) {
+  m.def(
+      "query_stream",
+      [](std::uint64_t stream) { return driver().stream_query(as_handle(stream)); },
+      nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "wait_streams",
+      [](const std::vector<std::uint64_t>& streams, std::optional<double> timeout_s) {
+        std::size_t next = 0;
+        return wait_for(
+            [&streams, &next] {
+              for (; next < streams.size(); ++next) {
+                const Result result = driver().stream_query(as_handle(streams[next]));
+                if (result != kSuccess) return result;
+              }
+              return kSuccess;
+            },
+            timeout_s);
+      },
+      nb::arg("streams"), nb::arg("timeout_s").none(),
+      "Wait until each stream was seen idle once: (finished, code).");
+
+  m.def("load_acquire_i32", [](std::uint64_t address) {
+    return __atomic_load_n(reinterpret_cast<const std::int32_t*>(address), __ATOMIC_ACQUIRE);
+  });
+  m.def("store_release_i32", [](std::uint64_t address, std::int32_t value) {
+    __atomic_store_n(reinterpret_cast<std::int32_t*>(address), value, __ATOMIC_RELEASE);
+  });
+  const auto load = [](std::uint64_t address) {
+    return __atomic_load_n(reinterpret_cast<const std::int32_t*>(address), __ATOMIC_ACQUIRE);
+  };
+  m.def(
+      "poll_i32_eq",
+      [load](std::uint64_t address, std::int32_t value, std::optional<double> timeout_s) {
+        const auto done = [=] { return load(address) == value; };
+        return done() || poll_until(done, timeout_s);
+      },
+      nb::arg("address"), nb::arg("value"), nb::arg("timeout_s").none(),
+      "Wait, with acquire order, until the word equals value; False at the deadline.");
+  m.def(
+      "poll_i32_ge",
+      [load](std::uint64_t address, std::int32_t value, std::optional<double> timeout_s) {
+        const auto done = [=] { return load(address) >= value; };
+        return done() || poll_until(done, timeout_s);
+      },
+      nb::arg("address"), nb::arg("value"), nb::arg("timeout_s").none(),
+      "Wait, with acquire order, until the word is at least value; False at the deadline.");
+}
+
+}  // namespace
+
+void bind_hostwork(nb::module_& m) {
+  bind_driver_table(m);
+  bind_lifetime(m);
+  bind_records(m);
+  bind_eager(m);
+  bind_exec(m);
+  bind_waits(m);
+}

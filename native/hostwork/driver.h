@@ -1,0 +1,63 @@
+// Driver entry points for native code, taken from the one libcuda.so.1 of the process.
+//
+// No CUDA header is needed: the few types below are those of the public driver ABI.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace graft::hostwork {
+
+using Result = int;  // CUresult
+using Handle = void*;
+using HostFunction = void (*)(void*);
+
+constexpr Result kSuccess = 0;
+constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
+
+struct UpdateInfo {  // CUgraphExecUpdateResultInfo
+  int result;
+  Handle error_node;
+  Handle error_from_node;
+};
+
+// One function pointer per driver call that graft makes from native code. Every call is made
+// with the GIL released.
+struct Driver {
+  Result (*ctx_set_current)(Handle context);
+  Result (*launch_host_func)(Handle stream, HostFunction fn, void* data);
+  Result (*stream_is_capturing)(Handle stream, int* status);
+  Result (*stream_query)(Handle stream);
+  Result (*stream_destroy)(Handle stream);
+  Result (*event_query)(Handle event);
+  Result (*event_record)(Handle event, Handle stream);
+  Result (*event_destroy)(Handle event);
+  Result (*mem_free)(std::uint64_t address);
+  Result (*mem_free_host)(void* address);
+  Result (*module_unload)(Handle module);
+  Result (*graph_destroy)(Handle graph);
+  Result (*graph_exec_destroy)(Handle exec);
+  Result (*graph_launch)(Handle exec, Handle stream);
+  Result (*graph_upload)(Handle exec, Handle stream);
+  Result (*graph_exec_update)(Handle exec, Handle graph, UpdateInfo* info);
+  Result (*user_object_create)(Handle* object, void* data, HostFunction destroy, unsigned int count,
+                               unsigned int flags);
+  Result (*user_object_release)(Handle object, unsigned int count);
+  Result (*graph_retain_user_object)(Handle graph, Handle object, unsigned int count,
+                                     unsigned int flags);
+  Result (*graph_release_user_object)(Handle graph, Handle object, unsigned int count);
+};
+
+// Fills the table from the already loaded libcuda.so.1, which must be the library at `path`
+// (the file the device chooser loaded). Throws std::runtime_error otherwise. Called once.
+void bind_driver(const std::string& path, Handle context);
+
+// The table; throws std::logic_error before bind_driver().
+const Driver& driver();
+Handle primary_context();
+
+// The file that answers for a SONAME in this process, or "" when none is loaded.
+std::string loaded_library(const std::string& soname);
+
+}  // namespace graft::hostwork

@@ -1,0 +1,79 @@
+#include "hostwork/gate.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+namespace graft::hostwork {
+namespace {
+
+std::atomic<bool> closed{false};
+std::atomic<std::int64_t> entered{0};
+std::atomic<std::int64_t> thread_states{0};
+thread_local int host_work_depth = 0;
+
+// Counts the caller in, unless the gate is closed. The count is raised before the flag is read,
+// so that close_gate() either sees this thread or is seen by it.
+bool enter() {
+  entered.fetch_add(1);
+  if (!closed.load()) return true;
+  entered.fetch_sub(1);
+  return false;
+}
+
+void leave() { entered.fetch_sub(1); }
+
+// Owns the extra PyGILState reference that keeps a foreign thread's state alive between calls.
+struct ThreadState {
+  bool held = false;
+  ~ThreadState() {
+    if (!held || !enter()) return;  // after the gate closed the state is leaked on purpose
+    const PyGILState_STATE outer = PyGILState_Ensure();
+    PyGILState_Release(PyGILState_LOCKED);  // the extra reference, GIL stays held
+    PyGILState_Release(outer);
+    thread_states.fetch_sub(1);
+    leave();
+  }
+};
+thread_local ThreadState thread_state;
+
+}  // namespace
+
+PythonEntry::PythonEntry() : entered_(enter()), state_(PyGILState_UNLOCKED) {
+  if (!entered_) return;
+  const bool foreign = PyGILState_GetThisThreadState() == nullptr;
+  state_ = PyGILState_Ensure();
+  if (foreign) {
+    (void)PyGILState_Ensure();  // never paired on this thread until it exits
+    thread_state.held = true;
+    thread_states.fetch_add(1);
+  }
+}
+
+PythonEntry::~PythonEntry() {
+  if (!entered_) return;
+  PyGILState_Release(state_);
+  leave();
+}
+
+bool close_gate(double timeout_s) {
+  closed.store(true);
+  bool empty = false;
+  Py_BEGIN_ALLOW_THREADS;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  while (!(empty = entered.load() == 0) && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  Py_END_ALLOW_THREADS;
+  return empty;
+}
+
+bool gate_open() { return !closed.load(); }
+
+std::int64_t live_thread_states() { return thread_states.load(); }
+
+HostWorkScope::HostWorkScope() { ++host_work_depth; }
+HostWorkScope::~HostWorkScope() { --host_work_depth; }
+bool in_host_work() { return host_work_depth > 0; }
+
+}  // namespace graft::hostwork

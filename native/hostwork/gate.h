@@ -1,0 +1,46 @@
+// Entering Python from threads that are not Python's, and not entering it after the end.
+//
+// INVARIANTS.md, "Python", states the rules this file implements.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+namespace graft::hostwork {
+
+// Holds the GIL for its scope, or refuses because the interpreter is shutting down.
+// A driver thread keeps one Python thread state for as long as it lives: making one per call
+// costs several times the call itself.
+class PythonEntry {
+ public:
+  PythonEntry();
+  ~PythonEntry();
+  PythonEntry(const PythonEntry&) = delete;
+  PythonEntry& operator=(const PythonEntry&) = delete;
+  explicit operator bool() const { return entered_; }
+
+ private:
+  bool entered_;
+  PyGILState_STATE state_;
+};
+
+// Closes the gate for good and waits until every entered thread has left, at most timeout_s.
+// Called with the GIL held (it is released while waiting). Returns whether all have left.
+bool close_gate(double timeout_s);
+bool gate_open();
+
+// Threads that keep a Python thread state now.
+std::int64_t live_thread_states();
+
+// Marks the calling thread as inside a host function: driver calls are refused there.
+class HostWorkScope {
+ public:
+  HostWorkScope();
+  ~HostWorkScope();
+  HostWorkScope(const HostWorkScope&) = delete;
+  HostWorkScope& operator=(const HostWorkScope&) = delete;
+};
+bool in_host_work();
+
+}  // namespace graft::hostwork

@@ -1,0 +1,119 @@
+#include "hostwork/reaper.h"
+
+#include <semaphore.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <thread>
+
+#include "hostwork/driver.h"
+#include "hostwork/gate.h"
+
+namespace graft::hostwork {
+
+class Reaper {
+ public:
+  Reaper() { sem_init(&wake_, 0, 0); }
+
+  void push(Reapable* item) noexcept {
+    pending_.fetch_add(1);
+    item->next_ = head_.load(std::memory_order_relaxed);
+    while (!head_.compare_exchange_weak(item->next_, item)) {
+    }
+    sem_post(&wake_);
+  }
+
+  void run() {
+    driver().ctx_set_current(primary_context());
+    while (true) {
+      while (sem_wait(&wake_) != 0) {
+      }
+      drain();
+    }
+  }
+
+  std::int64_t pending() const { return pending_.load(); }
+  std::int64_t leaked() const { return leaked_.load(); }
+
+ private:
+  void drain() {
+    Reapable* const items = reversed(head_.exchange(nullptr));
+    std::int64_t count = 0;
+    for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
+    if (gate_open()) {
+      free(items);
+    } else {
+      leaked_.fetch_add(count);  // the driver and the interpreter are going away: leave it to them
+    }
+    pending_.fetch_sub(count);
+  }
+
+  // Items are deleted, and so counted as released, only after their Python references are gone.
+  void free(Reapable* items) {
+    std::vector<PyObject*> references;
+    for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);
+    if (!references.empty()) drop(references);
+    while (items != nullptr) {
+      Reapable* next = items->next_;
+      delete items;
+      items = next;
+    }
+  }
+
+  void drop(const std::vector<PyObject*>& references) {
+    const PythonEntry python;
+    if (!python) {
+      leaked_.fetch_add(static_cast<std::int64_t>(references.size()));
+      return;
+    }
+    for (PyObject* reference : references) Py_DECREF(reference);
+  }
+
+  // Oldest first, in the order of the hand-over.
+  static Reapable* reversed(Reapable* head) {
+    Reapable* out = nullptr;
+    while (head != nullptr) {
+      Reapable* next = head->next_;
+      head->next_ = out;
+      out = head;
+      head = next;
+    }
+    return out;
+  }
+
+  std::atomic<Reapable*> head_{nullptr};
+  std::atomic<std::int64_t> pending_{0};
+  std::atomic<std::int64_t> leaked_{0};
+  sem_t wake_;
+};
+
+namespace {
+
+// Never destroyed: its thread waits in it until the process ends.
+Reaper& reaper() {
+  static Reaper* const instance = new Reaper;
+  return *instance;
+}
+
+}  // namespace
+
+void retire(Reapable* item) noexcept { reaper().push(item); }
+
+bool flush(double timeout_s) {
+  if (in_host_work()) return false;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  while (reaper().pending() != 0) {
+    if (!gate_open() || std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+void start_reaper() {
+  std::thread([] { reaper().run(); }).detach();
+}
+
+std::int64_t leaked_items() { return reaper().leaked(); }
+
+}  // namespace graft::hostwork

@@ -1,0 +1,166 @@
+#include "hostwork/record.h"
+
+#include <cxxabi.h>
+#include <unistd.h>
+
+#include <exception>
+#include <utility>
+
+#include "hostwork/gate.h"
+#include "hostwork/running.h"
+
+namespace graft::hostwork {
+namespace {
+
+constexpr unsigned int kMove = 1;               // CU_GRAPH_USER_OBJECT_MOVE
+constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+
+std::atomic<std::int64_t> live{0};
+std::atomic<std::int64_t> released{0};
+std::atomic<std::int64_t> python_runs{0};
+std::atomic<std::int64_t> native_runs{0};
+std::atomic<std::int64_t> stood_down{0};
+
+PyObject* new_reference(PyObject* object) {
+  Py_XINCREF(object);
+  return object;
+}
+
+// The raised exception as one object with its traceback; clears the error (GIL held).
+PyObject* take_exception() {
+#if PY_VERSION_HEX >= 0x030c0000
+  return PyErr_GetRaisedException();
+#else
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return value;
+#endif
+}
+
+// The interpreter ended while this thread was in Python, after the gate's time limit, and now
+// makes the thread exit. It must unwind neither through the guards here nor into the driver, so
+// it waits for the end of the process.
+[[noreturn]] void park() {
+  while (true) pause();
+}
+
+// The destructor of the user object: runs on a driver thread or inside a destroy call.
+void retire_record(void* data) { retire(static_cast<Record*>(data)); }
+
+}  // namespace
+
+Record::Record(PyObject* keep) : keep_(new_reference(keep)) { live.fetch_add(1); }
+
+Record::~Record() {
+  live.fetch_sub(1);
+  released.fetch_add(1);
+}
+
+void Record::reap(std::vector<PyObject*>& references) noexcept {
+  if (keep_ != nullptr) references.push_back(keep_);
+}
+
+HostRecord::HostRecord(std::string name, PyObject* callable, PyObject* arguments, PyObject* keep)
+    : Record(keep),
+      name_(std::move(name)),
+      callable_(new_reference(callable)),
+      arguments_(new_reference(arguments)) {}
+
+HostRecord::HostRecord(std::string name, HostFunction function, void* data, PyObject* keep)
+    : Record(keep), name_(std::move(name)), function_(function), data_(data) {}
+
+void HostRecord::reap(std::vector<PyObject*>& references) noexcept {
+  if (callable_ != nullptr) references.push_back(callable_);
+  if (arguments_ != nullptr) references.push_back(arguments_);
+  Record::reap(references);
+}
+
+void HostRecord::fail(StatusCode code, std::int64_t replay, PyObject* exception,
+                      std::string message) {
+  Failure failure{name_, replay, exception, std::move(message)};
+  if (state_) {
+    state_->fail(code, std::move(failure));
+  } else {
+    fail_eager(std::move(failure));
+  }
+}
+
+void HostRecord::run_python(std::int64_t replay) {
+  const PythonEntry python;
+  if (!python) {
+    fail(kStatusShutdown, replay, nullptr, "the interpreter is shutting down");
+    return;
+  }
+  PyObject* result = nullptr;
+  try {
+    result = PyObject_CallObject(callable_, arguments_);
+  } catch (abi::__forced_unwind&) {
+    park();
+  }
+  if (result == nullptr) {
+    fail(kStatusPython, replay, take_exception(), "");
+  } else {
+    Py_DECREF(result);
+  }
+}
+
+void HostRecord::run() noexcept {
+  const std::int64_t run = runs_.load(std::memory_order_relaxed) + 1;
+  runs_.store(run, std::memory_order_relaxed);
+  const std::int64_t replay = state_ ? state_->base() + run : 0;
+  if (state_ && state_->failed()) {
+    stood_down.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  const HostWorkScope host_work;
+  const RunningScope running(this, replay);
+  try {
+    if (callable_ != nullptr) {
+      python_runs.fetch_add(1, std::memory_order_relaxed);
+      run_python(replay);
+    } else {
+      native_runs.fetch_add(1, std::memory_order_relaxed);
+      function_(data_);
+    }
+  } catch (abi::__forced_unwind&) {
+    park();
+  } catch (const std::exception& error) {
+    fail(kStatusNative, replay, nullptr, error.what());
+  } catch (...) {
+    fail(kStatusNative, replay, nullptr, "an unknown C++ exception");
+  }
+}
+
+void run_host_record(void* data) { static_cast<HostRecord*>(data)->run(); }
+
+Attached attach(Handle graph, Record* record) {
+  const Driver& d = driver();
+  Handle object = nullptr;
+  // The base pointer is what the destructor gets, whatever class the record is.
+  Result result = d.user_object_create(&object, record, retire_record, 1, kNoDestructorSync);
+  if (result != kSuccess) {
+    retire(record);
+    return {result, "cuUserObjectCreate", nullptr};
+  }
+  result = d.graph_retain_user_object(graph, object, 1, kMove);
+  if (result != kSuccess) {
+    d.user_object_release(object, 1);  // the reference is still ours; this retires the record
+    return {result, "cuGraphRetainUserObject", nullptr};
+  }
+  return {kSuccess, "", object};
+}
+
+Result detach(Handle graph, Handle object) {
+  return driver().graph_release_user_object(graph, object, 1);
+}
+
+std::int64_t live_records() { return live.load(); }
+std::int64_t released_records() { return released.load(); }
+
+RunCounts run_counts() { return {python_runs.load(), native_runs.load(), stood_down.load()}; }
+
+}  // namespace graft::hostwork

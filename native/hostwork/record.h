@@ -1,0 +1,100 @@
+// Records: the immutable data a graph node or an eager host function carries a pointer to.
+//
+// INVARIANTS.md, "Records", states the rules.
+#pragma once
+
+#include <Python.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hostwork/driver.h"
+#include "hostwork/reaper.h"
+#include "hostwork/state.h"
+
+namespace graft::hostwork {
+
+// Keeps Python objects alive for as long as the driver may use what they own.
+class Record : public Reapable {
+ public:
+  // Takes a new reference to `keep` (GIL held).
+  explicit Record(PyObject* keep);
+  ~Record() override;
+  void reap(std::vector<PyObject*>& references) noexcept override;
+
+ private:
+  PyObject* const keep_;
+};
+
+// A host function: a Python callable with its arguments, or a native function with its data.
+class HostRecord : public Record {
+ public:
+  HostRecord(std::string name, PyObject* callable, PyObject* arguments, PyObject* keep);
+  HostRecord(std::string name, HostFunction function, void* data, PyObject* keep);
+
+  void set_state(std::shared_ptr<GraphState> state) { state_ = std::move(state); }
+  const std::string& name() const { return name_; }
+  void reap(std::vector<PyObject*>& references) noexcept override;
+
+  // One run of the function. Nothing escapes: failures go to the state or, for eager work, to
+  // the error list of the stream.
+  void run() noexcept;
+
+  // Reports a failure of the current run. Takes ownership of `exception`.
+  void fail(StatusCode code, std::int64_t replay, PyObject* exception, std::string message);
+
+ protected:
+  virtual void fail_eager(Failure failure) { drop_later(failure.exception); }
+
+ private:
+  void run_python(std::int64_t replay);
+
+  const std::string name_;
+  PyObject* const callable_ = nullptr;
+  PyObject* const arguments_ = nullptr;
+  const HostFunction function_ = nullptr;
+  void* const data_ = nullptr;
+  std::shared_ptr<GraphState> state_;      // null: eager
+  std::atomic<std::int64_t> runs_{0};      // written only by the run itself
+};
+
+// The function a host node carries; `data` is its HostRecord.
+void run_host_record(void* data);
+
+struct Attached {
+  Result result;
+  const char* api;  // the call that failed
+  Handle object;    // the user object, for detach()
+};
+
+// Gives `record` to `graph` through a user object: it is retired when the last of the graph, its
+// executables, clones and launches in flight is gone. Consumes the record also on failure.
+// Called without the GIL, before the node is added.
+Attached attach(Handle graph, Record* record);
+
+// Undoes attach() when adding the node failed.
+Result detach(Handle graph, Handle object);
+
+std::int64_t live_records();
+std::int64_t released_records();
+
+struct RunCounts {
+  std::int64_t python;
+  std::int64_t native;
+  std::int64_t stood_down;
+};
+RunCounts run_counts();
+
+// Host work that is running now, for reports about what is stuck.
+struct Running {
+  std::string node;
+  std::int64_t replay;
+  double seconds;
+  std::uint64_t thread;  // threading.get_ident() of the thread
+};
+std::vector<Running> running_host_work();
+
+}  // namespace graft::hostwork

@@ -1,0 +1,73 @@
+#include "hostwork/state.h"
+
+#include <utility>
+
+#include "hostwork/reaper.h"
+
+namespace graft::hostwork {
+namespace {
+
+class ReferenceEnd final : public Reapable {
+ public:
+  explicit ReferenceEnd(PyObject* reference) : reference_(reference) {}
+  void reap(std::vector<PyObject*>& references) noexcept override {
+    references.push_back(reference_);
+  }
+
+ private:
+  PyObject* const reference_;
+};
+
+void store_release(std::int32_t* word, std::int32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+}  // namespace
+
+void drop_later(PyObject* reference) noexcept {
+  if (reference != nullptr) retire(new ReferenceEnd(reference));
+}
+
+GraphState::~GraphState() { drop_later(first_.exception); }
+
+void GraphState::fail(StatusCode code, Failure failure) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++failures_;
+  if (failed_.load(std::memory_order_relaxed)) {
+    drop_later(failure.exception);
+    return;
+  }
+  if (status_ != nullptr) {
+    store_release(status_ + 1, static_cast<std::int32_t>(failure.replay & 0x7fffffff));
+    store_release(status_, code);
+  }
+  first_ = std::move(failure);
+  failed_.store(true, std::memory_order_release);
+}
+
+bool GraphState::pending(Failure* out) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!failed_.load(std::memory_order_relaxed)) return false;
+  *out = first_;
+  Py_XINCREF(out->exception);
+  return true;
+}
+
+std::int64_t GraphState::failures() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failures_;
+}
+
+void GraphState::clear() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  drop_later(first_.exception);
+  first_ = Failure{};
+  failures_ = 0;
+  if (status_ != nullptr) {
+    store_release(status_ + 1, 0);
+    store_release(status_, kStatusOk);
+  }
+  failed_.store(false, std::memory_order_release);
+}
+
+}  // namespace graft::hostwork

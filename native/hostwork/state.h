@@ -1,0 +1,72 @@
+// What the host steps of one graph share: its replay status and its first failure.
+#pragma once
+
+#include <Python.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace graft::hostwork {
+
+// Values of status word 0; word 1 holds the low 31 bits of the replay that failed first.
+enum StatusCode : std::int32_t {
+  kStatusOk = 0,
+  kStatusPython = 1,    // a Python callable raised
+  kStatusNative = 2,    // a native function reported failure or threw
+  kStatusShutdown = 3,  // the interpreter is shutting down: Python is not entered any more
+};
+
+struct Failure {
+  std::string node;
+  std::int64_t replay = 0;        // 0: eager work, which has no replay
+  PyObject* exception = nullptr;  // owned; null for native failures
+  std::string message;
+};
+
+// Drops a Python reference from any thread, with or without the GIL.
+void drop_later(PyObject* reference) noexcept;
+
+// The status stays set until clear(), so every later replay stands down as well.
+//
+// Made by std::make_shared only: with enable_shared_from_this nanobind hands out that very owner;
+// otherwise it would make one whose deleter takes the GIL, on whatever thread.
+class GraphState : public std::enable_shared_from_this<GraphState> {
+ public:
+  // `status` points to two pinned int32 words that outlive this object, or is null.
+  explicit GraphState(std::int32_t* status) : status_(status) {}
+  ~GraphState();
+  GraphState(const GraphState&) = delete;
+  GraphState& operator=(const GraphState&) = delete;
+
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+  // Takes ownership of failure.exception. The first failure wins; later ones are counted.
+  void fail(StatusCode code, Failure failure) noexcept;
+
+  // A copy of the first failure; its exception is a new reference (GIL held).
+  bool pending(Failure* out) const;
+  std::int64_t failures() const;
+  void clear();
+
+  // What is added to a record's count of runs to give the replay number of the executable.
+  std::int64_t base() const { return base_.load(std::memory_order_acquire); }
+  void set_base(std::int64_t base) { base_.store(base, std::memory_order_release); }
+
+  // Launches of the definition by all of its executables.
+  std::int64_t launched() const { return launched_.load(std::memory_order_relaxed); }
+  void count_launch() { launched_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  std::int32_t* const status_;
+  std::atomic<bool> failed_{false};
+  std::atomic<std::int64_t> base_{0};
+  std::atomic<std::int64_t> launched_{0};
+  mutable std::mutex mutex_;  // never held while taking the GIL
+  Failure first_;
+  std::int64_t failures_ = 0;
+};
+
+}  // namespace graft::hostwork
