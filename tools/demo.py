@@ -81,9 +81,9 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
     for arm in arms:
         s = arm.stats
         length = f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-"
-        share = " ".join(f"{a:.0%}" for a in s.acceptance) or "-"
+        each = " ".join(f"{a:.0%}" for a in s.acceptance) or "-"
         print(f"{arm.name:<22}{s.rounds:>8}{s.tokens:>8}{s.tokens_per_round:>14.2f}{length:>12}"
-              f"{share:>22}{arm.seconds:>9.2f}")
+              f"{each:>22}{arm.seconds:>9.2f}")
     print("tokens/round: per request; acceptance: mean tokens of a round that tested drafts")
     print(f"\nwhere a round of '{arms[0].name}' spends its time")
     for name, share in arms[0].stats.part_share.items():

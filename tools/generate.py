@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,8 +102,8 @@ def make_grammar(given: Mapping[str, Any]) -> tuple[GrammarSpec | None, list[str
     if named[0] == "choice":
         choices = _choices(value)
         return GrammarSpec.choice(choices), choices
-    makers = {"schema": GrammarSpec.json_schema, "regex": GrammarSpec.regex,
-              "ebnf": GrammarSpec.ebnf}
+    makers: dict[str, Callable[[Any], GrammarSpec]] = {
+        "schema": GrammarSpec.json_schema, "regex": GrammarSpec.regex, "ebnf": GrammarSpec.ebnf}
     return makers[named[0]](value), None
 
 
