@@ -82,7 +82,9 @@ class MaskApply:
             check_array("d2t", d2t, "int32", ("C",), sizes)
         most = 32 * words if d2t is not None else min(32 * words, columns)
         if d2t is None and 32 * words < columns and token_limit is None:
-            raise ShapeError(f"mask: W={words} words hold {32 * words} ids, logits have C={columns}")
+            raise ShapeError(
+                f"mask: W={words} words hold {32 * words} ids, logits have C={columns}"
+            )
         limit = most if token_limit is None else token_limit
         check_range("token_limit", limit, 1, most)
         if rows == 0:

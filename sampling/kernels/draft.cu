@@ -1,8 +1,9 @@
 // Draft j of a chain: mask row j - 1 through the draft vocabulary, filters, draw.
 //
-// One block per batch row. Acts only on slots that committed tokens in this replay, are still active
-// and have j - 1 drafts. Whether position j is drafted depends on the prefix alone (row stamp, stop
-// id, limit, dead end of the pruned vocabulary, broken logits), never on what would be drawn.
+// One block per batch row. Acts only on slots that committed tokens in this replay, are still
+// active and have j - 1 drafts. Whether position j is drafted depends on the prefix alone (row
+// stamp, stop id, limit, dead end of the pruned vocabulary, broken logits), never on what would be
+// drawn.
 #include "draw.cuh"
 #include "slot.cuh"
 
@@ -56,8 +57,8 @@ extern "C" __global__ void sample_draft(
     if (status != ROW_OK) return;
     const bool coupled = verify[slot] == VERIFY_COUPLED;
     const Noise noise = {seed[slot], position,
-                         (coupled ? PURPOSE_NOISE : PURPOSE_DRAFT) |
-                             static_cast<u32>(sample[slot]) << 8};
+                         (coupled ? PURPOSE_NOISE : PURPOSE_DRAFT) | static_cast<u32>(sample[slot])
+                                                                         << 8};
     column = draw_column(draft_vocab, d2t, noise, scratch, [table](int i) { return table[i]; });
     kind = coupled ? DRAFT_POINT : DRAFT_DENSE;
   }

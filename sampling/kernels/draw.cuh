@@ -7,8 +7,8 @@
 #include "philox.cuh"
 
 // Column with the largest weight(i) / E(id of i), ties to the smaller column; -1 if no weight is
-// positive. `weight` is a callable of the column; weights need no normalisation. All threads call it
-// and all receive the result; rows written by other threads need a barrier before.
+// positive. `weight` is a callable of the column; weights need no normalisation. All threads call
+// it and all receive the result; rows written by other threads need a barrier before.
 template <class Weight>
 __device__ __forceinline__ int draw_column(int size, const int* map, const Noise& noise,
                                            Scratch& scratch, Weight weight) {
@@ -34,7 +34,8 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
       const float score = fdiv(w, exponential(x));
       if (packed != 0 && !(score > best)) continue;
       best = score;
-      packed = (static_cast<u64>(__float_as_uint(score)) << 32) | (0xffffffffu - static_cast<u32>(i));
+      packed =
+          (static_cast<u64>(__float_as_uint(score)) << 32) | (0xffffffffu - static_cast<u32>(i));
     }
   }
   packed = block_reduce(packed, scratch, Max());

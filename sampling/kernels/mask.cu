@@ -26,8 +26,7 @@ __device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigne
     const u32 word = d2t ? legal_word<true>(row, base) : legal_word<false>(row, base);
     if (!d2t && word == 0xffffffffu) continue;
     for (int l = lane; l < count; l += LANES) {
-      const bool ok =
-          d2t ? legal<true>(row, word, base + l) : legal<false>(row, word, base + l);
+      const bool ok = d2t ? legal<true>(row, word, base + l) : legal<false>(row, word, base + l);
       if (!ok) out[base + l] = minus_infinity;
     }
   }

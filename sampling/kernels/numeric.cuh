@@ -1,8 +1,8 @@
 // exp and log in plain fp32 operations.
 //
-// Every product and sum is rounded on its own (no contraction), and division is IEEE, so that a GPU,
-// the soft device and NumPy return the same bits: sampled tokens then agree everywhere, with no
-// excuse for near-ties. The loops that use them have no calls and vectorise on the soft device.
+// Every product and sum is rounded on its own (no contraction), and division is IEEE, so that a
+// GPU, the soft device and NumPy return the same bits: sampled tokens then agree everywhere, with
+// no excuse for near-ties. The loops that use them have no calls and vectorise on the soft device.
 #pragma once
 
 #include "graft.cuh"
@@ -40,7 +40,8 @@ __device__ __forceinline__ float exp_nonpositive(float x) {
   return x < -87.0f ? 0.0f : result;
 }
 
-// log(1 + f) for -0.2929 < f <= 0.4143: 2 artanh(f / (2 + f)) by its series, accurate down to f = 0.
+// log(1 + f) for -0.2929 < f <= 0.4143: 2 artanh(f / (2 + f)) by its series, accurate down to f =
+// 0.
 __device__ __forceinline__ float log1p_small(float f) {
   const float s = fdiv(f, fadd(2.0f, f));
   const float z = fmul(s, s);

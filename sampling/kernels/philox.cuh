@@ -10,7 +10,8 @@
 #include "numeric.cuh"
 
 // NOISE decides the target token (bonus, no speculation) and, in coupled verification, is shared
-// with the drafter by design. In rejection sampling every purpose must be independent of the others.
+// with the drafter by design. In rejection sampling every purpose must be independent of the
+// others.
 #define PURPOSE_NOISE 0u
 #define PURPOSE_TARGET 0u
 #define PURPOSE_DRAFT 1u

@@ -128,8 +128,8 @@ __device__ __forceinline__ u64 rank_key(const Row& row, int column) {
 }
 
 // Keep the smallest set of best-ranked columns whose mass reaches `need`; zero the other weights.
-// Mass is the number of columns, or with WEIGHTED their fixed-point weight. Radix select, eight bits
-// of the rank a pass, on integers only.
+// Mass is the number of columns, or with WEIGHTED their fixed-point weight. Radix select, eight
+// bits of the rank a pass, on integers only.
 template <bool WEIGHTED>
 __device__ __forceinline__ void keep_top(const Row& row, float* work, u64 need, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);

@@ -1,18 +1,21 @@
 // Target rows: mask, filters, distribution, and the token that greedy or coupled decoding wants.
 //
-// One block per row r = b * width + j. Row j of batch row b holds the logits after position n + j of
-// slot row_slot[b] and decides position n + j + 1 under the slot's mask row j. Rows that nobody will
-// test (padding, inactive, beyond the drafts) and rows without a valid stamp are left: row_ok = 0.
+// One block per row r = b * width + j. Row j of batch row b holds the logits after position n + j
+// of slot row_slot[b] and decides position n + j + 1 under the slot's mask row j. Rows that nobody
+// will test (padding, inactive, beyond the drafts) and rows without a valid stamp are left: row_ok
+// = 0.
 #include "draw.cuh"
 #include "slot.cuh"
 
-extern "C" __global__ void sample_target(
-    const float* logits, int vocab_size, int token_limit, const int* row_slot, int width,
-    const int* n, const int* draft_len, const int* active, const int* epoch,
-    const unsigned long long* seed, const int* sample, const float* temperature, const int* top_k,
-    const float* top_p, const float* min_p, const int* verify, const unsigned int* mask,
-    int mask_stride, int mask_words, const int* row_state, int row_state_stride, float* probs,
-    int* target_tok, int* row_ok) {
+extern "C" __global__ void sample_target(const float* logits, int vocab_size, int token_limit,
+                                         const int* row_slot, int width, const int* n,
+                                         const int* draft_len, const int* active, const int* epoch,
+                                         const unsigned long long* seed, const int* sample,
+                                         const float* temperature, const int* top_k,
+                                         const float* top_p, const float* min_p, const int* verify,
+                                         const unsigned int* mask, int mask_stride, int mask_words,
+                                         const int* row_state, int row_state_stride, float* probs,
+                                         int* target_tok, int* row_ok) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
   const int b = r / width;

@@ -2,9 +2,10 @@
 //
 // One block per batch row. Thread 0 walks; a draw from a distribution is made by the whole block.
 // Acceptance (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
-// decoding", 2023): draft d with probability q(d) is accepted iff u q(d) < p(d), else the token comes
-// from max(p - q, 0). A sampled draft is always tested, an illegal one has p = 0 and is refused; the
-// walk may end only AFTER an accepted token (row not ready, stop id, limit), then without a bonus.
+// decoding", 2023): draft d with probability q(d) is accepted iff u q(d) < p(d), else the token
+// comes from max(p - q, 0). A sampled draft is always tested, an illegal one has p = 0 and is
+// refused; the walk may end only AFTER an accepted token (row not ready, stop id, limit), then
+// without a bonus.
 #include "draw.cuh"
 #include "slot.cuh"
 

@@ -1,0 +1,148 @@
+"""A round without a model: real state, exchange, ring and sampler; logits from the test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy_sampling as ref
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.sampling.sampler import Sampler
+from graft.sampling.state import SlotState
+
+
+def pack_bits(legal: np.ndarray) -> np.ndarray:
+    """Bitmask words (int32, last axis ceil(V/32)) of boolean legality by id."""
+    size = legal.shape[-1]
+    padded = np.zeros((*legal.shape[:-1], -(-size // 32) * 32), np.uint8)
+    padded[..., :size] = legal
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.int32)
+
+
+class TableRound:
+    """Sampler and state for ``slots`` requests of ``vocab`` tokens and ``draft_length`` drafts."""
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        *,
+        slots: int,
+        draft_length: int,
+        vocab: int,
+        token_limit: int | None = None,
+        d2t: np.ndarray | None = None,
+        block: int | None = None,
+        entries: int = 2,
+    ) -> None:
+        self.device, self.stream, self.lane = device, stream, StreamLane(stream)
+        self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
+        self.width = draft_length + 1
+        self.token_limit = vocab if token_limit is None else token_limit
+        self.d2t = d2t
+        self.draft_vocab = vocab if d2t is None else len(d2t)
+        t2d = None
+        if d2t is not None:
+            t2d = np.full(vocab, -1, np.int32)
+            inside = (d2t >= 0) & (d2t < vocab)
+            t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
+        self.state = SlotState(device, slots, draft_length, self.draft_vocab)
+        self.exchange = PinnedSlots(
+            device,
+            slots,
+            {
+                "mask": ("int32", (self.width, -(-vocab // 32))),
+                "row_state": ("int32", (self.width, 4)),
+                "committed": ("int32", (self.width + 2,)),
+                "drafted": ("int32", (self.width + 1,)),
+            },
+        )
+        self.ring = Ring(
+            device,
+            entries,
+            {
+                name: ("int32", (slots,))
+                for name in ("slot", "count", "reason", "accepted", "draft_len")
+            }
+            | {"tokens": ("int32", (slots, self.width))},
+        )
+        self.sampler = Sampler(
+            device, self.state, self.exchange, vocab_size=vocab, token_limit=self.token_limit,
+            draft_length=draft_length, draft_vocab=self.draft_vocab,
+            d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
+            t2d=None if t2d is None else device.from_host(t2d, "int32"),
+            max_batch=slots, block=block,
+        )  # fmt: skip
+        self.replay = 0
+        self.replay_ptr = device.zeros((1,), "int32")
+        self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
+
+    def field(self, name: str) -> np.ndarray:
+        """NumPy view of an exchange field."""
+        return self.exchange.field(name).array
+
+    def rows(self, row_slot: Sequence[int]) -> None:
+        """Choose the slot of each batch row (-1: padding) for the rounds that follow."""
+        self.row_slot = self.device.from_host(np.asarray(row_slot, np.int32), "int32")
+
+    def put(self, slot: int, s: ref.Slot) -> None:
+        """Join a slot and give it drafts, kinds and q tables, as an earlier round would have."""
+        self.state.join(
+            self.lane, slot, position=s.n, last=s.last, epoch=s.epoch, limit=s.limit,
+            stop_ids=s.stop_ids, seed=s.seed, temperature=s.filter.temperature,
+            top_k=s.filter.top_k, top_p=s.filter.top_p, min_p=s.filter.min_p, verify=s.verify,
+            sample=s.sample,
+        )  # fmt: skip
+        self.stream.synchronize()
+        for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
+            self.state.drafts[slot][j : j + 1].copy_from(np.array([d], np.int32))
+            self.state.q_kind[slot][j : j + 1].copy_from(np.array([kind], np.int32))
+            columns = np.arange(self.vocab) if self.d2t is None else self.d2t
+            inside = (columns >= 0) & (columns < self.vocab)
+            table = np.zeros(self.draft_vocab, np.float32)
+            table[inside] = s.q[j][columns[inside]]
+            self.state.q[slot][j : j + 1].copy_from(table[None])
+        self.state.draft_len[slot : slot + 1].copy_from(np.array([len(s.drafts)], np.int32))
+        if not s.active:
+            self.state.leave(self.lane, slot)
+            self.stream.synchronize()
+
+    def write_mask(self, slot: int, j: int, row: ref.MaskRow) -> None:
+        """Write mask row j of a slot with its stamp."""
+        if row.bits is not None:
+            self.field("mask")[slot, j] = row.bits
+        self.field("row_state")[slot, j] = (row.state, row.epoch, row.position, 0)
+
+    def verify(self, logits: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Run target and verify on logits [B, width, V]; return copies of the ring's fields."""
+        self.replay += 1
+        batch, width, vocab = logits.shape
+        self.replay_ptr.copy_from(np.array([self.replay], np.int32))
+        flat = np.ascontiguousarray(logits.reshape(batch * width, vocab), np.float32)
+        on_device = self.device.from_host(flat, "float32")
+        self.sampler.target(self.lane, on_device, self.row_slot, width)
+        self.sampler.verify(self.lane, self.row_slot, width, self.replay_ptr, self.ring)
+        self.ring.poll(self.replay, 30.0)
+        entry = self.replay % self.ring.entries
+        out = {
+            name: self.ring.field(name).array[entry].copy()
+            for name in ("slot", "count", "reason", "accepted", "draft_len", "tokens")
+        }
+        self.ring.consumed(self.replay)
+        return out
+
+    def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
+        """Draw draft j from logits [B, Vd]."""
+        on_device = self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
+        self.sampler.draft(self.lane, on_device, self.row_slot, j, masked)
+        self.stream.synchronize()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copies of the small per-slot arrays."""
+        self.stream.synchronize()
+        names = ("n", "last", "drafts", "draft_len", "active", "q_kind")
+        return {name: getattr(self.state, name).to_host() for name in names}

@@ -1,0 +1,270 @@
+"""A model that is a table: eight tokens, logits a function of the last two, legality likewise.
+
+``generate`` runs the real sampling kernels round by round with the host in the place of model,
+drafter and grammar; ``pair_laws`` is what must come out, computed exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy_sampling as ref
+from sampling_round import TableRound, pack_bits
+
+from graft.cudagraph.device import Device, Stream
+
+V = 8
+PLAIN = ref.Filter(1.0)
+START = (0, 1)  # the prompt's last two tokens
+FIRST = 5  # position of the last prompt token
+NOTHING = V  # symbol of positions behind a stop id
+
+
+@dataclass(frozen=True)
+class Table:
+    """Target logits and legality [8, 8, 8], drafter logits [8, 8, Vd], drafter vocabulary."""
+
+    target: np.ndarray
+    drafter: np.ndarray
+    legal: np.ndarray
+    d2t: np.ndarray | None = None
+
+
+def make_table(seed: int, *, d2t: np.ndarray | None = None, contrast: float = 1.5) -> Table:
+    """Random tables whose drafter often prefers what the target dislikes, or may not say at all."""
+    rng = np.random.default_rng(seed)
+    target = rng.normal(0, contrast, (V, V, V))
+    full = -0.6 * target + rng.normal(0, 1.0, (V, V, V))
+    legal = rng.random((V, V, V)) < 0.6
+    legal[..., 2] |= ~legal.any(axis=-1)
+    drafter = full if d2t is None else full[..., d2t]
+    return Table(np.float32(target), np.float32(drafter), legal, d2t)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix of settings."""
+
+    draft_length: int = 2
+    filter: ref.Filter = PLAIN
+    verify: int = ref.REJECTION
+    masked: bool = True
+    pruned: bool = False
+    point: bool = False  # drafts made by the host, as an n-gram drafter's
+    stop_ids: tuple[int, ...] = ()
+    length: int = 5
+    late: bool = False  # mask rows of some prefixes are never ready while verifying
+
+    def __str__(self) -> str:
+        f = self.filter
+        parts = [f"K{self.draft_length}", f"T{f.temperature}"]
+        parts += [f"k{f.top_k}"] * (f.top_k > 0) + [f"p{f.top_p}"] * (f.top_p < 1)
+        parts += [f"m{f.min_p}"] * (f.min_p > 0)
+        flags = ("masked", "pruned", "point", "late")
+        parts += [name for name in flags if getattr(self, name)] + ["stop"] * bool(self.stop_ids)
+        return "-".join(parts)
+
+
+PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
+
+
+def run_case(
+    device: Device, stream: Stream, case: Case, samples: int, seed: int, slots: int = 256
+) -> np.ndarray:
+    """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
+    table = make_table(17, d2t=PRUNED if case.pruned else None)
+    r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
+                   d2t=table.d2t)  # fmt: skip
+    waves = max(1, -(-samples // (case.length * slots)))
+    return np.concatenate(
+        [generate(r, table, case, seed * 10**6 + w * slots) for w in range(waves)]
+    )
+
+
+def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
+    """One request per slot, from prompt to its end."""
+    s, every = r.slots, np.arange(r.slots)
+    _join_all(r, case, first_seed)
+    history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
+    history[:, :2] = START
+    stops = np.array(case.stop_ids, int)
+    while True:
+        state = r.snapshot()
+        alive = state["active"] == 1
+        if not alive.any():
+            return history[:, 2 : 2 + case.length]
+        done = state["n"] - FIRST  # tokens so far
+        context = np.zeros((s, r.width + 1), int)
+        context[:, 0], context[:, 1] = history[every, done], history[every, done + 1]
+        context[:, 2:] = state["drafts"][:, : r.draft_length]
+        context[~alive] = 0
+        _fill_rows(r, table, case, context, state["n"], state["draft_len"])
+        out = r.verify(table.target[context[:, :-1], context[:, 1:]])
+        for i in range(r.width):
+            new = i < out["count"]
+            history[every[new], (done + 2 + i)[new]] = out["tokens"][new, i]
+        if r.draft_length == 0:
+            continue
+        state = r.snapshot()
+        done = state["n"] - FIRST
+        pair = np.stack([history[every, done], history[every, done + 1]], axis=1)
+        pair[state["active"] == 0] = 0
+        for j in range(1, r.draft_length + 1):
+            if case.point:
+                _place_points(r, state, pair, j, stops)
+            else:
+                _write_row(
+                    r, j - 1, table.legal[pair[:, 0], pair[:, 1]], ref.READY, state["n"] + j - 1
+                )
+                r.draft(j, table.drafter[pair[:, 0], pair[:, 1]], case.masked)
+                state = r.snapshot()
+            drew = state["draft_len"] >= j
+            pair = np.stack([pair[:, 1], np.where(drew, state["drafts"][:, j - 1], 0)], axis=1)
+
+
+def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
+    """Join every slot at once: the same request but for its seed."""
+    s, f, state = r.slots, case.filter, r.state
+    stop_ids = np.full((s, 8), -1, np.int32)
+    stop_ids[:, : len(case.stop_ids)] = case.stop_ids
+    values: dict[str, tuple[object, type]] = {
+        "n": (FIRST, np.int32), "last": (START[1], np.int32), "draft_len": (0, np.int32),
+        "epoch": (3, np.int32), "limit": (FIRST + 1 + case.length, np.int32),
+        "temperature": (f.temperature, np.float32), "top_k": (f.top_k, np.int32),
+        "top_p": (f.top_p, np.float32), "min_p": (f.min_p, np.float32),
+        "verify": (case.verify, np.int32), "stop_count": (len(case.stop_ids), np.int32),
+        "active": (1, np.int32),
+    }  # fmt: skip
+    for name, (value, dtype) in values.items():
+        getattr(state, name).copy_from(np.full(s, value, dtype))
+    state.stop_ids.copy_from(stop_ids)
+    state.seed.copy_from(np.arange(first_seed, first_seed + s, dtype=np.uint64))
+
+
+def _write_row(
+    r: TableRound, j: int, legal: np.ndarray, state: object, position: np.ndarray
+) -> None:
+    r.field("mask")[:, j] = pack_bits(legal)
+    r.field("row_state")[:, j, 0] = state
+    r.field("row_state")[:, j, 1] = 3
+    r.field("row_state")[:, j, 2] = position
+
+
+def _fill_rows(
+    r: TableRound, table: Table, case: Case, context: np.ndarray, n: np.ndarray, v: np.ndarray
+) -> None:
+    """Rows 0..v of every slot; rows behind an illegal draft do not exist."""
+    exists = np.ones(r.slots, bool)
+    for j in range(r.width):
+        if j > 0:
+            legal_before = table.legal[context[:, j - 1], context[:, j]]
+            exists &= (j <= v) & legal_before[np.arange(r.slots), context[:, j + 1]]
+        ready = exists.copy()
+        if case.late and j > 0:  # a choice by the prefix alone
+            ready &= (context[:, j] + context[:, j + 1] + n) % 3 != 0
+        legal = table.legal[context[:, j], context[:, j + 1]]
+        _write_row(r, j, legal, np.where(ready, ref.READY, ref.NOT_READY), n + j)
+
+
+def _place_points(
+    r: TableRound, state: dict[str, np.ndarray], pair: np.ndarray, j: int, stops: np.ndarray
+) -> None:
+    """Draft j by a rule of the last two tokens, as a point mass."""
+    token = (3 * pair[:, 0] + pair[:, 1] + 2) % V
+    room = (state["active"] == 1) & (state["draft_len"] == j - 1)
+    room &= state["n"] + j < r.state.limit.to_host()
+    if j > 1:
+        room &= ~np.isin(state["drafts"][:, j - 2], stops)
+    state["drafts"][room, j - 1] = token[room]
+    state["q_kind"][room, j - 1] = ref.POINT
+    state["draft_len"][room] = j
+    for name in ("drafts", "q_kind", "draft_len"):
+        getattr(r.state, name).copy_from(state[name])
+
+
+def pair_laws(table: Table, case: Case) -> list[np.ndarray]:
+    """Exact joint law [9, 9] of tokens (t, t + 1), t = 0..length-2; index 8 is ``NOTHING``."""
+    following = np.zeros((V + 1, V + 1, V + 1))
+    following[..., NOTHING] = 1.0
+    for a in range(V):
+        for b in range(V):
+            if b not in case.stop_ids:
+                p = ref.distribution(table.target[a, b], table.legal[a, b], case.filter)
+                following[a, b] = [*p, 0.0]
+    state = np.zeros((V + 1, V + 1))
+    state[START] = 1.0
+    state = np.einsum("ab,abc->bc", state, following)  # (prompt, token 0)
+    laws = []
+    for _ in range(case.length - 1):
+        state = np.einsum("ab,abc->bc", state, following)
+        laws.append(state)
+    return laws
+
+
+def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
+    """p-value of counts against a law; 0 if an impossible cell was seen.
+
+    Cells that are expected fewer than five times are pooled.
+    """
+    observed, law = observed.ravel(), law.ravel()
+    if observed[law <= 0].any():
+        return 0.0
+    expected = law * observed.sum()
+    big = expected >= 5
+    seen, wanted = list(observed[big]), list(expected[big])
+    rest = expected[~big].sum()
+    if rest >= 1:
+        seen.append(observed[~big].sum())
+        wanted.append(rest)
+    statistic = sum((o - e) ** 2 / e for o, e in zip(seen, wanted, strict=True))
+    return chi_square_tail(float(statistic), len(wanted) - 1)
+
+
+def chi_square_tail(x: float, dof: int) -> float:
+    """P(chi-square with dof degrees > x): exact finite sums for even and odd dof."""
+    if dof <= 0:
+        return 1.0
+    if dof % 2 == 0:
+        term = total = math.exp(-x / 2)
+        for i in range(1, dof // 2):
+            term *= x / 2 / i
+            total += term
+        return min(total, 1.0)
+    total = math.erfc(math.sqrt(x / 2))
+    term = math.sqrt(2 * x / math.pi) * math.exp(-x / 2)
+    for i in range(1, (dof - 1) // 2 + 1):
+        total += term
+        term *= x / (2 * i + 1)
+    return min(total, 1.0)
+
+
+def smallest_p(tokens: np.ndarray, table: Table, case: Case) -> float:
+    """Smallest p-value over neighbouring pairs, corrected for their number."""
+    laws = pair_laws(table, case)
+    values = []
+    for t, law in enumerate(laws):
+        counts = np.zeros((V + 1, V + 1))
+        np.add.at(counts, (tokens[:, t], tokens[:, t + 1]), 1)
+        values.append(chi_square_p(counts, law))
+    return min(1.0, min(values) * len(values))
+
+
+def wrong_twice(
+    device: Device, stream: Stream, case: Case, samples: int, run: Callable = run_case
+) -> tuple[bool, list[float]]:
+    """Whether the case misses its law at p < .001 on two independent sets of seeds."""
+    table = make_table(17, d2t=PRUNED if case.pruned else None)
+    values: list[float] = []
+    for seed in (1, 2):
+        values.append(smallest_p(run(device, stream, case, samples, seed), table, case))
+        if values[-1] >= 1e-3:
+            return False, values
+    return True, values
+
+
+def without_speculation(case: Case) -> Case:
+    """The same request, decoded one token a round."""
+    return replace(case, draft_length=0, masked=True, pruned=False, point=False, late=False)

@@ -1,0 +1,132 @@
+"""The statistics have power: kernels with one rule broken are caught by the very same check."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+import numpy_sampling as ref
+import pytest
+from table_model import Case, wrong_twice
+
+from graft.sampling import loading
+
+PLAIN = ref.Filter(1.0)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong kernel: in ``file``, each old text (which must occur once) becomes the new one."""
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    case: Case
+    samples: int = 40_000
+
+
+MUTANTS = [
+    Mutant(
+        "one random number for draft and coin", "philox.cuh",
+        (("#define PURPOSE_COIN 2u", "#define PURPOSE_COIN PURPOSE_DRAFT"),),
+        Case(3, PLAIN, masked=False),
+    ),
+    Mutant(
+        "one random number for coin and residual", "philox.cuh",
+        (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_COIN"),),
+        Case(3, PLAIN, masked=False), 200_000,  # they share the noise of one id only
+    ),
+    Mutant(
+        "one random number for draft and residual", "philox.cuh",
+        (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_DRAFT"),),
+        Case(3, PLAIN, masked=False),
+    ),
+    Mutant(
+        "refused draft not removed from p", "verify.cu",
+        (("walk.draw = DRAW_RESIDUAL;", "walk.draw = DRAW_TARGET;"),),
+        Case(2, PLAIN, masked=False),
+    ),
+    Mutant(
+        "refused point draft not removed from p", "verify.cu",
+        (("walk.draw = DRAW_WITHOUT;", "walk.draw = DRAW_TARGET;"),),
+        Case(2, PLAIN, masked=False, point=True),
+    ),
+    Mutant(
+        "illegal draft cut instead of refused", "verify.cu",
+        (("const bool known = d >= 0 && d < vocab_size;",
+          "const bool known = d >= 0 && d < vocab_size;\n"
+          "      if (rejection && !(probs[static_cast<long long>(r) * vocab_size + d] > 0.0f)) {\n"
+          "        walk.draw = DRAW_TARGET;\n        break;\n      }"),),
+        Case(2, PLAIN, masked=False),
+    ),
+    Mutant(
+        "mask row off by one", "target.cu",
+        (("static_cast<long long>(j) * mask_words;",
+          "static_cast<long long>(j > 0 ? j - 1 : 0) * mask_words;"),),
+        Case(2, PLAIN, masked=True),
+    ),
+    Mutant(
+        "top-p before the mask", "row.cuh",
+        (("const float x = legal<MAPPED>(row, word, base + l) ? logit : minus_infinity;",
+          "const float x = STORE || legal<MAPPED>(row, word, base + l) ? logit : minus_infinity;"),
+         ("    if (word == 0u) {", "    if (word == 0u && !STORE) {"),
+         ("      if (!legal<MAPPED>(row, word, column) || order_key",
+          "      if ((!STORE && !legal<MAPPED>(row, word, column)) || order_key"),
+         ("  const u64 sum = weight_sum(work, row.size, scratch);",
+          "  for (int i = tid; i < row.size; i += BLOCK) {\n"
+          "    if (!legal<MAPPED>(row, legal_word<MAPPED>(row, i & ~31), i)) work[i] = 0.0f;\n  }\n"
+          "  const u64 sum = weight_sum(work, row.size, scratch);")),
+        Case(2, ref.Filter(1.0, top_p=0.7), masked=False),
+    ),
+    Mutant(
+        "drafts drawn before the filters of their table", "draft.cu",
+        (("const Noise noise = {seed[slot], position,",
+          "for (int i = 0; i < draft_vocab; ++i) table[i] = table[i] > 0.0f ? 1.0f : 0.0f;\n"
+          "    const Noise noise = {seed[slot], position,"),
+         ("kind = coupled ? DRAFT_POINT : DRAFT_DENSE;",
+          "kind = coupled ? DRAFT_POINT : DRAFT_DENSE;\n"
+          "    row_distribution<false>(row, filter, table, scratch);")),
+        Case(2, PLAIN, masked=True),
+    ),
+    Mutant(
+        "bonus after a stop id", "verify.cu",
+        (("if (is_stop(stops, stops_count, d)) {",
+          "if (is_stop(stops, stops_count, d) && false) {"),
+         ("if (is_stop(stops, stops_count, tokens[count - 1])) {",
+          "bool stopped = false;\n"
+          "    for (int i = 0; i < count; ++i) {\n"
+          "      stopped = stopped || is_stop(stops, stops_count, tokens[i]);\n    }\n"
+          "    if (stopped) {")),
+        Case(2, PLAIN, masked=True, stop_ids=(3, 6)),
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A copy of the kernel texts that this test's samplers are compiled from."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(loading.KERNELS, folder)
+    monkeypatch.setattr(loading, "KERNELS", folder)
+    return folder
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
+def test_a_broken_rule_is_caught(device, stream, kernels, mutant):
+    """The law is missed at p < .001 on both sets of seeds, mostly with a fifth of the sample."""
+    text = (kernels / mutant.file).read_text()
+    for old, new in mutant.edits:
+        assert text.count(old) == 1, f"{mutant.file} has {text.count(old)} of {old!r}"
+        text = text.replace(old, new)
+    (kernels / mutant.file).write_text(text)
+    wrong, values = wrong_twice(device, stream, mutant.case, mutant.samples)
+    assert wrong, f"the mutant passed: p-values {values}"
+
+
+@pytest.mark.parametrize("case", sorted({m.case for m in MUTANTS}, key=str), ids=str)
+def test_the_right_kernels_pass_where_mutants_fail(device, stream, kernels, case):
+    """The cases that convict mutants acquit the unchanged text."""
+    wrong, values = wrong_twice(device, stream, case, 40_000)
+    assert not wrong, f"p-values {values}"
+    assert np.isfinite(values).all()

@@ -1,0 +1,147 @@
+"""Random numbers of the sampling kernels: published vectors, NumPy, and accuracy in both tails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy_sampling as ref
+import pytest
+
+import graft.sampling
+from graft.cudagraph.lanes import StreamLane
+
+HEADERS = Path(graft.sampling.__path__[0]).resolve() / "kernels"
+
+PROBE = """
+#include "{headers}/philox.cuh"
+
+extern "C" __global__ void probe_philox(const unsigned int* counter, const unsigned int* key,
+                                        unsigned int* out) {{
+  Words4 c;
+  for (int i = 0; i < 4; ++i) c.x[i] = counter[blockIdx.x * 4 + i];
+  const Words4 x = philox4x32_10(c, key[blockIdx.x * 2], key[blockIdx.x * 2 + 1]);
+  for (int i = 0; i < 4; ++i) out[blockIdx.x * 4 + i] = x.x[i];
+}}
+
+extern "C" __global__ void probe_noise(unsigned long long seed, int position, unsigned int purpose,
+                                       unsigned int* out) {{
+  const Noise noise = {{seed, position, purpose}};
+  out[blockIdx.x] = noise_words(noise, blockIdx.x >> 2).x[blockIdx.x & 3];
+}}
+
+extern "C" __global__ void probe_numbers(const unsigned int* x, const float* y, float* uniform,
+                                         float* exponential_out, float* exp_out, float* log_out) {{
+  const int i = blockIdx.x;
+  uniform[i] = uniform24(x[i]);
+  exponential_out[i] = exponential(x[i]);
+  exp_out[i] = exp_nonpositive(-y[i]);
+  log_out[i] = log_positive(y[i]);
+}}
+"""
+
+# Random123 distribution, tests/kat_vectors: philox4x32, 10 rounds: counter, key, result.
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000",
+     "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+     "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+     "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
+
+
+def _hex(text: str) -> np.ndarray:
+    return np.array([int(word, 16) for word in text.split()], np.uint32)
+
+
+@pytest.fixture(scope="module")
+def probe(device, tmp_path_factory):
+    """Kernels that expose the header's functions."""
+    path = tmp_path_factory.mktemp("probe") / "probe.cu"
+    path.write_text(PROBE.format(headers=HEADERS))
+    return device.load(path)
+
+
+def _philox(device, stream, probe, counter, key):
+    out = device.zeros(counter.shape, "uint32")
+    args = [device.from_host(counter, "uint32"), device.from_host(key, "uint32"), out]
+    StreamLane(stream).kernel(probe["probe_philox"], len(counter), 1, args)
+    stream.synchronize()
+    return out.to_host()
+
+
+def _numbers(device, stream, probe, x, y):
+    outs = [device.zeros(x.shape, "float32") for _ in range(4)]
+    args = [device.from_host(x, "uint32"), device.from_host(y, "float32"), *outs]
+    StreamLane(stream).kernel(probe["probe_numbers"], x.size, 1, args)
+    stream.synchronize()
+    return [out.to_host().astype(np.float64) for out in outs]
+
+
+def test_known_answers(device, stream, probe):
+    """Oracle and kernel give the published results of the generator's authors."""
+    counter, key, wanted = (np.stack([_hex(row[i]) for row in KNOWN]) for i in range(3))
+    np.testing.assert_array_equal(ref.philox4x32_10(counter, key), wanted)
+    np.testing.assert_array_equal(_philox(device, stream, probe, counter, key), wanted)
+
+
+def test_kernel_equals_oracle_on_random_counters(device, stream, probe):
+    """Any counter and key give the oracle's words."""
+    rng = np.random.default_rng(3)
+    counter = rng.integers(0, 2**32, (500, 4), np.uint32)
+    key = rng.integers(0, 2**32, (500, 2), np.uint32)
+    wanted = ref.philox4x32_10(counter, key)
+    np.testing.assert_array_equal(_philox(device, stream, probe, counter, key), wanted)
+
+
+def test_a_draw_is_named_by_seed_position_purpose_sample_and_id(device, stream, probe):
+    """Key is the seed's low and high word; counter is position, purpose and sample, id div 4, 0."""
+    seed, position, purpose, sample = 0xFEDCBA9876543210, 70001, 3, 9
+    out = device.zeros((64,), "uint32")
+    args = [seed, position, purpose | sample << 8, out]
+    StreamLane(stream).kernel(probe["probe_noise"], 64, 1, args)
+    stream.synchronize()
+    direct = [
+        ref.philox4x32_10(
+            np.array([position, purpose | sample << 8, i // 4, 0], np.uint32),
+            np.array([0x76543210, 0xFEDCBA98], np.uint32),
+        )[i % 4]
+        for i in range(64)
+    ]
+    np.testing.assert_array_equal(out.to_host(), direct)
+    np.testing.assert_array_equal(ref.words(seed, position, purpose, np.arange(64), sample), direct)
+
+
+def test_uniform_and_exponential_are_accurate_and_finite_everywhere(device, stream, probe):
+    """u is exact in [0, 1); E is within 4e-7 relative of its definition, at both ends too."""
+    rng = np.random.default_rng(4)
+    edges = [0, 1, 2, 3, 255, 256, 257, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 128, 2**32 - 129,
+             2**32 - 256, 2**32 - 257, 1257925828, 1257925829, 1257966796]  # fmt: skip
+    spread = (2.0 ** rng.uniform(0, 32, 3000)).astype(np.uint64).clip(0, 2**32 - 1)
+    x = np.concatenate([np.array(edges, np.uint64), spread, 2**32 - 1 - spread]).astype(np.uint32)
+    u, e, _, _ = _numbers(device, stream, probe, x, np.ones(x.size, np.float32))
+    np.testing.assert_array_equal(u, ref.uniform(x))
+    assert u.min() == 0.0 and u.max() == 1.0 - 2.0**-24
+    wanted = np.exp(-ref.gumbel(x))
+    np.testing.assert_allclose(e, wanted, rtol=4e-7)
+    assert np.isclose(e[0], 2.0**-33, rtol=1e-6), "the upper Gumbel tail ends at 33 log 2"
+    assert np.isclose(e.max(), 24 * np.log(2), rtol=1e-6), "the lower tail is cut at 1 - 2^-24"
+
+
+def test_exp_and_log_are_accurate(device, stream, probe):
+    """exp on [-87, 0] and log on normal numbers are within a few units in the last place."""
+    rng = np.random.default_rng(5)
+    y = np.concatenate([rng.uniform(0, 87, 3000), 2.0 ** rng.uniform(-30, 6, 3000)])
+    y = np.concatenate([y, [1.0, 2.0, 0.5, 86.99, 0.70710678, 0.7071068]]).astype(np.float32)
+    _, _, exp, log = _numbers(device, stream, probe, np.zeros(y.size, np.uint32), y)
+    inside = y <= 87
+    np.testing.assert_allclose(exp[inside], np.exp(-y[inside].astype(np.float64)), rtol=3e-7)
+    np.testing.assert_allclose(log, np.log(y.astype(np.float64)), rtol=3e-7, atol=3e-8)
+
+
+def test_exp_is_one_at_zero_and_zero_far_below(device, stream, probe):
+    """The best token weighs exactly 1; weights below the smallest normal number are exactly 0."""
+    y = np.array([0.0, 87.5, 1e4, 3e38, np.inf], np.float32)
+    _, _, exp, _ = _numbers(device, stream, probe, np.zeros(y.size, np.uint32), y)
+    np.testing.assert_array_equal(exp, [1.0, 0.0, 0.0, 0.0, 0.0])
