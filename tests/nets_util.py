@@ -1,0 +1,107 @@
+"""Shared by the tests of models: caches, rows, and running a model over a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graft.cudagraph.dtypes import from_float32
+from graft.cudagraph.lanes import StreamLane
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import Eagle3Config, LlamaConfig
+from graft.models.eagle3 import Eagle3Drafter
+from graft.models.kv import PagedKV
+from graft.models.llama import LlamaModel
+from graft.models.rows import Rows
+
+FORMS = ("thread", "warp")
+FIXTURES = Path(__file__).resolve().parent / "fixtures"
+
+
+def upload(device: Any, x: np.ndarray, dtype: str = "float32") -> Any:
+    """float32 values to the device as `dtype`."""
+    if dtype == "float32":
+        return device.from_host(np.ascontiguousarray(x, dtype=np.float32))
+    return device.from_host(from_float32(np.ascontiguousarray(x, dtype=np.float32), dtype), dtype)
+
+
+def integers(device: Any, values: Sequence[int] | np.ndarray) -> Any:
+    """int32 array on the device."""
+    return device.from_host(np.asarray(values, dtype=np.int32))
+
+
+def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
+    """Rows from host lists; a scalar slot counts for all."""
+    count = len(token)
+    slots = np.broadcast_to(np.asarray(slot, dtype=np.int32), (count,))
+    return Rows(integers(device, token), integers(device, slots), integers(device, pos))
+
+
+def make_cache(
+    device: Any, config: LlamaConfig, layers: int | None = None, **changes: Any
+) -> PagedKV:
+    """A cache for a model: 3 slots of 64 positions in pages of 8, unless changed."""
+    options: dict[str, Any] = {
+        "layers": layers or config.num_hidden_layers,
+        "pages": 40,
+        "page_size": 8,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "dtype": config.dtype,
+        "slots": 3,
+        "max_pages_per_slot": 8,
+    }
+    return PagedKV(device, **{**options, **changes})
+
+
+def load_llama(
+    device: Any, folder: Path, *, form: str | None = None, max_rows: int = 64, **cache: Any
+) -> LlamaModel:
+    """A model with a cache of its own."""
+    config = LlamaConfig.from_dir(folder)
+    kv = make_cache(device, config, **cache)
+    return LlamaModel(device, config, Checkpoint(folder), kv, max_rows=max_rows, form=form)
+
+
+def load_eagle3(
+    device: Any, folder: Path, target: LlamaModel, *, max_rows: int = 64, **cache: Any
+) -> Eagle3Drafter:
+    """A draft head with a cache of its own, shaped like its target's."""
+    config = Eagle3Config.from_dir(folder)
+    kv = make_cache(device, config, 1, **cache)
+    return Eagle3Drafter(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
+
+
+def own(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:
+    """Give a slot pages for some positions and tell the device."""
+    assert kv.allocate(slot, positions)
+    kv.set_table(StreamLane(stream), slot)
+
+
+def forward(
+    stream: Any, model: LlamaModel, token: Any, slot: Any, pos: Any, features: Any = None
+) -> np.ndarray:
+    """Logits [R, vocab] of rows, through a stream lane."""
+    lane = StreamLane(stream)
+    rows = make_rows(model.device, token, slot, pos)
+    hidden = model.forward(lane, rows, features)
+    logits = model.device.empty((rows.count, model.vocab_size), "float32")
+    model.head(lane, hidden, logits)
+    stream.synchronize()
+    return logits.to_host()
+
+
+def cached(kv: PagedKV, slot: int, positions: int) -> np.ndarray:
+    """Bits of a slot's keys and values, [2, layers, positions, kv_heads, head_dim]."""
+    pages = list(kv.pages_of(slot))
+    both = np.stack([kv.k.to_host(), kv.v.to_host()])[:, :, pages]
+    layers = both.shape[1]
+    return both.reshape(2, layers, -1, kv.kv_heads, kv.head_dim)[:, :, :positions].copy()
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one dtype agree in every bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

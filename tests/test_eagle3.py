@@ -1,0 +1,303 @@
+"""EAGLE-3 heads: outputs of NumPy and of the training code, both formats, maps, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import numpy_llama
+import pytest
+from nets_util import (
+    FIXTURES,
+    FORMS,
+    forward,
+    integers,
+    load_eagle3,
+    load_llama,
+    make_cache,
+    make_rows,
+    own,
+    same_bits,
+    upload,
+)
+from safetensors.numpy import load_file, save_file
+from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
+
+from graft.cudagraph.errors import ShapeError
+from graft.cudagraph.lanes import StreamLane
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import Eagle3Config
+from graft.models.eagle3 import Eagle3Drafter, read_draft_map
+from graft.models.errors import CheckpointError, ConfigError
+
+TARGET = llama_config()
+
+
+def host(stream, array) -> np.ndarray:
+    stream.synchronize()
+    return array.to_host()
+
+
+def entries(stream, drafter, token, slot, pos, features) -> np.ndarray:
+    rows = make_rows(drafter.device, token, slot, pos)
+    out = drafter.entries(StreamLane(stream), rows, upload(drafter.device, features))
+    return host(stream, out)
+
+
+def step(stream, drafter, token, slot, pos, hidden) -> np.ndarray:
+    rows = make_rows(drafter.device, token, slot, pos)
+    out = drafter.step(StreamLane(stream), rows, upload(drafter.device, hidden))
+    return host(stream, out)
+
+
+def draft_logits(stream, drafter, out) -> np.ndarray:
+    logits = drafter.device.zeros((out.shape[0], drafter.draft_vocab), "float32")
+    drafter.head(StreamLane(stream), upload(drafter.device, out), logits)
+    return host(stream, logits)
+
+
+def pair(device, tmp_path, *, form=None, target=None, **options):
+    """A tiny target and a head for it, with their weights."""
+    target_options = target or {}
+    target_weights = make_tiny_llama(tmp_path / "target", **target_options)
+    data = llama_config(**{k: v for k, v in target_options.items() if k != "dtype"})
+    weights = make_tiny_eagle3(tmp_path / "head", data, **options)
+    model = load_llama(device, tmp_path / "target", form=form)
+    drafter = load_eagle3(device, tmp_path / "head", model)
+    return model, drafter, target_weights, weights
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_draft_steps_equal_the_training_code(device, stream, form):
+    """From every position, an extend over true features and three steps over the head's own
+    outputs give what training unrolled, and the target's features are those it trained on."""
+    folder = FIXTURES / "eagle3"
+    expected = np.load(folder / "expected.npz")
+    model = load_llama(device, folder / "target", form=form)
+    drafter = load_eagle3(device, folder / "head", model)
+    tokens, outs = expected["tokens"], expected["outs"]
+    own(stream, model.kv, 0, 40)
+    own(stream, drafter.kv, 0, 40)
+    features = device.zeros((40, 3 * 32), "float32")
+    forward(stream, model, tokens, 0, range(40), features)
+    features = features.to_host()
+    for last in (0, 1, 7, 30, 35):  # entries 0..last have true features
+        count = last + 1
+        out = entries(stream, drafter, tokens[1 : count + 1], 0, range(count), features[:count])
+        np.testing.assert_allclose(out, outs[0, :count], atol=5e-5)
+        hidden = out[-1:]
+        for j in range(1, 4):
+            at = last + j
+            hidden = step(stream, drafter, tokens[at + 1 : at + 2], 0, [at], hidden)
+            np.testing.assert_allclose(hidden[0], outs[j, at], atol=5e-5)
+            logits = draft_logits(stream, drafter, hidden)[0]
+            np.testing.assert_allclose(logits, expected["logits"][j, at], atol=5e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("names", ["official", "speculators"])
+@pytest.mark.parametrize("before", [False, True])
+def test_entries_equal_numpy(device, stream, tmp_path, form, names, before):
+    """Both formats, both residual variants and an own embedding compute the oracle's outputs."""
+    model, drafter, target_weights, weights = pair(
+        device, tmp_path, form=form, names=names, norm_before_residual=before, draft_vocab=70,
+        own_embedding=before,
+    )  # fmt: skip
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 320, 20)
+    own(stream, drafter.kv, 2, 20)
+    features = rng.standard_normal((20, 3 * 48)).astype(np.float32)
+    out = entries(stream, drafter, tokens, 2, range(20), features)
+    table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
+    config = {**TARGET, "norm_before_residual": before}
+    prefix = "midlayer" if names == "official" else "layers.0"
+    wanted = numpy_llama.eagle3_outputs(weights, config, table, features, tokens, prefix=prefix)
+    np.testing.assert_allclose(out, wanted, atol=3e-5)
+    logits = draft_logits(stream, drafter, out)
+    head = weights["lm_head.weight"]
+    np.testing.assert_allclose(
+        logits, numpy_llama.eagle3_logits(weights, config, wanted, head), atol=5e-5
+    )
+    assert model.vocab_size == 320 and drafter.draft_vocab == 70
+
+
+def test_the_heads_rotary_base_is_its_own(device, stream, tmp_path):
+    """A target with another base and scaling does not change the head's outputs."""
+    _, drafter, target_weights, weights = pair(
+        device, tmp_path, target={"rope_theta": 500000.0}, draft_vocab=30
+    )
+    features = np.random.default_rng(0).standard_normal((12, 144)).astype(np.float32)
+    own(stream, drafter.kv, 0, 12)
+    out = entries(stream, drafter, range(12), 0, range(12), features)
+    table = target_weights["model.embed_tokens.weight"]
+    wanted = numpy_llama.eagle3_outputs(weights, TARGET, table, features, np.arange(12))
+    np.testing.assert_allclose(out, wanted, atol=3e-5)
+    wrong = {**TARGET, "rope_theta": 500000.0}
+    off = numpy_llama.eagle3_outputs(weights, wrong, table, features, np.arange(12))
+    assert np.abs(off - wanted).max() > 1e-3
+
+
+def test_a_narrower_head_reads_the_targets_width(device, stream, tmp_path):
+    """target_hidden_size sets fc's input; the head then brings its own embedding."""
+    _, drafter, _, weights = pair(
+        device, tmp_path, hidden_size=32, target_hidden_size=48, own_embedding=True, draft_vocab=40
+    )
+    features = np.random.default_rng(0).standard_normal((7, 144)).astype(np.float32)
+    own(stream, drafter.kv, 0, 7)
+    out = entries(stream, drafter, range(7), 0, range(7), features)
+    config = {**TARGET, "hidden_size": 32}
+    table = weights["embed_tokens.weight"]
+    wanted = numpy_llama.eagle3_outputs(weights, config, table, features, np.arange(7))
+    np.testing.assert_allclose(out, wanted, atol=3e-5)
+
+
+def test_an_extend_overwrites_what_drafting_left(device, stream, tmp_path):
+    """Steps write draft-made entries; an extend over the same positions with true features gives
+    the bits of a slot that never drafted."""
+    _, drafter, _, _ = pair(device, tmp_path, draft_vocab=30, dtype="bfloat16")
+    features = np.random.default_rng(1).standard_normal((16, 144)).astype(np.float32)
+    own(stream, drafter.kv, 0, 16)
+    own(stream, drafter.kv, 1, 16)
+    clean = entries(stream, drafter, range(16), 0, range(16), features)
+    out = entries(stream, drafter, range(8), 1, range(8), features[:8])[-1:]
+    for j in range(3):
+        out = step(stream, drafter, [99 + j], 1, [8 + j], out)
+    again = entries(stream, drafter, range(8, 16), 1, range(8, 16), features[8:])
+    assert same_bits(again, clean[8:].copy())
+
+
+def test_step_accepts_what_earlier_calls_returned(device, stream, tmp_path):
+    """Device views flow from entries through gather into step and step, without a host copy."""
+    _, drafter, _, _ = pair(device, tmp_path, draft_vocab=30)
+    features = np.random.default_rng(1).standard_normal((6, 144)).astype(np.float32)
+    lane = StreamLane(stream)
+    for slot in (0, 1):
+        own(stream, drafter.kv, slot, 9)
+    out = entries(stream, drafter, range(6), 0, range(6), features)
+    wanted = step(stream, drafter, [7], 0, [4], out[3:4])
+    wanted = step(stream, drafter, [8], 0, [5], wanted)
+    rows = make_rows(device, range(6), 1, range(6))
+    view = drafter.entries(lane, rows, upload(device, features))
+    view = drafter.gather(lane, view, integers(device, [3]))
+    view = drafter.step(lane, make_rows(device, [7], 1, [4]), view)
+    view = drafter.step(lane, make_rows(device, [8], 1, [5]), view)
+    assert same_bits(host(stream, view), wanted)
+
+
+def test_the_draft_vocabulary_maps_both_ways(device, tmp_path):
+    """d2t holds absolute target ids, t2d their inverse, -1 elsewhere."""
+    _, drafter, _, weights = pair(device, tmp_path, draft_vocab=70)
+    d2t, t2d = drafter.d2t.to_host(), drafter.t2d.to_host()
+    np.testing.assert_array_equal(d2t, weights["d2t"] + np.arange(70))
+    np.testing.assert_array_equal(t2d[d2t], np.arange(70))
+    np.testing.assert_array_equal(t2d >= 0, weights["t2d"])
+    assert (np.delete(t2d, d2t) == -1).all()
+
+
+def test_a_full_vocabulary_needs_no_map(device, tmp_path):
+    """Without pruning there is no map, and a missing head is the target's."""
+    make_tiny_llama(tmp_path / "target")
+    make_tiny_eagle3(tmp_path / "head", TARGET)
+    edit(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
+    model = load_llama(device, tmp_path / "target")
+    drafter = load_eagle3(device, tmp_path / "head", model)
+    assert drafter.d2t is None and drafter.t2d is None and drafter.draft_vocab == 320
+    assert drafter.lm_head is model.lm_head and drafter.embedding is model.embedding
+
+
+def edit(folder, change) -> None:
+    """Rewrite a head's tensors through `change`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("at", [0, 35, 69])
+@pytest.mark.parametrize("value", [-1, 320, 1 << 40])
+def test_map_entries_outside_the_vocabulary_are_refused(device, tmp_path, at, value):
+    """A target id below 0 or beyond the vocabulary raises, naming draft and target id."""
+    pair(device, tmp_path, draft_vocab=70)
+    edit(tmp_path / "head", lambda t: t["d2t"].__setitem__(at, value - at))
+    checkpoint = Checkpoint(tmp_path / "head")
+    with pytest.raises(CheckpointError, match=f"draft id {at} to {value},"):
+        read_draft_map(checkpoint, 70, 320)
+
+
+def test_two_draft_ids_for_one_token_are_refused(device, tmp_path):
+    """A map that is not one to one raises: its inverse would lose a draft."""
+    pair(device, tmp_path, draft_vocab=70)
+    edit(tmp_path / "head", lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1))
+    with pytest.raises(CheckpointError, match="another draft id"):
+        read_draft_map(Checkpoint(tmp_path / "head"), 70, 320)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("d2t"), "d2t is missing"),
+        (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
+        (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
+        (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
+        (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
+        (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
+        (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
+    ],
+)
+def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
+    """Missing, misshapen, mistyped and leftover tensors raise by name."""
+    model, _, _, _ = pair(device, tmp_path, draft_vocab=70)
+    edit(tmp_path / "head", change)
+    with pytest.raises(CheckpointError, match=words):
+        load_eagle3(device, tmp_path / "head", model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"vocab_size": 400}, "vocab_size 400"), ({"hidden_size": 64}, "target_hidden_size 64")],
+)
+def test_a_head_of_another_target_is_refused(device, tmp_path, options, words):
+    """A head whose vocabulary or feature width is not the target's raises, naming both."""
+    make_tiny_llama(tmp_path / "target")
+    other = llama_config(**options)
+    make_tiny_eagle3(tmp_path / "head", other, draft_vocab=70)
+    model = load_llama(device, tmp_path / "target")
+    with pytest.raises(ConfigError, match=words):
+        load_eagle3(device, tmp_path / "head", model)
+
+
+def test_feature_layers_must_exist_or_be_named(device, tmp_path):
+    """A head without layer ids on a small target raises; named ids, also by argument, work."""
+    model, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
+    assert drafter.feature_layers == (0, 1, 2)
+    edit_config(tmp_path / "head", eagle_config=None)
+    with pytest.raises(ConfigError, match="3 layers"):
+        load_eagle3(device, tmp_path / "head", model)
+    config = Eagle3Config.from_dir(tmp_path / "head")
+    named = Eagle3Drafter(
+        device, config, Checkpoint(tmp_path / "head"), model, make_cache(device, config, 1),
+        max_rows=4, feature_layers=(0, 1, 2),
+    )  # fmt: skip
+    assert named.feature_layers == (0, 1, 2)
+
+
+def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
+    """Features and hidden states that do not fit raise by named dimension."""
+    _, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
+    rows, lane = make_rows(device, range(4), 0, range(4)), StreamLane(stream)
+    with pytest.raises(ShapeError, match="width=144"):
+        drafter.entries(lane, rows, device.zeros((4, 48), "float32"))
+    with pytest.raises(ShapeError, match="width=48"):
+        drafter.step(lane, rows, device.zeros((4, 144), "float32"))
+    with pytest.raises(ShapeError, match="kv"):
+        config = drafter.config
+        Eagle3Drafter(
+            device, config, Checkpoint(tmp_path / "head"), drafter.target,
+            make_cache(device, config, 2), max_rows=4,
+        )  # fmt: skip

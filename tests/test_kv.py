@@ -1,0 +1,114 @@
+"""The paged cache: who owns which page, what the device's table says, rewinding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nets_util import own
+
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import StreamLane
+from graft.models.kv import PageAllocator, PagedKV
+
+
+def cache(device, **changes) -> PagedKV:
+    options = {
+        "layers": 1, "pages": 10, "page_size": 4, "kv_heads": 1, "head_dim": 4,
+        "dtype": "bfloat16", "slots": 3, "max_pages_per_slot": 6,
+    }  # fmt: skip
+    return PagedKV(device, **{**options, **changes})
+
+
+def test_the_allocator_gives_each_page_once():
+    """Pages in use are distinct; all come back; asking for too many takes none."""
+    allocator = PageAllocator(5)
+    first, second = allocator.take(2), allocator.take(3)
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert allocator.take(1) is None and allocator.free == 0
+    allocator.give(first)
+    assert allocator.take(3) is None and allocator.free == 2
+    assert sorted(allocator.take(2)) == sorted(first)
+
+
+def test_random_use_never_shares_or_loses_a_page(device):
+    """After any sequence of growth, rewinding and release, pages are owned once and all
+    accounted for, and a slot holds just enough."""
+    kv, rng = cache(device), np.random.default_rng(0)
+    held = {0: 0, 1: 0, 2: 0}
+    refused = 0
+    for _ in range(500):
+        slot, positions = int(rng.integers(3)), int(rng.integers(0, 27))
+        if rng.random() < 0.3:
+            kv.truncate(slot, positions)
+            held[slot] = min(held[slot], -(-positions // 4))
+        elif kv.allocate(slot, positions):
+            held[slot] = max(held[slot], -(-positions // 4))
+        else:
+            refused += 1
+        pages = [page for s in held for page in kv.pages_of(s)]
+        assert len(pages) == len(set(pages)) and kv.scratch_page not in pages
+        assert {s: len(kv.pages_of(s)) for s in held} == held
+        assert kv.allocator.free == 10 - len(pages)
+    assert refused > 20
+
+
+def test_a_refused_allocation_changes_nothing(device):
+    """Too few free pages, or more positions than the table holds: False, and all as before."""
+    kv = cache(device)
+    assert kv.allocate(0, 24) and not kv.allocate(0, 25)
+    before = kv.pages_of(0), kv.allocator.free
+    assert not kv.allocate(1, 20)
+    assert (kv.pages_of(0), kv.allocator.free) == before and kv.pages_of(1) == ()
+
+
+def test_growth_keeps_earlier_pages(device):
+    """A slot's pages never move while it grows."""
+    kv = cache(device)
+    assert kv.allocate(0, 5)
+    first = kv.pages_of(0)
+    assert kv.allocate(1, 4) and kv.allocate(0, 16)
+    assert kv.pages_of(0)[:2] == first
+
+
+def test_the_devices_table_follows(device, stream):
+    """set_table copies one slot's row; entries not owned name the scratch page, also after
+    release."""
+    kv = cache(device)
+    assert (kv.page_table.to_host() == kv.scratch_page).all()
+    own(stream, kv, 1, 9)
+    stream.synchronize()
+    table = kv.page_table.to_host()
+    assert table[1].tolist() == [*kv.pages_of(1), 10, 10, 10]
+    assert (table[[0, 2]] == 10).all()
+    kv.release(1)
+    kv.set_table(StreamLane(stream), 1)
+    stream.synchronize()
+    assert (kv.page_table.to_host() == 10).all() and kv.allocator.free == 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 12},
+        {"page_size": 0},
+        {"pages": 0},
+        {"slots": -1},
+        {"dtype": "int32"},
+        {"max_pages_per_slot": 0},
+    ],
+)
+def test_absurd_shapes_are_refused_by_name(device, changes):
+    """A size or dtype that cannot work raises, naming it."""
+    with pytest.raises(OptionError, match=next(iter(changes))):
+        cache(device, **changes)
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_slots_outside_the_cache_are_refused(device, slot):
+    """Every method refuses a slot that the table does not have."""
+    kv = cache(device)
+    for call in (kv.allocate, kv.truncate):
+        with pytest.raises(OptionError, match=f"slot {slot}"):
+            call(slot, 1)
+    with pytest.raises(OptionError, match=f"slot {slot}"):
+        kv.pages_of(slot)

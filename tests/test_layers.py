@@ -1,0 +1,318 @@
+"""Every model kernel against NumPy, in both forms, at awkward sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy_llama
+import pytest
+from nets_util import FORMS, integers, make_rows, same_bits, upload
+from tiny_models import rounded
+
+from graft.cudagraph.errors import GraftError, OptionError, ShapeError
+from graft.cudagraph.lanes import StreamLane
+from graft.models.kv import PagedKV
+from graft.models.layers import Layers
+from graft.models.rope import Rope
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(params=FORMS)
+def layers(device, request) -> Layers:
+    return Layers(device, request.param)
+
+
+@pytest.fixture
+def lane(stream) -> StreamLane:
+    return StreamLane(stream)
+
+
+def host(stream, array) -> np.ndarray:
+    stream.synchronize()
+    return array.to_host()
+
+
+def run_linear(layers, lane, x, w, **more) -> np.ndarray:
+    out = layers.device.zeros((x.shape[0], w.shape[0]), "float32")
+    layers.linear(lane, x, w, out, **more)
+    return host(lane.stream, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner"), [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520)]
+)
+def test_linear_is_the_matrix_product(layers, lane, dtype, rows, columns, inner):
+    """out = x W^T for any sizes and every weight dtype."""
+    rng = np.random.default_rng(rows * inner)
+    x = rng.standard_normal((rows, inner)).astype(np.float32)
+    w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
+    out = run_linear(layers, lane, upload(layers.device, x), upload(layers.device, w, dtype))
+    wanted = x.astype(np.float64) @ w.astype(np.float64).T
+    np.testing.assert_allclose(out, wanted, atol=3e-6 * np.sqrt(inner) * 4)
+
+
+def test_linear_converts_every_half_exactly(layers, lane):
+    """Each finite float16 and bfloat16 weight counts with its exact value; a GPU or CPU flushing
+    subnormals to zero may differ below the smallest normal float32 only."""
+    for dtype in ("float16", "bfloat16"):
+        bits = np.arange(1 << 16, dtype=np.uint16)
+        exact = (
+            bits.view(np.float16).astype(np.float32)
+            if dtype == "float16"
+            else (bits.astype(np.uint32) << 16).view(np.float32)
+        )
+        normal = np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))
+        stored = bits.view(np.float16) if dtype == "float16" else bits
+        w = layers.device.from_host(stored.reshape(-1, 1), dtype)
+        out = run_linear(layers, lane, upload(layers.device, np.ones((1, 1))), w)[0]
+        np.testing.assert_array_equal(out[normal], exact[normal])
+
+
+def test_linear_adds_the_residual_in_place_and_taps(layers, lane):
+    """The residual may be the output itself; the tap receives the same bits, and only its
+    columns change."""
+    rng = np.random.default_rng(0)
+    device = layers.device
+    x, w = rng.standard_normal((5, 40)), rng.standard_normal((16, 40))
+    start = rng.standard_normal((5, 16)).astype(np.float32)
+    stream, wide = upload(device, start), upload(device, np.full((5, 48), 7.0))
+    layers.linear(
+        lane, upload(device, x), upload(device, w), stream, residual=stream, tap=(wide, 16)
+    )
+    out, tapped = host(lane.stream, stream), wide.to_host()
+    np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
+    assert same_bits(tapped[:, 16:32].copy(), out)
+    assert (tapped[:, :16] == 7).all() and (tapped[:, 32:] == 7).all()
+
+
+@pytest.mark.parametrize("inner", [24, 33, 300])
+def test_linear_gives_a_row_the_same_bits_in_any_company(layers, lane, inner):
+    """A row alone, and as any of 2..19 rows, gives bit-equal results."""
+    rng = np.random.default_rng(inner)
+    device = layers.device
+    x = rng.standard_normal((19, inner)).astype(np.float32)
+    w = upload(device, rng.standard_normal((21, inner)), "bfloat16")
+    whole = run_linear(layers, lane, upload(device, x), w)
+    for rows in range(1, 19):
+        for first in {0, 19 - rows, (19 - rows) // 2}:
+            part = run_linear(layers, lane, upload(device, x[first : first + rows]), w)
+            assert same_bits(part, whole[first : first + rows].copy()), (rows, first)
+
+
+@pytest.mark.parametrize("width", [1, 48, 100, 600])
+def test_norm_is_rmsnorm(layers, lane, width):
+    """y = x / sqrt(mean(x^2) + eps) * w, also for rows of zeros."""
+    rng = np.random.default_rng(width)
+    x = rng.standard_normal((6, width)).astype(np.float32) * 10
+    x[2] = 0
+    w = rng.standard_normal(width).astype(np.float32)
+    out = layers.device.zeros((6, width), "float32")
+    layers.norm(lane, upload(layers.device, x), upload(layers.device, w), 1e-5, out)
+    wanted = numpy_llama.rms_norm(x.astype(np.float64), w, 1e-5)
+    np.testing.assert_allclose(host(lane.stream, out), wanted, rtol=3e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_looks_rows_up(layers, lane, dtype):
+    """Known tokens give their row exactly; ids outside the vocabulary give zeros."""
+    table = rounded(np.random.default_rng(1).standard_normal((11, 70)).astype(np.float32), dtype)
+    tokens = [3, 10, -1, 11, 0]
+    out = layers.device.zeros((5, 70), "float32")
+    layers.embed(lane, integers(layers.device, tokens), upload(layers.device, table, dtype), out)
+    wanted = np.stack([table[t] if 0 <= t < 11 else np.zeros(70, np.float32) for t in tokens])
+    np.testing.assert_array_equal(host(lane.stream, out), wanted)
+
+
+def test_gather_picks_rows(layers, lane):
+    """out[b] = x[index[b]]; an index outside gives zeros."""
+    x = np.random.default_rng(2).standard_normal((7, 65)).astype(np.float32)
+    out = layers.device.zeros((5, 65), "float32")
+    index = integers(layers.device, [6, 0, 0, -1, 7])
+    layers.gather(lane, upload(layers.device, x), index, out)
+    np.testing.assert_array_equal(
+        host(lane.stream, out), [x[6], x[0], x[0], np.zeros(65), np.zeros(65)]
+    )
+
+
+def test_silu_mul_over_the_whole_range(layers, lane):
+    """silu(g) * u is right to 1e-6 for gates from -100 to 100, and finite at any."""
+    g = np.linspace(-100, 100, 4001, dtype=np.float32)
+    g = np.concatenate([g, np.float32([-3e38, 3e38, 0.0])])
+    u = np.random.default_rng(3).standard_normal(g.size).astype(np.float32)
+    u[-3:] = 0.5
+    out = layers.device.zeros((1, g.size), "float32")
+    layers.silu_mul(lane, upload(layers.device, np.concatenate([g, u])[None]), out)
+    result, g64 = host(lane.stream, out)[0], g.astype(np.float64)
+    with np.errstate(over="ignore"):
+        wanted = g64 / (1 + np.exp(-g64)) * u
+    assert np.isfinite(result).all()
+    # Below -87 the true value is under 1e-35; the kernel's exponent is clamped there.
+    np.testing.assert_allclose(result[:-3], wanted[:-3], rtol=1e-6, atol=2e-35)
+
+
+def make_kv(device, kv_heads, dim, dtype="float32", slots=3, page_size=8, max_pages=30) -> PagedKV:
+    return PagedKV(
+        device, layers=2, pages=70, page_size=page_size, kv_heads=kv_heads, head_dim=dim,
+        dtype=dtype, slots=slots, max_pages_per_slot=max_pages,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 64)])
+def test_rope_turns_and_stores(layers, lane, stream, dtype, heads, kv_heads, dim):
+    """Queries turn in place, turned keys and plain values reach (slot, position) of the layer;
+    padding rows, unowned positions and other layers stay untouched."""
+    device, rng = layers.device, np.random.default_rng(dim)
+    kv = make_kv(device, kv_heads, dim, dtype)
+    for slot, positions in ((1, 20), (0, 5), (1, 30)):
+        assert kv.allocate(slot, positions)
+    kv.set_table(lane, 0)
+    kv.set_table(lane, 1)
+    slots, pos = [1, 0, 1, -1, 1, 2, 0, 1], [17, 4, 0, 3, -1, 2, 1000, 29]
+    live = [0, 1, 2, 7]
+    qkv = rng.standard_normal((8, heads + 2 * kv_heads, dim)).astype(np.float32)
+    rows = make_rows(device, [0] * 8, slots, pos)
+    turn = upload(device, Rope(theta=100.0).table(kv.positions, dim))
+    on_device = upload(device, qkv.reshape(8, -1))
+    layers.rope_and_store(lane, on_device, turn, rows, kv, 1, heads)
+    turned = host(stream, on_device).reshape(qkv.shape)
+    frequencies = numpy_llama.inverse_frequencies({"rope_theta": 100.0}, dim)
+    wanted = numpy_llama.rotate(qkv.astype(np.float64), np.array(pos, float), frequencies)
+    np.testing.assert_allclose(turned[live, :heads], wanted[live, :heads], atol=1e-5)
+    keys, values = (np.zeros((2, 71, 8, kv_heads, dim)) for _ in range(2))
+    for r in live:
+        page = kv.pages_of(slots[r])[pos[r] // 8]
+        keys[1, page, pos[r] % 8] = wanted[r, heads : heads + kv_heads]
+        values[1, page, pos[r] % 8] = rounded(qkv[r, heads + kv_heads :], dtype)
+    tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    stored_k, stored_v = kv.k.to_host(), kv.v.to_host()
+    if dtype == "bfloat16":
+        stored_k, stored_v = (
+            (x.astype(np.uint32) << 16).view(np.float32) for x in (stored_k, stored_v)
+        )
+    np.testing.assert_allclose(stored_k, keys, atol=tolerance)
+    np.testing.assert_array_equal(stored_v.astype(np.float32), values.astype(np.float32))
+
+
+def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
+    """Place a slot's keys and values [T, kv_heads, dim] through the page table's host side."""
+    k, v = kv.k.to_host(), kv.v.to_host()
+    for t in range(keys.shape[0]):
+        at = layer, kv.pages_of(slot)[t // kv.page_size], t % kv.page_size
+        k[at], v[at] = keys[t], values[t]
+    kv.k.copy_from(k)
+    kv.v.copy_from(v)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
+)
+def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, kv_heads, dim):
+    """Each row sees positions 0..pos of its own slot, at every tile boundary; padding gives 0."""
+    device, rng = layers.device, np.random.default_rng(dim)
+    kv = make_kv(device, kv_heads, dim)
+    length = {0: 40, 2: 200}
+    keys = {
+        s: rng.standard_normal((n, kv_heads, dim)).astype(np.float32) for s, n in length.items()
+    }
+    values = {
+        s: rng.standard_normal((n, kv_heads, dim)).astype(np.float32) for s, n in length.items()
+    }
+    for step in range(0, 200, 24):  # interleaved growth: pages of both slots mix
+        for s, n in length.items():
+            assert kv.allocate(s, min(step + 24, n))
+    for s in length:
+        kv.set_table(lane, s)
+        stream.synchronize()
+        fill_cache(device, kv, s, keys[s], values[s])
+    slots = [0, 2, 2, 2, 2, 0, -1, 2, 2, 0]
+    pos = [0, 30, 31, 32, 199, 39, 5, -1, 127, 10**6]
+    qkv = 3 * rng.standard_normal((10, heads + 2 * kv_heads, dim)).astype(np.float32)
+    out = device.from_host(np.full((10, heads * dim), 9, np.float32))
+    rows = make_rows(device, [0] * 10, slots, pos)
+    layers.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
+    result = host(stream, out)
+    for r, (s, p) in enumerate(zip(slots, pos, strict=True)):
+        if r in (6, 7, 9):
+            assert (result[r] == 0).all()
+            continue
+        q = np.zeros((p + 1, heads, dim))
+        q[p] = qkv[r, :heads]
+        mask = np.tril(np.ones((p + 1, p + 1), dtype=bool))
+        k, v = (x[s][: p + 1].astype(np.float64) for x in (keys, values))
+        wanted = numpy_llama.attention(q, k, v, mask)[p]
+        np.testing.assert_allclose(result[r], wanted, atol=5e-6, err_msg=f"row {r}")
+
+
+def test_attention_survives_extreme_scores(layers, lane, stream):
+    """Scores of thousands, rising or falling along the sequence, stay exact and finite."""
+    device, kv = layers.device, make_kv(layers.device, 1, 8)
+    assert kv.allocate(0, 100)
+    kv.set_table(lane, 0)
+    stream.synchronize()
+    keys, values = np.zeros((100, 1, 8), np.float32), np.random.default_rng(0).random((100, 1, 8))
+    for slope in (90.0, -90.0):
+        keys[:, 0, 0] = slope * np.arange(100)
+        fill_cache(device, kv, 0, keys, values)
+        qkv = np.zeros((1, 3 * 8), np.float32)
+        qkv[0, 0] = np.sqrt(8)
+        out = device.zeros((1, 8), "float32")
+        rows = make_rows(device, [0], 0, [99])
+        layers.attention(lane, upload(device, qkv), rows, kv, 1, 1, out)
+        best = values[99 if slope > 0 else 0, 0]
+        np.testing.assert_allclose(host(stream, out)[0], best, rtol=1e-6)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, in_place):
+    """x = [norm(embedding), norm(hidden)]; the stream is hidden or its norm, also in place."""
+    device, rng = layers.device, np.random.default_rng(4)
+    table = rounded(rng.standard_normal((9, 50)).astype(np.float32), "bfloat16")
+    hidden = rng.standard_normal((4, 50)).astype(np.float32)
+    norms = rng.standard_normal((2, 50)).astype(np.float32)
+    g = upload(device, hidden)
+    stream_out = g if in_place else device.zeros((4, 50), "float32")
+    x = device.zeros((4, 100), "float32")
+    layers.eagle_input(
+        lane, integers(device, [8, 0, 9, 3]), upload(device, table, "bfloat16"), g,
+        upload(device, norms[0]), upload(device, norms[1]), 1e-5, before, x, stream_out,
+    )  # fmt: skip
+    embedded = np.stack([table[8], table[0], np.zeros(50), table[3]]).astype(np.float64)
+    left = numpy_llama.rms_norm(embedded, norms[0], 1e-5)
+    right = numpy_llama.rms_norm(hidden.astype(np.float64), norms[1], 1e-5)
+    np.testing.assert_allclose(host(stream, x), np.concatenate([left, right], 1), atol=2e-6)
+    np.testing.assert_allclose(stream_out.to_host(), right if before else hidden, atol=2e-6)
+
+
+def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
+    """Shapes and dtypes that do not fit raise before any launch, naming the dimension."""
+    x, w = device.zeros((4, 32), "float32"), device.zeros((8, 32), "float32")
+    good, bad = device.zeros((4, 8), "float32"), device.zeros((4, 9), "float32")
+    with pytest.raises(ShapeError, match="columns=8"):
+        layers.linear(lane, x, w, bad)
+    with pytest.raises(ShapeError, match="inner=32"):
+        layers.linear(lane, x, device.zeros((8, 31), "float32"), good)
+    with pytest.raises(ShapeError, match="int32"):
+        layers.linear(lane, x, device.zeros((8, 32), "int32"), good)
+    with pytest.raises(ShapeError, match="tap"):
+        layers.linear(lane, x, w, good, tap=(device.zeros((4, 12), "float32"), 5))
+    with pytest.raises(ShapeError, match="R=4"):
+        layers.embed(lane, device.zeros((3,), "int32"), w, x)
+    with pytest.raises(ShapeError, match="width=32"):
+        layers.norm(lane, x, device.zeros((31,), "float32"), 1e-5, x)
+    kv = make_kv(device, 2, 8)
+    rows = make_rows(device, [0] * 4, 0, range(4))
+    turn = device.zeros((kv.positions, 8), "float32")
+    with pytest.raises(ShapeError, match="heads=64"):
+        layers.rope_and_store(lane, x, turn, rows, kv, 0, 4)
+    with pytest.raises(ShapeError, match=f"positions={kv.positions}"):
+        layers.rope_and_store(lane, device.zeros((4, 64), "float32"), turn[1:], rows, kv, 0, 4)
+
+
+def test_an_unknown_form_is_refused(device):
+    """Only the two forms exist."""
+    with pytest.raises(OptionError, match="block"):
+        Layers(device, "block")
+    assert issubclass(OptionError, GraftError)
