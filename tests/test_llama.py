@@ -234,7 +234,7 @@ def test_matrices_that_act_together_must_share_a_dtype(device, tmp_path):
 
 
 def test_old_and_new_config_spellings_are_read_alike():
-    """rope_theta with rope_scaling, as older files have it, is the config that rope_parameters gives."""
+    """rope_theta with rope_scaling, as older files have it, reads as rope_parameters does."""
     folder = FIXTURES / "grouped_llama3_bfloat16"
     data = json.loads((folder / "config.json").read_text())
     rope = data.pop("rope_parameters")
