@@ -73,7 +73,7 @@ def draw(
     ids: np.ndarray | None = None,
     sample: int = 0,
 ) -> int:
-    """argmax(log weight + Gumbel by id), ties to the smaller column; -1 if no weight is positive."""
+    """argmax(log weight + Gumbel by id), ties to the smaller column; -1 if all weights are 0."""
     weights = np.asarray(weights, np.float64)
     if not (weights > 0).any():
         return -1

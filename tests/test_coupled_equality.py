@@ -27,7 +27,7 @@ FILTERS = [
 @pytest.mark.parametrize("f", FILTERS, ids=["greedy", "plain", "mixed", "cold"])
 @pytest.mark.parametrize("stop_ids", [(), (6,)], ids=["endless", "stop"])
 def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids):
-    """K = 1..3, masked or not, pruned, host-made or late: 256 sequences of 12 tokens are the same."""
+    """K = 1..3, masked or not, pruned, host-made, late: 256 sequences of 12 tokens are the same."""
     base = Case(3, f, verify=ref.COUPLED, length=12, stop_ids=stop_ids)
     plain = run_case(device, stream, without_speculation(base), 256 * 12, seed=4)
     rejection = Case(0, f, verify=ref.REJECTION, length=12, stop_ids=stop_ids)

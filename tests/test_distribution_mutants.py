@@ -68,8 +68,8 @@ MUTANTS = [
     ),
     Mutant(
         "top-p before the mask", "row.cuh",
-        (("const float x = legal<MAPPED>(row, word, base + l) ? logit : minus_infinity;",
-          "const float x = STORE || legal<MAPPED>(row, word, base + l) ? logit : minus_infinity;"),
+        (("const bool ok = legal<MAPPED>(row, word, base + l);",
+          "const bool ok = STORE || legal<MAPPED>(row, word, base + l);"),
          ("    if (word == 0u) {", "    if (word == 0u && !STORE) {"),
          ("      if (!legal<MAPPED>(row, word, column) || order_key",
           "      if ((!STORE && !legal<MAPPED>(row, word, column)) || order_key"),

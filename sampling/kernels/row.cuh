@@ -76,12 +76,19 @@ __device__ __forceinline__ int row_best(const Row& row, float* work, Scratch& sc
       continue;
     }
     int chunk = KEY_NEGATIVE_INFINITY;
-    for (int l = lane; l < count; l += LANES) {
-      const float logit = row.logits[base + l];
-      const float x = legal<MAPPED>(row, word, base + l) ? logit : minus_infinity;
-      const int key = order_key(x);
-      chunk = key > chunk ? key : chunk;
-      if (STORE) work[base + l] = x;
+    const float* logits = row.logits + base;
+    const auto scan = [&](int end) {
+      for (int l = lane; l < end; l += LANES) {
+        const bool ok = legal<MAPPED>(row, word, base + l);
+        const int key = ok ? order_key(logits[l]) : KEY_NEGATIVE_INFINITY;
+        chunk = key > chunk ? key : chunk;
+        if (STORE) work[base + l] = ok ? logits[l] : minus_infinity;
+      }
+    };
+    if (count == 32) {
+      scan(32);  // a constant, for the soft device's vectoriser
+    } else {
+      scan(count);
     }
     if (chunk > best) {
       best = chunk;
