@@ -1,0 +1,40 @@
+// Force-included before a kernel text when it is compiled for the soft device: gives C++ the CUDA
+// words the text uses. Includes no standard header, so that a kernel compiles in well under 1 s.
+#pragma once
+
+#include "softcuda_abi.h"
+
+#ifndef __SOFTCUDA__
+#error "compile kernel texts through softcuda/compile.py, which defines __SOFTCUDA__"
+#endif
+
+#define __global__ __attribute__((visibility("hidden")))
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+// One image copy per worker and one running thread per worker: a plain static is block-shared.
+#define __shared__ static
+#define __align__(n) alignas(n)
+#define __grid_constant__
+#define __launch_bounds__(...)
+// State outside parameters and shared memory would exist once per worker. Refused.
+#define __constant__ SOFTCUDA_ERROR_constant_memory_is_not_supported_pass_it_as_a_parameter
+#define __managed__ SOFTCUDA_ERROR_managed_memory_is_not_supported
+
+static softcuda_block softcuda_self;
+static const softcuda_hooks* softcuda_hook;
+
+#define threadIdx (softcuda_self.thread_idx)
+#define blockIdx (softcuda_self.block_idx)
+#define blockDim (softcuda_self.block_dim)
+#define gridDim (softcuda_self.grid_dim)
+#define warpSize 32
+
+typedef decltype(sizeof(0)) size_t;
+
+#include "softcuda_vector.h"
+#include "softcuda_math.h"
+#include "softcuda_atomic.h"
+#include "softcuda_warp.h"
+#include "softcuda_entry.h"

@@ -1,0 +1,331 @@
+// Blocks, barriers and thread exits (invariants X1-X5). Warp operations are in warp.cpp.
+#include "executor.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace softcuda {
+
+// initial-exec: the signal handler reads it, and lazily allocated storage would call malloc there.
+__attribute__((tls_model("initial-exec"))) thread_local Executor* t_executor = nullptr;
+
+namespace {
+
+constexpr size_t kSharedMax = 256 << 10;
+
+// Denormals are flushed on both devices, so rows have the same bits on every worker.
+void flush_denormals() {
+#if defined(__x86_64__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#elif defined(__aarch64__)
+  unsigned long control;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  asm volatile("msr fpcr, %0" ::"r"(control | (1ul << 24)));
+#endif
+}
+
+void fiber_entry() { t_executor->fiber_loop(); }
+
+std::string triple(const softcuda_dim3& v) {
+  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
+}
+
+}  // namespace
+
+Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
+  t_executor = this;
+  flush_denormals();
+  // Faults on an overflowing fiber stack need another stack for the handler.
+  constexpr size_t kHandlerStack = 64 << 10;
+  stack_t alternate{};
+  alternate.ss_sp = mmap(nullptr, kHandlerStack, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  alternate.ss_size = kHandlerStack;
+  sigaltstack(&alternate, nullptr);
+  char* shared = static_cast<char*>(mmap(nullptr, kSharedMax + kSharedMax, PROT_NONE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  mprotect(shared, kSharedMax, PROT_READ | PROT_WRITE);
+  shared_end_ = shared + kSharedMax;
+}
+
+Executor* make_executor(unsigned worker) { return new Executor(worker); }
+
+bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint64_t last) {
+  return executor->run_blocks(work, first, last);
+}
+
+bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last) {
+  Function& function = *work.function;
+  if (!function.module->live) {
+    fault(CUDA_ERROR_ILLEGAL_ADDRESS, "kernel '" + function.name + "' of an unloaded module ran");
+    return false;
+  }
+  for (auto& pointer : work.pointers) {
+    if (pointer.second->live.load(std::memory_order_acquire)) continue;
+    fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+          "use after free: kernel '" + function.name + "' parameter " +
+              std::to_string(pointer.first) + " points into " + pointer.second->describe());
+    return false;
+  }
+  const softcuda_image& image = *function.images[worker_];
+  entry_ = function.copies[worker_];
+  block_ = image.block;
+  params_ = const_cast<void**>(work.arguments.data());
+  block_->executor = this;
+  block_->block_dim = work.block;
+  block_->grid_dim = work.grid;
+  block_->count = work.block.x * work.block.y * work.block.z;
+  block_->dynamic_bytes = work.shared_bytes;
+  block_->dynamic_shared = shared_end_ - (work.shared_bytes + 15) / 16 * 16;
+  softcuda_dim3 at{static_cast<unsigned>(first % work.grid.x),
+                   static_cast<unsigned>(first / work.grid.x % work.grid.y),
+                   static_cast<unsigned>(first / work.grid.x / work.grid.y)};
+  running_kernel_.store(function.name.c_str(), std::memory_order_relaxed);
+  if (sigsetjmp(recover_, 0) != 0) {
+    report_fault("kernel '" + work.function->name + "'", &work);
+    return false;
+  }
+  armed_ = true;
+  for (uint64_t index = first; index < last && !failed_; ++index) {
+    block_->block_idx = at;
+    block_->next = block_->exited = block_->tracked = 0;
+    block_->next_idx = softcuda_dim3{0, 0, 0};
+    running_ = fibers_.get();
+    switch_context(&main_, &running_->context);
+    if (++at.x == work.grid.x) {
+      at.x = 0;
+      if (++at.y == work.grid.y) {
+        at.y = 0;
+        ++at.z;
+      }
+    }
+  }
+  armed_ = false;
+  running_kernel_.store(nullptr, std::memory_order_relaxed);
+  return !failed_;
+}
+
+// A stack's life: run threads that have not started; when none is left, lend itself again.
+void Executor::fiber_loop() {
+  for (;;) {
+    entry_->run(block_, params_);
+    Fiber* self = running_;
+    Fiber* next = block_->tracked != 0 ? next_ready(0) : nullptr;
+    if (next == nullptr && block_->exited != block_->count) deadlock();
+    fibers_.put(self);  // safe before the switch: only this thread takes stacks
+    if (next == nullptr) {
+      switch_context(&self->context, &main_);
+    } else {
+      running_ = next;
+      switch_context(&self->context, &next->context);
+    }
+  }
+}
+
+// Before the first suspension of a block every earlier thread has run to its end (X2).
+void Executor::begin_tracking() {
+  block_->tracked = 1;
+  std::memset(ready_, 0, sizeof ready_);
+  std::memset(at_barrier_, 0, sizeof at_barrier_);
+  std::memset(at_warp_, 0, sizeof at_warp_);
+  std::memset(exited_, 0, sizeof exited_);
+  for (unsigned t = 0; t < block_->current; ++t) exited_[t / 32] |= 1u << (t % 32);
+  arrived_ = 0;
+  count_ = any_ = 0;
+  all_ = 1;
+}
+
+Fiber* Executor::next_ready(unsigned warp) {
+  const unsigned warps = (block_->count + 31) / 32;
+  for (unsigned i = 0; i < warps; ++i, warp = warp + 1 == warps ? 0 : warp + 1) {
+    if (ready_[warp] == 0) continue;
+    const unsigned lane = static_cast<unsigned>(__builtin_ctz(ready_[warp]));
+    ready_[warp] &= ready_[warp] - 1;
+    return suspended_[warp * 32 + lane];
+  }
+  return nullptr;
+}
+
+// Gives the stack to the running thread and continues with a ready thread, else with one that has
+// not started; with neither, nobody can ever release anybody.
+void Executor::suspend() {
+  Fiber* self = running_;
+  self->thread = block_->current;
+  self->thread_idx = block_->thread_idx;
+  suspended_[self->thread] = self;
+  Fiber* next = next_ready(self->thread / 32);
+  if (next == nullptr) {
+    if (block_->next >= block_->count) deadlock();
+    next = fibers_.get();
+  }
+  running_ = next;
+  switch_context(&self->context, &next->context);
+  block_->current = self->thread;
+  block_->thread_idx = self->thread_idx;
+}
+
+void Executor::release_barrier() {
+  for (unsigned w = 0; w < (block_->count + 31) / 32; ++w) {
+    ready_[w] |= at_barrier_[w];
+    at_barrier_[w] = 0;
+  }
+  last_count_ = count_;
+  last_all_ = all_;
+  last_any_ = any_;
+  count_ = any_ = 0;
+  all_ = 1;
+  arrived_ = 0;
+}
+
+int Executor::barrier(unsigned op, int predicate) {
+  if (block_->tracked == 0) begin_tracking();
+  count_ += predicate != 0;
+  all_ &= predicate != 0;
+  any_ |= predicate != 0;
+  const unsigned thread = block_->current;
+  if (++arrived_ == block_->count - block_->exited) {
+    release_barrier();  // the last to arrive goes on without a switch
+  } else {
+    at_barrier_[thread / 32] |= 1u << (thread % 32);
+    suspend();
+  }
+  // Nobody can complete the next barrier before this thread has read these (X3).
+  switch (op) {
+    case SOFTCUDA_BARRIER_COUNT: return last_count_;
+    case SOFTCUDA_BARRIER_AND: return last_all_;
+    case SOFTCUDA_BARRIER_OR: return last_any_;
+    default: return 0;
+  }
+}
+
+// An exited thread counts as arrived everywhere.
+void Executor::thread_exit() {
+  const unsigned thread = block_->current;
+  exited_[thread / 32] |= 1u << (thread % 32);
+  if (arrived_ > 0 && arrived_ == block_->count - block_->exited) release_barrier();
+  for (unsigned waiting = at_warp_[thread / 32]; waiting != 0; waiting &= at_warp_[thread / 32]) {
+    const unsigned lane = static_cast<unsigned>(__builtin_ctz(waiting));
+    try_release_warp(thread / 32, lanes_[thread / 32 * 32 + lane].mask);
+    waiting &= waiting - 1;
+  }
+}
+
+std::string Executor::where() const {
+  return std::string("kernel '") + entry_->name + "' block " + triple(block_->block_idx);
+}
+
+void Executor::fail(CUresult code, const std::string& text) {
+  fault(code, where() + " thread " + triple(block_->thread_idx) + ": " + text);
+  failed_ = true;
+  Context abandoned;  // this block's stacks are lost; nothing runs after a fault
+  switch_context(&abandoned, &main_);
+  __builtin_unreachable();
+}
+
+void Executor::deadlock() {
+  unsigned barrier = 0, warp = 0;
+  std::string detail;
+  for (unsigned w = 0; w < (block_->count + 31) / 32; ++w) {
+    barrier += static_cast<unsigned>(__builtin_popcount(at_barrier_[w]));
+    warp += static_cast<unsigned>(__builtin_popcount(at_warp_[w]));
+    if (at_warp_[w] == 0 || !detail.empty()) continue;
+    const unsigned lane = static_cast<unsigned>(__builtin_ctz(at_warp_[w]));
+    const unsigned missing = lanes_[w * 32 + lane].mask & ~at_warp_[w] & ~exited_[w];
+    detail = "; warp " + std::to_string(w) + " lane " + std::to_string(lane) + " waits with mask " +
+             hex(lanes_[w * 32 + lane].mask) + ", missing lanes " + hex(missing);
+  }
+  fault(CUDA_ERROR_LAUNCH_FAILED,
+        where() + ": divergent barrier: " + std::to_string(barrier) + " threads at __syncthreads, " +
+            std::to_string(warp) + " at warp operations, " + std::to_string(block_->exited) +
+            " exited" + detail);
+  failed_ = true;
+  Context abandoned;
+  switch_context(&abandoned, &main_);
+  __builtin_unreachable();
+}
+
+void Executor::caught(int signal, unsigned long long address, bool known, bool write) {
+  if (!armed_) return;
+  armed_ = false;
+  fault_signal_ = signal;
+  fault_address_ = address;
+  fault_known_ = known;
+  fault_write_ = write;
+  siglongjmp(recover_, 1);
+}
+
+void Executor::report_fault(const std::string& what, const KernelWork* work) {
+  std::string text = what;
+  if (work != nullptr) {
+    text += " block " + triple(block_->block_idx) + " thread " + triple(block_->thread_idx);
+  }
+  CUresult code = CUDA_ERROR_ILLEGAL_ADDRESS;
+  if (fault_signal_ == SIGFPE || fault_signal_ == SIGILL) {
+    code = CUDA_ERROR_LAUNCH_FAILED;
+    text += fault_signal_ == SIGFPE ? ": integer division by zero" : ": illegal instruction";
+  } else if (fibers_.in_guard(fault_address_)) {
+    code = CUDA_ERROR_LAUNCH_FAILED;
+    text += ": stack overflow (a thread's local arrays exceed 512 KiB)";
+  } else if (!fault_known_) {
+    text += ": illegal memory access at an address the processor does not tell";
+  } else {
+    text += std::string(": illegal ") + (fault_write_ ? "write" : "read") + " at " +
+            hex(fault_address_);
+    const auto shared = reinterpret_cast<unsigned long long>(shared_end_);
+    if (auto near = find_for_fault(fault_address_)) {
+      const auto storage = reinterpret_cast<unsigned long long>(near->storage);
+      if (is_alias(fault_address_)) {
+        text += ", an untranslated device address inside " + near->describe() +
+                " (pointers must be kernel parameters)";
+      } else if (fault_address_ >= storage) {
+        text += ", " + std::to_string(fault_address_ - storage - near->size) +
+                " bytes past the end of " + near->describe();
+      } else {
+        text += ", " + std::to_string(storage - fault_address_) + " bytes before " + near->describe();
+      }
+      if (work != nullptr) {
+        for (auto& pointer : work->pointers) {
+          if (pointer.second != near) continue;
+          text += ", parameter " + std::to_string(pointer.first);
+          break;
+        }
+      }
+    } else if (fault_address_ >= shared && fault_address_ < shared + kSharedMax) {
+      text += ", past the end of " + std::to_string(block_->dynamic_bytes) +
+              " bytes of dynamic shared memory";
+    }
+  }
+  failed_ = true;
+  running_kernel_.store(nullptr, std::memory_order_relaxed);
+  fault(code, text);
+}
+
+// ---- hooks ------------------------------------------------------------------------------------
+namespace {
+Executor& of(softcuda_block* block) { return *static_cast<Executor*>(block->executor); }
+
+int hook_barrier(softcuda_block* block, unsigned op, int predicate) {
+  return of(block).barrier(op, predicate);
+}
+unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
+                             unsigned long long value, unsigned arg, unsigned width) {
+  return of(block).warp(op, mask, value, arg, width);
+}
+// Threads run one at a time, so a lane only ever finds itself converged with nobody.
+unsigned hook_active(softcuda_block* block) { return 1u << (block->current % 32); }
+void hook_exit(softcuda_block* block) { of(block).thread_exit(); }
+void hook_trap(softcuda_block* block, int code, const char* text) { of(block).fail(code, text); }
+unsigned long long hook_timer() { return now_ns(); }
+}  // namespace
+
+const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,
+                               hook_exit,    hook_trap, hook_timer};
+
+}  // namespace softcuda

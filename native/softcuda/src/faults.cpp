@@ -1,0 +1,83 @@
+// Memory and arithmetic faults of device code (invariant E4); everybody else's go on as before.
+#include <signal.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "executor.h"
+
+namespace softcuda {
+
+extern __attribute__((tls_model("initial-exec"))) thread_local Executor* t_executor;
+
+namespace {
+
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+struct sigaction g_previous[4];
+__attribute__((tls_model("initial-exec"))) thread_local bool t_chaining = false;
+
+void chain(int signal, siginfo_t* info, void* context, int index) {
+  const struct sigaction& before = g_previous[index];
+  if (t_chaining || before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+    // Back to the default: the instruction faults again and the process dies as it should.
+    struct sigaction standard {};
+    standard.sa_handler = SIG_DFL;
+    sigaction(signal, &standard, nullptr);
+    return;
+  }
+  t_chaining = true;
+  if ((before.sa_flags & SA_SIGINFO) != 0) {
+    before.sa_sigaction(signal, info, context);
+  } else {
+    before.sa_handler(signal);
+  }
+  t_chaining = false;
+}
+
+void say_host_access(unsigned long long address) {
+  char text[160];
+  const int n = std::snprintf(text, sizeof text,
+                              "softcuda: host code touched device address 0x%llx; copy it, or read "
+                              "it in a kernel\n", address);
+  if (n > 0 && write(STDERR_FILENO, text, static_cast<size_t>(n)) < 0) return;
+}
+
+void on_fault(int signal, siginfo_t* info, void* raw) {
+  int index = 0;
+  while (kSignals[index] != signal) ++index;
+  const auto address = reinterpret_cast<unsigned long long>(info->si_addr);
+  // A raised signal or a non-canonical address carries no address.
+  const bool known = info->si_code > 0 && info->si_code != SI_KERNEL;
+  bool written = false;
+#if defined(__x86_64__)
+  written = (static_cast<ucontext_t*>(raw)->uc_mcontext.gregs[REG_ERR] & 2) != 0;
+#endif
+  if (t_executor != nullptr) t_executor->caught(signal, known ? address : 0, known, written);
+  if (signal == SIGSEGV && known && is_alias(address)) say_host_access(address);
+  chain(signal, info, raw, index);
+}
+
+}  // namespace
+
+// Called again at every module load: a handler installed since (faulthandler's, say) becomes the
+// one we chain to.
+void install_fault_handlers() {
+  static std::mutex& mutex = *new std::mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (int i = 0; i < 4; ++i) {
+    struct sigaction now {};
+    sigaction(kSignals[i], nullptr, &now);
+    if ((now.sa_flags & SA_SIGINFO) != 0 && now.sa_sigaction == on_fault) continue;
+    g_previous[i] = now;
+    struct sigaction ours {};
+    ours.sa_sigaction = on_fault;
+    // NODEFER: the handler leaves by a jump, which must not keep the signal blocked.
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    sigemptyset(&ours.sa_mask);
+    sigaction(kSignals[i], &ours, nullptr);
+  }
+}
+
+}  // namespace softcuda

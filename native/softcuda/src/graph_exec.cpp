@@ -1,0 +1,313 @@
+// Executables: flattening, launching, updating (invariants G3-G6).
+#include <algorithm>
+
+#include "graphs.h"
+#include "modules.h"
+
+namespace softcuda {
+
+Handles<Exec>& graph_execs() {
+  static Handles<Exec>& h = *new Handles<Exec>(0x57000000000000);
+  return h;
+}
+
+Exec::Exec() { live_add(Kind::graph_exec, 1); }
+Exec::~Exec() { live_add(Kind::graph_exec, -1); }
+
+namespace {
+
+// A child's nodes are placed between two empty ones, which carry its dependencies.
+void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<FlatNode>* out,
+           References* references, std::map<const Node*, unsigned>* tail) {
+  references->merge(*graph.references);
+  // Definition order may name later nodes (AddDependencies), so indices are given first.
+  std::map<const Node*, unsigned> head;
+  std::vector<std::pair<const Node*, unsigned>> children;
+  for (auto& node : graph.nodes) {
+    FlatNode flat{node->type, node->work, true, node->handle, {}};
+    if (node->dependencies.empty()) flat.dependencies = before;
+    head[node.get()] = static_cast<unsigned>(out->size());
+    (*tail)[node.get()] = static_cast<unsigned>(out->size());
+    out->push_back(std::move(flat));
+    if (!node->child) continue;
+    const unsigned entry = static_cast<unsigned>(out->size() - 1);
+    std::map<const Node*, unsigned> inner;
+    place(*node->child, {entry}, out, references, &inner);
+    FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
+    for (auto& item : inner) join.dependencies.push_back(item.second);
+    (*tail)[node.get()] = static_cast<unsigned>(out->size());
+    out->push_back(std::move(join));
+  }
+  for (auto& node : graph.nodes) {
+    for (Node* dependency : node->dependencies) {
+      (*out)[head[node.get()]].dependencies.push_back((*tail)[dependency]);
+    }
+  }
+}
+
+bool acyclic(const std::vector<FlatNode>& flat) {
+  std::vector<unsigned> left(flat.size()), ready;
+  std::vector<std::vector<unsigned>> next(flat.size());
+  for (unsigned i = 0; i < flat.size(); ++i) {
+    left[i] = static_cast<unsigned>(flat[i].dependencies.size());
+    if (left[i] == 0) ready.push_back(i);
+    for (unsigned d : flat[i].dependencies) next[d].push_back(i);
+  }
+  for (size_t done = 0; done < ready.size(); ++done) {
+    for (unsigned n : next[ready[done]]) {
+      if (--left[n] == 0) ready.push_back(n);
+    }
+  }
+  return ready.size() == flat.size();
+}
+
+}  // namespace
+
+CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references) {
+  std::map<const Node*, unsigned> tail;
+  place(graph, {}, out, references, &tail);
+  if (acyclic(*out)) return CUDA_SUCCESS;
+  return refuse(CUDA_ERROR_INVALID_VALUE, "the graph has a cycle");
+}
+
+std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
+                                      const std::shared_ptr<References>& references) {
+  auto program = std::make_shared<Program>();
+  program->keep = references;
+  program->nodes.reserve(flat.size());
+  for (const FlatNode& node : flat) {
+    auto op = std::make_unique<Op>();
+    if (node.enabled) op->work = node.work;
+    op->program = program.get();
+    op->indegree = static_cast<int>(node.dependencies.size());
+    program->nodes.push_back(std::move(op));
+  }
+  for (unsigned i = 0; i < flat.size(); ++i) {
+    if (flat[i].dependencies.empty()) program->roots.push_back(i);
+    for (unsigned d : flat[i].dependencies) program->nodes[d]->next.push_back(i);
+  }
+  return program;
+}
+
+static CUresult instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
+  std::shared_ptr<Graph> graph = graphs().get(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  if (out == nullptr || flags > 15) return CUDA_ERROR_INVALID_VALUE;
+  if ((flags & 4) != 0) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "graphs launched from the device are not implemented");
+  }
+  auto exec = std::make_shared<Exec>();
+  exec->flags = flags;
+  exec->references = std::make_shared<References>();
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (CUresult r = flatten(*graph, &exec->flat, exec->references.get()); r != CUDA_SUCCESS) return r;
+  exec->program = make_program(exec->flat, exec->references);
+  exec->handle = graph_execs().add(exec);
+  *out = static_cast<CUgraphExec>(exec->handle);
+  return CUDA_SUCCESS;
+}
+
+// Launches already queued keep the plan they were queued with (G5): while one does, an update
+// makes a new plan; otherwise the node is changed in place.
+static void replace_work(Exec& exec, unsigned index) {
+  if (exec.program.use_count() > 1) {
+    exec.program = make_program(exec.flat, exec.references);
+    return;
+  }
+  const FlatNode& node = exec.flat[index];
+  exec.program->nodes[index]->work = node.enabled ? node.work : Work();
+}
+
+// The executable's copy of a definition's node, checked to be of `type`.
+static CUresult find_flat(CUgraphExec handle, CUgraphNode node, int type,
+                          std::shared_ptr<Exec>* exec, unsigned* index) {
+  *exec = graph_execs().get(handle);
+  if (!*exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
+  for (unsigned i = 0; i < (*exec)->flat.size(); ++i) {
+    if ((*exec)->flat[i].source != node || node == nullptr) continue;
+    if (type >= 0 && (*exec)->flat[i].type != type) {
+      return refuse(CUDA_ERROR_INVALID_VALUE, "the node has another type");
+    }
+    *index = i;
+    return CUDA_SUCCESS;
+  }
+  return refuse(CUDA_ERROR_INVALID_VALUE, "the executable was not made from this node's graph");
+}
+
+template <class Params, class Build>
+static CUresult set_exec(CUgraphExec handle, CUgraphNode node, int type, const Params* params,
+                         const Build& build) {
+  std::shared_ptr<Exec> exec;
+  unsigned index = 0;
+  Work work;
+  if (CUresult r = build(params, &work); r != CUDA_SUCCESS) return r;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (CUresult r = find_flat(handle, node, type, &exec, &index); r != CUDA_SUCCESS) return r;
+  exec->flat[index].work = std::move(work);
+  replace_work(*exec, index);
+  return CUDA_SUCCESS;
+}
+
+}  // namespace softcuda
+
+using namespace softcuda;
+
+SC_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec* out, CUgraph graph,
+                                               unsigned long long flags) {
+  SC_API(cuGraphInstantiate, 0);
+  return instantiate(out, graph, flags);
+}
+
+SC_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec* out, CUgraph graph,
+                                                CUDA_GRAPH_INSTANTIATE_PARAMS* params) {
+  SC_API(cuGraphInstantiateWithParams, 0);
+  if (params == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  params->hErrNode_out = nullptr;
+  const CUresult r = instantiate(out, graph, params->flags);
+  params->result_out = r == CUDA_SUCCESS ? 0 : 1;
+  return r;
+}
+
+SC_EXPORT CUresult cuGraphExecGetFlags(CUgraphExec handle, uint64_t* flags) {
+  SC_API(cuGraphExecGetFlags, 0);
+  std::shared_ptr<Exec> exec = graph_execs().get(handle);
+  if (!exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
+  if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *flags = exec->flags;
+  return CUDA_SUCCESS;
+}
+
+// Uploading is ordered after the executable's earlier launches and costs nothing here.
+SC_EXPORT CUresult cuGraphUpload(CUgraphExec handle, CUstream stream_handle) {
+  SC_API(cuGraphUpload, 0);
+  std::shared_ptr<Exec> exec = graph_execs().get(handle);
+  std::shared_ptr<Stream> stream = find_stream(stream_handle);
+  if (!exec || !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no stream");
+  enqueue(*stream, Work(), OpRef(), &exec->last);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
+  SC_API(cuGraphLaunch, 0);
+  std::shared_ptr<Exec> exec = graph_execs().get(handle);
+  std::shared_ptr<Stream> stream = find_stream(stream_handle);
+  if (!exec || !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no stream");
+  Work work;
+  work.kind = WorkKind::graph;
+  {
+    std::lock_guard<std::mutex> lock(graph_mutex());
+    work.program = exec->program;
+  }
+  count_add(What::graph_launch);
+  enqueue(*stream, std::move(work), OpRef(), &exec->last);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphExecDestroy(CUgraphExec handle) {
+  SC_API(cuGraphExecDestroy, 0);
+  ApiThread here;
+  std::shared_ptr<Exec> exec = graph_execs().take(handle);
+  if (!exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
+  return CUDA_SUCCESS;
+}
+
+// Takes parameters and references of another definition with the same topology. References of the
+// old one live until the launches queued with them have ended.
+SC_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph_handle,
+                                        CUgraphExecUpdateResultInfo* info) {
+  SC_API(cuGraphExecUpdate, 0);
+  ApiThread here;
+  std::shared_ptr<Exec> exec = graph_execs().get(handle);
+  std::shared_ptr<Graph> graph = graphs().get(graph_handle);
+  if (!exec || !graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no graph");
+  if (info == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_SUCCESS, nullptr, nullptr};
+  auto references = std::make_shared<References>();
+  std::vector<FlatNode> flat;
+  std::shared_ptr<Program> old;
+  std::shared_ptr<References> old_references;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (CUresult r = flatten(*graph, &flat, references.get()); r != CUDA_SUCCESS) return r;
+  const auto failed = [&](int result, void* node, const char* why) {
+    info->result = result;
+    info->errorNode = static_cast<CUgraphNode>(node);
+    return refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, why);
+  };
+  if (flat.size() != exec->flat.size()) {
+    return failed(CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, nullptr, "the node count changed");
+  }
+  for (size_t i = 0; i < flat.size(); ++i) {
+    if (flat[i].dependencies != exec->flat[i].dependencies) {
+      return failed(CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, flat[i].source, "an edge changed");
+    }
+    if (flat[i].type != exec->flat[i].type) {
+      return failed(CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED, flat[i].source,
+                    "a node's type changed");
+    }
+  }
+  for (size_t i = 0; i < flat.size(); ++i) {
+    exec->flat[i].work = std::move(flat[i].work);  // enabled states and node identities stay
+  }
+  old = std::move(exec->program);
+  old_references = std::move(exec->references);
+  exec->references = references;
+  exec->program = make_program(exec->flat, references);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
+                                                     const CUDA_KERNEL_NODE_PARAMS* params) {
+  SC_API(cuGraphExecKernelNodeSetParams, 0);
+  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_KERNEL, params, kernel_work);
+}
+
+SC_EXPORT CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec exec, CUgraphNode node,
+                                                  const CUDA_MEMCPY3D* params, CUcontext) {
+  SC_API(cuGraphExecMemcpyNodeSetParams, 0);
+  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_MEMCPY, params, copy_work);
+}
+
+SC_EXPORT CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec exec, CUgraphNode node,
+                                                  const CUDA_MEMSET_NODE_PARAMS* params,
+                                                  CUcontext) {
+  SC_API(cuGraphExecMemsetNodeSetParams, 0);
+  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_MEMSET, params, fill_work);
+}
+
+SC_EXPORT CUresult cuGraphExecHostNodeSetParams(CUgraphExec exec, CUgraphNode node,
+                                                const CUDA_HOST_NODE_PARAMS* params) {
+  SC_API(cuGraphExecHostNodeSetParams, 0);
+  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_HOST, params,
+                  [](const CUDA_HOST_NODE_PARAMS* p, Work* out) -> CUresult {
+                    if (p == nullptr || p->fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
+                    out->kind = WorkKind::host;
+                    out->host = HostWork{p->fn, p->userData};
+                    return CUDA_SUCCESS;
+                  });
+}
+
+// Kernel, memset and memcpy nodes only, as documented.
+SC_EXPORT CUresult cuGraphNodeSetEnabled(CUgraphExec handle, CUgraphNode node, unsigned enabled) {
+  SC_API(cuGraphNodeSetEnabled, 0);
+  std::shared_ptr<Exec> exec;
+  unsigned index = 0;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (CUresult r = find_flat(handle, node, -1, &exec, &index); r != CUDA_SUCCESS) return r;
+  if (exec->flat[index].type > CU_GRAPH_NODE_TYPE_MEMSET) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "only kernel, memcpy and memset nodes can be disabled");
+  }
+  exec->flat[index].enabled = enabled != 0;
+  replace_work(*exec, index);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphNodeGetEnabled(CUgraphExec handle, CUgraphNode node, unsigned* enabled) {
+  SC_API(cuGraphNodeGetEnabled, 0);
+  std::shared_ptr<Exec> exec;
+  unsigned index = 0;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (CUresult r = find_flat(handle, node, -1, &exec, &index); r != CUDA_SUCCESS) return r;
+  if (enabled == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *enabled = exec->flat[index].enabled;
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,323 @@
+// Graph definitions: nodes, dependencies, clones (invariants G1, G2).
+#include "graphs.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "copies.h"
+#include "modules.h"
+
+namespace softcuda {
+
+std::mutex& graph_mutex() {
+  static std::mutex& m = *new std::mutex;
+  return m;
+}
+Handles<Graph>& graphs() {
+  static Handles<Graph>& h = *new Handles<Graph>(0x55000000000000);
+  return h;
+}
+Handles<Node>& graph_nodes() {
+  static Handles<Node>& h = *new Handles<Node>(0x56000000000000);
+  return h;
+}
+
+Graph::Graph() { live_add(Kind::graph, 1); }
+Graph::~Graph() {
+  for (auto& node : nodes) graph_nodes().take(node->handle);
+  live_add(Kind::graph, -1);
+}
+
+CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* p, Work* out) {
+  if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (p->func == nullptr && p->kern != nullptr) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "CUkernel handles are not implemented");
+  }
+  out->kind = WorkKind::kernel;
+  return make_kernel(find_function(p->func), softcuda_dim3{p->gridDimX, p->gridDimY, p->gridDimZ},
+                     softcuda_dim3{p->blockDimX, p->blockDimY, p->blockDimZ}, p->sharedMemBytes,
+                     p->kernelParams, p->extra, &out->kernel);
+}
+
+CUresult copy_work(const CUDA_MEMCPY3D* p, Work* out) {
+  if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  auto copy = std::make_shared<CopyWork>();
+  if (CUresult r = make_copy(*p, copy.get()); r != CUDA_SUCCESS) return r;
+  if (copy->width == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "a copy node of 0 bytes");
+  out->kind = WorkKind::copy;
+  out->copy = std::move(copy);
+  return CUDA_SUCCESS;
+}
+
+CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* p, Work* out) {
+  if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  auto fill = std::make_shared<FillWork>();
+  if (CUresult r = make_fill(*p, fill.get()); r != CUDA_SUCCESS) return r;
+  if (fill->width == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "a fill node of 0 bytes");
+  out->kind = WorkKind::fill;
+  out->fill = std::move(fill);
+  return CUDA_SUCCESS;
+}
+
+std::shared_ptr<Graph> clone_graph(const Graph& graph) {
+  auto clone = std::make_shared<Graph>();
+  clone->references = std::make_shared<References>(*graph.references);
+  std::map<const Node*, Node*> made;
+  for (auto& node : graph.nodes) {
+    auto copy = std::make_shared<Node>(*node);
+    copy->graph = clone.get();
+    copy->origin = node->handle;
+    copy->param_pointers.clear();
+    if (node->child) copy->child = clone_graph(*node->child);
+    if (copy->child) copy->child->handle = graphs().add(copy->child);
+    copy->handle = graph_nodes().add(copy);
+    made[node.get()] = copy.get();
+    clone->nodes.push_back(std::move(copy));
+  }
+  for (auto& node : clone->nodes) {
+    for (Node*& dependency : node->dependencies) dependency = made[dependency];
+  }
+  return clone;
+}
+
+// Child graphs are reachable through handles of their own; forget those first.
+static void forget_children(Graph& graph) {
+  for (auto& node : graph.nodes) {
+    if (!node->child) continue;
+    forget_children(*node->child);
+    graphs().take(node->child->handle);
+  }
+}
+
+// Adds a node whose work is complete; nothing is added on failure.
+static CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies,
+                         size_t n, std::shared_ptr<Node> node) {
+  std::shared_ptr<Graph> graph = graphs().get(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  if (out == nullptr || (dependencies == nullptr && n > 0)) return CUDA_ERROR_INVALID_VALUE;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  for (size_t i = 0; i < n; ++i) {
+    std::shared_ptr<Node> dependency = graph_nodes().get(dependencies[i]);
+    if (!dependency || dependency->graph != graph.get()) {
+      return refuse(CUDA_ERROR_INVALID_VALUE,
+                    "dependency " + std::to_string(i) + " is not a node of this graph");
+    }
+    auto& known = node->dependencies;
+    if (std::find(known.begin(), known.end(), dependency.get()) != known.end()) {
+      return refuse(CUDA_ERROR_INVALID_VALUE, "dependency " + std::to_string(i) + " is a duplicate");
+    }
+    known.push_back(dependency.get());
+  }
+  node->graph = graph.get();
+  node->handle = graph_nodes().add(node);
+  *out = static_cast<CUgraphNode>(node->handle);
+  graph->nodes.push_back(std::move(node));
+  return CUDA_SUCCESS;
+}
+
+}  // namespace softcuda
+
+using namespace softcuda;
+
+SC_EXPORT CUresult cuGraphCreate(CUgraph* out, unsigned flags) {
+  SC_API(cuGraphCreate, 0);
+  if (out == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  auto graph = std::make_shared<Graph>();
+  graph->handle = graphs().add(graph);
+  *out = static_cast<CUgraph>(graph->handle);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphDestroy(CUgraph handle) {
+  SC_API(cuGraphDestroy, 0);
+  ApiThread here;
+  std::shared_ptr<Graph> graph = graphs().take(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  forget_children(*graph);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphClone(CUgraph* out, CUgraph handle) {
+  SC_API(cuGraphClone, 0);
+  std::shared_ptr<Graph> graph = graphs().get(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::shared_ptr<Graph> clone = clone_graph(*graph);
+  clone->handle = graphs().add(clone);
+  *out = static_cast<CUgraph>(clone->handle);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphNodeFindInClone(CUgraphNode* out, CUgraphNode original, CUgraph handle) {
+  SC_API(cuGraphNodeFindInClone, 0);
+  std::shared_ptr<Graph> clone = graphs().get(handle);
+  if (!clone || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  for (auto& node : clone->nodes) {
+    if (node->origin != original) continue;
+    *out = static_cast<CUgraphNode>(node->handle);
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
+SC_EXPORT CUresult cuGraphAddEmptyNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                       size_t n) {
+  SC_API(cuGraphAddEmptyNode, 0);
+  return add_node(out, graph, deps, n, std::make_shared<Node>());
+}
+
+SC_EXPORT CUresult cuGraphAddKernelNode_v2(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                           size_t n, const CUDA_KERNEL_NODE_PARAMS* params) {
+  SC_API(cuGraphAddKernelNode, 0);
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_KERNEL;
+  if (CUresult r = kernel_work(params, &node->work); r != CUDA_SUCCESS) return r;
+  return add_node(out, graph, deps, n, std::move(node));
+}
+
+SC_EXPORT CUresult cuGraphAddHostNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                      size_t n, const CUDA_HOST_NODE_PARAMS* params) {
+  SC_API(cuGraphAddHostNode, 0);
+  if (params == nullptr || params->fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_HOST;
+  node->work.kind = WorkKind::host;
+  node->work.host = HostWork{params->fn, params->userData};
+  return add_node(out, graph, deps, n, std::move(node));
+}
+
+SC_EXPORT CUresult cuGraphAddMemcpyNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                        size_t n, const CUDA_MEMCPY3D* params, CUcontext) {
+  SC_API(cuGraphAddMemcpyNode, 0);
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_MEMCPY;
+  if (CUresult r = copy_work(params, &node->work); r != CUDA_SUCCESS) return r;
+  node->copy_params = *params;
+  return add_node(out, graph, deps, n, std::move(node));
+}
+
+SC_EXPORT CUresult cuGraphAddMemsetNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                        size_t n, const CUDA_MEMSET_NODE_PARAMS* params,
+                                        CUcontext) {
+  SC_API(cuGraphAddMemsetNode, 0);
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_MEMSET;
+  if (CUresult r = fill_work(params, &node->work); r != CUDA_SUCCESS) return r;
+  node->fill_params = *params;
+  return add_node(out, graph, deps, n, std::move(node));
+}
+
+// The child is cloned into the node, with the references it holds at this moment.
+SC_EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode* out, CUgraph graph,
+                                            const CUgraphNode* deps, size_t n, CUgraph child) {
+  SC_API(cuGraphAddChildGraphNode, 0);
+  std::shared_ptr<Graph> original = graphs().get(child);
+  if (!original) return refuse(CUDA_ERROR_INVALID_HANDLE, "the child is not a graph");
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_GRAPH;
+  {
+    std::lock_guard<std::mutex> lock(graph_mutex());
+    node->child = clone_graph(*original);
+  }
+  std::shared_ptr<Graph> made = node->child;
+  CUresult r = add_node(out, graph, deps, n, std::move(node));
+  if (r == CUDA_SUCCESS) made->handle = graphs().add(made);
+  return r;
+}
+
+SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                     const CUgraphEdgeData* edges, size_t n,
+                                     CUgraphNodeParams* params) {
+  SC_API(cuGraphAddNode, 0);
+  if (params == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  for (size_t i = 0; edges != nullptr && i < n; ++i) {
+    if (edges[i].from_port != 0 || edges[i].to_port != 0 || edges[i].type != 0) {
+      return refuse(CUDA_ERROR_NOT_SUPPORTED, "programmatic edges are not implemented");
+    }
+  }
+  switch (params->type) {
+    case CU_GRAPH_NODE_TYPE_EMPTY:
+      return cuGraphAddEmptyNode(out, graph, deps, n);
+    case CU_GRAPH_NODE_TYPE_KERNEL:
+      return cuGraphAddKernelNode_v2(out, graph, deps, n, &params->kernel);
+    case CU_GRAPH_NODE_TYPE_HOST: {
+      if (params->host.syncMode > 1) return CUDA_ERROR_INVALID_VALUE;
+      const CUDA_HOST_NODE_PARAMS host{params->host.fn, params->host.userData};
+      return cuGraphAddHostNode(out, graph, deps, n, &host);
+    }
+    case CU_GRAPH_NODE_TYPE_MEMCPY:
+      return cuGraphAddMemcpyNode(out, graph, deps, n, &params->memcpy.copyParams, nullptr);
+    case CU_GRAPH_NODE_TYPE_MEMSET:
+      return cuGraphAddMemsetNode(out, graph, deps, n, &params->memset, nullptr);
+    case CU_GRAPH_NODE_TYPE_GRAPH: {
+      if (params->graph.ownership != 0) {
+        return refuse(CUDA_ERROR_NOT_SUPPORTED, "moving a child graph is not implemented");
+      }
+      CUresult r = cuGraphAddChildGraphNode(out, graph, deps, n, params->graph.graph);
+      if (r == CUDA_SUCCESS) {
+        params->graph.graph =
+            static_cast<CUgraph>(graph_nodes().get(*out)->child->handle);
+      }
+      return r;
+    }
+    default:
+      return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                    "graph nodes of type " + std::to_string(params->type) + " are not implemented");
+  }
+}
+
+static CUresult change_dependencies(CUgraph handle, const CUgraphNode* from, const CUgraphNode* to,
+                                    size_t n, bool add) {
+  std::shared_ptr<Graph> graph = graphs().get(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  if (n > 0 && (from == nullptr || to == nullptr)) return CUDA_ERROR_INVALID_VALUE;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  for (size_t i = 0; i < n; ++i) {
+    std::shared_ptr<Node> a = graph_nodes().get(from[i]), b = graph_nodes().get(to[i]);
+    if (!a || !b || a->graph != graph.get() || b->graph != graph.get() || a == b) {
+      return refuse(CUDA_ERROR_INVALID_VALUE, "an edge does not join two nodes of this graph");
+    }
+    auto& list = b->dependencies;
+    auto it = std::find(list.begin(), list.end(), a.get());
+    if (add != (it == list.end())) {
+      return refuse(CUDA_ERROR_INVALID_VALUE, add ? "the edge exists" : "there is no such edge");
+    }
+    if (add) {
+      list.push_back(a.get());
+    } else {
+      list.erase(it);
+    }
+  }
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphAddDependencies_v2(CUgraph graph, const CUgraphNode* from,
+                                             const CUgraphNode* to, const CUgraphEdgeData*,
+                                             size_t n) {
+  SC_API(cuGraphAddDependencies, 0);
+  return change_dependencies(graph, from, to, n, true);
+}
+
+SC_EXPORT CUresult cuGraphRemoveDependencies_v2(CUgraph graph, const CUgraphNode* from,
+                                                const CUgraphNode* to, const CUgraphEdgeData*,
+                                                size_t n) {
+  SC_API(cuGraphRemoveDependencies, 0);
+  return change_dependencies(graph, from, to, n, false);
+}
+
+SC_EXPORT CUresult cuGraphDestroyNode(CUgraphNode handle) {
+  SC_API(cuGraphDestroyNode, 0);
+  ApiThread here;
+  std::shared_ptr<Node> node = graph_nodes().take(handle);
+  if (!node) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  auto& nodes = node->graph->nodes;
+  for (auto& other : nodes) {
+    auto& list = other->dependencies;
+    list.erase(std::remove(list.begin(), list.end(), node.get()), list.end());
+  }
+  nodes.erase(std::find(nodes.begin(), nodes.end(), node));
+  return CUDA_SUCCESS;
+}

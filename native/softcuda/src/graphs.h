@@ -1,0 +1,103 @@
+// Graph definitions, executables and user objects.
+#pragma once
+
+#include <map>
+
+#include "scheduler.h"
+
+namespace softcuda {
+
+// ---- user objects (invariants U1-U4) ----------------------------------------------------------
+struct UserObject {
+  void* handle = nullptr;
+  void* data = nullptr;
+  CUhostFn destroy = nullptr;
+  std::atomic<unsigned> refs{0};
+};
+
+// References that one graph, clone or executable holds; released together.
+class References {
+ public:
+  References() = default;
+  References(const References& other);  // takes its own references, same multiplicity
+  References& operator=(const References&) = delete;
+  ~References();
+  void add(const std::shared_ptr<UserObject>& object, unsigned count, bool take_new);
+  bool release(const std::shared_ptr<UserObject>& object, unsigned count);
+  void merge(const References& other);
+
+ private:
+  std::map<std::shared_ptr<UserObject>, unsigned> held_;
+};
+
+// Marks a call during which inline destructors may run (mode SOFTCUDA_DESTRUCTORS=inline).
+class ApiThread {
+ public:
+  ApiThread();
+  ~ApiThread();
+
+ private:
+  bool outer_;
+};
+
+std::shared_ptr<UserObject> find_user_object(CUuserObject handle);
+
+// ---- graphs (invariants G1-G6) ----------------------------------------------------------------
+struct Graph;
+
+struct Node {
+  void* handle = nullptr;
+  void* origin = nullptr;  // of a clone: the node it was made from
+  Graph* graph = nullptr;
+  CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
+  Work work;
+  CUDA_MEMCPY3D copy_params{};
+  CUDA_MEMSET_NODE_PARAMS fill_params{};
+  std::vector<void*> param_pointers;  // what cuGraphKernelNodeGetParams hands out
+  std::shared_ptr<Graph> child;
+  std::vector<Node*> dependencies;
+};
+
+struct Graph {
+  Graph();
+  ~Graph();
+  void* handle = nullptr;
+  std::vector<std::shared_ptr<Node>> nodes;
+  std::shared_ptr<References> references = std::make_shared<References>();
+};
+
+// One node of a flattened graph: children expanded, dependencies as indices.
+struct FlatNode {
+  CUgraphNodeType type;
+  Work work;
+  bool enabled = true;
+  void* source = nullptr;  // handle of the definition's node, for SetParams
+  std::vector<unsigned> dependencies;
+};
+
+struct Exec {
+  Exec();
+  ~Exec();
+  void* handle = nullptr;
+  uint64_t flags = 0;
+  std::vector<FlatNode> flat;
+  std::shared_ptr<Program> program;
+  std::shared_ptr<References> references;
+  OpRef last;  // launches of one executable are serialised; guarded by the scheduler's mutex
+};
+
+// Guards definitions and executables. The driver leaves that to callers; we do not crash.
+std::mutex& graph_mutex();
+Handles<Graph>& graphs();
+Handles<Node>& graph_nodes();
+Handles<Exec>& graph_execs();
+
+CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* params, Work* out);
+CUresult copy_work(const CUDA_MEMCPY3D* params, Work* out);
+CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* params, Work* out);
+std::shared_ptr<Graph> clone_graph(const Graph& graph);
+CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references);
+std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
+                                      const std::shared_ptr<References>& references);
+
+}  // namespace softcuda

@@ -1,0 +1,409 @@
+// Allocation, aliases and translation (invariants M1-M6).
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <deque>
+
+#include "scheduler.h"
+
+namespace softcuda {
+namespace {
+
+constexpr size_t kAliasStep = 1 << 16;  // a gap follows every alias, so overruns stay recognisable
+constexpr size_t kAlign = 16;           // end alignment: an overrun of a word meets the guard page
+
+struct Table {
+  std::mutex mutex;
+  CUdeviceptr base = 0, end = 0, next = 0;
+  uint64_t ids = 0;
+  std::map<CUdeviceptr, std::shared_ptr<Allocation>> by_alias;
+  std::map<unsigned long long, std::shared_ptr<Allocation>> by_host;
+  std::map<CUdeviceptr, std::shared_ptr<Allocation>> dead;  // recent ones, for messages
+};
+// Leaked on purpose: workers outlive static destruction.
+Table& table() {
+  static Table& t = *new Table;
+  return t;
+}
+
+size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+bool reserve(Table& t) {
+  if (t.base != 0) return true;
+  for (size_t bytes = size_t{1} << 44; bytes >= size_t{1} << 36; bytes >>= 2) {
+    void* range = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) continue;
+    madvise(range, bytes, MADV_DONTDUMP);
+    t.base = t.next = round_up(reinterpret_cast<CUdeviceptr>(range), kAliasStep);
+    t.end = reinterpret_cast<CUdeviceptr>(range) + bytes;
+    return true;
+  }
+  return false;
+}
+
+// The address range outside which an allocation's accesses fault: its mapping, guards included.
+bool holds(const Allocation& a, unsigned long long address) {
+  const auto from = reinterpret_cast<unsigned long long>(a.mapping);
+  return a.mapping != nullptr && address >= from && address < from + a.mapping_bytes;
+}
+
+template <class Map>
+std::shared_ptr<Allocation> floor_entry(const Map& map, unsigned long long key) {
+  auto it = map.upper_bound(key);
+  return it == map.begin() ? nullptr : std::prev(it)->second;
+}
+
+CUresult give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
+  const size_t span = round_up(a->size + kAliasStep, kAliasStep);
+  if (!reserve(t) || t.end - t.next < span) {
+    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "the range of device addresses is used up");
+  }
+  a->alias = t.next;
+  t.next += span;
+  a->id = ++t.ids;
+  t.by_alias.emplace(a->alias, a);
+  if (a->host) t.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
+  return CUDA_SUCCESS;
+}
+
+CUresult map_storage(Allocation* a) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t body = round_up(a->size, page);
+  void* mapping =
+      mmap(nullptr, body + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  a->mapping = mapping;
+  a->mapping_bytes = body + 2 * page;
+  char* start = static_cast<char*>(mapping) + page;
+  if (mprotect(start, body, PROT_READ | PROT_WRITE) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (body >= size_t{4} << 20) madvise(start, body, MADV_HUGEPAGE);
+  // Pinned memory starts on its page, as NumPy views and cache-line layouts expect.
+  a->storage = a->host ? start : start + body - round_up(a->size, kAlign);
+  if (settings().poison && !a->host) std::memset(start, 0xff, body);
+  return CUDA_SUCCESS;
+}
+
+CUresult allocate(size_t size, bool host, unsigned flags, std::shared_ptr<Allocation>* out) {
+  if (size == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
+  if (size > total_memory()) {
+    return refuse(CUDA_ERROR_OUT_OF_MEMORY, std::to_string(size) + " bytes exceed this machine");
+  }
+  auto a = std::make_shared<Allocation>();
+  a->size = size;
+  a->host = host;
+  a->flags = flags;
+  if (CUresult r = map_storage(a.get()); r != CUDA_SUCCESS) {
+    return refuse(r, "cannot map " + std::to_string(size) + " bytes");
+  }
+  Table& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  if (CUresult r = give_alias(t, a); r != CUDA_SUCCESS) return r;
+  live_add(host ? Kind::pinned_memory : Kind::device_memory, 1);
+  *out = std::move(a);
+  return CUDA_SUCCESS;
+}
+
+// Unreachable for callers at once; the pages go now, the mapping with the last reference (M4).
+void retire(Table& t, const std::shared_ptr<Allocation>& a) {
+  a->live.store(false, std::memory_order_release);
+  t.by_alias.erase(a->alias);
+  if (a->host) t.by_host.erase(reinterpret_cast<unsigned long long>(a->storage));
+  if (a->mapping != nullptr) {
+    mprotect(a->mapping, a->mapping_bytes, PROT_NONE);
+    madvise(a->mapping, a->mapping_bytes, MADV_DONTNEED);
+  }
+  auto note = std::make_shared<Allocation>();
+  note->alias = a->alias;
+  note->size = a->size;
+  note->id = a->id;
+  note->host = a->host;
+  note->live.store(false);
+  t.dead.emplace(a->alias, std::move(note));
+  if (t.dead.size() > 4096) t.dead.erase(t.dead.begin());
+  live_add(a->host ? Kind::pinned_memory : Kind::device_memory, -1);
+}
+
+std::atomic<size_t> g_used{0};
+
+}  // namespace
+
+Allocation::~Allocation() {
+  if (mapping != nullptr) munmap(mapping, mapping_bytes);
+}
+
+std::string Allocation::describe() const {
+  return std::string(live ? "" : "freed ") + (host ? "pinned" : "device") + " allocation #" +
+         std::to_string(id) + " (" + std::to_string(size) + " bytes at " + hex(alias) + ")";
+}
+
+size_t total_memory() {
+  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
+                              static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+bool is_alias(unsigned long long address) {
+  Table& t = table();
+  return address >= t.base && address < t.end && t.base != 0;
+}
+
+bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) {
+  Table& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  if (!is_alias(p)) {
+    std::shared_ptr<Allocation> a = floor_entry(t.by_host, p);
+    const auto at = a ? p - reinterpret_cast<unsigned long long>(a->storage) : 0;
+    out->owner = a && at < a->size ? a : nullptr;
+    out->address = reinterpret_cast<char*>(p);
+    if (out->owner && bytes > a->size - at) {
+      *why = "host range [" + hex(p) + ", +" + std::to_string(bytes) + ") runs past the end of " +
+             a->describe();
+      return false;
+    }
+    if (p == 0 && bytes > 0) *why = "a null pointer";
+    return p != 0 || bytes == 0;
+  }
+  std::shared_ptr<Allocation> a = floor_entry(t.by_alias, p);
+  if (a == nullptr || p > a->alias + a->size) {
+    std::shared_ptr<Allocation> gone = floor_entry(t.dead, p);
+    const bool known = gone != nullptr && p <= gone->alias + gone->size;
+    *why = "device address " + hex(p) +
+           (known ? " lies in " + gone->describe()
+                  : std::string(" lies in no allocation") +
+                        (a ? "; the nearest below is " + a->describe() : ""));
+    return false;
+  }
+  const size_t offset = p - a->alias;
+  if (bytes > a->size - offset) {
+    *why = "device range [" + hex(p) + ", +" + std::to_string(bytes) + ") runs past the end of " +
+           a->describe();
+    return false;
+  }
+  out->address = a->storage + offset;
+  out->owner = std::move(a);
+  return true;
+}
+
+std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
+  Table& t = table();
+  // Called while a worker reports a fault: it held no lock of ours when it faulted in a kernel.
+  std::lock_guard<std::mutex> lock(t.mutex);
+  if (is_alias(address)) {
+    auto a = floor_entry(t.by_alias, address);
+    if (a && address < a->alias + a->size + kAliasStep) return a;
+    a = floor_entry(t.dead, address);
+    return a && address < a->alias + a->size + kAliasStep ? a : nullptr;
+  }
+  for (auto& item : t.by_alias) {
+    if (holds(*item.second, address)) return item.second;
+  }
+  return nullptr;
+}
+
+}  // namespace softcuda
+
+using namespace softcuda;
+
+SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
+  SC_API(cuMemAlloc, 0);
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  std::shared_ptr<Allocation> a;
+  if (CUresult r = allocate(size, false, 0, &a); r != CUDA_SUCCESS) return r;
+  g_used += size;
+  *out = a->alias;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
+  SC_API(cuMemFree, 0);
+  if (p == 0) return CUDA_SUCCESS;
+  // Strict: the documented "may perform implicit synchronization" always happens (M5).
+  if (settings().strict) wait_idle("cuMemFree: all work to finish");
+  if (sticky() != CUDA_SUCCESS) return sticky();
+  Table& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto it = t.by_alias.find(p);
+  if (it == t.by_alias.end() || it->second->host) {
+    return refuse(CUDA_ERROR_INVALID_VALUE,
+                  "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
+  }
+  std::shared_ptr<Allocation> a = it->second;
+  g_used -= a->size;
+  retire(t, a);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemHostAlloc(void** out, size_t size, unsigned flags) {
+  SC_API(cuMemHostAlloc, 0);
+  if (out == nullptr || (flags & ~7u) != 0) return CUDA_ERROR_INVALID_VALUE;
+  std::shared_ptr<Allocation> a;
+  if (CUresult r = allocate(size, true, flags, &a); r != CUDA_SUCCESS) return r;
+  *out = a->storage;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemAllocHost_v2(void** out, size_t size) {
+  SC_API(cuMemAllocHost, 0);
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  std::shared_ptr<Allocation> a;
+  if (CUresult r = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP, &a); r != CUDA_SUCCESS) return r;
+  *out = a->storage;
+  return CUDA_SUCCESS;
+}
+
+static CUresult free_host(void* p, bool registered, CUresult missing) {
+  if (settings().strict) wait_idle("freeing pinned memory: all work to finish");
+  if (sticky() != CUDA_SUCCESS) return sticky();
+  Table& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto it = t.by_host.find(reinterpret_cast<unsigned long long>(p));
+  if (it == t.by_host.end() || it->second->registered != registered) {
+    return refuse(missing, hex(reinterpret_cast<unsigned long long>(p)) +
+                               " is not the start of a pinned allocation");
+  }
+  std::shared_ptr<Allocation> a = it->second;
+  retire(t, a);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemFreeHost(void* p) {
+  SC_API(cuMemFreeHost, 0);
+  return free_host(p, false, CUDA_ERROR_INVALID_VALUE);
+}
+
+SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
+  SC_API(cuMemHostRegister, 0);
+  if (p == nullptr || size == 0 || (flags & ~15u) != 0) return CUDA_ERROR_INVALID_VALUE;
+  auto a = std::make_shared<Allocation>();
+  a->size = size;
+  a->host = a->registered = true;
+  a->flags = flags;
+  a->storage = static_cast<char*>(p);
+  Table& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  const auto from = reinterpret_cast<unsigned long long>(p);
+  auto below = floor_entry(t.by_host, from + size - 1);
+  if (below && reinterpret_cast<unsigned long long>(below->storage) + below->size > from) {
+    return refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "overlaps " + below->describe());
+  }
+  if (CUresult r = give_alias(t, a); r != CUDA_SUCCESS) return r;
+  live_add(Kind::pinned_memory, 1);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemHostUnregister(void* p) {
+  SC_API(cuMemHostUnregister, 0);
+  return free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+}
+
+SC_EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* p, unsigned flags) {
+  SC_API(cuMemHostGetDevicePointer, kNoLock);
+  if (out == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  Target target;
+  std::string why;
+  if (!resolve(reinterpret_cast<unsigned long long>(p), 1, &target, &why) || !target.owner ||
+      !target.owner->host) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, hex(reinterpret_cast<unsigned long long>(p)) +
+                                                " is not pinned host memory");
+  }
+  *out = target.owner->alias + static_cast<size_t>(static_cast<char*>(p) - target.owner->storage);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemHostGetFlags(unsigned* out, void* p) {
+  SC_API(cuMemHostGetFlags, kNoLock);
+  Target target;
+  std::string why;
+  if (out == nullptr || !resolve(reinterpret_cast<unsigned long long>(p), 1, &target, &why) ||
+      !target.owner || !target.owner->host) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  *out = target.owner->flags;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
+  SC_API(cuMemGetInfo, 0);
+  if (free_bytes == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const size_t used = g_used.load();
+  *total = total_memory();
+  *free_bytes = used < *total ? *total - used : 0;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr p) {
+  SC_API(cuMemGetAddressRange, kNoLock);
+  Target target;
+  std::string why;
+  if (!is_alias(p) || !resolve(p, 1, &target, &why)) {
+    return refuse(CUDA_ERROR_NOT_FOUND, "cuMemGetAddressRange: " + why);
+  }
+  if (base != nullptr) *base = target.owner->alias;
+  if (size != nullptr) *size = target.owner->size;
+  return CUDA_SUCCESS;
+}
+
+namespace {
+CUresult pointer_attribute(void* out, int attribute, CUdeviceptr p) {
+  Target target;
+  std::string why;
+  const bool known = resolve(p, 1, &target, &why) && target.owner != nullptr;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (attribute == 13) {  // MAPPED
+    *static_cast<int*>(out) = known;
+    return CUDA_SUCCESS;
+  }
+  if (!known) return refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
+  const Allocation& a = *target.owner;
+  const auto offset = static_cast<size_t>(target.address - a.storage);
+  switch (attribute) {
+    case 1:  // CONTEXT
+      *static_cast<CUcontext*>(out) = primary_context();
+      return CUDA_SUCCESS;
+    case 2:  // MEMORY_TYPE
+      *static_cast<unsigned*>(out) = a.host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+      return CUDA_SUCCESS;
+    case 3:  // DEVICE_POINTER
+      *static_cast<CUdeviceptr*>(out) = a.alias + offset;
+      return CUDA_SUCCESS;
+    case 4:  // HOST_POINTER
+      if (!a.host) return CUDA_ERROR_INVALID_VALUE;
+      *static_cast<void**>(out) = target.address;
+      return CUDA_SUCCESS;
+    case 7:  // BUFFER_ID
+      *static_cast<unsigned long long*>(out) = a.id;
+      return CUDA_SUCCESS;
+    case 8:  // IS_MANAGED
+      *static_cast<unsigned*>(out) = 0;
+      return CUDA_SUCCESS;
+    case 9:  // DEVICE_ORDINAL
+      *static_cast<int*>(out) = 0;
+      return CUDA_SUCCESS;
+    case 11:  // RANGE_START_ADDR
+      *static_cast<CUdeviceptr*>(out) = a.alias;
+      return CUDA_SUCCESS;
+    case 12:  // RANGE_SIZE
+      *static_cast<size_t*>(out) = a.size;
+      return CUDA_SUCCESS;
+    default:
+      return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                    "pointer attribute " + std::to_string(attribute) + " is not implemented");
+  }
+}
+}  // namespace
+
+SC_EXPORT CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr p) {
+  SC_API(cuPointerGetAttribute, kNoLock);
+  return pointer_attribute(out, attribute, p);
+}
+
+SC_EXPORT CUresult cuPointerGetAttributes(unsigned n, int* attributes, void** out, CUdeviceptr p) {
+  SC_API(cuPointerGetAttributes, kNoLock);
+  for (unsigned i = 0; i < n; ++i) {
+    if (CUresult r = pointer_attribute(out[i], attributes[i], p); r != CUDA_SUCCESS) return r;
+  }
+  return CUDA_SUCCESS;
+}

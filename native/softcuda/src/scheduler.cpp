@@ -1,0 +1,229 @@
+// Dependencies between ops: streams, events, graph launches (invariants S1-S6).
+#include "scheduler.h"
+
+#include <time.h>
+
+#include <condition_variable>
+
+namespace softcuda {
+namespace {
+
+// Leaked on purpose: destroying a condition variable that a detached worker waits on hangs exit().
+std::mutex& g_mutex = *new std::mutex;
+std::condition_variable& g_done = *new std::condition_variable;
+int g_waiters = 0;
+Stream& g_legacy = *new Stream;
+std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
+
+void unref(Op* op) {
+  if (op->refs.fetch_sub(1, std::memory_order_acq_rel) == 1) delete op;
+}
+
+void depend(Op* op, const OpRef& on) {
+  Op* before = on.get();
+  if (before == nullptr || before->done || before == op) return;
+  before->successors.push_back(op);
+  op->pending.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+OpRef::~OpRef() {
+  if (op_ != nullptr) unref(op_);
+}
+
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+Handles<Stream>& streams() {
+  static Handles<Stream>& h = *new Handles<Stream>(0x51000000000000);
+  return h;
+}
+
+std::shared_ptr<Stream> find_stream(CUstream handle) {
+  const auto value = reinterpret_cast<uint64_t>(handle);
+  if (value <= 1) return g_legacy_ref;  // NULL and CU_STREAM_LEGACY
+  return streams().get(handle);
+}
+
+OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
+  auto* op = new Op;  // its first reference is the scheduler's, dropped by complete()
+  op->work = std::move(work);
+  OpRef ref(op);
+  const bool legacy = &stream == &g_legacy;
+  std::vector<std::shared_ptr<Stream>> others;
+  if (legacy) others = streams().all();
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    depend(op, stream.tail);
+    // The legacy stream and every blocking stream wait for each other (S4).
+    if (legacy) {
+      for (auto& other : others) {
+        if ((other->flags & CU_STREAM_NON_BLOCKING) == 0) depend(op, other->tail);
+      }
+    } else if ((stream.flags & CU_STREAM_NON_BLOCKING) == 0) {
+      depend(op, g_legacy.tail);
+    }
+    depend(op, after);
+    if (serial != nullptr) {
+      depend(op, *serial);
+      *serial = ref;
+    }
+    stream.tail = ref;
+  }
+  if (op->pending.fetch_sub(1, std::memory_order_acq_rel) == 1) dispatch(op, false);
+  return ref;
+}
+
+OpRef stream_tail(Stream& stream) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return stream.tail;
+}
+
+bool is_done(const OpRef& op) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return !op || op.get()->done;
+}
+
+uint64_t finished_ns(const OpRef& op) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return op ? op.get()->finished_ns : 0;
+}
+
+void set_event(Event& event, OpRef op) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  event.op = std::move(op);
+}
+
+OpRef event_op(Event& event) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return event.op;
+}
+
+CUresult wait_op(const OpRef& op, const char* what) {
+  if (!op) return sticky();
+  Waiting waiting(what);
+  std::unique_lock<std::mutex> lock(g_mutex);
+  ++g_waiters;
+  g_done.wait(lock, [&] { return op.get()->done; });
+  --g_waiters;
+  lock.unlock();
+  return sticky();
+}
+
+CUresult wait_idle(const char* what) {
+  std::vector<OpRef> tails{stream_tail(g_legacy)};
+  for (auto& stream : streams().all()) tails.push_back(stream_tail(*stream));
+  for (auto& tail : tails) wait_op(tail, what);
+  return sticky();
+}
+
+namespace {
+
+// Completes one op; what became ready goes to `ready`.
+void finish(Op* op, std::vector<Op*>* ready) {
+  while (op->program != nullptr) {
+    Program* program = op->program;
+    for (unsigned index : op->next) {
+      Op* successor = program->nodes[index].get();
+      if (successor->pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        ready->push_back(successor);
+      }
+    }
+    count_add(What::node);
+    Op* launch = program->launch;
+    // After this decrement another worker may finish the launch and free the program.
+    if (program->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    op = launch;
+  }
+  // Operands are released before anybody can see the op done, so that counters read after a
+  // synchronise are settled (S5).
+  op->work = Work();
+  std::vector<Op*> successors;
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    op->done = true;
+    op->finished_ns = now_ns();
+    successors.swap(op->successors);
+    if (g_waiters > 0) g_done.notify_all();
+  }
+  unref(op);
+  for (Op* successor : successors) {
+    if (successor->pending.fetch_sub(1, std::memory_order_acq_rel) == 1) ready->push_back(successor);
+  }
+}
+
+void begin_launch(Op* op, std::vector<Op*>* ready) {
+  Program& program = *op->work.program;
+  if (program.nodes.empty() || sticky() != CUDA_SUCCESS) {
+    finish(op, ready);
+    return;
+  }
+  program.launch = op;
+  program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
+  for (auto& node : program.nodes) node->pending.store(node->indegree, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());
+}
+
+}  // namespace
+
+void push_host(Op* op);
+void push_device(Op* op);
+
+Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
+  Op* mine = nullptr;
+  for (size_t i = 0; i < ready->size(); ++i) {
+    Op* op = (*ready)[i];
+    switch (op->work.kind) {
+      case WorkKind::none:
+        finish(op, ready);
+        break;
+      case WorkKind::graph:
+        begin_launch(op, ready);
+        break;
+      case WorkKind::host:
+        push_host(op);
+        break;
+      default:
+        if (keep_one && mine == nullptr) {
+          mine = op;
+        } else {
+          push_device(op);
+        }
+    }
+  }
+  ready->clear();
+  return mine;
+}
+
+namespace {
+// Reused between calls: no allocation per op in the steady state.
+std::vector<Op*>& scratch() {
+  thread_local std::vector<Op*> ready;
+  return ready;
+}
+}  // namespace
+
+Op* dispatch(Op* first, bool keep_one) {
+  std::vector<Op*> ready = std::move(scratch());
+  ready.clear();
+  ready.push_back(first);
+  Op* mine = dispatch_all(&ready, keep_one);
+  scratch() = std::move(ready);
+  return mine;
+}
+
+Op* complete(Op* op, bool keep_one) {
+  std::vector<Op*> ready = std::move(scratch());
+  ready.clear();
+  finish(op, &ready);
+  Op* mine = dispatch_all(&ready, keep_one);
+  scratch() = std::move(ready);
+  return mine;
+}
+
+}  // namespace softcuda

@@ -1,0 +1,150 @@
+// The op graph: what is queued, what is ready, and who runs it (invariants S1-S9).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "runtime.h"
+
+namespace softcuda {
+
+struct Function;
+struct Program;
+struct Event;
+struct Op;
+
+size_t total_memory();
+CUcontext primary_context();
+
+// A kernel launch with its parameters translated. Immutable; shared by definitions and executables.
+struct KernelWork {
+  std::shared_ptr<Function> function;
+  softcuda_dim3 grid{1, 1, 1}, block{1, 1, 1};
+  unsigned shared_bytes = 0;
+  std::vector<char> given;       // parameter bytes as the caller gave them
+  std::vector<char> translated;  // with storage addresses in place of aliases
+  std::vector<void*> arguments;  // into `translated`
+  std::vector<std::pair<unsigned, std::shared_ptr<Allocation>>> pointers;  // parameter, allocation
+};
+
+struct CopyWork {
+  Target dst, src;
+  size_t width = 0, height = 1, depth = 1;
+  size_t dst_pitch = 0, dst_slice = 0, src_pitch = 0, src_slice = 0;
+  std::vector<char> staged;  // pageable source, taken at the call
+};
+
+struct FillWork {
+  Target dst;
+  unsigned value = 0, element = 1;
+  size_t width = 0, height = 1, pitch = 0;
+};
+
+struct HostWork {
+  CUhostFn fn = nullptr;
+  void* data = nullptr;
+};
+
+enum class WorkKind : uint8_t { none, kernel, copy, fill, host, graph };
+
+// What one op does. A graph node's Work is built when the node is added or updated and shared.
+struct Work {
+  WorkKind kind = WorkKind::none;
+  std::shared_ptr<const KernelWork> kernel;
+  std::shared_ptr<const CopyWork> copy;
+  std::shared_ptr<const FillWork> fill;
+  HostWork host;
+  std::shared_ptr<Program> program;
+};
+
+// One unit of the op graph: a stream operation (its own object) or a node of a Program.
+struct Op {
+  Work work;
+  std::atomic<int> pending{1};
+  std::atomic<int> refs{1};
+  // Stream operations; guarded by the scheduler's mutex.
+  std::vector<Op*> successors;
+  bool done = false;
+  uint64_t finished_ns = 0;
+  // Nodes of a program.
+  Program* program = nullptr;
+  std::vector<unsigned> next;  // indices of dependent nodes
+  int indegree = 0;
+  // Progress of a kernel: blocks handed out, workers inside.
+  std::atomic<uint64_t> next_block{0};
+  std::atomic<int> users{0};
+};
+
+class OpRef {
+ public:
+  OpRef() = default;
+  explicit OpRef(Op* op) : op_(op) { if (op_) op_->refs.fetch_add(1, std::memory_order_relaxed); }
+  OpRef(const OpRef& other) : OpRef(other.op_) {}
+  OpRef(OpRef&& other) noexcept : op_(other.op_) { other.op_ = nullptr; }
+  OpRef& operator=(OpRef other) noexcept { std::swap(op_, other.op_); return *this; }
+  ~OpRef();
+  Op* get() const { return op_; }
+  explicit operator bool() const { return op_ != nullptr; }
+
+ private:
+  Op* op_ = nullptr;
+};
+
+struct Stream {
+  void* handle = nullptr;
+  unsigned flags = 0;
+  int priority = 0;
+  uint64_t id = 0;
+  OpRef tail;  // guarded by the scheduler's mutex
+};
+
+struct Event {
+  unsigned flags = 0;
+  OpRef op;  // what was last recorded; guarded by the scheduler's mutex
+};
+
+// An instantiated graph's immutable plan plus the counters of its one running launch (S6).
+struct Program {
+  std::vector<std::unique_ptr<Op>> nodes;
+  std::vector<unsigned> roots;
+  std::atomic<int> remaining{0};
+  Op* launch = nullptr;
+  std::shared_ptr<void> keep;  // user-object references held for this plan
+};
+
+// null for an unknown handle; the legacy stream for NULL and CU_STREAM_LEGACY.
+std::shared_ptr<Stream> find_stream(CUstream handle);
+Handles<Stream>& streams();
+
+// Appends `work` to the stream; `after` adds one more dependency, `serial` is a slot that orders
+// launches of one executable and receives the new op.
+OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
+OpRef stream_tail(Stream& stream);
+bool is_done(const OpRef& op);
+uint64_t finished_ns(const OpRef& op);
+void set_event(Event& event, OpRef op);
+OpRef event_op(Event& event);
+// Block until done, or until a fault; returns the sticky error if any.
+CUresult wait_op(const OpRef& op, const char* what);
+CUresult wait_idle(const char* what);
+
+// ---- workers ----------------------------------------------------------------------------------
+void start_workers();
+// Makes ops runnable; returns one of device kind if `keep_one`, which the caller then runs itself.
+Op* dispatch(Op* first, bool keep_one);
+// Marks `op` finished and dispatches what becomes ready.
+Op* complete(Op* op, bool keep_one);
+uint64_t now_ns();
+
+// ---- running device work (executor) -----------------------------------------------------------
+class Executor;
+Executor* make_executor(unsigned worker);
+// Runs blocks [first, last) of a kernel; false after a fault (already reported).
+bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint64_t last);
+bool run_copy(Executor* executor, const CopyWork& work);
+bool run_fill(Executor* executor, const FillWork& work);
+void install_fault_handlers();
+
+}  // namespace softcuda

@@ -1,0 +1,236 @@
+// Streams and events.
+#include "scheduler.h"
+
+namespace softcuda {
+namespace {
+Handles<Event>& events() {
+  static Handles<Event>& h = *new Handles<Event>(0x54000000000000);
+  return h;
+}
+}  // namespace
+}  // namespace softcuda
+
+using namespace softcuda;
+
+static CUresult create_stream(CUstream* out, unsigned flags, int priority) {
+  if (out == nullptr || (flags & ~CU_STREAM_NON_BLOCKING) != 0) return CUDA_ERROR_INVALID_VALUE;
+  static std::atomic<uint64_t> ids{1};
+  auto stream = std::make_shared<Stream>();
+  stream->flags = flags;
+  // Out-of-range priorities are clamped, as documented.
+  stream->priority = priority > 0 ? 0 : priority < -5 ? -5 : priority;
+  stream->id = ++ids;
+  stream->handle = streams().add(stream);
+  live_add(Kind::stream, 1);
+  *out = static_cast<CUstream>(stream->handle);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamCreate(CUstream* out, unsigned flags) {
+  SC_API(cuStreamCreate, 0);
+  return create_stream(out, flags, 0);
+}
+
+SC_EXPORT CUresult cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) {
+  SC_API(cuStreamCreateWithPriority, 0);
+  return create_stream(out, flags, priority);
+}
+
+// Returns at once; what is queued still runs.
+SC_EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
+  SC_API(cuStreamDestroy, 0);
+  std::shared_ptr<Stream> stream = streams().take(handle);
+  if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  live_add(Kind::stream, -1);
+  if (settings().strict) wait_op(stream_tail(*stream), "cuStreamDestroy: the stream's work");
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamSynchronize(CUstream handle) {
+  SC_API(cuStreamSynchronize, kNoLock);
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  return wait_op(stream_tail(*stream), "cuStreamSynchronize: the stream's work");
+}
+
+SC_EXPORT CUresult cuStreamQuery(CUstream handle) {
+  SC_API(cuStreamQuery, kNoLock);
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  const bool done = is_done(stream_tail(*stream));
+  if (sticky() != CUDA_SUCCESS) return sticky();
+  return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+SC_EXPORT CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags) {
+  SC_API(cuStreamWaitEvent, 0);
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  std::shared_ptr<Event> event = events().get(event_handle);
+  if (!stream || !event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream or not an event");
+  if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
+  OpRef op = event_op(*event);
+  if (op) enqueue(*stream, Work(), op);  // an event never recorded is complete
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext* out) {
+  SC_API(cuStreamGetCtx, kNoLock);
+  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *out = primary_context();
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetCtx_v2(CUstream handle, CUcontext* out, void** green) {
+  SC_API(cuStreamGetCtx_v2, kNoLock);
+  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
+  if (out == nullptr || green == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *out = primary_context();
+  *green = nullptr;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetFlags(CUstream handle, unsigned* out) {
+  SC_API(cuStreamGetFlags, kNoLock);
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *out = stream->flags;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetPriority(CUstream handle, int* out) {
+  SC_API(cuStreamGetPriority, kNoLock);
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *out = stream->priority;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetId(CUstream handle, unsigned long long* out) {
+  SC_API(cuStreamGetId, kNoLock);
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *out = stream->id;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetDevice(CUstream handle, CUdevice* out) {
+  SC_API(cuStreamGetDevice, kNoLock);
+  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *out = 0;
+  return CUDA_SUCCESS;
+}
+
+// Capture is not implemented, so no stream ever captures (status NONE).
+SC_EXPORT CUresult cuStreamIsCapturing(CUstream handle, int* status) {
+  SC_API(cuStreamIsCapturing, kNoLock);
+  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
+  if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *status = 0;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream handle, int* status, uint64_t* id,
+                                             CUgraph* graph, const CUgraphNode** dependencies,
+                                             size_t* count) {
+  SC_API(cuStreamGetCaptureInfo, kNoLock);
+  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
+  if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *status = 0;
+  if (id != nullptr) *id = 0;
+  if (graph != nullptr) *graph = nullptr;
+  if (dependencies != nullptr) *dependencies = nullptr;
+  if (count != nullptr) *count = 0;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream handle, int* status, uint64_t* id,
+                                             CUgraph* graph, const CUgraphNode** dependencies,
+                                             const CUgraphEdgeData** edges, size_t* count) {
+  if (edges != nullptr) *edges = nullptr;
+  return cuStreamGetCaptureInfo_v2(handle, status, id, graph, dependencies, count);
+}
+
+SC_EXPORT CUresult cuStreamBeginCapture_v2(CUstream, int) {
+  SC_API(cuStreamBeginCapture, kNoLock);
+  return refuse(CUDA_ERROR_NOT_SUPPORTED, "stream capture is not implemented; build graphs explicitly");
+}
+
+SC_EXPORT CUresult cuStreamEndCapture(CUstream, CUgraph*) {
+  SC_API(cuStreamEndCapture, kNoLock);
+  return refuse(CUDA_ERROR_NOT_SUPPORTED, "stream capture is not implemented; build graphs explicitly");
+}
+
+SC_EXPORT CUresult cuEventCreate(CUevent* out, unsigned flags) {
+  SC_API(cuEventCreate, 0);
+  if (out == nullptr || flags > 7) return CUDA_ERROR_INVALID_VALUE;
+  if ((flags & CU_EVENT_INTERPROCESS) != 0) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "interprocess events are not implemented");
+  }
+  auto event = std::make_shared<Event>();
+  event->flags = flags;
+  *out = static_cast<CUevent>(events().add(event));
+  live_add(Kind::event, 1);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
+  SC_API(cuEventDestroy, 0);
+  if (!events().take(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an event");
+  live_add(Kind::event, -1);
+  return CUDA_SUCCESS;
+}
+
+static CUresult record(CUevent event_handle, CUstream handle) {
+  std::shared_ptr<Stream> stream = find_stream(handle);
+  std::shared_ptr<Event> event = events().get(event_handle);
+  if (!stream || !event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream or not an event");
+  set_event(*event, enqueue(*stream, Work()));
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuEventRecord(CUevent event, CUstream stream) {
+  SC_API(cuEventRecord, 0);
+  return record(event, stream);
+}
+
+SC_EXPORT CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) {
+  SC_API(cuEventRecordWithFlags, 0);
+  if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
+  return record(event, stream);
+}
+
+SC_EXPORT CUresult cuEventQuery(CUevent handle) {
+  SC_API(cuEventQuery, kNoLock);
+  std::shared_ptr<Event> event = events().get(handle);
+  if (!event) return CUDA_ERROR_INVALID_HANDLE;
+  const bool done = is_done(event_op(*event));
+  if (sticky() != CUDA_SUCCESS) return sticky();
+  return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+SC_EXPORT CUresult cuEventSynchronize(CUevent handle) {
+  SC_API(cuEventSynchronize, kNoLock);
+  std::shared_ptr<Event> event = events().get(handle);
+  if (!event) return CUDA_ERROR_INVALID_HANDLE;
+  return wait_op(event_op(*event), "cuEventSynchronize: the event");
+}
+
+SC_EXPORT CUresult cuEventElapsedTime_v2(float* ms, CUevent start_handle, CUevent end_handle) {
+  SC_API(cuEventElapsedTime, kNoLock);
+  std::shared_ptr<Event> start = events().get(start_handle), end = events().get(end_handle);
+  if (!start || !end) return CUDA_ERROR_INVALID_HANDLE;
+  if (ms == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const OpRef a = event_op(*start), b = event_op(*end);
+  if (!a || !b || ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) != 0) {
+    return refuse(CUDA_ERROR_INVALID_HANDLE, "an event without timing, or never recorded");
+  }
+  if (!is_done(a) || !is_done(b)) return CUDA_ERROR_NOT_READY;
+  const auto elapsed = static_cast<int64_t>(finished_ns(b)) - static_cast<int64_t>(finished_ns(a));
+  *ms = static_cast<float>(static_cast<double>(elapsed) * 1e-6);
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,177 @@
+// User objects: reference counts and destructors (invariants U1-U4).
+#include <condition_variable>
+#include <deque>
+#include <thread>
+
+#include "graphs.h"
+
+namespace softcuda {
+namespace {
+
+Handles<UserObject>& objects() {
+  static Handles<UserObject>& h = *new Handles<UserObject>(0x58000000000000);
+  return h;
+}
+
+struct Reaper {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<std::shared_ptr<UserObject>> dead;
+};
+Reaper& reaper() {
+  static Reaper& r = *new Reaper;  // leaked on purpose: its thread never ends
+  return r;
+}
+
+void destroy(const UserObject& object) {
+  const char* outer = t_forbidden;
+  t_forbidden = "user-object destructor";
+  object.destroy(object.data);
+  t_forbidden = outer;
+  live_add(Kind::user_object, -1);
+}
+
+void reaper_main() {
+  Reaper& r = reaper();
+  for (;;) {
+    std::unique_lock<std::mutex> lock(r.mutex);
+    r.wake.wait(lock, [&] { return !r.dead.empty(); });
+    std::shared_ptr<UserObject> object = std::move(r.dead.front());
+    r.dead.pop_front();
+    lock.unlock();
+    if (sticky() == CUDA_SUCCESS) destroy(*object);
+  }
+}
+
+thread_local bool t_api_thread = false;
+
+// Late mode: on the reaper's thread. Inline mode: in the call that drops the last reference, as
+// drivers are seen to do; what a finished launch drops is always late.
+void bury(std::shared_ptr<UserObject> object) {
+  objects().take(object->handle);
+  if (settings().inline_destructors && t_api_thread) {
+    destroy(*object);
+    return;
+  }
+  static std::once_flag once;
+  std::call_once(once, [] { std::thread(reaper_main).detach(); });
+  Reaper& r = reaper();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.dead.push_back(std::move(object));
+  r.wake.notify_one();
+}
+
+bool drop(const std::shared_ptr<UserObject>& object, unsigned count) {
+  if (sticky() != CUDA_SUCCESS) return true;  // leaked on purpose (E3)
+  unsigned now = object->refs.load();
+  do {
+    if (now < count) return false;
+  } while (!object->refs.compare_exchange_weak(now, now - count));
+  if (now == count) bury(object);
+  return true;
+}
+
+}  // namespace
+
+ApiThread::ApiThread() : outer_(t_api_thread) { t_api_thread = true; }
+ApiThread::~ApiThread() { t_api_thread = outer_; }
+
+References::References(const References& other) { merge(other); }
+
+References::~References() {
+  for (auto& item : held_) drop(item.first, item.second);
+}
+
+void References::add(const std::shared_ptr<UserObject>& object, unsigned count, bool take_new) {
+  if (take_new) object->refs += count;
+  held_[object] += count;
+}
+
+void References::merge(const References& other) {
+  for (auto& item : other.held_) add(item.first, item.second, true);
+}
+
+bool References::release(const std::shared_ptr<UserObject>& object, unsigned count) {
+  auto it = held_.find(object);
+  if (it == held_.end() || it->second < count) return false;
+  it->second -= count;
+  if (it->second == 0) held_.erase(it);
+  return drop(object, count);
+}
+
+std::shared_ptr<UserObject> find_user_object(CUuserObject handle) { return objects().get(handle); }
+
+}  // namespace softcuda
+
+using namespace softcuda;
+
+SC_EXPORT CUresult cuUserObjectCreate(CUuserObject* out, void* data, CUhostFn destroy_fn,
+                                      unsigned initial, unsigned flags) {
+  SC_API(cuUserObjectCreate, 0);
+  if (out == nullptr || destroy_fn == nullptr || initial == 0 || initial > 0x7fffffffu ||
+      flags != CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) {
+    return refuse(CUDA_ERROR_INVALID_VALUE,
+                  "cuUserObjectCreate needs a destructor, a count in 1..INT_MAX and the flag "
+                  "NO_DESTRUCTOR_SYNC");
+  }
+  auto object = std::make_shared<UserObject>();
+  object->data = data;
+  object->destroy = destroy_fn;
+  object->refs = initial;
+  object->handle = objects().add(object);
+  live_add(Kind::user_object, 1);
+  *out = static_cast<CUuserObject>(object->handle);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuUserObjectRetain(CUuserObject handle, unsigned count) {
+  SC_API(cuUserObjectRetain, 0);
+  std::shared_ptr<UserObject> object = find_user_object(handle);
+  if (!object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a user object");
+  if (count == 0 || count > 0x7fffffffu) return CUDA_ERROR_INVALID_VALUE;
+  object->refs += count;
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuUserObjectRelease(CUuserObject handle, unsigned count) {
+  SC_API(cuUserObjectRelease, 0);
+  ApiThread here;
+  std::shared_ptr<UserObject> object = find_user_object(handle);
+  if (!object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a user object");
+  if (count == 0 || !drop(object, count)) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "more references released than exist");
+  }
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphRetainUserObject(CUgraph graph_handle, CUuserObject handle,
+                                           unsigned count, unsigned flags) {
+  SC_API(cuGraphRetainUserObject, 0);
+  std::shared_ptr<Graph> graph = graphs().get(graph_handle);
+  std::shared_ptr<UserObject> object = find_user_object(handle);
+  if (!graph || !object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph or no user object");
+  if (count == 0 || count > 0x7fffffffu || (flags & ~CU_GRAPH_USER_OBJECT_MOVE) != 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  const bool move = (flags & CU_GRAPH_USER_OBJECT_MOVE) != 0;
+  if (move && object->refs < count) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "more references moved than exist");
+  }
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  graph->references->add(object, count, !move);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuGraphReleaseUserObject(CUgraph graph_handle, CUuserObject handle,
+                                            unsigned count) {
+  SC_API(cuGraphReleaseUserObject, 0);
+  ApiThread here;
+  std::shared_ptr<Graph> graph = graphs().get(graph_handle);
+  std::shared_ptr<UserObject> object = find_user_object(handle);
+  if (!graph || !object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph or no user object");
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (count == 0 || !graph->references->release(object, count)) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph does not hold that many references");
+  }
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,148 @@
+// Warp operations (invariants X6-X8): one rendezvous each, resolved by the last lane to arrive.
+#include <cstring>
+
+#include "executor.h"
+
+namespace softcuda {
+namespace {
+
+constexpr unsigned long long kPoison = ~0ull;  // what reading an absent lane gives: NaN, or -1
+
+float as_float(unsigned long long word) {
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+unsigned long long as_word(float value) {
+  unsigned long long word = 0;
+  std::memcpy(&word, &value, sizeof value);
+  return word;
+}
+
+// Source lane of a shuffle as the CUDA guide defines it: sub-warps of `width` lanes; a source
+// outside the sub-warp's reach gives the lane its own value.
+unsigned source_lane(unsigned op, unsigned lane, unsigned arg, unsigned width) {
+  const unsigned first = lane & ~(width - 1);
+  switch (op) {
+    case SOFTCUDA_SHFL_IDX:
+      return first | (arg & (width - 1));
+    case SOFTCUDA_SHFL_UP:
+      return arg <= lane - first ? lane - arg : lane;
+    case SOFTCUDA_SHFL_DOWN:
+      return arg < width && lane + arg < first + width ? lane + arg : lane;
+    default: {
+      const unsigned source = lane ^ arg;
+      return source < first + width ? source : lane;
+    }
+  }
+}
+
+const char* op_name(unsigned op) {
+  static const char* const names[] = {"__syncwarp",      "__shfl_sync",     "__shfl_up_sync",
+                                      "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
+                                      "__any_sync",      "__all_sync",      "__match_any_sync",
+                                      "softcuda_warp_sum", "softcuda_warp_max"};
+  return op < sizeof names / sizeof names[0] ? names[op] : "a warp operation";
+}
+
+// The xor butterfly of five shuffles, all lanes at once; same operands and order per lane.
+template <class Combine>
+void butterfly(float (&x)[32], const Combine& combine) {
+  for (unsigned offset = 16; offset > 0; offset >>= 1) {
+    float y[32];
+    for (unsigned lane = 0; lane < 32; ++lane) y[lane] = combine(x[lane], x[lane ^ offset]);
+    std::memcpy(x, y, sizeof y);
+  }
+}
+
+}  // namespace
+
+unsigned long long Executor::warp(unsigned op, unsigned mask, unsigned long long value,
+                                  unsigned arg, unsigned width) {
+  if (block_->tracked == 0) begin_tracking();
+  const unsigned thread = block_->current;
+  const unsigned w = thread / 32, bit = 1u << (thread % 32);
+  if ((mask & bit) == 0) {
+    fail(CUDA_ERROR_LAUNCH_FAILED, std::string(op_name(op)) + " with mask " + hex(mask) +
+                                       ", which does not name the calling lane");
+  }
+  if (width == 0 || width > 32 || (width & (width - 1)) != 0) {
+    fail(CUDA_ERROR_LAUNCH_FAILED, std::string(op_name(op)) + " with width " +
+                                       std::to_string(width) + ", not a power of two up to 32");
+  }
+  lanes_[thread] = Lane{op, mask, arg, width, value, 0};
+  at_warp_[w] |= bit;
+  if (try_release_warp(w, mask)) {
+    ready_[w] &= ~bit;  // released with the others; it is running already
+  } else {
+    suspend();
+  }
+  return lanes_[thread].result;
+}
+
+// Releases the lanes of `mask` when every one that has not exited waits with this mask at the same
+// operation. Groups with other masks in the same warp are untouched.
+bool Executor::try_release_warp(unsigned w, unsigned mask) {
+  const unsigned in_block = block_->count - w * 32;
+  const unsigned exists = in_block >= 32 ? 0xffffffffu : (1u << in_block) - 1;
+  const unsigned group = mask & exists & ~exited_[w];
+  if (group == 0 || (at_warp_[w] & group) != group) return false;
+  Lane* lanes = &lanes_[w * 32];
+  const Lane& model = lanes[__builtin_ctz(group)];
+  for (unsigned left = group; left != 0; left &= left - 1) {
+    const Lane& lane = lanes[__builtin_ctz(left)];
+    if (lane.mask != mask || lane.op != model.op) return false;
+  }
+  if (model.op == SOFTCUDA_WARP_SUM || model.op == SOFTCUDA_WARP_MAX) {
+    float x[32];
+    for (unsigned i = 0; i < 32; ++i) x[i] = as_float(group >> i & 1 ? lanes[i].value : kPoison);
+    if (model.op == SOFTCUDA_WARP_SUM) {
+      butterfly(x, [](float a, float b) { return a + b; });
+    } else {
+      butterfly(x, [](float a, float b) { return b > a ? b : a; });
+    }
+    for (unsigned i = 0; i < 32; ++i) lanes[i].result = as_word(x[i]);
+  } else {
+    unsigned votes = 0;
+    for (unsigned left = group; left != 0; left &= left - 1) {
+      const unsigned i = static_cast<unsigned>(__builtin_ctz(left));
+      if (lanes[i].value != 0) votes |= 1u << i;
+    }
+    for (unsigned left = group; left != 0; left &= left - 1) {
+      const unsigned i = static_cast<unsigned>(__builtin_ctz(left));
+      Lane& lane = lanes[i];
+      switch (lane.op) {
+        case SOFTCUDA_SYNCWARP:
+          break;
+        case SOFTCUDA_BALLOT:
+          lane.result = votes;
+          break;
+        case SOFTCUDA_ANY:
+          lane.result = votes != 0;
+          break;
+        case SOFTCUDA_ALL:
+          lane.result = votes == group;
+          break;
+        case SOFTCUDA_MATCH_ANY: {
+          unsigned same = 0;
+          for (unsigned other = group; other != 0; other &= other - 1) {
+            const unsigned j = static_cast<unsigned>(__builtin_ctz(other));
+            if (lanes[j].value == lane.value) same |= 1u << j;
+          }
+          lane.result = same;
+          break;
+        }
+        default: {
+          const unsigned source = source_lane(lane.op, i, lane.arg, lane.width);
+          lane.result = group >> source & 1 ? lanes[source].value : kPoison;
+        }
+      }
+    }
+  }
+  at_warp_[w] &= ~group;
+  ready_[w] |= group;
+  return true;
+}
+
+}  // namespace softcuda

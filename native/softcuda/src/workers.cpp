@@ -1,0 +1,225 @@
+// The threads: N device workers and one host-function thread (invariants S7-S9).
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "executor.h"
+
+namespace softcuda {
+namespace {
+
+struct Pool {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<Op*> ready;
+  std::vector<Op*> shared;  // kernels with blocks left that other workers may join
+  std::atomic<int> available{0};  // entries of both lists, read by spinning workers
+  int sleeping = 0;
+  unsigned workers = 0;
+  std::vector<std::atomic<Executor*>> executors;
+};
+// Leaked on purpose, like every object a detached thread waits on (see scheduler.cpp).
+Pool& pool() {
+  static Pool& p = *new Pool;
+  return p;
+}
+
+struct HostQueue {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<Op*> ready;
+};
+HostQueue& host_queue() {
+  static HostQueue& q = *new HostQueue;
+  return q;
+}
+
+constexpr double kShareNs = 20000;  // a kernel shorter than this is not worth waking anybody for
+constexpr double kChunkNs = 10000;
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+void wake_one(Pool& p) {
+  if (p.sleeping > 0) p.wake.notify_one();
+}
+
+// Next thing to run: a ready op, or a kernel to help with (`*helping`).
+Op* take(Pool& p, bool* helping) {
+  for (int spin = 0; spin < 200 && p.available.load(std::memory_order_relaxed) == 0; ++spin) {
+    relax();
+  }
+  std::unique_lock<std::mutex> lock(p.mutex);
+  for (;;) {
+    if (!p.ready.empty()) {
+      Op* op = p.ready.front();
+      p.ready.pop_front();
+      p.available.fetch_sub(1, std::memory_order_relaxed);
+      *helping = false;
+      return op;
+    }
+    if (!p.shared.empty()) {
+      Op* op = p.shared.back();
+      op->users.fetch_add(1, std::memory_order_relaxed);
+      *helping = true;
+      return op;
+    }
+    ++p.sleeping;
+    p.wake.wait(lock);
+    --p.sleeping;
+  }
+}
+
+void unshare(Pool& p, Op* op) {
+  std::lock_guard<std::mutex> lock(p.mutex);
+  auto it = std::find(p.shared.begin(), p.shared.end(), op);
+  if (it == p.shared.end()) return;
+  p.shared.erase(it);
+  p.available.fetch_sub(1, std::memory_order_relaxed);
+}
+
+uint64_t blocks_of(const KernelWork& work) {
+  return static_cast<uint64_t>(work.grid.x) * work.grid.y * work.grid.z;
+}
+
+// Runs this worker's share of a kernel; true when it was the last to leave, so the op is finished.
+bool run_kernel(Pool& p, Executor* executor, Op* op, bool helping) {
+  const KernelWork& work = *op->work.kernel;
+  const uint64_t blocks = blocks_of(work);
+  const double threads = static_cast<double>(work.block.x) * work.block.y * work.block.z;
+  Function& function = *work.function;
+  const double known = function.ns_per_thread.load(std::memory_order_relaxed);
+  const double block_ns = (known > 0 ? known : 20) * threads;
+  bool offered = false;
+  if (!helping) {
+    op->next_block.store(0, std::memory_order_relaxed);
+    op->users.store(1, std::memory_order_relaxed);
+    if (blocks > 1 && p.workers > 1 && block_ns * static_cast<double>(blocks) > kShareNs) {
+      std::lock_guard<std::mutex> lock(p.mutex);
+      p.shared.push_back(op);
+      p.available.fetch_add(1, std::memory_order_relaxed);
+      offered = true;
+      wake_one(p);
+    }
+  } else {
+    std::lock_guard<std::mutex> lock(p.mutex);
+    wake_one(p);  // one wakes the next, so the first worker does not pay for all
+  }
+  const uint64_t share = std::max<uint64_t>(1, blocks / (uint64_t{p.workers} * 8));
+  const auto fitting = static_cast<uint64_t>(kChunkNs / block_ns);
+  const uint64_t chunk =
+      p.workers == 1 || (!offered && !helping) ? blocks : std::clamp<uint64_t>(fitting, 1, share);
+  const uint64_t began = now_ns();
+  uint64_t ran = 0;
+  for (;;) {
+    const uint64_t first = op->next_block.fetch_add(chunk, std::memory_order_relaxed);
+    if (first >= blocks) break;
+    const uint64_t last = std::min(blocks, first + chunk);
+    if (sticky() != CUDA_SUCCESS || !run_blocks(executor, work, first, last)) break;
+    ran += last - first;
+  }
+  if (ran > 0) {
+    const double seen = static_cast<double>(now_ns() - began) / (static_cast<double>(ran) * threads);
+    const double mixed = known > 0 ? 0.75 * known + 0.25 * seen : seen;
+    function.ns_per_thread.store(static_cast<float>(mixed), std::memory_order_relaxed);
+  }
+  if (offered || helping) unshare(p, op);
+  return op->users.fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+void worker_main(unsigned index) {
+  pthread_setname_np(pthread_self(), ("softcuda-sm" + std::to_string(index)).c_str());
+  Executor* executor = make_executor(index);
+  Pool& p = pool();
+  p.executors[index] = executor;
+  Op* op = nullptr;
+  for (;;) {
+    bool helping = false;
+    if (op == nullptr) op = take(p, &helping);
+    bool finished = true;
+    const bool run = sticky() == CUDA_SUCCESS;
+    switch (op->work.kind) {
+      case WorkKind::kernel:
+        if (!helping) count_add(What::kernel_launch);
+        finished = run || helping ? run_kernel(p, executor, op, helping) : true;
+        break;
+      case WorkKind::copy:
+        if (run) run_copy(executor, *op->work.copy);
+        break;
+      case WorkKind::fill:
+        if (run) run_fill(executor, *op->work.fill);
+        break;
+      default:
+        break;
+    }
+    op = finished ? complete(op, true) : nullptr;
+  }
+}
+
+void host_main() {
+  pthread_setname_np(pthread_self(), "softcuda-host");
+  HostQueue& q = host_queue();
+  for (;;) {
+    Op* op = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(q.mutex);
+      q.wake.wait(lock, [&] { return !q.ready.empty(); });
+      op = q.ready.front();
+      q.ready.pop_front();
+    }
+    // Host functions are not called after a fault (E2).
+    if (sticky() == CUDA_SUCCESS) {
+      count_add(What::host_func);
+      run_host_function(op->work.host.fn, op->work.host.data);
+    }
+    complete(op, false);
+  }
+}
+
+}  // namespace
+
+void push_device(Op* op) {
+  Pool& p = pool();
+  std::lock_guard<std::mutex> lock(p.mutex);
+  p.ready.push_back(op);
+  p.available.fetch_add(1, std::memory_order_relaxed);
+  wake_one(p);
+}
+
+void push_host(Op* op) {
+  HostQueue& q = host_queue();
+  std::lock_guard<std::mutex> lock(q.mutex);
+  q.ready.push_back(op);
+  q.wake.notify_one();
+}
+
+void describe_workers(std::string* out) {
+  for (auto& slot : pool().executors) {
+    Executor* executor = slot.load();
+    const char* kernel = executor != nullptr ? executor->running_kernel() : nullptr;
+    if (kernel != nullptr) *out += std::string("a worker runs kernel '") + kernel + "'\n";
+  }
+}
+
+void start_workers() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    Pool& p = pool();
+    p.workers = settings().workers;
+    p.executors = std::vector<std::atomic<Executor*>>(p.workers);
+    for (unsigned i = 0; i < p.workers; ++i) std::thread(worker_main, i).detach();
+    std::thread(host_main).detach();
+  });
+}
+
+}  // namespace softcuda

@@ -1,0 +1,229 @@
+"""Shared by the soft-device tests: build or find the library, load it first, talk to it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "native" / "softcuda"
+CACHE = Path(tempfile.gettempdir()) / f"softcuda-test-kernels-{os.getuid()}"
+
+
+def _build() -> Path:
+    """Build the library next to the tests' other outputs, when no installed copy is wanted."""
+    build = ROOT / "build" / "softcuda"
+    path = build / "libcuda.so.1"
+    newest = max(p.stat().st_mtime for p in SOURCE.rglob("*") if p.suffix in {".cpp", ".h", ".txt"})
+    if not path.exists() or path.stat().st_mtime < newest:
+        subprocess.run(
+            ["cmake", "-S", str(SOURCE), "-B", str(build)], check=True, capture_output=True
+        )
+        subprocess.run(["cmake", "--build", str(build)], check=True, capture_output=True)
+    return path
+
+
+def library_path() -> Path:
+    """Return the library under test: SOFTCUDA_LIBRARY, else a fresh standalone build."""
+    given = os.environ.get("SOFTCUDA_LIBRARY")
+    return Path(given) if given else _build()
+
+
+def compile_module() -> ModuleType:
+    """Load the compile driver as a plain file: it must not need the installed package."""
+    name = "softcuda_compile"
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.insert(0, str(SOURCE))
+    try:
+        spec = importlib.util.spec_from_file_location(name, SOURCE / "compile.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SOURCE))
+    return module
+
+
+def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
+    """Compile kernel text for the soft device."""
+    image: bytes = compile_module().compile_cpu(source, name, cache_dir=CACHE, **options)
+    return image
+
+
+class Soft:
+    """The soft device through the unmodified cuda.bindings, one per process."""
+
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
+        for name in ("softcuda_live", "softcuda_leaked", "softcuda_count", "softcuda_calls"):
+            getattr(self.lib, name).restype = ctypes.c_int64
+        self.lib.softcuda_gil_held.restype = ctypes.c_int64
+        for name in ("softcuda_kind_name", "softcuda_count_name", "softcuda_api_name"):
+            getattr(self.lib, name).restype = ctypes.c_char_p
+        for name in ("softcuda_last_fault", "softcuda_last_refusal", "softcuda_describe"):
+            getattr(self.lib, name).restype = ctypes.c_size_t
+        from cuda.bindings import driver
+
+        self.d = driver
+        self.ok(driver.cuInit(0))
+        self.context = self.ok(driver.cuDevicePrimaryCtxRetain(self.ok(driver.cuDeviceGet(0))))
+        self.ok(driver.cuCtxSetCurrent(self.context))
+
+    def ok(self, result: tuple[Any, ...]) -> Any:
+        """Return the values of a successful call; fail with the driver's reason otherwise."""
+        assert int(result[0]) == 0, f"{result[0]!r}: {self.fault() or self.refusal()}"
+        return result[1] if len(result) == 2 else result[1:]
+
+    def _text(self, name: str) -> str:
+        buffer = ctypes.create_string_buffer(8192)
+        getattr(self.lib, name)(buffer, ctypes.c_size_t(len(buffer)))
+        return buffer.value.decode()
+
+    def fault(self) -> str:
+        return self._text("softcuda_last_fault")
+
+    def refusal(self) -> str:
+        return self._text("softcuda_last_refusal")
+
+    def live(self) -> dict[str, int]:
+        names = []
+        while (name := self.lib.softcuda_kind_name(len(names))) is not None:
+            names.append(name)
+        return {name.decode(): int(self.lib.softcuda_live(name)) for name in names}
+
+    def leaked(self) -> dict[str, int]:
+        return {name: int(self.lib.softcuda_leaked(name.encode())) for name in self.live()}
+
+    def count(self, what: str) -> int:
+        return int(self.lib.softcuda_count(what.encode()))
+
+    # ---- conveniences -------------------------------------------------------------------------
+    def stream(self) -> Any:
+        return self.ok(self.d.cuStreamCreate(self.d.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def alloc(self, nbytes: int) -> int:
+        return int(self.ok(self.d.cuMemAlloc(nbytes)))
+
+    def put(self, array: np.ndarray) -> int:
+        array = np.ascontiguousarray(array)
+        pointer = self.alloc(array.nbytes)
+        self.ok(self.d.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        return pointer
+
+    def get(self, pointer: int, shape: Any, dtype: Any) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        self.ok(self.d.cuMemcpyDtoH(out.ctypes.data, pointer, out.nbytes))
+        return out
+
+    def free(self, *pointers: int) -> None:
+        for pointer in pointers:
+            self.ok(self.d.cuMemFree(pointer))
+
+    def module(self, source: str, **options: Any) -> Any:
+        return self.ok(self.d.cuModuleLoadData(compile_kernel(source, **options)))
+
+    def function(self, module: Any, name: str) -> Any:
+        return self.ok(self.d.cuModuleGetFunction(module, name.encode()))
+
+    def pack(self, *args: Any) -> Any:
+        """Build kernelParams: ints are pointers, everything else carries its own NumPy dtype."""
+        values = [np.array(a, np.uint64) if isinstance(a, int) else np.array(a) for a in args]
+        table = np.array([v.ctypes.data for v in values], np.uint64)
+        table_and_values = (table, values)
+        return table_and_values
+
+    def launch(
+        self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
+    ) -> tuple[Any, ...]:
+        table, _values = self.pack(*args)
+        g = (grid, 1, 1) if isinstance(grid, int) else grid
+        b = (block, 1, 1) if isinstance(block, int) else block
+        result: tuple[Any, ...] = self.d.cuLaunchKernel(
+            function, *g, *b, shared, stream, table.ctypes.data, 0
+        )
+        return result
+
+    def run(self, function: Any, grid: Any, block: Any, *args: Any, **options: Any) -> None:
+        """Launch on the legacy stream and wait."""
+        self.ok(self.launch(function, grid, block, *args, **options))
+        self.ok(self.d.cuCtxSynchronize())
+
+    def kernel_params(
+        self, function: Any, grid: Any, block: Any, *args: Any, shared: int = 0
+    ) -> tuple[Any, Any]:
+        """Return (CUDA_KERNEL_NODE_PARAMS, what must stay alive until the driver call is over)."""
+        table, values = self.pack(*args)
+        p = self.d.CUDA_KERNEL_NODE_PARAMS()
+        p.func = function
+        p.gridDimX, p.gridDimY, p.gridDimZ = (grid, 1, 1) if isinstance(grid, int) else grid
+        p.blockDimX, p.blockDimY, p.blockDimZ = (block, 1, 1) if isinstance(block, int) else block
+        p.sharedMemBytes = shared
+        p.kernelParams = table.ctypes.data
+        return p, (table, values)
+
+    def add_kernel(
+        self, graph: Any, deps: Sequence[Any], function: Any, grid: Any, block: Any, *args: Any
+    ) -> Any:
+        params, keep = self.kernel_params(function, grid, block, *args)
+        node = self.ok(self.d.cuGraphAddKernelNode(graph, list(deps), len(deps), params))
+        del keep
+        return node
+
+    def add_host(self, graph: Any, deps: Sequence[Any], fn: int, data: int = 0) -> Any:
+        p = self.d.CUDA_HOST_NODE_PARAMS()
+        p.fn = self.d.CUhostFn(fn)
+        p.userData = data
+        return self.ok(self.d.cuGraphAddHostNode(graph, list(deps), len(deps), p))
+
+
+_device: Soft | None = None
+
+
+def device() -> Soft:
+    """Return the process's soft device; skip when another libcuda.so.1 answers already."""
+    global _device
+    if _device is None:
+        from ctypes import CDLL
+
+        try:
+            loaded = CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+        except OSError:
+            loaded = None
+        if loaded is not None and not hasattr(loaded, "softcuda_live"):
+            pytest.skip("NVIDIA's libcuda.so.1 is loaded in this process already")
+        _device = Soft()
+    return _device
+
+
+def run_child(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code with a fresh soft device ``s`` in a child process."""
+    prelude = f"""
+import ctypes, sys, threading, time
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import numpy as np
+from softcuda_util import Soft, compile_kernel
+s = Soft()
+d = s.d
+"""
+    return subprocess.run(
+        [sys.executable, "-c", prelude + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "SOFTCUDA_LIBRARY": str(library_path()), **env},
+    )
