@@ -37,7 +37,7 @@ print(code, count.value)
 
 def soft_library() -> Path:
     """Return the path of the soft device's library."""
-    return Path(_native.__file__).resolve().parent / "soft" / SONAME
+    return Path(_native.__file__).absolute().parent / "soft" / SONAME
 
 
 def probe_cuda() -> str:
@@ -91,7 +91,7 @@ def preload_soft() -> Path:
 
 def _refuse_other(path: Path) -> None:
     loaded = _native.loaded_library(SONAME)
-    if loaded and Path(loaded).resolve() != path:
+    if loaded and Path(loaded).resolve() != path.resolve():
         raise DeviceError(
             f"the soft device was asked for, but {loaded} already answers for {SONAME} in this "
             "process: open the soft device before importing anything that loads the driver "

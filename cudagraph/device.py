@@ -88,7 +88,7 @@ class Device:
             chooser.preload_soft()
             from graft.cudagraph import softstats
 
-            set_fault_text(softstats.last_fault)
+            set_fault_text(softstats.explain)
         check("cuInit", cu.cuInit(0))
         count = check("cuDeviceGetCount", cu.cuDeviceGetCount())
         if not 0 <= ordinal < count:

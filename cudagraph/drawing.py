@@ -119,7 +119,7 @@ class _Layout:
         room = int((width - 18) / _CHAR)
         label = node.name if len(node.name) <= room else node.name[: room - 1] + "…"
         return (
-            f'<g><title>{escape(f"{node.index}: {node.kind} {node.name}")}</title>'
+            f"<g><title>{escape(f'{node.index}: {node.kind} {node.name}')}</title>"
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_BOX_HEIGHT}" rx="6" '
             f'fill="{fill}" stroke="{stroke}" stroke-width="1.4"/>'
             f'<text x="{self.centre[node.lane]:.1f}" y="{y + 17:.1f}" text-anchor="middle">'

@@ -22,7 +22,7 @@ __all__ = ["call", "check", "check_code", "cu", "enter", "set_context", "set_fau
 FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
 
 _context: Any = None
-_fault_text: Callable[[], str] | None = None
+_fault_text: Callable[[bool], str] | None = None
 _local = threading.local()
 
 
@@ -32,8 +32,8 @@ def set_context(context: Any) -> None:
     _context = context
 
 
-def set_fault_text(source: Callable[[], str]) -> None:
-    """Name the function that tells why the soft device refused or failed last."""
+def set_fault_text(source: Callable[[bool], str]) -> None:
+    """Name the function that tells why the soft device faulted (True) or refused last (False)."""
     global _fault_text
     _fault_text = source
 
@@ -78,7 +78,7 @@ def check_code(api: str, code: int) -> None:
     detail = _text(cu.cuGetErrorString(cu.CUresult(code))) if code in _CODES else ""
     if code in FAULTS:
         _native.abandon_eager()
-    if _fault_text is not None and (said := _fault_text()):
+    if _fault_text is not None and (said := _fault_text(code in FAULTS)):
         detail = f"{detail}: {said}" if detail else said
     message = f"{api} failed with {name}" + (f" ({detail})" if detail else "")
     raise DeviceError(message, api=api, code=code, code_name=name, detail=detail)

@@ -44,7 +44,7 @@ class DeviceError(GraftError):
 
 
 class SoftImportError(DeviceError, ImportError):
-    """A package that needs NVIDIA's driver was imported in a process that runs on the soft device."""
+    """A package that needs NVIDIA's driver was imported on the soft device."""
 
 
 class KernelError(GraftError):

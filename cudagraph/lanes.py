@@ -146,9 +146,9 @@ def check_launch(
     """Return grid and block as triples, or raise KernelError."""
     dims = []
     for label, value in (("grid", grid), ("block", block)):
-        triple = (value, 1, 1) if isinstance(value, int | np.integer) else tuple(value)
-        if len(triple) != 3 or any(
-            not isinstance(n, int | np.integer) or n < 1 or n >= 1 << 31 for n in triple
+        triple = value if isinstance(value, tuple) else (value, 1, 1)
+        if len(triple) != 3 or not all(
+            isinstance(n, int | np.integer) and 1 <= n < 1 << 31 for n in triple
         ):
             raise KernelError(
                 f"kernel {kernel.name!r}: {label} must be a positive int or three, not {value!r}"

@@ -351,4 +351,3 @@ def check_byte(byte: int) -> int:
     if not isinstance(byte, int | np.integer) or not 0 <= byte <= 255:
         raise ShapeError(f"a fill value is one byte, 0 to 255, not {byte!r}")
     return int(byte)
-

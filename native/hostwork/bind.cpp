@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "hostwork/current.h"
 #include "hostwork/driver.h"
 #include "hostwork/eager.h"
 #include "hostwork/exec.h"
@@ -76,6 +77,7 @@ void bind_driver_table(nb::module_& m) {
   m.def(
       "bind_driver",
       [](const std::string& path, std::uint64_t context) {
+        const nb::gil_scoped_release release;
         bind_driver(path, as_handle(context));
         start_reaper();
       },
@@ -130,7 +132,7 @@ void bind_records(nb::module_& m) {
       [](std::uint64_t graph, nb::object keep) {
         return attach_record(graph, new Record(keep.ptr()));
       },
-      nb::arg("graph"), nb::arg("keep"),
+      nb::arg("graph"), nb::arg("keep").none(),
       "Keep objects alive as long as the graph can run: (code, api, user object).");
   m.def(
       "attach_python",
@@ -140,7 +142,8 @@ void bind_records(nb::module_& m) {
                            keep.ptr());
       },
       nb::arg("graph"), nb::arg("state"), nb::arg("name"), nb::arg("fn"), nb::arg("args"),
-      nb::arg("keep"), "Record of a Python host node: (code, api, user object, function, data).");
+      nb::arg("keep").none(),
+      "Record of a Python host node: (code, api, user object, function, data).");
   m.def(
       "attach_native",
       [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name,
@@ -149,13 +152,21 @@ void bind_records(nb::module_& m) {
                            reinterpret_cast<HostFunction>(function), as_handle(data), keep.ptr());
       },
       nb::arg("graph"), nb::arg("state"), nb::arg("name"), nb::arg("function"), nb::arg("data"),
-      nb::arg("keep"), "Record of a native host node: (code, api, user object, function, data).");
+      nb::arg("keep").none(),
+      "Record of a native host node: (code, api, user object, function, data).");
   m.def(
       "detach",
       [](std::uint64_t graph, std::uint64_t object) {
         return detach(as_handle(graph), as_handle(object));
       },
       nb::arg("graph"), nb::arg("object"), nb::call_guard<nb::gil_scoped_release>());
+  // For native work that is compiled elsewhere: addresses of the functions of current.h.
+  m.def("native_api", [] {
+    nb::dict out;
+    out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);
+    out["fail_current"] = reinterpret_cast<std::uint64_t>(&fail_current);
+    return out;
+  });
   m.def("run_counts", [] {
     const RunCounts c = run_counts();
     return nb::make_tuple(c.python, c.native, c.stood_down);
@@ -189,7 +200,7 @@ void bind_eager(nb::module_& m) {
         return launch_eager(stream,
                             new EagerRecord(std::move(name), fn.ptr(), args.ptr(), keep.ptr()));
       },
-      nb::arg("stream"), nb::arg("name"), nb::arg("fn"), nb::arg("args"), nb::arg("keep"));
+      nb::arg("stream"), nb::arg("name"), nb::arg("fn"), nb::arg("args"), nb::arg("keep").none());
   m.def(
       "eager_native",
       [](std::uint64_t stream, std::string name, std::uint64_t function, std::uint64_t data,
@@ -198,7 +209,8 @@ void bind_eager(nb::module_& m) {
             stream, new EagerRecord(std::move(name), reinterpret_cast<HostFunction>(function),
                                     as_handle(data), keep.ptr()));
       },
-      nb::arg("stream"), nb::arg("name"), nb::arg("function"), nb::arg("data"), nb::arg("keep"));
+      nb::arg("stream"), nb::arg("name"), nb::arg("function"), nb::arg("data"),
+      nb::arg("keep").none());
   m.def(
       "take_eager_failure",
       [](std::uint64_t stream) -> nb::object {
@@ -273,8 +285,7 @@ void bind_exec(nb::module_& m) {
 
 void bind_waits(nb::module_& m) {
   m.def(
-      "query_stream",
-      [](std::uint64_t stream) { return driver().stream_query(as_handle(stream)); },
+      "query_stream", [](std::uint64_t stream) { return driver().stream_query(as_handle(stream)); },
       nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "wait_streams",

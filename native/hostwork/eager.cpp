@@ -68,8 +68,7 @@ void EagerRecord::fail_eager(Failure failure) {
 
 Result is_capturing(std::uint64_t stream, bool* capturing) {
   int status = 0;
-  const Result result =
-      driver().stream_is_capturing(reinterpret_cast<void*>(stream), &status);
+  const Result result = driver().stream_is_capturing(reinterpret_cast<void*>(stream), &status);
   *capturing = status != 0;
   return result;
 }

@@ -36,9 +36,8 @@ bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point 
     } else if (waited < std::chrono::microseconds(200)) {
       sched_yield();
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(waited < std::chrono::milliseconds(2)
-                                                                ? 20
-                                                                : 100));
+      std::this_thread::sleep_for(
+          std::chrono::microseconds(waited < std::chrono::milliseconds(2) ? 20 : 100));
     }
   }
 }

@@ -12,7 +12,7 @@
 namespace graft::hostwork {
 namespace {
 
-constexpr unsigned int kMove = 1;               // CU_GRAPH_USER_OBJECT_MOVE
+constexpr unsigned int kMove = 1;              // CU_GRAPH_USER_OBJECT_MOVE
 constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 
 std::atomic<std::int64_t> live{0};

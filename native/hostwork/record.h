@@ -57,8 +57,8 @@ class HostRecord : public Record {
   PyObject* const arguments_ = nullptr;
   const HostFunction function_ = nullptr;
   void* const data_ = nullptr;
-  std::shared_ptr<GraphState> state_;      // null: eager
-  std::atomic<std::int64_t> runs_{0};      // written only by the run itself
+  std::shared_ptr<GraphState> state_;  // null: eager
+  std::atomic<std::int64_t> runs_{0};  // written only by the run itself
 };
 
 // The function a host node carries; `data` is its HostRecord.

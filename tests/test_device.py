@@ -1,0 +1,183 @@
+"""Choosing and opening the process's device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from graft.cudagraph.device import Device, open_device
+from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
+from graft.cudagraph.lanes import StreamLane
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process."""
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120
+    )
+
+
+def test_second_open_returns_the_same_device(device: Device) -> None:
+    """A process has one device."""
+    assert open_device() is device
+    assert open_device(device.kind, device.ordinal) is device
+    assert open_device("auto") is device
+
+
+def test_another_device_is_refused(device: Device) -> None:
+    """Asking for another kind or ordinal, or a kind that does not exist, names what was asked."""
+    other = "cuda" if device.kind == "soft" else "soft"
+    with pytest.raises(OptionError, match=other):
+        open_device(other)
+    with pytest.raises(OptionError, match="7"):
+        open_device(device.kind, 7)
+    with pytest.raises(OptionError, match="'tpu'"):
+        open_device("tpu")
+
+
+def test_device_describes_itself_in_one_line(device: Device) -> None:
+    """The description is one line that names the kind of device."""
+    text = device.describe()
+    assert "\n" not in text and device.kind in text
+    assert device.cores >= 1 and device.compute_capability[0] >= 5
+
+
+def test_unknown_kind_in_the_environment_is_refused() -> None:
+    """GRAFT_DEVICE is checked before any driver is looked for."""
+    done = run_python(
+        "from graft.cudagraph.device import open_device; open_device()", GRAFT_DEVICE="gpu"
+    )
+    assert done.returncode == 1
+    assert "OptionError" in done.stderr and "'gpu'" in done.stderr
+
+
+def test_importing_graft_loads_no_driver() -> None:
+    """Only open_device() loads a driver; imports do not."""
+    done = run_python(
+        "import graft.cudagraph.device, graft.cudagraph.graph, graft.native._native as n;"
+        "print(repr(n.loaded_library('libcuda.so.1')))"
+    )
+    assert done.stdout.strip() == "''", done.stderr
+
+
+def test_soft_device_refuses_a_process_with_another_driver(tmp_path) -> None:
+    """When some libcuda.so.1 is loaded, asking for soft names its path and the import order."""
+    fake = tmp_path / "libcuda.so.1"
+    source = tmp_path / "fake.c"
+    source.write_text("int cuInit(unsigned flags) { (void)flags; return 100; }\n")
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(fake),
+               str(source)]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip(f"no C compiler ({compiler})")
+    done = run_python(
+        f"import ctypes; ctypes.CDLL({str(fake)!r})\n"
+        "from graft.cudagraph.device import open_device; open_device('soft')"
+    )
+    assert done.returncode == 1
+    assert "DeviceError" in done.stderr and str(fake) in done.stderr and "import" in done.stderr
+
+
+def test_auto_takes_soft_where_no_cuda_device_answers() -> None:
+    """`auto` asks NVIDIA's driver in a child process only, so that soft can still be loaded."""
+    code = (
+        "from graft.cudagraph import chooser\n"
+        "from graft.cudagraph.device import open_device\n"
+        "why = chooser.probe_cuda()\n"
+        "device = open_device()\n"
+        "print(device.kind, bool(why))"
+    )
+    done = run_python(code, GRAFT_DEVICE="auto")
+    assert done.stdout.split() in (["soft", "True"], ["cuda", "False"]), done.stderr
+
+
+def test_soft_device_guards_imports(device: Device) -> None:
+    """Importing CuPy in a soft process gives one clear sentence, as an ImportError."""
+    if device.kind != "soft":
+        pytest.skip("about the soft device")
+    with pytest.raises(ImportError, match="soft device") as caught:
+        import cupy  # noqa: F401
+    assert isinstance(caught.value, DeviceError) and "\n" not in str(caught.value)
+
+
+def test_driver_errors_carry_call_and_code(device: Device) -> None:
+    """A failing driver call raises with its name, code, and the driver's name for the code."""
+    with pytest.raises(DeviceError) as caught:
+        device.empty((1 << 60,), "uint8")
+    error = caught.value
+    assert error.api == "cuMemAlloc" and error.code != 0
+    assert error.code_name.startswith("CUDA_ERROR_") and error.code_name in str(error)
+
+
+def test_every_thread_gets_the_context(device: Device) -> None:
+    """Driver calls work on a thread that never set a context."""
+    results: list[object] = []
+
+    def work() -> None:
+        try:
+            results.append(device.zeros((8,), "int32").to_host().sum())
+        except Exception as error:  # reported by the assert below
+            results.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [0]
+
+
+def test_waits_have_deadlines(device: Device) -> None:
+    """A stream busy with a host function raises DeadlineError, naming the function."""
+    gate = threading.Event()
+
+    def stuck() -> None:
+        gate.wait()
+
+    stream = device.stream("busy")
+    lane = StreamLane(stream)
+    lane.host(stuck)
+    try:
+        assert not stream.query()
+        with pytest.raises(DeadlineError, match="stuck"):
+            stream.synchronize(timeout_s=0.05)
+    finally:
+        gate.set()
+    stream.synchronize(timeout_s=30)
+    assert stream.query()
+    stream.close()
+
+
+def test_ctrl_c_leaves_a_wait(device: Device) -> None:
+    """KeyboardInterrupt leaves a wait for the device; the work itself goes on."""
+    code = (
+        "import _thread, threading\n"
+        "from graft.cudagraph.device import open_device\n"
+        "from graft.cudagraph.lanes import StreamLane\n"
+        "stream = open_device().stream()\n"
+        "gate = threading.Event()\n"
+        "StreamLane(stream).host(gate.wait)\n"
+        "threading.Timer(0.2, _thread.interrupt_main).start()\n"
+        "try:\n"
+        "    stream.synchronize()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('left')\n"
+        "gate.set()\n"
+        "stream.synchronize(30)\n"
+    )
+    done = run_python(code)
+    assert done.stdout.strip() == "left", done.stderr
+    assert done.returncode == 0
+
+
+def test_closed_streams_are_refused(device: Device) -> None:
+    """A closed stream names itself when it is used."""
+    stream = device.stream("gone")
+    stream.close()
+    with pytest.raises(OptionError, match="gone"):
+        stream.synchronize()

@@ -1,0 +1,172 @@
+"""The GIL and the driver: who holds what, when."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from graft import native
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import NativeWork, hostfunc
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
+from graft.native import _native
+
+TEXT = 'extern "C" __global__ void one(int* p) { p[0] += 1; }'
+
+
+@pytest.fixture
+def never_switch() -> Iterator[None]:
+    """Let Python keep the GIL for as long as it runs bytecode."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+def use_everything(device: Device) -> None:
+    """Call every driver function that graft has a use for."""
+    stream = device.stream("everything")
+    lane = StreamLane(stream)
+    data = device.from_host(np.zeros(4, np.int32))
+    pinned = device.pinned((4,), "int32")
+    kernel = load_text(device, TEXT, "one.cu")["one"]
+    lane.kernel(kernel, 1, 1, [data])
+    lane.copy(pinned, data)
+    lane.copy(data, pinned)
+    lane.copy(data[1:2], data[0:1])
+    lane.fill(data, 1)
+    lane.host(lambda: None)
+    other = device.stream()
+    StreamLane(other).wait(lane.record())
+    stream.synchronize(60)
+    stream.query()
+    device.synchronize(60)
+    for _ in range(2):
+        graph = Graph(device, "everything")
+        one, two = graph.lane("one"), graph.lane("two")
+        one.kernel(kernel, 1, 1, [data])
+        one.copy(pinned, data)
+        one.fill(data, 0)
+        two.wait(one.record())
+        two.host(lambda: None)
+        if _ == 0:
+            executable = graph.instantiate()
+            executable.upload(stream)
+        else:
+            executable.update(graph)
+        executable.launch(stream)
+        executable.synchronize(60)
+        executable.query()
+    executable.close()
+    graph.close()
+    data.to_host()
+    data.copy_from(np.zeros(4, np.int32))
+    data.close()
+    pinned.close()
+    stream.close()
+    other.close()
+    assert _native.flush(10)
+
+
+def test_no_driver_call_holds_the_gil(device: Device) -> None:
+    """The soft device looks at every entry whether the caller holds the GIL: never in graft."""
+    if device.kind != "soft":
+        pytest.skip("only the soft device records who holds the GIL")
+    from graft.cudagraph import softstats
+
+    before, calls = softstats.gil_held(), softstats.calls()
+    use_everything(device)
+    assert softstats.calls() > calls + 50, "the counter counts"
+    assert softstats.gil_held() == before, softstats.describe()
+
+
+def test_the_soft_device_notices_a_held_gil(device: Device) -> None:
+    """A driver call made with the GIL held is counted, so that the test above can fail."""
+    if device.kind != "soft":
+        pytest.skip("only the soft device records who holds the GIL")
+    from graft.cudagraph import chooser, softstats
+
+    before = softstats.gil_held()
+    version = ctypes.c_int()
+    ctypes.PyDLL(str(chooser.soft_library())).cuDriverGetVersion(ctypes.byref(version))
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ctypes.PyDLL(str(chooser.soft_library())).cuMemGetInfo_v2(
+        ctypes.byref(free), ctypes.byref(total)
+    )
+    assert softstats.gil_held() > before
+
+
+def test_native_work_runs_while_python_keeps_the_gil(
+    device: Device, stream: Stream, never_switch: None
+) -> None:
+    """A native step finishes though the launching thread never lets go of the GIL."""
+    libc = ctypes.PyDLL(None)  # calls through PyDLL keep the GIL
+    post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0
+    semaphore, value = ctypes.create_string_buffer(64), ctypes.c_int(0)
+    graph = Graph(device, "native")
+    graph.lane("main").host(NativeWork(post, ctypes.addressof(semaphore), keep=semaphore))
+    executable = graph.instantiate()
+    executable.launch(stream)
+    for _ in range(500):
+        libc.sem_getvalue(semaphore, ctypes.byref(value))
+        if value.value:
+            break
+        libc.usleep(10_000)
+    assert value.value == 1
+    executable.synchronize(60)
+
+
+def test_driver_calls_while_a_callback_wants_the_gil(device: Device) -> None:
+    """Whatever the main thread asks of the driver, a Python step in flight gets the GIL."""
+    stream = device.stream()
+    steps: list[int] = []
+    graph = Graph(device, "wants the GIL")
+    lane = graph.lane("main")
+    for i in range(8):
+        lane.host(lambda i=i: steps.append(i))
+    executable = graph.instantiate()
+    for _ in range(5):
+        executable.launch(stream)
+        use_everything(device)
+    executable.synchronize(60)
+    assert steps == list(range(8)) * 5
+    stream.close()
+
+
+def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None:
+    """Callbacks run on few threads, each of which makes its Python state once."""
+    threads: set[int] = set()
+    for _ in range(300):
+        hostfunc(stream, lambda: threads.add(threading.get_ident()))
+    stream.synchronize(60)
+    states = native.live_thread_states()
+    assert 1 <= len(threads) <= states
+    for _ in range(300):
+        hostfunc(stream, lambda: threads.add(threading.get_ident()))
+    stream.synchronize(60)
+    assert native.live_thread_states() == states
+
+
+def test_polls_release_the_gil(device: Device) -> None:
+    """A thread that polls a word lets the thread that writes it run, and sees its data."""
+    pinned = device.pinned((32,), "int32")
+    seen: list[bool] = []
+
+    def wait() -> None:
+        seen.append(_native.poll_i32_ge(pinned.host_ptr, 5, 30.0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for value in range(1, 6):
+        _native.store_release_i32(pinned.host_ptr, value)
+    thread.join(30)
+    assert seen == [True]
+    assert not _native.poll_i32_eq(pinned.host_ptr, 4, 0.01)
+    assert _native.load_acquire_i32(pinned.host_ptr) == 5

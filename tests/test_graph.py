@@ -1,0 +1,209 @@
+"""Graphs: definition, launches, updates."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.kernels import load_text
+
+TEXT = """
+extern "C" __global__ void add(int* data, int value, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) data[i] += value;
+}
+extern "C" __global__ void scale(int* data, int value, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) data[i] *= value;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module(device: Device):
+    """Kernels add and scale."""
+    return load_text(device, TEXT, "arithmetic.cu")
+
+
+def test_replays_repeat_the_graph(device: Device, stream: Stream, module) -> None:
+    """Each launch runs every node once, in order."""
+    data = device.zeros((64,), "int32")
+    graph = Graph(device, "affine")
+    lane = graph.lane("main")
+    lane.kernel(module["add"], 1, 64, [data, 3, 64])
+    lane.kernel(module["scale"], 1, 64, [data, 2, 64])
+    executable = graph.instantiate()
+    executable.upload(stream)
+    expected = 0
+    for _ in range(12):
+        executable.launch(stream)
+        expected = (expected + 3) * 2
+    executable.synchronize(60)
+    assert executable.launches == 12 and executable.query()
+    assert (data.to_host() == expected).all()
+
+
+def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
+    """Nodes carry name, kind and lane; edges are the lane's order and waited marks, no others."""
+    data = device.zeros((4,), "int32")
+    pinned = device.pinned((4,), "int32")
+    graph = Graph(device, "shape")
+    model, grammar = graph.lane("model"), graph.lane("grammar")
+    model.fill(data, name="clear")
+    model.kernel(module["add"], 1, 4, [data, 1, 4])
+    mark = model.record()
+    grammar.host(lambda: None, name="masks")
+    grammar.wait(mark)
+    grammar.copy(pinned, data, name="read")
+    model.wait(grammar.record())
+    model.fill(data)
+    assert [(n.name, n.kind, n.lane, n.index) for n in graph.nodes] == [
+        ("clear", "fill", "model", 0),
+        ("add", "kernel", "model", 1),
+        ("masks", "host", "grammar", 2),
+        ("read", "copy", "grammar", 3),
+        ("fill", "fill", "model", 4),
+    ]
+    assert sorted(graph.edges) == [(0, 1), (1, 3), (1, 4), (2, 3), (3, 4)]
+    assert graph.lane("model") is model and graph.lanes == ["model", "grammar"]
+
+
+def test_arguments_are_copied_at_build_time(device: Device, stream: Stream, module) -> None:
+    """Temporaries of the build may go, and the heap be reused, before the node runs."""
+    data = device.zeros((32,), "int32")
+    graph = Graph(device, "temporaries")
+    lane = graph.lane("main")
+    for value in range(1, 41):
+        lane.kernel(module["add"], 1, 32, [data, np.int32(value), np.int32(32)])
+    executable = graph.instantiate()
+    del lane, graph
+    gc.collect()
+    churn = [bytearray(np.random.default_rng(i).bytes(64)) for i in range(20000)]
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert len(churn) == 20000 and (data.to_host() == 820).all()
+
+
+def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
+    """A second instantiate is refused while the first executable is open, and works after."""
+    graph = Graph(device, "single")
+    ran: list[int] = []
+    graph.lane("main").host(PythonWork(ran.append, 1))
+    first = graph.instantiate()
+    with pytest.raises(OptionError, match="'single'"):
+        graph.instantiate()
+    first.launch(stream)
+    first.close()
+    second = graph.instantiate()
+    second.launch(stream)
+    second.synchronize(60)
+    assert len(ran) == 2 and second.launches == 1
+    with pytest.raises(OptionError, match="closed"):
+        first.launch(stream)
+
+
+def test_update_changes_parameters(device: Device, stream: Stream, module) -> None:
+    """After update(), launches run the new definition; counts and status go on."""
+    data = device.zeros((8,), "int32")
+
+    def build(value: int) -> Graph:
+        graph = Graph(device, f"add {value}")
+        graph.lane("main").kernel(module["add"], 1, 8, [data, value, 8])
+        graph.lane("main").host(lambda: None, name="after")
+        return graph
+
+    executable = build(1).instantiate()
+    executable.launch(stream)
+    later = build(10)
+    executable.update(later)
+    executable.launch(stream)
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert executable.launches == 3
+    assert (data.to_host() == 21).all()
+    with pytest.raises(OptionError, match="add 10"):
+        later.instantiate()
+
+
+def test_update_to_another_topology_is_refused(device: Device, stream: Stream, module) -> None:
+    """A definition that cannot replace this one raises OptionError, saying why."""
+    data = device.zeros((8,), "int32")
+    small, large = Graph(device, "small"), Graph(device, "large")
+    small.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
+    large.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
+    large.lane("main").fill(data)
+    executable = small.instantiate()
+    with pytest.raises(OptionError, match=r"'small' cannot be updated to 'large'"):
+        executable.update(large)
+    other = large.instantiate()
+    with pytest.raises(OptionError, match="of its own"):
+        executable.update(large)
+    other.close()
+
+
+def test_launches_from_many_threads_are_serialised(device: Device, module) -> None:
+    """One executable launched by several threads on several streams runs every replay once."""
+    data = device.zeros((8,), "int32")
+    graph = Graph(device, "shared")
+    graph.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
+    executable = graph.instantiate()
+    streams = [device.stream() for _ in range(3)]
+    failures: list[BaseException] = []
+
+    def work(stream: Stream) -> None:
+        try:
+            for _ in range(50):
+                executable.launch(stream)
+        except BaseException as error:  # reported by the assert below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    executable.synchronize(60)
+    device.synchronize()
+    assert not failures and executable.launches == 150
+    assert (data.to_host() == 150).all()
+
+
+def test_graphs_are_built_from_many_threads(device: Device, module) -> None:
+    """Lanes of one graph may be filled by different threads."""
+    data = device.zeros((4, 8), "int32")
+    graph = Graph(device, "parallel build")
+
+    def work(i: int) -> None:
+        for _ in range(25):
+            graph.lane(f"lane {i}").kernel(module["add"], 1, 8, [data[i], i + 1, 8])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(graph.nodes) == 100 and len(graph.edges) == 96
+    stream = device.stream()
+    executable = graph.instantiate()
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert data.to_host()[:, 0].tolist() == [25, 50, 75, 100]
+    stream.close()
+
+
+def test_closed_graphs_are_refused(device: Device) -> None:
+    """A closed definition takes no nodes and gives no executable."""
+    graph = Graph(device, "over")
+    data = device.zeros((1,), "int32")
+    graph.close()
+    with pytest.raises(OptionError, match="'over'"):
+        graph.lane("main").fill(data)
+    with pytest.raises(OptionError, match="'over'"):
+        graph.instantiate()

@@ -1,0 +1,394 @@
+"""Host work on streams and in graphs: runs, errors, standing down."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
+from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
+from graft.cudagraph.kernels import load_text
+from graft.native import _native
+
+SOURCE = """
+#include <stdexcept>
+using Fail = void (*)(const char*);
+using Replay = long long (*)();
+struct Api { Fail fail; Replay replay; long long seen[64]; int count; };
+extern "C" void bump(void* data) { ++*static_cast<int*>(data); }
+extern "C" void throws(void*) { throw std::runtime_error("native trouble"); }
+extern "C" void throws_int(void*) { throw 42; }
+extern "C" void fails(void* data) { static_cast<Api*>(data)->fail("told so"); }
+extern "C" void numbers(void* data) {
+  auto* api = static_cast<Api*>(data);
+  api->seen[api->count++ % 64] = api->replay();
+}
+"""
+
+
+class Api(ctypes.Structure):
+    """What the native functions above are given."""
+
+    _fields_ = (
+        ("fail", ctypes.c_void_p),
+        ("replay", ctypes.c_void_p),
+        ("seen", ctypes.c_longlong * 64),
+        ("count", ctypes.c_int),
+    )
+
+
+@pytest.fixture(scope="module")
+def native_functions(tmp_path_factory) -> ctypes.CDLL:
+    """C functions with the signature of native work, compiled here."""
+    folder: Path = tmp_path_factory.mktemp("native")
+    (folder / "work.cpp").write_text(SOURCE)
+    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(folder / "work.so"),
+               str(folder / "work.cpp")]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip(f"no C++ compiler ({command[0]})")
+    return ctypes.CDLL(str(folder / "work.so"))
+
+
+def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
+    """Native work that calls one of the functions above with the address of `data`."""
+    address = ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
+    return NativeWork(address, ctypes.addressof(data), keep=data, name=name)
+
+
+def api() -> Api:
+    """The structure the functions want, filled with graft's own entry points."""
+    offered = _native.native_api()
+    return Api(fail=offered["fail_current"], replay=offered["current_replay"])
+
+
+def one_step(device: Device, item, name: str | None = None) -> GraphExec:
+    """An executable of one host step."""
+    graph = Graph(device, "one step")
+    graph.lane("main").host(item, name=name)
+    return graph.instantiate()
+
+
+def test_host_step_placed_twice_survives_its_function(device: Device, stream: Stream) -> None:
+    """A function that adds 1, placed twice, replayed ten times after `del fn`, adds 20."""
+    array = np.zeros(10, np.int32)
+
+    def fn() -> None:
+        array[:] += 1
+
+    graph = Graph(device, "twice")
+    lane = graph.lane("main")
+    lane.host(fn)
+    lane.host(fn)
+    executable = graph.instantiate()
+    del fn, lane, graph
+    gc.collect()
+    for _ in range(10):
+        executable.launch(stream)
+    executable.synchronize(60)
+    assert array.tolist() == [20] * 10
+
+
+def test_eager_calls_run_once_each(stream: Stream) -> None:
+    """Twenty hostfunc calls of a function that is dropped at once add 20."""
+    array = np.zeros(10, np.int32)
+
+    def fn(amount: int) -> None:
+        array[:] += amount
+
+    for _ in range(20):
+        hostfunc(stream, fn, 1)
+    del fn
+    gc.collect()
+    stream.synchronize(60)
+    assert array.tolist() == [20] * 10
+
+
+def test_hostfunc_takes_raw_streams_and_work(device: Device, stream: Stream) -> None:
+    """A CUstream handle and PythonWork are accepted; arguments of both are refused."""
+    seen: list[tuple] = []
+    hostfunc(stream.handle, PythonWork(lambda *a: seen.append(a), 1, "x"))
+    with pytest.raises(OptionError, match="own arguments"):
+        hostfunc(stream, PythonWork(print), 1)
+    with pytest.raises(OptionError, match="callable"):
+        hostfunc(stream, 7)  # type: ignore[arg-type]
+    stream.synchronize(60)
+    assert seen == [(1, "x")]
+
+
+def test_native_work_runs_in_graphs_and_on_streams(
+    device: Device, stream: Stream, native_functions
+) -> None:
+    """A C function runs once per replay and once per eager call, with its data."""
+    counter = ctypes.c_int(0)
+    item = work(native_functions, "bump", counter)
+    executable = one_step(device, item)
+    for _ in range(7):
+        executable.launch(stream)
+    hostfunc(stream, item)
+    stream.synchronize(60)
+    executable.synchronize(60)
+    assert counter.value == 8
+
+
+def test_native_work_checks_its_addresses() -> None:
+    """NULL functions and non-integers are refused."""
+    with pytest.raises(OptionError, match="NULL"):
+        NativeWork(0)
+    with pytest.raises(OptionError, match="data"):
+        NativeWork(1, data="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_raising_step_stops_its_replay(
+    device: Device, stream: Stream, error: BaseException
+) -> None:
+    """Whatever a step raises is told with node and replay; later steps stand down until clear."""
+    ran: list[str] = []
+    failing = [False]
+
+    def first() -> None:
+        if failing[0]:
+            raise error
+        ran.append("first")
+
+    graph = Graph(device, "fragile")
+    lane = graph.lane("main")
+    lane.host(first, name="first step")
+    lane.host(lambda: ran.append("second"))
+    executable = graph.instantiate()
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert ran == ["first", "second"] and graph.status.array[0] == 0
+
+    failing[0] = True
+    executable.launch(stream)
+    with pytest.raises(HostWorkError, match="'first step'") as caught:
+        executable.synchronize(60)
+    assert caught.value.__cause__ is error
+    assert (caught.value.node, caught.value.replay) == ("first step", 2)
+    assert graph.status.array[:2].tolist() == [1, 2]
+    assert ran == ["first", "second"]
+    for again in (lambda: executable.launch(stream), executable.check):
+        with pytest.raises(HostWorkError, match="replay 2"):
+            again()
+    assert executable.launches == 2
+
+    failing[0] = False
+    executable.clear(60)
+    assert graph.status.array[:2].tolist() == [0, 0]
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert ran == ["first", "second"] * 2
+
+
+def test_replays_in_flight_stand_down(device: Device, stream: Stream) -> None:
+    """Replays launched before the failure was known do not run their host steps either."""
+    gate = threading.Event()
+    ran: list[int] = []
+
+    def step() -> None:
+        gate.wait(30)
+        ran.append(1)
+        raise RuntimeError("first replay")
+
+    executable = one_step(device, step)
+    for _ in range(4):
+        executable.launch(stream)
+    gate.set()
+    with pytest.raises(HostWorkError, match="replay 1:"):
+        executable.synchronize(60)
+    assert ran == [1] and executable.launches == 4
+    executable.clear(60)
+    before = _native.run_counts()[2]
+    executable.launch(stream)
+    with pytest.raises(HostWorkError, match="replay 5:"):
+        executable.synchronize(60)
+    assert _native.run_counts()[2] == before
+
+
+def test_kernels_see_the_status(device: Device, stream: Stream) -> None:
+    """A kernel after a failed step reads the status word and does nothing."""
+    text = """
+extern "C" __global__ void count(const volatile int* status, int* out) {
+  if (status[0] == 0) out[0] += 1;
+}
+"""
+    kernel = load_text(device, text, "count.cu")["count"]
+    out = device.zeros((1,), "int32")
+    failing = [False]
+
+    def step() -> None:
+        if failing[0]:
+            raise RuntimeError("no mask")
+
+    graph = Graph(device, "checked")
+    lane = graph.lane("main")
+    lane.host(step)
+    lane.kernel(kernel, 1, 1, [graph.status, out])
+    executable = graph.instantiate()
+    for failing[0] in (False, True):
+        executable.launch(stream)
+        executable._wait(60)
+    with pytest.raises(HostWorkError):
+        executable.check()
+    assert out.to_host().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("throws", "native trouble"), ("throws_int", "unknown"), ("fails", "told so")],
+)
+def test_native_failures_are_told(
+    device: Device, stream: Stream, native_functions, function: str, words: str
+) -> None:
+    """C++ exceptions do not cross into the driver, and native work can fail its replay."""
+    data = api()
+    graph = Graph(device, "native trouble")
+    graph.lane("main").host(work(native_functions, function, data))
+    ran: list[int] = []
+    graph.lane("main").host(PythonWork(ran.append, 1))
+    executable = graph.instantiate()
+    executable.launch(stream)
+    with pytest.raises(HostWorkError, match=words) as caught:
+        executable.synchronize(60)
+    assert (caught.value.node, caught.value.replay) == (function, 1)
+    assert graph.status.array[0] == 2 and not ran
+
+
+def test_native_work_knows_its_replay(device: Device, stream: Stream, native_functions) -> None:
+    """current_replay() counts this executable's launches, also after an update; 0 when eager."""
+    data = api()
+    item = work(native_functions, "numbers", data)
+    executable = one_step(device, item)
+    for _ in range(3):
+        executable.launch(stream)
+    other = Graph(device, "other")
+    other.lane("main").host(item)
+    executable.update(other)
+    executable.launch(stream)
+    executable.synchronize(60)
+    hostfunc(stream, item)
+    stream.synchronize(60)
+    assert list(data.seen[: data.count]) == [1, 2, 3, 4, 0]
+
+
+def test_eager_failures_are_told_once_each(device: Device) -> None:
+    """Failures of eager work are raised by synchronize, one at a time, and name the function."""
+    stream = device.stream()
+
+    def broken(text: str) -> None:
+        raise LookupError(text)
+
+    hostfunc(stream, broken, "one")
+    with pytest.raises(HostWorkError, match="LookupError: one") as caught:
+        stream.synchronize(60)
+    assert caught.value.replay == 0 and "broken" in caught.value.node
+    assert isinstance(caught.value.__cause__, LookupError)
+    stream.synchronize(60)
+    hostfunc(stream, broken, "two")
+    device.synchronize(60)
+    with pytest.raises(HostWorkError, match="two"):
+        hostfunc(stream, print)
+    hostfunc(stream, broken, "three")
+    device.synchronize(60)
+    with pytest.raises(HostWorkError, match="three"):
+        stream.close()
+
+
+def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream) -> None:
+    """A driver call of graft's inside a host function raises there, before the driver sees it."""
+    caught: list[BaseException] = []
+
+    def naughty() -> None:
+        for attempt in (
+            lambda: device.zeros((1,), "int32"),
+            lambda: hostfunc(stream, print),
+            stream.synchronize,
+            stream.query,
+        ):
+            try:
+                attempt()
+            except DeviceError as error:
+                caught.append(error)
+
+    hostfunc(stream, naughty)
+    stream.synchronize(60)
+    assert len(caught) == 4 and all("host function" in str(e) for e in caught)
+
+
+def test_capturing_streams_are_refused(device: Device, stream: Stream) -> None:
+    """hostfunc on a stream that captures is a typed refusal, and the capture stays intact."""
+    from cuda.bindings import driver as cu
+
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    try:
+        (code,) = cu.cuStreamBeginCapture(stream.handle, mode)
+    except Exception as error:  # the soft device does not provide captures
+        pytest.skip(f"this device does not capture: {error}")
+    if int(code) != 0:
+        pytest.skip(f"this device does not capture: {code}")
+    with pytest.raises(OptionError, match="capturing"):
+        hostfunc(stream, print)
+    code, captured = cu.cuStreamEndCapture(stream.handle)
+    assert int(code) == 0
+    cu.cuGraphDestroy(captured)
+
+
+def test_a_stuck_callback_does_not_block_the_exit() -> None:
+    """The interpreter ends though a Python host function never returns."""
+    code = (
+        "import threading, time\n"
+        "from graft.cudagraph.device import open_device\n"
+        "from graft.cudagraph.hostwork import hostfunc\n"
+        "from graft.native import _native\n"
+        "import atexit\n"
+        "stream = open_device().stream()\n"
+        "started = threading.Event()\n"
+        "def stuck():\n"
+        "    started.set()\n"
+        "    while True: time.sleep(0.05)\n"
+        "hostfunc(stream, stuck)\n"
+        "started.wait(30)\n"
+        "assert not _native.close_gate(0.2)\n"
+        "atexit.unregister(_native.close_gate)\n"
+        "print('leaving', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "leaving", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_after_the_gate_closed_stand_down() -> None:
+    """Once the interpreter is ending, Python host steps are not entered and say so."""
+    code = (
+        "from graft.cudagraph.device import open_device\n"
+        "from graft.cudagraph.errors import HostWorkError\n"
+        "from graft.cudagraph.graph import Graph\n"
+        "from graft.native import _native\n"
+        "device = open_device()\n"
+        "stream = device.stream()\n"
+        "graph = Graph(device)\n"
+        "graph.lane('main').host(lambda: print('ran'))\n"
+        "executable = graph.instantiate()\n"
+        "_native.close_gate(1.0)\n"
+        "executable.launch(stream)\n"
+        "try:\n"
+        "    executable.synchronize(30)\n"
+        "except HostWorkError as error:\n"
+        "    print(graph.status.array[0], error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("3 ") and "shutting down" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,173 @@
+"""Kernels: compiling, argument packing, refusals before launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graft.cudagraph.compiler import cache_folder, nvrtc_options
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import DeviceError, KernelError
+from graft.cudagraph.kernels import Kernel, load_text
+from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.slots import PinnedSlots
+
+TEXT = """
+extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = a * x[i] + y[i];
+}
+extern "C" __global__ void mixed(unsigned char b, unsigned long long big, short s, double d,
+                                 int negative, const int* null, double* out) {
+  out[0] = b;
+  out[1] = (double)(big >> 32);
+  out[2] = s;
+  out[3] = d;
+  out[4] = negative;
+  out[5] = null == nullptr;
+}
+extern "C" __global__ void reverse(int* data, int n) {
+  extern __shared__ int tile[];
+  tile[threadIdx.x] = data[threadIdx.x];
+  __syncthreads();
+  data[threadIdx.x] = tile[n - 1 - threadIdx.x];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module(device: Device):
+    """The kernels above."""
+    return load_text(device, TEXT, "kernels_under_test.cu")
+
+
+def launch(stream: Stream, kernel: Kernel, grid, block, args, **options) -> None:
+    """Launch and wait."""
+    StreamLane(stream).kernel(kernel, grid, block, args, **options)
+    stream.synchronize(60)
+
+
+def test_kernel_runs(device: Device, stream: Stream, module) -> None:
+    """A kernel with pointers, a float and an int computes what NumPy computes."""
+    rng = np.random.default_rng(3)
+    x, y = rng.standard_normal((2, 1000), np.float32)
+    dx, dy = device.from_host(x), device.from_host(y)
+    launch(stream, module["saxpy"], 8, 128, [dy, dx, 0.5, 1000])
+    assert np.allclose(dy.to_host(), np.float32(0.5) * x + y, rtol=1e-6)
+    assert module["saxpy"].param_sizes == (8, 8, 4, 4)
+
+
+def test_every_kind_of_argument_arrives(device: Device, stream: Stream, module) -> None:
+    """1-, 2-, 4- and 8-byte values and NULL keep their value at their offset."""
+    out = device.zeros((6,), "uint64")
+    args = [np.uint8(200), 7 << 32, np.int16(-300), np.float64(0.1), -5, None, out]
+    launch(stream, module["mixed"], 1, 1, args)
+    assert out.to_host().view(np.float64).tolist() == [200, 7, -300, 0.1, -5, 1]
+
+
+def test_pinned_memory_is_an_argument(device: Device, stream: Stream, module) -> None:
+    """Pinned arrays and pinned fields are passed by their device address."""
+    pinned = device.pinned((4,), "float32")
+    slots = PinnedSlots(device, 2, {"x": ("float32", (4,))})
+    slots.field("x").array[0] = [1, 2, 3, 4]
+    pinned.array[:] = 10
+    launch(stream, module["saxpy"], 1, 4, [pinned, slots.field("x"), 2.0, 4])
+    assert pinned.array.tolist() == [12, 14, 16, 18]
+
+
+def test_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
+    """`shared` bytes of dynamic shared memory reach the kernel."""
+    data = device.from_host(np.arange(64, dtype=np.int32))
+    launch(stream, module["reverse"], 1, 64, [data, 64], shared=256)
+    assert data.to_host().tolist() == list(range(63, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([None, None, 1.0], "4 arguments, not 3"),
+        ([None, None, 1.0, 1 << 32], "argument 3"),
+        ([None, None, 1.0, -(1 << 31) - 1], "argument 3"),
+        ([None, None, 1e40, 1], "argument 2"),
+        ([None, 1.0, 1.0, 1], "argument 1"),
+        ([None, None, None, 1], "argument 2"),
+        ([None, None, np.float64(1), 1], "float64"),
+        ([None, None, "1", 1], "str"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_launch(module, args, words: str) -> None:
+    """Count, size, range and kind are checked by kernel name and argument number."""
+    with pytest.raises(KernelError, match=words) as caught:
+        module["saxpy"].pack(args)
+    assert "saxpy" in str(caught.value)
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2048), ((1, 2), 1), (1.5, 1)])
+def test_wrong_launch_dimensions_are_refused(stream: Stream, module, dims) -> None:
+    """Grid and block are positive, three-dimensional at most, and within the device's block."""
+    with pytest.raises(KernelError, match="saxpy"):
+        StreamLane(stream).kernel(module["saxpy"], dims[0], dims[1], [None, None, 1.0, 0])
+
+
+def test_closed_arrays_are_refused(device: Device, module) -> None:
+    """A kernel is not given the address of memory that was freed."""
+    array = device.zeros((4,), "float32")
+    array.close()
+    with pytest.raises(DeviceError, match="closed"):
+        module["saxpy"].pack([array, None, 1.0, 4])
+
+
+def test_missing_kernels_and_bad_text_are_named(device: Device, module, tmp_path: Path) -> None:
+    """An unknown kernel, an unreadable file and a syntax error raise KernelError."""
+    with pytest.raises(KernelError, match="'nothing'"):
+        module["nothing"]
+    with pytest.raises(KernelError, match=r"absent\.cu"):
+        device.load(tmp_path / "absent.cu")
+    with pytest.raises(KernelError, match=r"bad\.cu"):
+        load_text(device, 'extern "C" __global__ void f(int* p) { p[0] = undeclared; }', "bad.cu")
+
+
+def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: Path) -> None:
+    """Device.load caches by path and macros; macros and graft.cuh are seen by the text."""
+    source = tmp_path / "value.cu"
+    (tmp_path / "local.cuh").write_text("#define OFFSET 100\n")
+    source.write_text(
+        '#include "graft.cuh"\n#include "local.cuh"\n'
+        'extern "C" __global__ void value(int* out) { out[0] = VALUE + OFFSET + ROW_READY; }\n'
+    )
+    first, second = device.load(source, {"VALUE": 1}), device.load(source, {"VALUE": 2})
+    assert device.load(source, {"VALUE": 1}) is first and first is not second
+    out = device.zeros((1,), "int32")
+    for loaded, expected in ((first, 103), (second, 104)):
+        launch(stream, loaded["value"], 1, 1, [out])
+        assert out.to_host().tolist() == [expected]
+
+
+def test_a_changed_header_is_compiled_again(device: Device, stream: Stream, tmp_path: Path) -> None:
+    """The disk cache sees what a text includes."""
+    out = device.zeros((1,), "int32")
+    text = '#include "n.cuh"\nextern "C" __global__ void n(int* out) { out[0] = N; }\n'
+    for n in (5, 6):
+        (tmp_path / "n.cuh").write_text(f"#define N {n}\n")
+        kernel = load_text(device, text, "n.cu", folder=tmp_path)["n"]
+        launch(stream, kernel, 1, 1, [out])
+        assert out.to_host().tolist() == [n]
+
+
+def test_compiled_kernels_are_kept_on_disk(device: Device, tmp_path: Path, monkeypatch) -> None:
+    """$GRAFT_CACHE names the folder of compiled kernels."""
+    monkeypatch.setenv("GRAFT_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    if device.kind != "soft":
+        pytest.skip("CuPy reads its folder's name once per process")
+    load_text(device, TEXT, "cached.cu")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_nvrtc_options_are_those_of_the_device() -> None:
+    """The options name the standard, the macros, graft's kernels and the text's folder."""
+    options = nvrtc_options(Path("/somewhere/x.cu"), {"B": 2, "A": 1})
+    assert options[:3] == ["--std=c++17", "-DA=1", "-DB=2"]
+    assert options[3].endswith("cudagraph/kernels") and options[4] == "-I/somewhere"

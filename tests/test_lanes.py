@@ -1,0 +1,153 @@
+"""Both lanes run the same program with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import Lane, StreamLane
+
+TEXT = """
+extern "C" __global__ void add(int* data, int value, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) data[i] += value;
+}
+"""
+N = 256
+
+
+def run_both(device: Device, program: Callable[[Lane, Lane], None], repeats: int = 1) -> None:
+    """Run a program of two lanes on streams, or as a graph; chosen by `program.graph`."""
+    graph = Graph(device, "program")
+    program(graph.lane("first"), graph.lane("second"))
+    executable = graph.instantiate()
+    stream = device.stream()
+    for _ in range(repeats):
+        executable.launch(stream)
+    executable.synchronize(60)
+    executable.close()
+    stream.close()
+
+
+@pytest.fixture(params=["stream", "graph"])
+def run(request, device: Device):
+    """Runs a program of two lanes in one of the two ways."""
+
+    def run_it(program: Callable[[Lane, Lane], None]) -> None:
+        if request.param == "graph":
+            run_both(device, program)
+            return
+        streams = device.stream("first"), device.stream("second")
+        program(StreamLane(streams[0]), StreamLane(streams[1]))
+        for stream in streams:
+            stream.synchronize(60)
+            stream.close()
+
+    return run_it
+
+
+@pytest.fixture(scope="module")
+def add(device: Device):
+    """A kernel that adds a value to every element."""
+    return load_text(device, TEXT, "add.cu")["add"]
+
+
+def test_one_lane_runs_in_order(device: Device, run, add) -> None:
+    """fill, kernel, host and copy of one lane see each other's results, in order."""
+    data = device.empty((N,), "int32")
+    staged, out = device.pinned((N,), "int32"), device.pinned((N,), "int32")
+    staged.array[:] = np.arange(N)
+    seen: list[int] = []
+
+    def program(lane: Lane, _: Lane) -> None:
+        lane.fill(data, 0xFF)
+        lane.copy(out, data)
+        lane.host(lambda: seen.append(int(out.array.sum())))
+        lane.copy(data, staged)
+        lane.kernel(add, 2, 128, [data, 5, N])
+        lane.copy(out, data)
+        lane.host(lambda: seen.append(int(out.array.sum())))
+
+    run(program)
+    assert seen == [-N, N * (N - 1) // 2 + 5 * N]
+
+
+def test_lanes_meet_at_marks(device: Device, run, add) -> None:
+    """What follows wait() sees all that came before record() on the other lane."""
+    data, other = device.zeros((N,), "int32"), device.zeros((N,), "int32")
+    first, second = device.pinned((N,), "int32"), device.pinned((N,), "int32")
+    order: list[str] = []
+
+    def program(a: Lane, b: Lane) -> None:
+        a.kernel(add, 2, 128, [data, 1, N])
+        a.copy(first, data)
+        a.host(lambda: order.append("a"))
+        b.wait(a.record("a done"))
+        b.host(lambda: order.append(f"b {first.array[0]}"))
+        b.kernel(add, 2, 128, [data, 10, N])
+        b.copy(other, data)
+        a.wait(b.record("b done"))
+        a.copy(second, other)
+        a.host(lambda: order.append(f"a {second.array[-1]}"))
+
+    run(program)
+    assert order == ["a", "b 1", "a 11"]
+
+
+def test_copies_between_device_arrays(device: Device, run) -> None:
+    """A device-to-device copy of views moves those elements."""
+    source = device.from_host(np.arange(12, dtype=np.int32).reshape(3, 4))
+    target = device.zeros((2, 4), "int32")
+    run(lambda lane, _: lane.copy(target, source[1:]))
+    assert np.array_equal(target.to_host(), np.arange(4, 12).reshape(2, 4))
+
+
+def test_wrong_copies_are_refused(device: Device, run) -> None:
+    """Copies of different sizes, of host arrays or within the host are refused."""
+    small, large = device.zeros((2,), "int32"), device.zeros((3,), "int32")
+    pinned = device.pinned((2,), "int32")
+
+    def program(lane: Lane, _: Lane) -> None:
+        with pytest.raises(ShapeError, match="12 bytes"):
+            lane.copy(small, large)
+        with pytest.raises(ShapeError, match="ndarray"):
+            lane.copy(small, np.zeros(2, np.int32))  # type: ignore[arg-type]
+        with pytest.raises(ShapeError, match="host work"):
+            lane.copy(pinned, pinned)
+        with pytest.raises(ShapeError, match="-1"):
+            lane.fill(small, -1)
+
+    run(program)
+
+
+def test_foreign_marks_are_refused(device: Device) -> None:
+    """A mark belongs to its graph; stream marks and graph marks do not mix."""
+    one, two = Graph(device, "one"), Graph(device, "two")
+    stream = device.stream()
+    mark = one.lane("x").record("here")
+    with pytest.raises(OptionError, match="'here'"):
+        two.lane("x").wait(mark)
+    with pytest.raises(OptionError, match="here"):
+        StreamLane(stream).wait(mark)
+    with pytest.raises(OptionError, match="mark on"):
+        one.lane("x").wait(StreamLane(stream).record())
+    stream.close()
+
+
+def test_marks_of_empty_lanes_carry_what_was_waited_for(device: Device) -> None:
+    """A lane that only waits passes the dependency on; an empty lane's mark is the start."""
+    graph = Graph(device, "chain")
+    a, b, c = (graph.lane(name) for name in "abc")
+    data = device.zeros((4,), "int32")
+    c.wait(b.record())
+    a.fill(data, 1)
+    b.wait(a.record())
+    c.wait(b.record())
+    c.fill(data, 2)
+    assert graph.edges == [(0, 1)]

@@ -1,0 +1,210 @@
+"""Device arrays, pinned arrays and element types."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from graft import native
+from graft.cudagraph.device import Device
+from graft.cudagraph.dtypes import DTYPES, from_float32, itemsize, numpy_dtype, to_float32
+from graft.cudagraph.errors import DeviceError, ShapeError
+from graft.native import _native
+
+
+def bfloat16_oracle(value: np.float32) -> int:
+    """Round one float32 to bfloat16 by comparing the two neighbours in float64."""
+    bits = int(np.float32(value).view(np.uint32))
+    low, high = bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000
+    exact = float(value)
+
+    def as_float(pattern: int) -> float:
+        if pattern & 0x7FFFFFFF == 0x7F800000:  # the step beyond the largest finite value
+            return -(2.0**128) if pattern >> 31 else 2.0**128
+        return float(np.uint32(pattern).view(np.float32))
+
+    down, up = abs(exact - as_float(low)), abs(as_float(high) - exact)
+    if down != up:
+        return (low if down < up else high) >> 16
+    return (low if (low >> 16) % 2 == 0 else high) >> 16
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_arrays_survive_the_round_trip(device: Device, dtype: str) -> None:
+    """from_host and to_host keep every bit, for each dtype."""
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, 256, 6 * itemsize(dtype), np.uint8)
+    host = bits.view(numpy_dtype(dtype)).reshape(2, 3)
+    array = device.from_host(host, dtype)
+    assert (array.shape, array.dtype, array.nbytes) == ((2, 3), dtype, host.nbytes)
+    assert array.to_host().tobytes() == host.tobytes()
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    """from_float32 agrees with exact comparison of the neighbours; NaN stays NaN."""
+    rng = np.random.default_rng(2)
+    values = rng.integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
+    ties = (rng.integers(0, 1 << 16, 500, np.uint32) << 16 | 0x8000).view(np.float32)
+    values = np.concatenate([values, ties, np.float32([0.0, -0.0, 3.3895314e38, 1e-45])])
+    finite = values[np.isfinite(values)]
+    rounded = from_float32(finite, "bfloat16")
+    assert rounded.tolist() == [bfloat16_oracle(v) for v in finite]
+    special = from_float32(np.float32([np.nan, np.inf, -np.inf]), "bfloat16")
+    back = to_float32(special, "bfloat16")
+    assert np.isnan(back[0]) and back[1] == np.inf and back[2] == -np.inf
+
+
+def test_float16_conversion_is_numpys() -> None:
+    """float16 goes through NumPy, without warnings at overflow."""
+    values = np.float32([1.0, 65504.0, 1e6, 6e-8, -2.5])
+    assert np.array_equal(
+        from_float32(values, "float16"), np.float16([1, 65504, np.inf, 6e-8, -2.5])
+    )
+    assert to_float32(np.float16([0.5]), "float16").dtype == np.float32
+
+
+def test_float32_values_become_16_bit_floats(device: Device) -> None:
+    """from_host and copy_from round float32 values when the array is a 16-bit float."""
+    values = np.float32([[1.0, 1.00390625, 3.14159]])
+    array = device.from_host(values, "bfloat16")
+    assert np.array_equal(array.to_host(), from_float32(values, "bfloat16"))
+    array.copy_from(values * 2)
+    assert np.array_equal(array.to_host(), from_float32(values * 2, "bfloat16"))
+
+
+def test_views_share_memory(device: Device) -> None:
+    """Indexing, slicing and reshaping name the same bytes as NumPy's do."""
+    host = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
+    array = device.from_host(host)
+    assert np.array_equal(array[1].to_host(), host[1])
+    assert np.array_equal(array[-1][2].to_host(), host[-1, 2])
+    assert np.array_equal(array[1:3].to_host(), host[1:3])
+    assert np.array_equal(array.reshape(6, -1).to_host(), host.reshape(6, -1))
+    assert [row.to_host().tolist() for row in array] == host.tolist()
+    assert array[2].ptr - array.ptr == 2 * 6 * 4
+    array[2].copy_from(np.full((3, 2), 7, np.int32))
+    host[2] = 7
+    assert np.array_equal(array.to_host(), host)
+
+
+def test_fill_sets_bytes(device: Device) -> None:
+    """zeros() is zero; fill() sets every byte of a view and no other."""
+    array = device.zeros((4, 4), "int32")
+    assert not array.to_host().any()
+    array[1].fill(0x11)
+    expected = np.zeros((4, 4), np.int32)
+    expected[1] = 0x11111111
+    assert np.array_equal(array.to_host(), expected)
+
+
+def test_wrong_shapes_and_types_are_named(device: Device) -> None:
+    """Each misuse raises ShapeError with the offending value."""
+    array = device.zeros((4, 2), "int32")
+    with pytest.raises(ShapeError, match="'float64'"):
+        device.zeros((1,), "float64")
+    with pytest.raises(ShapeError, match="float64"):
+        device.from_host(np.zeros(3))
+    with pytest.raises(ShapeError, match="dimension 1"):
+        device.zeros((4, 0), "int32")
+    with pytest.raises(ShapeError, match=r"\(3, 2\)"):
+        array.copy_from(np.zeros((3, 2), np.int32))
+    with pytest.raises(ShapeError, match="int64"):
+        array.copy_from(np.zeros((4, 2), np.int64))
+    with pytest.raises(ShapeError, match="5"):
+        array.reshape(5, -1)
+    with pytest.raises(ShapeError, match="4"):
+        array[4]
+    with pytest.raises(ShapeError, match="empty"):
+        array[2:2]
+    with pytest.raises(ShapeError, match="step"):
+        array[::2]
+    with pytest.raises(ShapeError, match="leading axis"):
+        array[0, 0]  # type: ignore[index]
+    with pytest.raises(ShapeError, match="256"):
+        array.fill(256)
+
+
+def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
+    """Dropping the base keeps the memory; dropping the last view frees it."""
+    _native.flush(10)
+    before = native.live_resources()
+    array = device.from_host(np.arange(8, dtype=np.int32))
+    view = array[2:4]
+    del array
+    gc.collect()
+    assert view.to_host().tolist() == [2, 3]
+    assert native.live_resources() == before + 1
+    del view
+    assert _native.flush(10)
+    assert native.live_resources() == before
+
+
+def test_close_frees_now_and_is_noticed(device: Device) -> None:
+    """close() frees the memory on return; later use of array or view names it."""
+    _native.flush(10)
+    before = native.live_resources()
+    array = device.zeros((4,), "int32")
+    view = array[1:]
+    with pytest.raises(ShapeError, match="view"):
+        view.close()
+    array.close()
+    assert native.live_resources() == before
+    for user in (array, view):
+        with pytest.raises(DeviceError, match="closed"):
+            user.to_host()
+
+
+def test_allocating_and_dropping_keeps_memory_flat(device: Device) -> None:
+    """Arrays that are dropped come back to the driver."""
+    before = native.live_resources()
+    for _ in range(200):
+        device.empty((256,), "float32")
+    assert _native.flush(10)
+    assert native.live_resources() <= before
+    assert native.failed_frees() == 0
+
+
+def test_pinned_memory_is_seen_by_both_sides(device: Device) -> None:
+    """A pinned array starts at zero, has an address for either side, and NumPy may outlive it."""
+    pinned = device.pinned((2, 5), "uint64")
+    assert not pinned.array.any() and pinned.array.ctypes.data == pinned.host_ptr
+    assert pinned.ptr and pinned.nbytes == 80
+    pinned.array[1, 4] = 9
+    view = pinned.array
+    pinned.close()
+    del pinned
+    gc.collect()
+    assert _native.flush(10)
+    assert view[1, 4] == 9
+    view[0, 0] = 1
+
+
+def test_cuda_array_interface_names_the_memory(device: Device) -> None:
+    """Other libraries are told shape, type and address without a copy."""
+    array = device.zeros((3, 2), "float16")
+    told = array.__cuda_array_interface__
+    assert told["shape"] == (3, 2) and told["typestr"] == "<f2"
+    assert told["data"] == (array.ptr, False) and told["version"] == 3
+    assert array.__dlpack_device__() == (2, device.ordinal)
+
+
+def test_soft_memory_is_not_exported(device: Device) -> None:
+    """DLPack export of soft-device memory is a BufferError, since nobody else can read it."""
+    if device.kind != "soft":
+        pytest.skip("about the soft device")
+    with pytest.raises(BufferError, match="soft"):
+        device.zeros((2,), "int32").__dlpack__()
+
+
+@pytest.mark.cuda
+def test_dlpack_and_array_interface_share_memory_with_cupy(device: Device) -> None:
+    """CuPy sees and changes the same memory through either protocol."""
+    cupy = pytest.importorskip("cupy")
+    array = device.from_host(np.arange(6, dtype=np.float32).reshape(2, 3))
+    for other in (cupy.from_dlpack(array), cupy.asarray(array)):
+        assert other.data.ptr == array.ptr and other.shape == (2, 3)
+        other += 1
+    cupy.cuda.get_current_stream().synchronize()
+    assert array.to_host().tolist() == [[2, 3, 4], [5, 6, 7]]
