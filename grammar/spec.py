@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import GrammarError
+from .schema_audit import unenforced_keywords
 
 __all__ = ["GrammarSpec"]
 
@@ -32,6 +33,9 @@ class GrammarSpec:
     strict
         JSON only. ``True``: an object schema with properties allows no others unless it says so.
         Such output satisfies the schema whatever it says about further properties.
+    partial
+        ``False``: a grammar of which XGrammar cannot enforce a part is refused. ``True``: it is
+        taken, and the output may violate that part.
     """
 
     kind: Kind
@@ -39,6 +43,12 @@ class GrammarSpec:
     root: str = "root"
     any_whitespace: bool = False
     strict: bool = True
+    partial: bool = False
+
+    @property
+    def schema(self) -> Any:
+        """The parsed JSON schema, or None where the grammar is not one."""
+        return json.loads(self.text) if self.kind == "json_schema" else None
 
     @classmethod
     def json_schema(
@@ -47,13 +57,15 @@ class GrammarSpec:
         *,
         any_whitespace: bool = False,
         strict: bool = True,
+        partial: bool = False,
     ) -> GrammarSpec:
         """A JSON schema, as JSON text or as the object it parses to; property order is kept.
 
         Raises
         ------
         GrammarError
-            If the text is not JSON or the schema is neither an object nor a boolean.
+            If the text is not JSON, the schema is neither an object nor a boolean, or, unless
+            ``partial``, it contains what XGrammar cannot enforce (named with its JSON pointer).
         """
         try:
             value = json.loads(schema) if isinstance(schema, str) else schema
@@ -67,10 +79,19 @@ class GrammarSpec:
             raise GrammarError("JSON schema: the schema false allows no output")
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            unenforced = [] if partial else unenforced_keywords(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise GrammarError(f"JSON schema: cannot be written as JSON: {error}") from error
+            raise GrammarError(f"JSON schema: cannot be read: {error}") from error
         _check_text("JSON schema", text)
-        return cls("json_schema", text, any_whitespace=any_whitespace, strict=strict)
+        if unenforced:
+            raise GrammarError(
+                "JSON schema: cannot be enforced: "
+                + "; ".join(unenforced[:5])
+                + " (partial=True takes the schema all the same)"
+            )
+        return cls(
+            "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial
+        )
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:
