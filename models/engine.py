@@ -447,6 +447,8 @@ class Engine:
         for running in [*self._waiting, *self._active.values()]:
             self._end(running, "cancelled")
         self._built.stream.synchronize()
+        if self._replay:
+            self._parts.decoder.retire(self._replay)
         for built in self.rounds.values():
             built.close()
         self._built.compiler.close()
