@@ -77,10 +77,17 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
     }
     const float shrink = exp_exact(top - tile_top);
     mass = fmaf(mass, shrink, tree_sum<TILE>(weights));
-    for (int d = 0; d < HEAD_DIM; ++d) sum[d] *= shrink;
-    for (int j = 0; j < count; ++j) {
-      const CACHE* value = values + at[j];
-      for (int d = 0; d < HEAD_DIM; ++d) sum[d] = fmaf(weight[j], to_float(value[d]), sum[d]);
+    for (int d = 0; d < HEAD_DIM; d += LANES) {
+      float part[LANES];
+#pragma unroll
+      for (int i = 0; i < LANES; ++i) part[i] = sum[d + i] * shrink;
+      for (int j = 0; j < count; ++j) {
+        const CACHE* value = values + at[j] + d;
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) part[i] = fmaf(weight[j], to_float(value[i]), part[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < LANES; ++i) sum[d + i] = part[i];
     }
     top = tile_top;
   }

@@ -23,13 +23,15 @@ __device__ __forceinline__ float exp_exact(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
-// Sum of COUNT values (a power of two) as a fixed tree; destroys them.
+// Sum of COUNT values (a power of two) as a fixed tree, halves folded onto each other; destroys
+// them. Recursion, because a compiler that leaves the outer loop rolled does not vectorise it.
 template <int COUNT>
 __device__ __forceinline__ float tree_sum(float* values) {
+  if constexpr (COUNT == 1) {
+    return values[0];
+  } else {
 #pragma unroll
-  for (int half = COUNT / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int i = 0; i < half; ++i) values[i] += values[i + half];
+    for (int i = 0; i < COUNT / 2; ++i) values[i] += values[i + COUNT / 2];
+    return tree_sum<COUNT / 2>(values);
   }
-  return values[0];
 }
