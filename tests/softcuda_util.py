@@ -36,9 +36,15 @@ def _build() -> Path:
 
 
 def library_path() -> Path:
-    """Return the library under test: SOFTCUDA_LIBRARY, else a fresh standalone build."""
-    given = os.environ.get("SOFTCUDA_LIBRARY")
-    return Path(given) if given else _build()
+    """Return the library under test: SOFTCUDA_LIBRARY, the installed copy, or a fresh build."""
+    if given := os.environ.get("SOFTCUDA_LIBRARY"):
+        return Path(given)
+    try:
+        import graft.native
+    except ImportError:
+        return _build()
+    installed = [Path(folder) / "soft" / "libcuda.so.1" for folder in graft.native.__path__]
+    return next((path for path in installed if path.exists()), None) or _build()
 
 
 def compile_module() -> ModuleType:
@@ -67,8 +73,8 @@ def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
 class Soft:
     """The soft device through the unmodified cuda.bindings, one per process."""
 
-    def __init__(self) -> None:
-        self.lib = ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
+    def __init__(self, loaded: ctypes.CDLL | None = None) -> None:
+        self.lib = loaded or ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
         for name in ("softcuda_live", "softcuda_leaked", "softcuda_count", "softcuda_calls"):
             getattr(self.lib, name).restype = ctypes.c_int64
         self.lib.softcuda_gil_held.restype = ctypes.c_int64
@@ -197,15 +203,14 @@ def device() -> Soft:
     """Return the process's soft device; skip when another libcuda.so.1 answers already."""
     global _device
     if _device is None:
-        from ctypes import CDLL
-
+        loaded: ctypes.CDLL | None
         try:
-            loaded = CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+            loaded = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
         except OSError:
             loaded = None
         if loaded is not None and not hasattr(loaded, "softcuda_live"):
-            pytest.skip("NVIDIA's libcuda.so.1 is loaded in this process already")
-        _device = Soft()
+            pytest.skip("another libcuda.so.1 than the soft device's is loaded in this process")
+        _device = Soft(loaded)
     return _device
 
 
