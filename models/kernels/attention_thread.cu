@@ -14,19 +14,45 @@
 #include "vector_math.cuh"
 
 #define TILE 32
-// Partial sums of a dot product: the largest power of two up to 16 that divides HEAD_DIM.
-#define LANES (HEAD_DIM % 16 == 0 ? 16 : HEAD_DIM % 8 == 0 ? 8 : HEAD_DIM % 4 == 0 ? 4 : 2)
+#define LANES 32
+#define WHOLE (HEAD_DIM / LANES * LANES)
 
-__device__ __forceinline__ float dot_key(const float* query, const CACHE* key) {
-  float partial[LANES] = {};
-#pragma unroll
-  for (int d = 0; d < HEAD_DIM; d += LANES) {
-#pragma unroll
-    for (int i = 0; i < LANES; ++i) {
-      partial[i] = fmaf(query[d + i], to_float(key[d + i]), partial[i]);
+// Dot products of a query with `count` keys. Partial i of a key takes dimensions i, i + LANES, ...
+// in order; partials i and i + LANES / 2 are added, then the sums in order. The loops run over
+// more than 16 items, and the keys side by side, because that is what C++ compilers vectorise.
+__device__ __noinline__ void score_tile(const float* query, const CACHE* keys, const long long* at,
+                                        int count, float* score) {
+  float folded[TILE][LANES / 2];
+  for (int j = 0; j < count; ++j) {
+    const CACHE* key = keys + at[j];
+    float partial[LANES] = {};
+    for (int d = 0; d < WHOLE; d += LANES) {
+      for (int i = 0; i < LANES; ++i) {
+        partial[i] = fmaf(query[d + i], to_float(key[d + i]), partial[i]);
+      }
     }
+    for (int i = 0; i < HEAD_DIM - WHOLE; ++i) {
+      partial[i] = fmaf(query[WHOLE + i], to_float(key[WHOLE + i]), partial[i]);
+    }
+    for (int i = 0; i < LANES / 2; ++i) folded[j][i] = partial[i] + partial[i + LANES / 2];
   }
-  return tree_sum<LANES>(partial);
+  for (int j = count; j < TILE; ++j) {
+    for (int i = 0; i < LANES / 2; ++i) folded[j][i] = 0.0f;
+  }
+  for (int j = 0; j < TILE; ++j) score[j] = 0.0f;
+  for (int i = 0; i < LANES / 2; ++i) {
+    for (int j = 0; j < TILE; ++j) score[j] += folded[j][i];
+  }
+}
+
+// sum = sum * shrink + the values weighted, position after position.
+__device__ __noinline__ void add_values(const float* weight, const CACHE* values,
+                                        const long long* at, int count, float shrink, float* sum) {
+  for (int d = 0; d < HEAD_DIM; ++d) sum[d] *= shrink;
+  for (int j = 0; j < count; ++j) {
+    const CACHE* value = values + at[j];
+    for (int d = 0; d < HEAD_DIM; ++d) sum[d] = fmaf(weight[j], to_float(value[d]), sum[d]);
+  }
 }
 
 // Grid (rows), block (heads). `qkv` rows hold all_heads heads, queries first.
@@ -46,7 +72,8 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
     for (int d = 0; d < HEAD_DIM; ++d) y[d] = 0.0f;
     return;
   }
-  const float* from = qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
+  const float* from =
+      qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
   const int kv_head = head / (heads / kv_heads);
   float query[HEAD_DIM];
   float sum[HEAD_DIM];
@@ -60,14 +87,12 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
     const int count = last - first + 1 < TILE ? last - first + 1 : TILE;
     long long at[TILE];
     float score[TILE];
-    float tile_top = top;
     for (int j = 0; j < count; ++j) {
-      const int page = page_of(pages, s, first + j);
-      at[j] = element_of(pages, page, first + j, kv_head);
-      score[j] = dot_key(query, keys + at[j]);
-      tile_top = score[j] > tile_top ? score[j] : tile_top;
+      at[j] = element_of(pages, page_of(pages, s, first + j), first + j, kv_head);
     }
-    for (int j = count; j < TILE; ++j) score[j] = tile_top;
+    score_tile(query, keys, at, count, score);
+    float tile_top = top;
+    for (int j = 0; j < count; ++j) tile_top = score[j] > tile_top ? score[j] : tile_top;
     float weight[TILE];
     float weights[TILE];
     for (int j = 0; j < TILE; ++j) {
@@ -77,18 +102,7 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
     }
     const float shrink = exp_exact(top - tile_top);
     mass = fmaf(mass, shrink, tree_sum<TILE>(weights));
-    for (int d = 0; d < HEAD_DIM; d += LANES) {
-      float part[LANES];
-#pragma unroll
-      for (int i = 0; i < LANES; ++i) part[i] = sum[d + i] * shrink;
-      for (int j = 0; j < count; ++j) {
-        const CACHE* value = values + at[j] + d;
-#pragma unroll
-        for (int i = 0; i < LANES; ++i) part[i] = fmaf(weight[j], to_float(value[i]), part[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < LANES; ++i) sum[d + i] = part[i];
-    }
+    add_values(weight, values, at, count, shrink, sum);
     top = tile_top;
   }
   const float inverse = 1.0f / mass;

@@ -57,7 +57,8 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
     for (int d = threadIdx.x; d < HEAD_DIM; d += WARPS * 32) y[d] = 0.0f;
     return;
   }
-  const float* from = qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
+  const float* from =
+      qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
   const int kv_head = head / (heads / kv_heads);
   for (int d = threadIdx.x; d < HEAD_DIM; d += WARPS * 32) query[d] = from[d] * scale;
   __syncthreads();

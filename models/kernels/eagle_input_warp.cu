@@ -2,13 +2,13 @@
 #include "eagle_input.cuh"
 
 extern "C" __global__ void eagle_input_warp(const WEIGHT* table, const int* token, const float* g,
-                                          const float* embedding_norm, const float* hidden_norm,
-                                          float* x, float* stream, int rows, int vocab, int width,
-                                          float eps, int norm_before_residual) {
+                                            const float* embedding_norm, const float* hidden_norm,
+                                            float* x, float* stream, int rows, int vocab, int width,
+                                            float eps, int norm_before_residual) {
   const int row = blockIdx.x;
   if (row >= rows) return;
-  const EagleInput to = {table, embedding_norm, hidden_norm, x, stream, vocab, width, eps,
-                         norm_before_residual};
+  const EagleInput to = {table, embedding_norm,      hidden_norm, x, stream, vocab, width,
+                         eps,   norm_before_residual};
   const WEIGHT* embedding = embedding_of(to, token[row]);
   const float* hidden = g + static_cast<long long>(row) * width;
   const float of_embedding = embedding != nullptr ? inverse_rms_block(embedding, width, eps) : 0.0f;

@@ -41,8 +41,7 @@ __device__ __forceinline__ void rows_by_column(const WEIGHT* w, const float* x, 
       const float weight = to_float(w[k + i]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        partial[r][i] =
-            fmaf(weight, x[static_cast<long long>(r) * inner + k + i], partial[r][i]);
+        partial[r][i] = fmaf(weight, x[static_cast<long long>(r) * inner + k + i], partial[r][i]);
       }
     }
   }
