@@ -99,7 +99,10 @@ def run_child(case: Case) -> None:
     # Python's stacks, just before the soft device's watchdog tells the rest and ends the process.
     faulthandler.dump_traceback_later(WATCHDOG_S - 0.5, exit=False)
     run.launch(stream)
-    # The GIL is held for longer than the gate: a Python callback starts now and waits for it.
+    # The GIL is held for longer than the gate: a Python callback starts meanwhile and waits for it.
+    # Python may or may not hand it over between the two calls below; a switch interval beyond both
+    # makes it not, so that one try is enough.
+    sys.setswitchinterval(HOSTAGE_S + WATCHDOG_S)
     ctypes.PyDLL(None).usleep(int(HOSTAGE_S * 1e6))
     status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(4096))
     if status:
