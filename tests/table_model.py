@@ -18,6 +18,10 @@ from graft.cudagraph.device import Device, Stream
 
 V = 8
 PLAIN = ref.Filter(1.0)
+COLD = ref.Filter(0.6)
+MIXED = ref.Filter(1.2, top_k=5, top_p=0.85, min_p=0.05)
+NARROW = ref.Filter(1.0, top_k=3)
+NUCLEUS = ref.Filter(1.1, top_p=0.85)
 START = (0, 1)  # the prompt's last two tokens
 FIRST = 5  # position of the last prompt token
 NOTHING = V  # symbol of positions behind a stop id
@@ -67,6 +71,23 @@ class Case:
         parts += [name for name in flags if getattr(self, name)] + ["stop"] * bool(self.stop_ids)
         return "-".join(parts)
 
+
+# Every pair of settings occurs together in one of these.
+COVERING = [
+    Case(0, PLAIN),
+    Case(0, MIXED, stop_ids=(6,)),
+    Case(1, PLAIN, masked=False),
+    Case(3, PLAIN, masked=False),
+    Case(3, PLAIN, masked=True, pruned=True),
+    Case(3, MIXED, masked=False, pruned=True),
+    Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
+    Case(2, NARROW, masked=False),
+    Case(1, COLD, masked=True, pruned=True, stop_ids=(7,)),
+    Case(3, COLD, masked=False, late=True),
+    Case(3, NUCLEUS, point=True, masked=False),
+    Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
+    Case(2, PLAIN, masked=True, late=True),
+]
 
 PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 

@@ -5,31 +5,18 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import numpy_sampling as ref
 import pytest
-from table_model import Case, chi_square_tail, wrong_twice
-
-PLAIN = ref.Filter(1.0)
-COLD = ref.Filter(0.6)
-MIXED = ref.Filter(1.2, top_k=5, top_p=0.85, min_p=0.05)
-NARROW = ref.Filter(1.0, top_k=3)
-NUCLEUS = ref.Filter(0.9, top_p=0.7)
-
-# Every pair of settings occurs together in one of these.
-COVERING = [
-    Case(0, PLAIN),
-    Case(0, MIXED, stop_ids=(6,)),
-    Case(1, PLAIN, masked=False),
-    Case(3, PLAIN, masked=True, pruned=True),
-    Case(3, MIXED, masked=False, pruned=True),
-    Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
-    Case(2, NARROW, masked=False),
-    Case(1, COLD, masked=True, pruned=True, stop_ids=(7,)),
-    Case(3, COLD, masked=False, late=True),
-    Case(3, NUCLEUS, point=True, masked=False),
-    Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
-    Case(2, PLAIN, masked=True, late=True),
-]
+from table_model import (
+    COLD,
+    COVERING,
+    MIXED,
+    NARROW,
+    NUCLEUS,
+    PLAIN,
+    Case,
+    chi_square_tail,
+    wrong_twice,
+)
 
 EVERY = [
     Case(k, f, masked=masked, pruned=pruned, stop_ids=stops, late=late)

@@ -8,11 +8,12 @@ from sampling_round import pack_bits
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.memory import from_float32
 from graft.sampling.mask import MaskApply
 
 STORAGE = {
     "float32": (np.float32, 0xFF800000, np.uint32),
-    "float16": (np.uint16, 0xFC00, np.uint16),
+    "float16": (np.float16, 0xFC00, np.uint16),
     "bfloat16": (np.uint16, 0xFF80, np.uint16),
 }
 
@@ -25,11 +26,8 @@ def apply(request, device):
 
 def _bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Random logits in storage form."""
-    storage = STORAGE[dtype][0]
     values = rng.normal(0, 3, shape).astype(np.float32)
-    if dtype == "float16":
-        return values.astype(np.float16).view(np.uint16)
-    return values if storage is np.float32 else (values.view(np.uint32) >> 16).astype(np.uint16)
+    return from_float32(values, dtype) if dtype != "float32" else values
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE))

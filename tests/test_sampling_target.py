@@ -70,7 +70,7 @@ def test_blocks_of_any_size_give_the_same_bits(device, stream):
     logits[:, ::7] = logits[:, 1:2]  # ties
     legal = rng.random((count, vocab)) < 0.5
     seen = []
-    for threads in (1, 32, 64, 256):
+    for threads in (1, 64, 256):
         r = TableRound(device, stream, slots=count, draft_length=0, vocab=vocab, block=threads)
         out, probs = run_rows(r, logits, [simple(f) for f in FILTERS], legal)
         seen.append((out["tokens"].tobytes(), probs.tobytes()))

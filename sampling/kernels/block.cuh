@@ -23,8 +23,10 @@ constexpr int WARPS = BLOCK / LANES;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
 constexpr int BINS = 256;
+constexpr int STAGED_WORDS = BLOCK == 1 ? 1 : 8192;  // 2^18 token ids in 32 KiB
 
 struct Scratch {
+  u32 words[STAGED_WORDS];
   u64 partial[BLOCK];
   u64 group[LANES];
   u64 mass[BINS];

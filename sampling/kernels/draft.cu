@@ -37,8 +37,9 @@ extern "C" __global__ void sample_draft(
                       epoch[slot], position - 1);
     if (state != ROW_FREE && state != ROW_READY) return;
     if (state == ROW_READY) {
-      row.mask = mask + static_cast<long long>(slot) * mask_stride +
-                 static_cast<long long>(j - 1) * mask_words;
+      const unsigned int* bits = mask + static_cast<long long>(slot) * mask_stride +
+                                 static_cast<long long>(j - 1) * mask_words;
+      row.mask = stage_mask(bits, mask_words, scratch);
     }
   }
 

@@ -21,13 +21,20 @@ __device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigne
   const int lane = static_cast<int>(threadIdx.x) % LANES;
   const int warp = static_cast<int>(blockIdx.x) * WARPS + static_cast<int>(threadIdx.x) / LANES;
   const int warps = static_cast<int>(gridDim.x) * WARPS;
-  for (int base = warp * 32; base < columns; base += warps * 32) {
-    const int count = columns - base < 32 ? columns - base : 32;
-    const u32 word = d2t ? legal_word<true>(row, base) : legal_word<false>(row, base);
-    if (!d2t && word == 0xffffffffu) continue;
-    for (int l = lane; l < count; l += LANES) {
-      const bool ok = d2t ? legal<true>(row, word, base + l) : legal<false>(row, word, base + l);
-      if (!ok) out[base + l] = minus_infinity;
+  // Every lane loads one word (a coalesced read, also from host memory) and hands it round.
+  const int words = (columns + 31) / 32;
+  for (int group = warp * LANES; group < words; group += warps * LANES) {
+    const int own = (group + lane) * 32;
+    const u32 loaded = d2t || own >= columns ? 0u : legal_word<false>(row, own);
+    for (int t = 0; t < LANES && group + t < words; ++t) {
+      const u32 word = LANES == 1 ? loaded : __shfl_sync(FULL_WARP, loaded, t);
+      const int base = (group + t) * 32;
+      const int count = columns - base < 32 ? columns - base : 32;
+      if (!d2t && word == 0xffffffffu) continue;
+      for (int l = lane; l < count; l += LANES) {
+        const bool ok = d2t ? legal<true>(row, word, base + l) : legal<false>(row, word, base + l);
+        if (!ok) out[base + l] = minus_infinity;
+      }
     }
   }
 }

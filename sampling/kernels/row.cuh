@@ -38,6 +38,18 @@ __device__ __forceinline__ int order_key(float x) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffff : key;
 }
 
+// A mask row usually lies in pinned host memory: one coalesced read brings it into shared memory,
+// where a drafter's vocabulary map may then jump about. Rows that do not fit are read where they
+// are.
+__device__ __forceinline__ const u32* stage_mask(const u32* mask, int words, Scratch& scratch) {
+  if (BLOCK > 1 && words <= STAGED_WORDS) {
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += BLOCK) scratch.words[i] = mask[i];
+    block_sync();
+    return scratch.words;
+  }
+  return mask;
+}
+
 // Legality of the 32 columns from `base` on where columns are target ids (all ones when mapped).
 template <bool MAPPED>
 __device__ __forceinline__ u32 legal_word(const Row& row, int base) {
@@ -56,8 +68,8 @@ __device__ __forceinline__ bool legal(const Row& row, u32 word, int column) {
   return !row.mask || ((row.mask[id >> 5] >> (id & 31)) & 1u);
 }
 
-// Best legal column; with STORE also work[i] = logit or -inf, so that the mask, which may lie in
-// host memory, is read once. Returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT to all threads.
+// Best legal column; with STORE also work[i] = logit or -inf. Returns ROW_OK, ROW_NO_TOKEN or
+// ROW_BAD_LOGIT to all threads.
 template <bool MAPPED, bool STORE>
 __device__ __forceinline__ int row_best(const Row& row, float* work, Scratch& scratch,
                                         int* best_column, float* best_logit) {

@@ -39,9 +39,12 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
   Row row;
   row.logits = logits + static_cast<long long>(r) * vocab_size;
   row.size = vocab_size;
-  row.mask = state == ROW_FREE ? nullptr
-                               : mask + static_cast<long long>(slot) * mask_stride +
-                                     static_cast<long long>(j) * mask_words;
+  row.mask = nullptr;
+  if (state == ROW_READY) {
+    const unsigned int* bits =
+        mask + static_cast<long long>(slot) * mask_stride + static_cast<long long>(j) * mask_words;
+    row.mask = stage_mask(bits, mask_words, scratch);
+  }
   row.token_limit = token_limit;
   row.map = nullptr;
 
