@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -214,21 +216,47 @@ def device() -> Soft:
     return _device
 
 
-def run_child(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code with a fresh soft device ``s`` in a child process."""
-    prelude = f"""
+class _Zygote:
+    """The forking helper process, started at the first use and ended with this one."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "softcuda_zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])},
+        )
+        atexit.register(self.process.kill)
+
+    def run(self, code: str, env: dict[str, str], limit: float) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryDirectory(prefix="softcuda-child-") as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            request = {"code": code, "env": env, "out": str(out), "err": str(err), "limit": limit}
+            assert self.process.stdin is not None and self.process.stdout is not None
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            status = int(self.process.stdout.readline())
+            return subprocess.CompletedProcess(
+                code, status, out.read_text(errors="replace"), err.read_text(errors="replace")
+            )
+
+
+_zygote: _Zygote | None = None
+
+PRELUDE = """
 import ctypes, sys, threading, time
-sys.path.insert(0, {str(ROOT / "tests")!r})
 import numpy as np
 from softcuda_util import Soft, compile_kernel
 s = Soft()
 d = s.d
 """
-    return subprocess.run(
-        [sys.executable, "-c", prelude + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "SOFTCUDA_LIBRARY": str(library_path()), **env},
-    )
+
+
+def run_child(code: str, limit: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code with a fresh soft device ``s`` (and driver ``d``) in a child process."""
+    global _zygote
+    if _zygote is None or _zygote.process.poll() is not None:
+        _zygote = _Zygote()
+    where = {**os.environ, "SOFTCUDA_LIBRARY": str(library_path()), **env}
+    return _zygote.run(PRELUDE + textwrap.dedent(code), where, limit)

@@ -1,0 +1,230 @@
+"""Faults of device code: named, sticky, survived by the process. Each runs in a child."""
+
+from __future__ import annotations
+
+import pytest
+import softcuda_util as util
+
+KERNELS = r"""
+extern "C" __global__ void write_at(int* p, long long i) {
+  if (blockIdx.x == 2 && threadIdx.x == 5) p[i] = 1;
+}
+extern "C" __global__ void read_at(const int* p, long long i, int* out) { *out = p[i]; }
+extern "C" __global__ void diverge(int* p) {
+  if (threadIdx.x % 2) p[0] = __shfl_sync(0xffffffffu, 1, 0);
+  else p[1] = __ballot_sync(0xffffffffu, 1);
+}
+extern "C" __global__ void half_barrier(int* p) {
+  if (threadIdx.x % 2) __syncwarp(); else __syncthreads();
+  p[threadIdx.x] = 1;
+}
+extern "C" __global__ void stranger(int* p) { p[threadIdx.x] = __shfl_sync(0x1u, 1, 0); }
+extern "C" __global__ void follow(const unsigned long long* p, int* out) {
+  *out = *reinterpret_cast<const int*>(p[0]);
+}
+extern "C" __global__ void shared_over(int n) {
+  extern __shared__ int s[];
+  for (int i = 0; i <= n; ++i) s[i] = i;
+  __syncthreads();
+}
+extern "C" __global__ void divide(int* p) { p[0] = p[2] / p[1]; }
+extern "C" __global__ void trap(int* p) { if (p[0] == 0) __trap(); }
+extern "C" __global__ void asserting(int* p) { assert(p[0] == 42); }
+extern "C" __global__ void nop(int* p) { *p += 1; }
+__device__ int deep(int n, volatile char* up) {
+  volatile char local[4096];
+  local[n & 4095] = 1;
+  return n == 0 ? up[0] : deep(n - 1, local) + local[n & 4095];
+}
+extern "C" __global__ void overflow(int* p) { char c = 0; *p = deep(1000000, &c); }
+"""
+
+SETUP = f"""
+m = s.module({KERNELS!r})
+p = s.put(np.zeros(100, np.int32))
+f = lambda name: s.function(m, name)
+def faulted(expected, *words):
+    code = d.cuCtxSynchronize()[0]
+    assert code.name == expected, (code, s.fault())
+    for word in words:
+        assert word in s.fault(), (word, s.fault())
+    print(s.fault())
+"""
+
+
+def check(body: str, **env: str) -> str:
+    done = util.run_child(SETUP + "\n" + body, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [(100, "0 bytes past the end"), (1100, "4000 bytes past"), (-950, "bytes before")],
+)
+def test_out_of_bounds_write_names_kernel_block_and_allocation(index, words):
+    """An overrun, from the first word on, names kernel, block, thread, allocation, parameter."""
+    check(f"""
+s.launch(f("write_at"), 4, 8, p, np.int64({index}))
+faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "'write_at' block (2,0,0) thread (5,0,0)", "illegal write",
+        {words!r} if {index} < 1100 else "illegal write", "parameter 0" if {index} < 1100 else "",
+        "400 bytes at " if {index} < 1100 else "")
+""")
+
+
+def test_wild_reads_are_caught():
+    """A read far outside any allocation is a named fault too."""
+    check("""
+s.launch(f("read_at"), 1, 1, p, np.int64(1 << 45), p)
+faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "kernel 'read_at'")
+""")
+
+
+def test_sticky_error_answers_every_later_call():
+    """After a fault each call answers the same code, host functions do not run, events end."""
+    check("""
+stream = s.stream()
+event = s.ok(d.cuEventCreate(0))
+called = []
+callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: called.append(1))
+s.launch(f("write_at"), 4, 8, p, np.int64(100), stream=stream)
+raw = ctypes.cast(callback, ctypes.c_void_p).value
+d.cuLaunchHostFunc_v2(stream, d.CUhostFn(raw), 0, 0)
+d.cuEventRecord(event, stream)
+illegal = d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+assert d.cuStreamSynchronize(stream)[0] == illegal
+time.sleep(0.05)
+assert called == []
+before = s.fault()
+for call in (lambda: d.cuMemAlloc(4), lambda: d.cuMemFree(p), lambda: d.cuEventQuery(event),
+             lambda: d.cuStreamQuery(stream), lambda: d.cuStreamDestroy(stream),
+             lambda: d.cuModuleUnload(m), lambda: d.cuGraphCreate(0),
+             lambda: d.cuEventSynchronize(event)):
+    assert call()[0] == illegal
+assert s.fault() == before
+# Versions, error texts and leaving the context still work.
+assert d.cuDriverGetVersion()[1] == 13020
+assert d.cuGetErrorName(illegal)[1] == b"CUDA_ERROR_ILLEGAL_ADDRESS"
+assert d.cuDevicePrimaryCtxRelease(0)[0] == 0
+assert set(s.live().values()) == {0}
+leaked = s.leaked()
+assert leaked["device_memory"] == 1 and leaked["module"] == 1 and leaked["stream"] == 1
+assert leaked["event"] == 1 and leaked["graph"] == 0
+""")
+
+
+def test_divergent_barrier_is_reported():
+    """Threads waiting for each other at different places fail the launch, with the counts."""
+    out = check("""
+s.launch(f("half_barrier"), 1, 64, p)
+faulted("CUDA_ERROR_LAUNCH_FAILED", "'half_barrier' block (0,0,0)", "divergent barrier",
+        "32 threads at __syncthreads", "32 at warp operations")
+""")
+    assert "missing lanes 0x55555555" in out
+
+
+def test_different_operations_of_one_warp_never_meet():
+    """A vote and a shuffle that wait for each other's lanes are a divergent barrier."""
+    check("""
+s.launch(f("diverge"), 1, 32, p)
+faulted("CUDA_ERROR_LAUNCH_FAILED", "'diverge'", "divergent barrier", "32 at warp operations")
+""")
+
+
+def test_a_mask_must_name_its_caller():
+    """A warp operation whose mask leaves out the calling lane fails the launch."""
+    check("""
+s.launch(f("stranger"), 1, 32, p)
+faulted("CUDA_ERROR_LAUNCH_FAILED", "__shfl_sync with mask 0x1", "thread (1,0,0)")
+""")
+
+
+def test_device_memory_holds_no_addresses():
+    """A device address read from memory is not translated: using it is a named fault."""
+    check("""
+q = s.put(np.array([p], np.uint64))
+s.launch(f("follow"), 1, 1, q, p)
+faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "untranslated device address", "'follow'")
+""")
+
+
+def test_dynamic_shared_memory_is_bounded():
+    """Writing past the launch's dynamic shared memory is a fault."""
+    check("""
+s.launch(f("shared_over"), 1, 1, np.int32(64), shared=256)
+faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "past the end of 256 bytes of dynamic shared memory")
+""")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "code", "words"),
+    [
+        ("divide", "CUDA_ERROR_LAUNCH_FAILED", "division by zero"),
+        ("trap", "CUDA_ERROR_LAUNCH_FAILED", "__trap"),
+        ("asserting", "CUDA_ERROR_ASSERT", "assertion failed: p[0] == 42"),
+        ("overflow", "CUDA_ERROR_LAUNCH_FAILED", "stack overflow"),
+    ],
+)
+def test_other_faults(kernel, code, words):
+    """Division by zero, traps, assertions and stack overflows fail the launch by name."""
+    check(f"""
+s.launch(f({kernel!r}), 1, 1, p)
+faulted({code!r}, "'{kernel}'", {words!r})
+""")
+
+
+def test_freed_memory_in_a_graph_is_found_at_the_launch():
+    """A graph that names memory freed since is a use after free, naming kernel and parameter."""
+    check("""
+g = s.ok(d.cuGraphCreate(0))
+s.add_kernel(g, [], f("nop"), 1, 1, p)
+e = s.ok(d.cuGraphInstantiate(g, 0))
+s.free(p)
+stream = s.stream()
+s.ok(d.cuGraphLaunch(e, stream))
+faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "use after free", "'nop' parameter 0", "freed device")
+""")
+
+
+def test_graph_of_an_unloaded_module_is_found_at_the_launch():
+    """A graph whose module was unloaded faults instead of running stale code."""
+    check("""
+g = s.ok(d.cuGraphCreate(0))
+s.add_kernel(g, [], f("nop"), 1, 1, p)
+e = s.ok(d.cuGraphInstantiate(g, 0))
+s.ok(d.cuModuleUnload(m))
+stream = s.stream()
+s.ok(d.cuGraphLaunch(e, stream))
+faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "kernel 'nop' of an unloaded module")
+""")
+
+
+def test_faults_of_host_code_still_kill_the_process():
+    """Only device code's faults are absorbed; faulthandler keeps its say for the others."""
+    done = util.run_child(
+        SETUP + "\nimport faulthandler; faulthandler.enable()\nctypes.string_at(8, 1)\n"
+    )
+    assert done.returncode == -11
+    assert "Segmentation fault" in done.stderr
+
+
+def test_fault_on_one_of_several_workers():
+    """With several workers the first fault wins and every waiter is woken."""
+    check(
+        """
+stream = [s.stream() for _ in range(4)]
+nop, bad = f("nop"), f("write_at")
+for i in range(200):
+    s.launch(nop, 1, 1, p, stream=stream[i % 4])
+s.launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
+for i in range(200):
+    s.launch(nop, 1, 1, p, stream=stream[i % 4])
+results = []
+waiters = [threading.Thread(target=lambda q: results.append(d.cuStreamSynchronize(q)[0].name),
+                            args=(q,)) for q in stream]
+for w in waiters: w.start()
+for w in waiters: w.join(10)
+assert results == ["CUDA_ERROR_ILLEGAL_ADDRESS"] * 4, results
+""",
+        SOFTCUDA_WORKERS="4",
+    )
