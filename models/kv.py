@@ -172,8 +172,10 @@ class PagedKV:
 
     def close(self) -> None:
         """Free the device arrays; the cache is unusable afterwards."""
-        for array in (self.k, self.v, self.page_table, *self._staged):
+        for array in (self.k, self.v, self.page_table):
             array.close()
+        for row in self._staged:
+            row.close()
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:

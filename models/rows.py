@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.memory import DeviceArray
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """Rows of a forward; three device arrays int32[R], views allowed.
 
     A row with slot -1 or position -1 is padding: it writes no keys or values and its attention
@@ -26,7 +27,8 @@ class Rows(NamedTuple):
 
     def check(self, limit: int) -> int:
         """R, after checking shapes and dtypes. Raises ShapeError."""
-        for name, array in zip(self._fields, self, strict=True):
+        for name in ("token", "slot", "pos"):
+            array: DeviceArray = getattr(self, name)
             if array.dtype != "int32" or array.shape != (self.count,):
                 raise ShapeError(
                     f"rows.{name} is {array.dtype}{list(array.shape)}, expected "

@@ -138,7 +138,7 @@ def test_gather_picks_rows(layers, lane):
 def test_silu_mul_over_the_whole_range(layers, lane):
     """silu(g) * u is right to 1e-6 for gates from -100 to 100, and finite at any."""
     g = np.linspace(-100, 100, 4001, dtype=np.float32)
-    g = np.concatenate([g, np.float32([-3e38, 3e38, 0.0])])
+    g = np.concatenate([g, np.array([-3e38, 3e38, 0.0], np.float32)])
     u = np.random.default_rng(3).standard_normal(g.size).astype(np.float32)
     u[-3:] = 0.5
     out = layers.device.zeros((1, g.size), "float32")

@@ -156,7 +156,7 @@ def make_tiny_llama(
 
 def write_shards(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shards: int) -> None:
     """Spread tensors over several files with an index."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
         names = list(tensors)[i::shards]
