@@ -41,7 +41,8 @@ def test_outputs_are_checked_by_other_means_than_the_grammar(spec, good, bad):
 
 
 def test_what_has_no_second_reader_is_not_called_valid():
-    """EBNF outputs and free text are neither valid nor invalid."""
+    """EBNF outputs, free text and expressions `re` cannot read are neither valid nor invalid."""
+    assert is_valid(GrammarSpec.regex(r"\p{L}+"), "a") is None
     assert is_valid(GrammarSpec.ebnf('root ::= "a"'), "a") is None
     assert is_valid(None, "anything") is None
 

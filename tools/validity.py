@@ -39,13 +39,16 @@ def has_jsonschema() -> bool:
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
     """Whether `text` is what the grammar asks for; None when nothing independent can tell.
 
-    JSON schemas are checked by ``jsonschema`` where it is installed, regular expressions by ``re``;
-    for EBNF there is no second reader.
+    JSON schemas are checked by ``jsonschema`` where it is installed, regular expressions by ``re``
+    where it can read them; for EBNF there is no second reader.
     """
     if spec is None:
         return None
     if spec.kind == "json_schema":
         return check_schema(json.loads(spec.text), text) is None if has_jsonschema() else None
     if spec.kind == "regex":
-        return re.fullmatch(spec.text, text) is not None
+        try:
+            return re.fullmatch(spec.text, text) is not None
+        except re.error:  # an expression of another dialect
+            return None
     return None
