@@ -1,7 +1,7 @@
 """The guided decoder: masks for every request of a batch, made inside the graph.
 
-It is the only owner of the requests' matchers while they are in flight. The engine publishes, before
-it launches a replay, which requests that replay holds; the replay's host nodes do the rest.
+It is the only owner of the requests' matchers while they are in flight. Before it launches a
+replay, the engine publishes which requests that replay holds; its host nodes do the rest.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class GuidedDecoder:
                         f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
                         f"the decoder's {self.vocab_size}"
                     )
-                if matcher.claimed:
+                if matcher.claimed or any(matcher is taken[2] for taken in owners.values()):
                     raise GuideError(f"slot {slot}: the matcher already belongs to a request")
             owners[slot] = owner
         for _, _, matcher in owners.values():

@@ -12,4 +12,4 @@ class GrammarError(GraftError):
 
 
 class GuideError(GraftError):
-    """The guided decoder was used against its protocol (lapping, a foreign matcher, a closed one)."""
+    """The guided decoder was used against its protocol (lapping, a foreign matcher, closed)."""

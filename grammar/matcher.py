@@ -9,8 +9,8 @@ import numpy as np
 from .errors import GrammarError
 
 if TYPE_CHECKING:
-    from .xgrammar import XGrammarBackend
     from .spec import GrammarSpec
+    from .xgrammar import XGrammarBackend
 
 __all__ = ["CompiledGrammar", "Matcher"]
 
@@ -48,6 +48,8 @@ class Matcher:
         self.stop_ids = stop_ids
         self.acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
         self.size = compiled.backend.vocabulary.size
+        used = (self.size - 1) % 32 + 1  # ids in a row's last word
+        self._last_word = np.array([(1 << used) - 1], np.uint32).view(np.int32)[0]
         self.claimed = False  # by a request of a guided decoder: its state is not ours any more
 
     @property
@@ -77,6 +79,7 @@ class Matcher:
         if self.is_terminated():
             raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
         self.native.fill_next_token_bitmask(row, 0, False)
+        row[-1] &= self._last_word  # XGrammar sets bits beyond the vocabulary too
 
     def legal(self) -> np.ndarray:
         """The legal token ids, ascending, int64."""

@@ -1,7 +1,7 @@
 """The guided worker in Python: the same steps as ``native/guide/worker.cpp``, line for line.
 
-It is the fallback where no native worker can be used, and the native worker's oracle. The invariants
-stand in ``native/guide/worker.h``.
+It is the fallback where no native worker can be used, and the native worker's oracle. The
+invariants stand in ``native/guide/worker.h``.
 """
 
 from __future__ import annotations

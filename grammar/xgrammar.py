@@ -6,11 +6,11 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from .compile_child import compile_native, register_types, tokenizer_info
 from .errors import GrammarError
 from .matcher import CompiledGrammar, Matcher
 from .spec import GrammarSpec
@@ -19,8 +19,6 @@ from .vocabulary import Vocabulary
 __all__ = ["XGrammarBackend", "clean_message", "library"]
 
 _RELEASE = "0.2."
-_TYPES = ("TokenizerInfo", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
-_RAW = 0  # XGrammar's vocabulary type: tokens are given as bytes
 
 
 @functools.cache
@@ -39,28 +37,23 @@ def library() -> Any:
         raise GrammarError(f"XGrammar is not installed; {install}") from error
     if not release.startswith(_RELEASE):
         raise GrammarError(f"XGrammar {release} is installed, graft needs {_RELEASE}x; {install}")
-    import tvm_ffi
     from tvm_ffi import libinfo
 
     from graft.native import _native
 
-    types = {}
     try:
-        module = libinfo.load_lib_module("xgrammar", "xgrammar_bindings")
-        for name in _TYPES:
-            register = tvm_ffi.register_object(f"xgrammar.tvm_ffi_binding.{name}")
-            types[name] = register(type(name, (tvm_ffi.Object,), {"__slots__": ()}))
+        types = register_types()
         _native.guide.load_xgrammar(libinfo.find_libtvm_ffi())
     except (OSError, RuntimeError, ValueError, AttributeError) as error:
         raise GrammarError(f"XGrammar {release} cannot be used: {error}") from error
-    return SimpleNamespace(module=module, **types)
+    return types
 
 
 def clean_message(error: BaseException | str) -> str:
     """XGrammar's sentence without time, source file and check expression."""
     lines = str(error).strip().splitlines()
     text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(lines)
-    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ", "", text)
+    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?", "", text)
     text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
     text = re.sub(r" The JSON string is:.*", "", text, flags=re.DOTALL)
     return re.sub(r"\s+", " ", text).strip()[:500]
@@ -83,34 +76,37 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._types = library()
-        self._info = self._types.TokenizerInfo(
-            list(vocabulary.tokens), _RAW, vocabulary.size, list(vocabulary.stop_ids), False
+        self._info = tokenizer_info(
+            self._types, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids
         )
         # One thread, no cache of its own: the compile service decides about both.
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
-        self._compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile on the calling thread.
+        """Compile on the calling thread, in this process.
 
         Raises
         ------
         GrammarError
             With XGrammar's reason, if it refuses the grammar.
         """
-        compiler = self._compiler
         try:
-            if spec.kind == "json_schema":
-                # whitespace, indent, separators, strict, whitespace limit, any property order
-                native = compiler.compile_json_schema(
-                    spec.text, spec.any_whitespace, None, None, spec.strict, None, False
-                )
-            elif spec.kind == "regex":
-                native = compiler.compile_regex(spec.text)
-            else:
-                native = compiler.compile_grammar_from_strings(spec.text, spec.root)
+            native = compile_native(
+                self._types,
+                self._info,
+                spec.kind,
+                spec.text,
+                spec.root,
+                spec.any_whitespace,
+                spec.strict,
+            )
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
+        return CompiledGrammar(self, spec, native)
+
+    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
+        """A grammar that another process compiled for an equal vocabulary, from its JSON text."""
+        native = self._types.CompiledGrammar.deserialize_json(text, self._info)
         return CompiledGrammar(self, spec, native)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:

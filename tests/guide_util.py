@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 from graft.cudagraph.hostwork import PythonWork
 from graft.grammar import (
     CompiledGrammar,
@@ -107,7 +108,7 @@ class SlotTruth:
 
 
 class Device:
-    """Runs rounds of one or more decoders that must agree, checking every row against the oracle."""
+    """Runs rounds of decoders that must agree, checking every row against the oracle."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class Device:
                 np.testing.assert_array_equal(first.field(name).array, other.field(name).array)
 
     def _state(self, slot: int, j: int) -> int:
-        """The row's state as a kernel reads it: a stamp that is not this slot's counts as absent."""
+        """The row's state as a kernel reads it; a foreign stamp counts as none."""
         truth = self.slots[slot]
         assert truth is not None
         state, epoch, position, _ = self.exchanges[0].field("row_state").array[slot, j].tolist()
@@ -240,7 +241,7 @@ class Device:
         return int(state)
 
     def _check_row(self, slot: int, j: int) -> None:
-        """Row j is the stock matcher's after the history and j drafts; its state says what it is."""
+        """Row j is a fresh matcher's after the history and j drafts; its state says what it is."""
         truth = self.slots[slot]
         assert truth is not None
         if not truth.active and j == 0 and truth.reason:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from graft.grammar import XGrammarBackend
 from guide_util import SPECS, Device, byte_vocabulary
+
+from graft.grammar import XGrammarBackend
 
 
 @pytest.fixture(scope="module")

@@ -206,8 +206,8 @@ bool Worker::advance(Slot& slot, int j, int32_t token) noexcept {
   return !slot.ended && !slot.chain_ended;
 }
 
-// XGrammar prints a warning for ids out of range, ids that are no text, and after termination: these
-// are refused here.
+// XGrammar prints a warning for ids out of range, ids that are no text, and after termination:
+// these are refused here.
 bool Worker::accept(Slot& slot, int32_t token) noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= shape_.vocab_size) return false;
   if (((slot.acceptable[token >> 5] >> (token & 31)) & 1u) == 0) return false;
@@ -231,7 +231,8 @@ void Worker::fill(Slot& slot, int j) noexcept {
     fail(slot);
     return;
   }
-  const int32_t* words = static_cast<const int32_t*>(tensor.data);
+  int32_t* words = static_cast<int32_t*>(tensor.data);
+  words[mask_words_ - 1] &= shape_.last_word();  // XGrammar sets bits beyond the vocabulary too
   int32_t any = 0;
   for (int64_t w = 0; w < mask_words_; ++w) any |= words[w];
   slot.rows = j + 1;

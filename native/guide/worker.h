@@ -4,8 +4,10 @@
 // 1. Steps run one at a time, in graph order: open, commit, draft 1 .. K-1, once per replay. The
 //    graph's edges order them with the kernels that write `committed` and `drafted` and with those
 //    that read `mask` and `row_state`.
-// 2. A step never allocates, throws, prints, takes the GIL, makes a driver call or drops a reference.
-// 3. A step touches only slots its replay's snapshot names. A replay without a snapshot stands down:
+// 2. A step never allocates, throws, prints, takes the GIL, makes a driver call or drops a
+// reference.
+// 3. A step touches only slots its replay's snapshot names. A replay without a snapshot stands
+// down:
 //    nothing is written, so verification finds stale stamps and accepts nothing new.
 // 4. A row's stamp is written after its mask, with release order, and is withdrawn before the state
 //    it was made for changes.
@@ -62,11 +64,11 @@ class Worker {
     int index = 0;
     bool joined = false;
     int32_t epoch = 0;
-    int32_t n = 0;            // position of the last committed token
-    void* matcher = nullptr;  // borrowed; used only under a snapshot that names it
+    int32_t n = 0;                         // position of the last committed token
+    void* matcher = nullptr;               // borrowed; used only under a snapshot that names it
     const uint32_t* acceptable = nullptr;  // borrowed likewise
-    int scratch = 0;          // drafts the matcher has accepted beyond the committed tokens
-    int rows = 0;             // rows 0 .. rows-1 are stamped for the present state
+    int scratch = 0;           // drafts the matcher has accepted beyond the committed tokens
+    int rows = 0;              // rows 0 .. rows-1 are stamped for the present state
     bool chain_ended = false;  // no row can follow: refused, terminating or dead-end draft
     bool ended = false;        // terminated, dead end or error: the slot is left alone
     bool terminated = false;   // of the matcher, scratch included

@@ -132,8 +132,7 @@ void load(const char* tvm_ffi_library) {
   const std::string any = "{\"type\":\"Any\"}", none = "{\"type\":\"None\"}";
   loaded.fill = method(type, "fill_next_token_bitmask",
                        boolean + "," + me + "," + any + "," + number + "," + boolean);
-  loaded.accept =
-      method(type, "accept_token", boolean + "," + me + "," + number + "," + boolean);
+  loaded.accept = method(type, "accept_token", boolean + "," + me + "," + number + "," + boolean);
   loaded.rollback = method(type, "rollback", none + "," + me + "," + number);
   loaded.is_terminated = method(type, "is_terminated", boolean + "," + me);
   api = loaded;

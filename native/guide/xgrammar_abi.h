@@ -2,7 +2,8 @@
 //
 // 1. load() runs once, on any thread, before the first call; it checks the ABI version and the
 //    signature of each method and throws std::runtime_error naming what differs.
-// 2. A matcher handle is a borrowed reference: whoever makes the call keeps the Python object alive.
+// 2. A matcher handle is a borrowed reference: whoever makes the call keeps the Python object
+// alive.
 // 3. One matcher is used by one thread at a time; different matchers may be used at once.
 // 4. XGrammar prints a warning when it is handed an id that is out of range or no text, or a token
 //    after termination, and raises when asked to fill after termination. Callers check first.

@@ -1,0 +1,226 @@
+"""What a grammar specification accepts and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from guide_util import byte_vocabulary
+
+from graft.grammar import GrammarError, GrammarSpec, Matcher, Vocabulary, XGrammarBackend
+
+
+@pytest.fixture(scope="module")
+def backend() -> XGrammarBackend:
+    tokens = [bytes([byte]) for byte in range(256)] + [b""]
+    return XGrammarBackend(Vocabulary(tokens, 257, [256]))
+
+
+def accepts(backend: XGrammarBackend, spec: GrammarSpec, text: str | bytes) -> bool:
+    """Whether the text, byte by byte, then the stop id, is accepted."""
+    matcher = backend.matcher(backend.compile(spec))
+    data = text.encode() if isinstance(text, str) else text
+    return all(matcher.accept(byte) for byte in data) and matcher.accept(256)
+
+
+OPTIONS = [
+    'say "hi"', "back\\slash", "\\n", "\\u0041", "new\nline", "tab\t", "\r", "\x00", "\x7f",
+    "é", "日本語", "\U0001f600", "\u2028", "[a-z]", "a|b", "(x)*", "'", "{}", "::=", "#c", " a ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_choice_is_taken_literally(backend, option):
+    """A choice accepts exactly its strings, whatever characters they contain."""
+    spec = GrammarSpec.choice([option, "other"])
+    assert accepts(backend, spec, option)
+    assert accepts(backend, spec, "other")
+    data = option.encode()
+    for wrong in (data + b"x", data[:-1], data[1:], b"x" + data, data.replace(b"\\", b"")):
+        if wrong != data:
+            assert not accepts(backend, spec, wrong)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: GrammarSpec.choice([]), "at least one"),
+        (lambda: GrammarSpec.choice("abc"), "list"),
+        (lambda: GrammarSpec.choice(["a", ""]), "empty"),
+        (lambda: GrammarSpec.choice(["a", 3]), "must be a string, not int"),
+        (lambda: GrammarSpec.choice(["\ud800"]), "not Unicode"),
+        (lambda: GrammarSpec.regex(""), "empty"),
+        (lambda: GrammarSpec.regex(None), "NoneType"),
+        (lambda: GrammarSpec.ebnf(""), "empty"),
+        (lambda: GrammarSpec.json_schema("{"), "not JSON"),
+        (lambda: GrammarSpec.json_schema("[1]"), "not list"),
+        (lambda: GrammarSpec.json_schema("7"), "not int"),
+        (lambda: GrammarSpec.json_schema(False), "no output"),
+        (lambda: GrammarSpec.json_schema({"minimum": float("nan")}), "cannot be read"),
+        (lambda: GrammarSpec.json_schema({"enum": [object()]}), "cannot be read"),
+        (lambda: GrammarSpec.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "not JSON"),
+        (lambda: GrammarSpec.json_schema({"pattern": "\ud800", "type": "string"}), "not Unicode"),
+    ],
+)
+def test_bad_specs_are_refused_when_made(make, message):
+    """What is no grammar raises GrammarError at once, and says why."""
+    with pytest.raises(GrammarError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (GrammarSpec.regex("a(b"), "parenthesis is not closed"),
+        (GrammarSpec.regex("[z-a]"), "lower bound is larger"),
+        (GrammarSpec.regex(r"(a)\1"), "Backreference"),
+        (GrammarSpec.regex("a(?=b)"), "Lookahead"),
+        (GrammarSpec.ebnf("root ::= "), "Expect element"),
+        (GrammarSpec.ebnf("root ::= missing"), '"missing" is not defined'),
+        (GrammarSpec.ebnf('start ::= "a"'), '"root" is not found'),
+        (GrammarSpec.json_schema({"type": "foo"}), 'Unsupported type "foo"'),
+        (GrammarSpec.json_schema({"$ref": "#/nowhere"}), "Cannot find field nowhere"),
+        (GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "not closed"),
+        (GrammarSpec.json_schema({"type": "integer", "minimum": 5, "maximum": 2}), "range"),
+    ],
+)
+def test_refusals_are_one_clear_sentence(backend, spec, message):
+    """XGrammar's reason arrives without source files, times or backtraces."""
+    with pytest.raises(GrammarError, match=message) as caught:
+        backend.compile(spec)
+    assert ".cc" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_specs_are_equal_by_content_and_keep_property_order():
+    """Equal specs hash alike; the order of properties is part of a schema's text."""
+    a = GrammarSpec.json_schema({"properties": {"x": {}, "y": {}}, "type": "object"})
+    b = GrammarSpec.json_schema('{"properties": {"x": {}, "y": {}}, "type": "object"}')
+    c = GrammarSpec.json_schema({"properties": {"y": {}, "x": {}}, "type": "object"})
+    assert a == b and hash(a) == hash(b)
+    assert a != c
+
+
+def test_json_is_one_line_unless_asked_otherwise(backend):
+    """Separators are ', ' and ': ' by default; any_whitespace lets JSON be laid out freely."""
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+    pretty = '{\n  "a" : [1,\n2]\n}'
+    assert accepts(backend, GrammarSpec.json_schema(schema), '{"a": [1, 2]}')
+    assert not accepts(backend, GrammarSpec.json_schema(schema), '{"a":[1,2]}')
+    assert not accepts(backend, GrammarSpec.json_schema(schema), pretty)
+    assert accepts(backend, GrammarSpec.json_schema(schema, any_whitespace=True), pretty)
+
+
+def test_json_object_is_any_object_and_nothing_else(backend):
+    """json_object takes nested values of any kind, and no array or number at the top."""
+    value = {"a": [1, 2.5, None, True, {"b": "\u00e9"}], "": {}}
+    assert accepts(backend, GrammarSpec.json_object(), json.dumps(value, ensure_ascii=False))
+    for other in ("[1]", "1", '"a"', "null"):
+        assert not accepts(backend, GrammarSpec.json_object(), other)
+
+
+# Schemas with an instance that violates a part XGrammar ignores without a word.
+UNENFORCED = [
+    ({"not": {"type": "string"}}, "x"),
+    ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]},
+      "properties": {"a": {}, "b": {}}}, {"a": 1}),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1]),
+    ({"type": "array", "items": {}, "contains": {"type": "string"}}, [1]),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+     {"a": 1}),
+    ({"type": "object", "properties": {"bb": {}}, "propertyNames": {"enum": ["x"]}}, {"bb": 1}),
+    ({"type": "object", "properties": {"ab": {}}, "patternProperties": {"^a": {"type": "integer"}}},
+     {"ab": "x"}),
+    ({"type": "object", "properties": {"a": {}}, "required": ["c"]}, {"a": 1}),
+    ({"minimum": 5}, 3),
+    ({"type": ["string", "integer"], "enum": [1.5, "a"]}, 1.5),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}], "minimum": 5}, 3),
+    ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, {}),
+    ({"$ref": "#/$defs/d", "minimum": 5, "$defs": {"d": {"type": "integer"}}}, 3),
+    ({"enum": [1, 2, 3], "minimum": 2}, 1),
+    ({"const": 1, "type": "string"}, 1),
+    ({"type": "integer", "allOf": [{"minimum": 5}]}, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema, instance", UNENFORCED)
+def test_what_cannot_be_enforced_is_refused_unless_partial(backend, schema, instance):
+    """Each of these lets an invalid instance through, so it is refused by name and place."""
+    assert not jsonschema.Draft202012Validator(schema).is_valid(instance)
+    partial = GrammarSpec.json_schema(schema, partial=True)
+    assert accepts(backend, partial, json.dumps(instance))  # the reason for the refusal
+    with pytest.raises(GrammarError, match=r"cannot be enforced: #: \w"):
+        GrammarSpec.json_schema(schema)
+    nested = {"type": "object", "properties": {"p": {"type": "array", "items": schema}}}
+    if "$ref" not in schema:
+        with pytest.raises(GrammarError, match="#/properties/p/items: "):
+            GrammarSpec.json_schema(nested)
+
+
+def test_harmless_neighbours_are_not_refused():
+    """A type that agrees with its enum or branches, and annotations, change nothing."""
+    for schema in (
+        {"type": "string", "enum": ["a", "b"], "title": "t", "description": "d", "default": "a"},
+        {"type": ["integer", "null"], "const": None},
+        {"type": "object", "anyOf": [{"type": "object"}, {"type": "object", "properties": {}}]},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/x",
+         "minimum": 3, "definitions": {"x": {"type": "integer"}}},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2, "uniqueItems": False},
+        {"type": "object", "properties": {"not": {"type": "string"}, "if": {}}, "required": ["if"]},
+        {"enum": [{"not": 1}]},
+    ):  # fmt: skip
+        GrammarSpec.json_schema(schema)
+
+
+def test_stop_ids_that_are_text_stay_text():
+    """A textual stop id is legal where the grammar has it as text; it cannot end the grammar."""
+    backend = XGrammarBackend(byte_vocabulary())
+    compiled = backend.compile(GrammarSpec.regex("abc"))
+    matcher = backend.matcher(compiled, [257, ord("b")])
+    assert matcher.stop_ids == (257,)
+    assert matcher.accept(ord("a")) and ord("b") in matcher.legal()
+    assert matcher.accept(ord("b")) and matcher.accept(ord("c"))
+    assert matcher.legal().tolist() == [257]
+    with pytest.raises(GrammarError, match=r"all stop ids .* are text"):
+        backend.matcher(compiled, [ord("b")])
+    with pytest.raises(GrammarError, match="stop id 270 is outside"):
+        backend.matcher(compiled, [270])
+
+
+def test_every_stop_id_ends_a_complete_grammar_and_rollback_undoes_it():
+    """All stop ids become legal together; after any of them nothing follows, until rolled back."""
+    backend = XGrammarBackend(byte_vocabulary())
+    compiled = backend.compile(GrammarSpec.regex("a+"))
+    for stop in (256, 257):
+        matcher: Matcher = backend.matcher(compiled)
+        assert not matcher.accept(stop)
+        assert matcher.accept(ord("a"))
+        assert {256, 257} <= set(matcher.legal().tolist())
+        assert matcher.accept(stop) and matcher.is_terminated()
+        assert not matcher.accept(ord("a"))
+        with pytest.raises(GrammarError, match="terminated"):
+            matcher.legal()
+        matcher.rollback(1)
+        assert matcher.accept(ord("a")) and not matcher.is_terminated()
+
+
+def test_a_grammar_belongs_to_its_vocabulary():
+    """A grammar compiled for one backend makes no matcher of another."""
+    one, other = XGrammarBackend(byte_vocabulary()), XGrammarBackend(byte_vocabulary(300))
+    with pytest.raises(GrammarError, match="another vocabulary"):
+        other.matcher(one.compile(GrammarSpec.regex("a")))
+
+
+@pytest.mark.parametrize("size", [266, 287, 288, 289, 320])
+def test_legal_ids_are_text_or_stop_ids_whatever_the_size(size):
+    """No bit is set for special ids, holes, or columns beyond the tokens or the vocabulary."""
+    backend = XGrammarBackend(byte_vocabulary(size))
+    vocabulary = backend.vocabulary
+    for spec in (GrammarSpec.json_object(), GrammarSpec.regex("(.|\\n)*")):
+        matcher = backend.matcher(backend.compile(spec))
+        for byte in b'{"a\xc3':
+            assert matcher.accept(byte)
+            for token in matcher.legal().tolist():
+                assert vocabulary.is_text(token) or token in matcher.stop_ids

@@ -1,0 +1,141 @@
+"""Bytes of token ids, against the tokenizers' own encoding and decoding."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from graft.grammar import GrammarError, GrammarSpec, Vocabulary, XGrammarBackend
+
+TEXTS = [
+    '{"name": "Zoë", "tags": ["α", "日本語", "🙂👩‍👩‍👧"], "n": -1.5e+10}\n\n\t  end',
+    "\x00\x01\x7f \u00a0\u00ad\u2028 ÿĀġ mixed \r\n   spaces    and\ttabs",
+    "".join(chr(c) for c in range(0x20, 0x250)),
+]
+
+
+@pytest.fixture(scope="module", params=["deepseek-128k", "cl100k-llama3-like"])
+def real(request, shared_data: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+    path = shared_data / "tokenizers" / f"{request.param}.json.gz"
+    if not path.is_file():
+        pytest.skip(f"no tokenizer at {path}")
+    tokenizer = tokenizers.Tokenizer.from_str(gzip.decompress(path.read_bytes()).decode())
+    size = tokenizer.get_vocab_size() + 21
+    stop = {"deepseek-128k": 1, "cl100k-llama3-like": 100257}[request.param]
+    return tokenizer, Vocabulary.from_tokenizer(tokenizer, size, [stop])
+
+
+def test_bytes_of_every_id_are_what_the_tokenizer_decodes(real):
+    """Each id's bytes decode to the tokenizer's text for it; added tokens have none."""
+    tokenizer, vocabulary = real
+    added = set(tokenizer.get_added_tokens_decoder())
+    seen = set()
+    for token, text in enumerate(vocabulary.tokens):
+        if token in added or token in vocabulary.stop_ids:
+            assert text == b""
+        else:
+            assert text.decode("utf-8", "replace") == tokenizer.decode([token]), token
+            assert text not in seen
+            seen.add(text)
+    assert {bytes([byte]) for byte in range(256)} <= seen
+
+
+def test_bytes_of_encoded_text_join_to_the_text(real):
+    """The bytes of a text's tokens are the text's UTF-8, also across split characters."""
+    tokenizer, vocabulary = real
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert b"".join(vocabulary.tokens[token] for token in ids) == text.encode()
+
+
+def test_masks_of_a_large_vocabulary_allow_exactly_what_fits(real):
+    """Under a small grammar the legal ids are exactly those whose bytes continue it."""
+    _, vocabulary = real
+    backend = XGrammarBackend(vocabulary)
+    text = b'{"name": "'
+    schema = {"type": "object", "properties": {"name": {"enum": ["Zoë", "日本"]}}}
+    matcher = backend.matcher(
+        backend.compile(GrammarSpec.json_schema({**schema, "required": ["name"]}))
+    )
+    endings = [(text + name.encode() + b'"}') for name in ("Zoë", "日本")]
+    done = b""
+    rng = np.random.default_rng(0)
+    while done not in endings:
+        fits = [
+            token
+            for token, piece in enumerate(vocabulary.tokens)
+            if piece and any(ending.startswith(done + piece) for ending in endings)
+        ]
+        assert matcher.legal().tolist() == fits
+        token = int(rng.choice(fits))
+        assert matcher.accept(token)
+        done += vocabulary.tokens[token]
+    assert matcher.legal().tolist() == list(vocabulary.stop_ids)
+
+
+def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    """A small tokenizer of SentencePiece's kind."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", "▁a", "ab"]
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    model = models.BPE(
+        vocab, [("▁", "a"), ("a", "b")], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def test_byte_fallback_tokenizers_are_understood(tmp_path):
+    """Byte pieces are bytes, U+2581 is a space, special tokens are no text; files work too."""
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for source in (tokenizer, tmp_path, tmp_path / "tokenizer.json"):
+        vocabulary = Vocabulary.from_tokenizer(source, 300, [2])
+        for text in ("ab a b", "日本 \n"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            assert b"".join(vocabulary.tokens[token] for token in ids) == text.encode()
+        assert [vocabulary.tokens[token] for token in (0, 1, 2)] == [b"", b"", b""]
+        assert not vocabulary.is_text(299) and not vocabulary.is_text(-1)
+
+
+def test_tokenizers_of_other_kinds_are_refused(tmp_path):
+    """A word-piece tokenizer, a broken file and too few logit columns raise GrammarError."""
+    words = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    with pytest.raises(GrammarError, match="neither byte-level nor byte-fallback"):
+        Vocabulary.from_tokenizer(words, 10, [1])
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
+    with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
+        Vocabulary.from_tokenizer(tmp_path, 10, [1])
+    with pytest.raises(GrammarError, match="cannot read"):
+        Vocabulary.from_tokenizer(tmp_path / "absent.json", 10, [1])
+    with pytest.raises(GrammarError, match="has id 263 but the model has 200 logit columns"):
+        Vocabulary.from_tokenizer(byte_fallback_tokenizer(), 200, [2])
+
+
+@pytest.mark.parametrize(
+    "tokens, size, stops, message",
+    [
+        ([b"a", b"b"], 1, [0], "2 tokens but the model has 1"),
+        ([b"a"], 4, [], "at least one stop id"),
+        ([b"a"], 4, [4], r"stop id 4 is outside \[0, 4\)"),
+        ([b"a"], 4, [-1], "stop id -1"),
+        ([b"a", "b"], 4, [3], "token 1 is str"),
+        ([b"", b"x"], 4, [1], "no token is text"),
+    ],
+)
+def test_bad_vocabularies_are_refused(tokens, size, stops, message):
+    """Sizes, stop ids and types are checked when a vocabulary is made."""
+    with pytest.raises(GrammarError, match=message):
+        Vocabulary(tokens, size, stops)

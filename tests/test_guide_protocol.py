@@ -1,0 +1,141 @@
+"""What the guided decoder refuses from its caller."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from guide_util import SPECS, ArrayExchange, byte_vocabulary, run_work
+
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.grammar import GuidedDecoder, GuidedRequest, GuideError, XGrammarBackend
+
+SIZE = 270
+
+
+@pytest.fixture(scope="module")
+def backend() -> XGrammarBackend:
+    return XGrammarBackend(byte_vocabulary(SIZE))
+
+
+@pytest.fixture(params=["native", "python"])
+def decoder(request) -> GuidedDecoder:
+    return make(transport=request.param)
+
+
+def make(**changes) -> GuidedDecoder:
+    options = {
+        "slots": 2, "draft_length": 3, "vocab_size": SIZE, "masked_drafts": True, "ring": 3,
+        **changes,
+    }  # fmt: skip
+    exchange = ArrayExchange(2, 3, SIZE)
+    return GuidedDecoder(exchange, **options)
+
+
+def matcher(backend, spec="regex"):
+    return backend.matcher(backend.compile(SPECS[spec]))
+
+
+def test_replays_are_published_in_order_and_never_lap(decoder):
+    """Replay numbers count up by one; an entry is reused only after its replay retired."""
+    with pytest.raises(GuideError, match="replay 2 published after replay 0"):
+        decoder.publish(2, [])
+    for replay in (1, 2, 3):
+        decoder.publish(replay, [])
+    with pytest.raises(GuideError, match="replay 4 would overwrite replay 1"):
+        decoder.publish(4, [])
+    decoder.retire(1)
+    decoder.publish(4, [])
+    with pytest.raises(GuideError, match="replay 1 is not in flight"):
+        decoder.retire(1)
+
+
+def test_bad_snapshots_are_refused_whole(decoder, backend):
+    """Slots out of range or named twice, shared and foreign matchers: nothing is published."""
+    foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
+    shared = matcher(backend)
+    cases = [
+        ([GuidedRequest(2, 1, None, 0)], "slot 2"),
+        ([GuidedRequest(-1, 1, None, 0)], "slot -1"),
+        ([GuidedRequest(0, 1, None, 0), GuidedRequest(0, 2, None, 0)], "named twice"),
+        ([GuidedRequest(0, 1, foreign, 0)], "300 columns"),
+        ([GuidedRequest(0, 1, shared, 0), GuidedRequest(1, 2, shared, 0)], "already belongs"),
+    ]
+    for requests, message in cases:
+        with pytest.raises(GuideError, match=message):
+            decoder.publish(1, requests)
+    decoder.publish(1, [GuidedRequest(0, 1, shared, 0)])  # none of them took the matcher
+    with pytest.raises(GuideError, match="epoch 1 has another request"):
+        decoder.publish(2, [GuidedRequest(0, 1, matcher(backend), 0)])
+    with pytest.raises(GuideError, match="epoch 1 has another request"):
+        decoder.publish(2, [GuidedRequest(0, 1, shared, 5)])
+    with pytest.raises(GuideError, match="already belongs"):
+        decoder.publish(2, [GuidedRequest(1, 2, shared, 0)])
+    decoder.publish(2, [GuidedRequest(0, 1, shared, 0)])
+
+
+def test_a_closed_decoder_does_nothing(decoder, backend):
+    """close() refuses while replays are in flight; afterwards steps stand down."""
+    work = decoder.open_work()
+    decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)])
+    with pytest.raises(GuideError, match=r"replays \[1\] have not been retired"):
+        decoder.close()
+    decoder.retire(1)
+    decoder.close()
+    run_work(work)
+    assert decoder.counters()["missing_snapshots"] == 1
+    with pytest.raises(GuideError, match="closed"):
+        decoder.publish(2, [])
+    with pytest.raises(GuideError, match="closed"):
+        decoder.commit_work()
+
+
+def test_rebuild_needs_a_constrained_request(decoder):
+    """Slots that are empty or unconstrained have nothing to rebuild."""
+    decoder.publish(1, [GuidedRequest(1, 1, None, 0)])
+    run_work(decoder.open_work())
+    for slot in (0, 1):
+        with pytest.raises(GuideError, match=f"slot {slot}"):
+            decoder.rebuild(slot)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"slots": 0}, "slots is 0"),
+        ({"draft_length": -1}, "draft_length is -1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"ring": 1}, "ring is 1"),
+        ({"transport": "carrier pigeon"}, "carrier pigeon"),
+        ({"draft_rows": "probe"}, "probe"),
+    ],
+)
+def test_bad_options_are_refused_by_name(changes, message):
+    """An option out of range raises OptionError with its name and value."""
+    with pytest.raises(OptionError, match=message):
+        make(**changes)
+
+
+def test_draft_steps_exist_only_where_a_row_follows():
+    """Draft K's row is made by the next open, so steps are 1..K-1, and only for masked drafts."""
+    decoder = make()
+    for j in (0, 3, 4):
+        with pytest.raises(OptionError, match=f"draft step {j}"):
+            decoder.draft_work(j)
+    with pytest.raises(OptionError, match="masked_drafts"):
+        make(masked_drafts=False).draft_work(1)
+
+
+def test_exchange_fields_must_have_the_right_shape():
+    """Each field's shape and dtype is checked by name."""
+    for name in ("mask", "row_state", "committed", "drafted"):
+        exchange = ArrayExchange(2, 3, SIZE)
+        field = exchange.field(name)
+        field.array = field.array[:, 1:]
+        with pytest.raises(ShapeError, match=name):
+            GuidedDecoder(
+                exchange, slots=2, draft_length=3, vocab_size=SIZE, masked_drafts=True
+            )
+    exchange = ArrayExchange(2, 3, SIZE)
+    exchange.field("mask").array = exchange.field("mask").array.view(np.float32)
+    with pytest.raises(ShapeError, match="mask"):
+        GuidedDecoder(exchange, slots=2, draft_length=3, vocab_size=SIZE, masked_drafts=True)
