@@ -93,7 +93,7 @@ PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 
 
 def run_case(
-    device: Device, stream: Stream, case: Case, samples: int, seed: int, slots: int = 256
+    device: Device, stream: Stream, case: Case, samples: int, seed: int, slots: int = 1024
 ) -> np.ndarray:
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
     table = make_table(17, d2t=PRUNED if case.pruned else None)
