@@ -89,7 +89,11 @@ class Device:
             from graft.cudagraph import softstats
 
             set_fault_text(softstats.explain)
-        check("cuInit", cu.cuInit(0))
+        try:
+            results = cu.cuInit(0)
+        except Exception as error:  # the bindings raise what they like when there is no library
+            raise DeviceError(f"NVIDIA's driver cannot be loaded: {error}") from error
+        check("cuInit", results)
         count = check("cuDeviceGetCount", cu.cuDeviceGetCount())
         if not 0 <= ordinal < count:
             raise DeviceError(f"there is no {kind} device {ordinal}: the driver has {count}")
@@ -115,6 +119,7 @@ class Device:
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._modules: dict[tuple, KernelModule] = {}
         self._transfers = Stream(self, "transfers")
+        self._abandoned: list[tuple[object, ...]] = []
 
     def describe(self) -> str:
         """Return one line about the device."""
@@ -139,7 +144,7 @@ class Device:
         """Allocate an array of zeros."""
         made = self.empty(shape, dtype)
         pointer, nbytes = made.ptr, made.nbytes
-        self.transfer(lambda stream: call(cu.cuMemsetD8Async, pointer, 0, nbytes, stream))
+        self.transfer(lambda s: call(cu.cuMemsetD8Async, pointer, 0, nbytes, s), (made.owner,))
         return made
 
     def from_host(self, array: NDArray, dtype: str | None = None) -> DeviceArray:
@@ -162,7 +167,10 @@ class Device:
         made = self.empty(source.shape, name)
         contiguous = np.ascontiguousarray(source)
         pointer, address = made.ptr, contiguous.ctypes.data
-        self.transfer(lambda s: call(cu.cuMemcpyHtoDAsync, pointer, address, made.nbytes, s))
+        self.transfer(
+            lambda s: call(cu.cuMemcpyHtoDAsync, pointer, address, made.nbytes, s),
+            (made.owner, contiguous),
+        )
         return made
 
     def pinned(self, shape: int | tuple[int, ...], dtype: str) -> PinnedArray:
@@ -185,14 +193,20 @@ class Device:
                 found = self._modules.setdefault(key, made)
         return found
 
-    def transfer(self, enqueue: Callable[[int], object]) -> None:
+    def transfer(self, enqueue: Callable[[int], object], buffers: tuple[object, ...] = ()) -> None:
         """Let ``enqueue(stream)`` start a copy or fill and wait until it is done.
 
         A stream of its own is used: the legacy NULL stream is not ordered with non-blocking ones,
-        and a pageable copy on it may return before it has arrived.
+        and a pageable copy on it may return before it has arrived. ``buffers`` is the memory that
+        the copy uses.
         """
         enqueue(self._transfers.handle)
-        self._transfers.synchronize()
+        try:
+            self._transfers.synchronize()
+        except BaseException:
+            # Ctrl-C left the wait, not the copy: its memory must not be used for anything else.
+            self._abandoned.append(buffers)
+            raise
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the device is idle, other libraries' streams in this context included.

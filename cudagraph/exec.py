@@ -37,13 +37,18 @@ class GraphExec:
     Launches of one executable run one after another, on whichever streams they are enqueued.
     After a host step failed, later replays stand down (their host steps do nothing, and the
     graph's ``status`` says so to kernels) until :meth:`clear`.
+
+    Attributes
+    ----------
+    status : PinnedArray
+        The status words of the definition that runs now; see :class:`Graph`.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.name = graph.name
         self.device = graph.device
         self._state = graph.state
-        self._status = graph.status
+        self.status = graph.status
         handle = call(cu.cuGraphInstantiate, graph.handle, 0)
         try:
             event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -110,7 +115,8 @@ class GraphExec:
             raise OptionError(f"graph {graph.name!r} has an open executable of its own")
         self.synchronize()
         enter("cuGraphExecUpdate")
-        code, result, node = self._native.update(graph.handle)
+        with graph.editing() as handle:
+            code, result, node = self._native.update(handle)
         if code == UPDATE_FAILURE:
             index = graph.node_index(node)
             where = "" if index is None else f" at node {index} {graph.nodes[index].name!r}"
@@ -118,7 +124,7 @@ class GraphExec:
             raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
         self._check((code, "cuGraphExecUpdate"))
         self._native.adopt(graph.state)
-        self._state, self._status, self.name = graph.state, graph.status, graph.name
+        self._state, self.status, self.name = graph.state, graph.status, graph.name
         graph.adopted_by(self)
 
     def query(self) -> bool:

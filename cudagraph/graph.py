@@ -7,9 +7,10 @@ launches in flight, and dies with the last of them; nothing is freed by hand.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,9 @@ class Graph:
         self._resource: _native.Resource | None = _native.Resource(
             _native.ResourceKind.GRAPH, handle
         )
-        self._lanes: dict[str, GraphLane] = {}
+        # Lane name -> nodes that its next node depends on. Lanes are handles on this, so that a
+        # graph is freed as soon as it is dropped, with no reference cycle to be collected.
+        self._ends: dict[str, tuple[int, ...]] = {}
         self._handles: list[Any] = []
         # Serialises edits of the definition; never held while waiting for host work.
         self._lock = threading.RLock()
@@ -104,16 +107,21 @@ class Graph:
         return self._resource.handle
 
     def lane(self, name: str) -> GraphLane:
-        """Return the lane of this name, made at the first call."""
+        """Return the lane of this name; it begins at the start of the graph."""
         with self._lock:
-            if name not in self._lanes:
-                self._lanes[name] = GraphLane(self, name)
-            return self._lanes[name]
+            self._ends.setdefault(name, ())
+        return GraphLane(self, name)
 
     @property
     def lanes(self) -> list[str]:
         """Names of the lanes, in the order they were made."""
-        return list(self._lanes)
+        return list(self._ends)
+
+    @contextlib.contextmanager
+    def editing(self) -> Iterator[int]:
+        """Hold the definition as it is, and give its handle."""
+        with self._lock:
+            yield self.handle
 
     def node_index(self, handle: int) -> int | None:
         """Return the index of the node with this CUgraphNode handle."""
@@ -127,19 +135,17 @@ class Graph:
         kind: str,
         name: str,
         lane: str,
-        after: Iterable[int],
         attach: Callable[[int], tuple],
         make: Callable[[int, list[Any], tuple], Any],
-    ) -> int:
+    ) -> None:
         """Add one node: attach what it needs, then make it, undoing the first if that fails.
 
         Used by lanes. ``attach(graph)`` returns (code, api, user object, ...); ``make(graph,
         dependencies, attached)`` makes the driver's node.
         """
-        with self._lock:
-            graph = self.handle
+        with self.editing() as graph:
             enter("cuGraphAddNode")
-            depends = sorted(set(after))
+            depends = self._ends[lane]
             attached = attach(graph)
             code, api, user_object = attached[:3]
             check_code(api, code)
@@ -152,7 +158,16 @@ class Graph:
             self._handles.append(node)
             self.nodes.append(Node(name, kind, lane, index))
             self.edges.extend((i, index) for i in depends)
-            return index
+            self._ends[lane] = (index,)
+
+    def end(self, lane: str) -> tuple[int, ...]:
+        """Return what the next node of a lane will depend on."""
+        return self._ends[lane]
+
+    def join(self, lane: str, nodes: Iterable[int]) -> None:
+        """Let the next node of a lane depend on more nodes."""
+        with self._lock:
+            self._ends[lane] = tuple(sorted({*self._ends[lane], *nodes}))
 
     def instantiate(self) -> GraphExec:
         """Make the executable. A definition has one at a time.
@@ -194,11 +209,12 @@ class Graph:
 
     def close(self) -> None:
         """Drop the definition; executables and launches in flight go on."""
-        self._resource = None
+        with self._lock:
+            self._resource = None
         _native.flush(1.0)
 
     def __repr__(self) -> str:
-        return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._lanes)} lanes>"
+        return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._ends)} lanes>"
 
 
 class GraphLane:
@@ -207,7 +223,6 @@ class GraphLane:
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph = graph
         self.name = name
-        self._after: tuple[int, ...] = ()  # what the next node depends on
 
     def kernel(
         self,
@@ -251,7 +266,7 @@ class GraphLane:
         """Add a host node; see :mod:`graft.cudagraph.hostwork`."""
         item = as_work(work)
         graph = self.graph
-        title = name or item.name or "host"
+        title = name or item.title
         keep = (graph.status.owner, item.keep if isinstance(item, NativeWork) else None)
 
         def attach(handle: int) -> tuple:
@@ -264,11 +279,11 @@ class GraphLane:
         def make(handle: int, after: list[Any], attached: tuple) -> Any:
             return nodes.add_host(handle, after, attached[3], attached[4])
 
-        self._after = (graph.add("host", title, self.name, self._after, attach, make),)
+        graph.add("host", title, self.name, attach, make)
 
     def record(self, name: str | None = None) -> GraphMark:
         """Mark this point; on an empty lane it is the start of the graph."""
-        return GraphMark(self.graph, name or f"mark on {self.name}", self._after)
+        return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.end(self.name))
 
     def wait(self, mark: Any) -> None:
         """Let the next node of this lane depend on a mark of this graph too."""
@@ -278,7 +293,7 @@ class GraphLane:
                 f"lane {self.name!r} of graph {self.graph.name!r} cannot wait for {name!r}, "
                 "which is no mark of this graph"
             )
-        self._after = tuple(sorted({*self._after, *mark.nodes}))
+        self.graph.join(self.name, mark.nodes)
 
     def _add(
         self,
@@ -290,7 +305,7 @@ class GraphLane:
         def attach(graph: int) -> tuple:
             return _native.attach_keep(graph, owners)
 
-        self._after = (self.graph.add(kind, name, self.name, self._after, attach, make),)
+        self.graph.add(kind, name, self.name, attach, make)
 
     def __repr__(self) -> str:
         return f"<GraphLane {self.name!r} of {self.graph!r}>"

@@ -30,14 +30,14 @@ class PythonWork:
     host steps of its replay and is raised by the next launch, check or synchronize.
     """
 
-    __slots__ = ("args", "fn", "name")
+    __slots__ = ("args", "fn", "title")
 
     def __init__(self, fn: Callable[..., object], *args: object) -> None:
         if not callable(fn):
             raise OptionError(f"host work must be callable, not {type(fn).__name__}")
         self.fn = fn
         self.args = args
-        self.name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        self.title = getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class NativeWork:
                 raise OptionError(f"NativeWork {label} must be an address, not {value!r}")
         if self.address == 0:
             raise OptionError("NativeWork address is NULL")
+
+    @property
+    def title(self) -> str:
+        """The name, or the address."""
+        return self.name or f"native {self.address:#x}"
 
 
 HostWork = PythonWork | NativeWork | Callable[..., object]
@@ -102,8 +107,11 @@ def hostfunc(stream: Stream | int, work: HostWork, *args: object) -> None:
     DeviceError
         The driver refused; the work will not run.
     """
-    item = as_work(work, *args)
-    handle = stream if isinstance(stream, int) else stream.handle
+    enqueue(stream if isinstance(stream, int) else stream.handle, as_work(work, *args), None)
+
+
+def enqueue(handle: int, item: PythonWork | NativeWork, name: str | None) -> None:
+    """Do what :func:`hostfunc` says; ``name`` is for errors."""
     enter("cuLaunchHostFunc")
     raise_eager_failure(handle)
     code, capturing = _native.is_capturing(handle)
@@ -112,11 +120,11 @@ def hostfunc(stream: Stream | int, work: HostWork, *args: object) -> None:
         raise OptionError(
             "hostfunc on a capturing stream is not supported: build the graph with Graph.lane()"
         )
+    title = name or item.title
     if isinstance(item, NativeWork):
-        name = item.name or f"native {item.address:#x}"
-        code = _native.eager_native(handle, name, item.address, item.data, item.keep)
+        code = _native.eager_native(handle, title, item.address, item.data, item.keep)
     else:
-        code = _native.eager_python(handle, item.name, item.fn, item.args, None)
+        code = _native.eager_python(handle, title, item.fn, item.args, None)
     check_code("cuLaunchHostFunc", code)
 
 

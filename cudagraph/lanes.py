@@ -13,7 +13,7 @@ import numpy as np
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
-from graft.cudagraph.hostwork import HostWork, hostfunc
+from graft.cudagraph.hostwork import HostWork, as_work, enqueue
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.streams import Stream
@@ -127,7 +127,7 @@ class StreamLane:
 
     def host(self, work: HostWork, *, name: str | None = None) -> None:
         """Enqueue host work; what it raises is raised by the stream's synchronize()."""
-        hostfunc(self.stream, work)
+        enqueue(self.stream.handle, as_work(work), name)
 
     def record(self, name: str | None = None) -> StreamMark:
         """Record an event."""

@@ -202,7 +202,7 @@ class DeviceArray:
         def enqueue(stream: int) -> None:
             call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, stream)
 
-        self.device.transfer(enqueue)
+        self.device.transfer(enqueue, (self.owner, out))
         return out
 
     def copy_from(self, array: NDArray) -> None:
@@ -227,14 +227,16 @@ class DeviceArray:
         def enqueue(stream: int) -> None:
             call(cu.cuMemcpyHtoDAsync, pointer, contiguous.ctypes.data, self.nbytes, stream)
 
-        self.device.transfer(enqueue)
+        self.device.transfer(enqueue, (self.owner, contiguous))
 
     def fill(self, byte: int = 0) -> None:
         """Wait until the device is idle and set every byte."""
         value = check_byte(byte)
         self.device.synchronize()
         pointer = self.ptr
-        self.device.transfer(lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s))
+        self.device.transfer(
+            lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,)
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -107,6 +107,23 @@ def test_soft_device_guards_imports(device: Device) -> None:
     assert isinstance(caught.value, DeviceError) and "\n" not in str(caught.value)
 
 
+def test_cuda_without_a_driver_is_a_device_error() -> None:
+    """Where NVIDIA's driver is absent, asking for cuda says so in one typed error."""
+    from graft.cudagraph import chooser
+
+    if not chooser.probe_cuda():
+        pytest.skip("there is a CUDA device")
+    done = run_python(
+        "from graft.cudagraph.device import open_device\n"
+        "from graft.cudagraph.errors import DeviceError\n"
+        "try: open_device('cuda')\n"
+        "except DeviceError as error: print(error)\n"
+        "print(open_device('soft').kind)",
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) >= 2 and lines[-1] == "soft", done.stderr
+
+
 def test_driver_errors_carry_call_and_code(device: Device) -> None:
     """A failing driver call raises with its name, code, and the driver's name for the code."""
     with pytest.raises(DeviceError) as caught:

@@ -72,7 +72,9 @@ def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
         ("fill", "fill", "model", 4),
     ]
     assert sorted(graph.edges) == [(0, 1), (1, 3), (1, 4), (2, 3), (3, 4)]
-    assert graph.lane("model") is model and graph.lanes == ["model", "grammar"]
+    assert graph.lanes == ["model", "grammar"]
+    graph.lane("grammar").fill(data)
+    assert graph.edges[-1] == (3, 5), "a lane asked for again goes on where it was"
 
 
 def test_arguments_are_copied_at_build_time(device: Device, stream: Stream, module) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -43,18 +44,25 @@ class Tracked:
 def settled() -> Iterator[None]:
     """Start each test with nothing left to free."""
     gc.collect()
+    time.sleep(0.02)
     _native.flush(LIMIT_S)
     yield
 
 
+def wait_until(reached: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Wait until something is so; a driver may run destructors late, on a thread of its own."""
+    end = time.monotonic() + limit_s
+    while not reached():
+        assert time.monotonic() < end, (
+            f"after {limit_s} s: {native.live_records()} records live, "
+            f"{native.released_records()} released, {native.live_resources()} handles"
+        )
+        time.sleep(0.005)
+
+
 def wait_for_release(count: int) -> None:
     """Wait until `count` records were released."""
-    gate = threading.Event()
-    for _ in range(int(LIMIT_S / 0.01)):
-        if native.released_records() >= count:
-            return
-        gate.wait(0.01)
-    raise AssertionError(f"{native.released_records()} records released, not {count}")
+    wait_until(lambda: native.released_records() >= count)
 
 
 def resident_kib() -> int:
@@ -181,13 +189,13 @@ def test_a_failed_node_leaves_no_record(device: Device) -> None:
         return _native.attach_keep(handle, owner)
 
     with pytest.raises(RuntimeError, match="no node"):
-        graph.add("kernel", "refused", "main", (), attach, refuse)
-    assert _native.flush(LIMIT_S)
-    assert watch[0]() is None and native.live_records() == live and not graph.nodes
+        graph.add("kernel", "refused", graph.lane("main").name, attach, refuse)
+    wait_until(lambda: native.live_records() == live)
+    assert watch[0]() is None and not graph.nodes
 
 
 def test_updates_release_the_old_definition(device: Device, stream: Stream) -> None:
-    """A thousand updates keep one definition's records, and memory flat."""
+    """Two hundred updates leave one definition's record."""
     executable: GraphExec | None = None
     counts: list[int] = []
     live = native.live_records()
@@ -203,10 +211,9 @@ def test_updates_release_the_old_definition(device: Device, stream: Stream) -> N
     assert executable is not None
     executable.synchronize(60)
     assert counts == list(range(200))
-    assert _native.flush(LIMIT_S)
-    assert native.live_records() == live + 1
+    wait_until(lambda: native.live_records() == live + 1)
     executable.close()
-    assert _native.flush(LIMIT_S) and native.live_records() == live
+    wait_until(lambda: native.live_records() == live)
 
 
 def test_eager_records_free_themselves(stream: Stream) -> None:
@@ -219,8 +226,8 @@ def test_eager_records_free_themselves(stream: Stream) -> None:
     stream.synchronize(60)
     assert fn.calls == 50
     del fn
-    assert _native.flush(LIMIT_S)
-    assert watch() is None and native.live_records() == live and _native.pending_eager() == 0
+    wait_until(lambda: native.live_records() == live)
+    assert watch() is None and _native.pending_eager() == 0
 
 
 def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
@@ -234,8 +241,7 @@ def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
     holder.executable.close()  # type: ignore[attr-defined]
     del holder, graph
     gc.collect()
-    assert _native.flush(LIMIT_S)
-    assert watch() is None
+    wait_until(lambda: watch() is None)
 
 
 def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream: Stream) -> None:
@@ -258,8 +264,8 @@ def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream
     finally:
         gc.enable()
     assert collected and collected[0] > 0
-    assert _native.flush(LIMIT_S)
-    assert native.failed_frees() == failed and native.live_resources() <= resources
+    wait_until(lambda: native.live_resources() <= resources)
+    assert native.failed_frees() == failed
 
 
 def replay_many(device: Device, stream: Stream, count: int) -> None:
@@ -331,13 +337,10 @@ def test_many_graphs_come_and_go(device: Device, stream: Stream) -> None:
 
 def check_flat(make: Callable[[], None], times: int) -> None:
     """Records and handles are as many after `times` calls as before, once all is freed."""
-    make()
-    assert _native.flush(LIMIT_S)
     records, resources = native.live_records(), native.live_resources()
     for _ in range(times):
         make()
-    assert _native.flush(30)
-    assert (native.live_records(), native.live_resources()) == (records, resources)
+    wait_until(lambda: (native.live_records(), native.live_resources()) == (records, resources), 60)
     assert native.leaked_items() == 0
 
 
@@ -356,7 +359,9 @@ from graft.cudagraph.lanes import StreamLane
 from graft.native import _native
 device = open_device("soft")
 stream = device.stream()
-text = 'extern "C" __global__ void wild(int* p) { p[1 << 20] = 1; }'
+text = '''extern "C" __global__ void wild(int* p) {
+  for (int i = 0; i < 1 << 20; ++i) p[i] = 1;
+}'''
 data = device.zeros((4,), "int32")
 StreamLane(stream).kernel(load_text(device, text, "wild.cu")["wild"], 1, 1, [data])
 class Fn:
