@@ -140,9 +140,9 @@ static CUresult set_exec(CUgraphExec handle, CUgraphNode node, int type, const P
   std::shared_ptr<Exec> exec;
   unsigned index = 0;
   Work work;
-  if (CUresult r = build(params, &work); r != CUDA_SUCCESS) return r;
   std::lock_guard<std::mutex> lock(graph_mutex());
   if (CUresult r = find_flat(handle, node, type, &exec, &index); r != CUDA_SUCCESS) return r;
+  if (CUresult r = build(params, &work); r != CUDA_SUCCESS) return r;
   exec->flat[index].work = std::move(work);
   replace_work(*exec, index);
   return CUDA_SUCCESS;
