@@ -97,7 +97,7 @@ class Filter:
     @property
     def greedy(self) -> bool:
         """Whether the request takes the most likely token."""
-        return np.float32(self.temperature) < np.float32(1e-5)
+        return bool(np.float32(self.temperature) < np.float32(1e-5))
 
 
 def ranking(logits: np.ndarray) -> np.ndarray:

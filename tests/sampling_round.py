@@ -85,7 +85,7 @@ class TableRound:
         """NumPy view of an exchange field."""
         return self.exchange.field(name).array
 
-    def rows(self, row_slot: Sequence[int]) -> None:
+    def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:
         """Choose the slot of each batch row (-1: padding) for the rounds that follow."""
         self.row_slot = self.device.from_host(np.asarray(row_slot, np.int32), "int32")
 

@@ -45,7 +45,7 @@ def make_table(seed: int, *, d2t: np.ndarray | None = None, contrast: float = 1.
     legal = rng.random((V, V, V)) < 0.6
     legal[..., 2] |= ~legal.any(axis=-1)
     drafter = full if d2t is None else full[..., d2t]
-    return Table(np.float32(target), np.float32(drafter), legal, d2t)
+    return Table(target.astype(np.float32), drafter.astype(np.float32), legal, d2t)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import from_float32
 from graft.sampling.mask import MaskApply
 
-STORAGE = {
+STORAGE: dict[str, tuple[type, int, type]] = {
     "float32": (np.float32, 0xFF800000, np.uint32),
     "float16": (np.float16, 0xFC00, np.uint16),
     "bfloat16": (np.uint16, 0xFF80, np.uint16),

@@ -59,7 +59,8 @@ def test_matches_the_oracle(device, stream, block, mapped, masked):
         r.rows(order)
         out = r.verify(logits)
         for b, slot in enumerate(order):
-            row = ref.MaskRow(*(int(x) for x in r.field("row_state")[slot, 0][:3]))
+            state, epoch, position = (int(x) for x in r.field("row_state")[slot, 0][:3])
+            row = ref.MaskRow(state, epoch, position)
             slots[slot], outcome = ref.verify(slots[slot], logits[b], [row], limit)
             assert out["count"][b] == len(outcome.tokens)
         moved = {int(order[b]) for b in range(SLOTS) if out["count"][b] > 0}

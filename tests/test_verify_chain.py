@@ -26,7 +26,9 @@ def random_slot(rng: np.random.Generator, logits: np.ndarray, limit: int) -> ref
     """A slot with 0..K drafts, most of them likely, some illegal, with q tables near p."""
     n = int(rng.integers(3, 200))
     f = random_filter(rng)
-    drafts, kinds, tables = [], [], []
+    drafts: list[int] = []
+    kinds: list[int] = []
+    tables: list[np.ndarray] = []
     for j in range(int(rng.integers(0, K + 1))):
         mixed = np.exp(logits[j] + rng.normal(0, 0.7, V))
         q = mixed * (rng.random(V) < 0.8)
@@ -36,7 +38,7 @@ def random_slot(rng: np.random.Generator, logits: np.ndarray, limit: int) -> ref
         d = int(rng.integers(0, V)) if rng.random() < 0.1 else likely
         drafts.append(d)
         kinds.append(kind)
-        tables.append(np.float32(q).astype(np.float64))
+        tables.append(q.astype(np.float32).astype(np.float64))
     return ref.Slot(
         n=n, last=int(rng.integers(V)), limit=n + int(rng.integers(2, 9)),
         seed=int(rng.integers(2**63)), filter=f, verify=int(rng.integers(2)),
@@ -77,7 +79,7 @@ def test_matches_the_oracle_on_random_rounds(device, stream, block):
         r = TableRound(device, stream, slots=slots, draft_length=K, vocab=V, token_limit=limit,
                        d2t=d2t, block=block)  # fmt: skip
         for _ in range(10 if block == 1 else 3):
-            logits = np.float32(rng.normal(0, 2, (slots, K + 1, V)))
+            logits = rng.normal(0, 2, (slots, K + 1, V)).astype(np.float32)
             logits[rng.random(logits.shape) < 0.02] = -np.inf
             logits[rng.random(logits.shape[:2]) < 0.01] = np.nan
             states = [random_slot(rng, np.nan_to_num(lg, neginf=-9.0), limit) for lg in logits]
@@ -268,7 +270,7 @@ def test_a_draft_that_its_table_calls_impossible_is_refused_and_counted(device, 
 
 def test_when_nothing_is_left_of_p_it_is_p_that_is_sampled(device, stream):
     """p = q up to rounding, and a refusal all the same: the token comes from p."""
-    p = np.float32(ref.distribution(EYE[0], np.ones(V, bool), SAMPLED)).astype(np.float64)
+    p = ref.distribution(EYE[0], np.ones(V, bool), SAMPLED).astype(np.float32).astype(np.float64)
     slot = ref.replace(chain(SAMPLED, (30,)), kinds=(ref.DENSE,), q=(np.maximum(p, 0.5),))
     _, out = run_one(device, stream, slot)
     assert (out["count"], out["accepted"], out["tokens"][0]) == (1, 0, 10)
