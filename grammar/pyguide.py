@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PythonWorker"]
 
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
+TIMELINE_REPLAYS = 256
 STEPS = ("open", "commit", "draft")
 
 
@@ -58,7 +59,7 @@ class PythonWorker:
         self._current: Sequence[GuidedRequest] | None = None
         self._replay = 0
         self._error = ""
-        self._spans: deque[tuple[int, int, int, int]] = deque(maxlen=256 * (draft_length + 2))
+        self._spans: deque[tuple[int, int, int, int]] = deque()
         names = (
             "replays missing_snapshots joins fills accepts rollbacks commits committed_tokens "
             "refused_drafts terminations dead_ends desyncs errors free_rows"
@@ -104,6 +105,8 @@ class PythonWorker:
         self._count[STEPS[kind] + "_calls"] += 1
         self._count[STEPS[kind] + "_ns"] += end - start
         self._spans.append((self._replay, kind + max(draft - 1, 0), start, end))
+        while self._spans[0][0] <= self._replay - TIMELINE_REPLAYS:
+            self._spans.popleft()
 
     def _open(self) -> None:
         self._replay += 1

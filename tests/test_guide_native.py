@@ -22,6 +22,7 @@ from guide_util import (
     run_work,
 )
 
+from graft.cudagraph.hostwork import NativeWork
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
 from graft.native import _native
 
@@ -74,6 +75,7 @@ both = pytest.mark.parametrize("transport", ["native", "python"])
 def test_a_step_runs_while_another_thread_keeps_the_gil(backend):
     """A native step on a foreign thread ends although this thread holds the GIL meanwhile."""
     rig = Rig(backend)
+    assert isinstance(rig.open, NativeWork)
     rig.decoder.publish(1, [rig.request()])
     libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
     thread = ctypes.c_void_p()
@@ -320,6 +322,18 @@ def test_steps_are_timed_by_kind_and_replay(backend, transport):
 
 
 @both
+def test_the_timeline_holds_the_last_replays(backend, transport):
+    """Of 300 replays the spans of the last 256 are kept."""
+    rig = Rig(backend, transport)
+    for _ in range(300):
+        for work in (rig.open, rig.commit, *rig.drafts):
+            run_work(work)
+    spans = rig.decoder.timeline()
+    assert {span.replay for span in spans} == set(range(45, 301))
+    assert len(spans) == 256 * 3
+
+
+@both
 def test_snapshots_keep_matchers_until_their_replay_retires(backend, transport):
     """A matcher dropped by its owner lives while a replay names it, and dies afterwards."""
     rig = Rig(backend, transport)
@@ -347,13 +361,16 @@ def test_works_keep_the_decoder_and_its_memory(backend):
     """A native step's record outlives the decoder's other references."""
     device = Device(backend, slots=1, draft_length=0, masked=False, seed=0, transports=["native"])
     work = device.decoders[0].open_work()
+    assert isinstance(work, NativeWork)
     decoder = weakref.ref(device.decoders[0])
     del device
     gc.collect()
     assert decoder() is not None
     run_work(work)  # no snapshot: stands down
-    assert decoder().counters()["missing_snapshots"] == 1
-    del work
+    kept = work.keep
+    assert isinstance(kept, GuidedDecoder)
+    assert kept.counters()["missing_snapshots"] == 1
+    del work, kept
     gc.collect()
     assert decoder() is None
 

@@ -1,0 +1,120 @@
+"""The guided decoder inside a real graph: host steps, kernels and pinned rows of the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from guide_util import STOP, byte_vocabulary
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.slots import PinnedSlots
+from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
+
+SIZE, WORDS, DRAFTS = 270, 9, 3
+
+# A device whose model always wants the smallest legal id: verification then accepts all drafts.
+KERNELS = """
+#define K 3
+#define WORDS 9
+__device__ int smallest(const unsigned int* row) {
+  for (int id = 0; id < 32 * WORDS; ++id)
+    if (row[id >> 5] >> (id & 31) & 1u) return id;
+  return -1;
+}
+extern "C" __global__ void verify(int* replay, const unsigned int* mask, const int* state,
+                                  int* committed, int* drafted) {
+  const int now = ++*replay;
+  int count = 0;
+  const int v = drafted[1];
+  for (int j = 0; j <= v; ++j) {
+    if (state[4 * j] != 2) break;
+    const int token = smallest(mask + j * WORDS);
+    committed[2 + count++] = token;
+    if (token == 256 || token == 257) break;
+  }
+  committed[0] = now;
+  committed[1] = count;
+  if (count > 0) { drafted[0] = now; drafted[1] = 0; }
+}
+extern "C" __global__ void draft(const unsigned int* mask, const int* state, const int* committed,
+                                 int* drafted, int j) {
+  if (committed[1] == 0 || drafted[1] != j - 1 || state[4 * (j - 1)] != 2) return;
+  if (j > 1 && drafted[j] >= 256 && drafted[j] <= 257) return;
+  drafted[1 + j] = smallest(mask + (j - 1) * WORDS);
+  drafted[1] = j;
+}
+"""
+
+
+def smallest_legal(backend: XGrammarBackend, compiled, stop: int) -> list[int]:
+    """What such a model generates, by a stock matcher."""
+    matcher, tokens = backend.matcher(compiled), []
+    while not matcher.is_terminated():
+        tokens.append(int(matcher.legal()[0]))
+        assert matcher.accept(tokens[-1])
+    assert tokens[-1] == stop
+    return tokens
+
+
+@pytest.mark.parametrize("transport", ["native", "python"])
+def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
+    device: Device, stream: Stream, transport
+) -> None:
+    """Masked drafting and verification in one replayed graph give the stock matcher's sequence."""
+    backend = XGrammarBackend(byte_vocabulary(SIZE))
+    compiled = backend.compile(GrammarSpec.regex("c{3}(ab){2}[0-9]{4}true"))
+    exchange = PinnedSlots(
+        device,
+        1,
+        {
+            "mask": ("int32", (DRAFTS + 1, WORDS)),
+            "row_state": ("int32", (DRAFTS + 1, 4)),
+            "committed": ("int32", (DRAFTS + 3,)),
+            "drafted": ("int32", (DRAFTS + 2,)),
+        },
+    )
+    decoder = GuidedDecoder(
+        exchange, slots=1, draft_length=DRAFTS, vocab_size=SIZE, masked_drafts=True,
+        transport=transport,
+    )  # fmt: skip
+    module = load_text(device, KERNELS, "smallest.cu")
+    replay = device.zeros((1,), "int32")
+    fields = [exchange.field(n) for n in ("mask", "row_state", "committed", "drafted")]
+
+    graph = Graph(device, "guided")
+    lane = graph.lane("model")
+    lane.host(decoder.open_work())
+    lane.kernel(module["verify"], 1, 1, [replay, *fields])
+    lane.host(decoder.commit_work())
+    for j in range(1, DRAFTS + 1):
+        lane.kernel(module["draft"], 1, 1, [*fields, j])
+        if j < DRAFTS:
+            lane.host(decoder.draft_work(j))
+    executable = graph.instantiate()
+
+    expected = smallest_legal(backend, compiled, STOP)
+    request = GuidedRequest(0, 1, backend.matcher(compiled), 5)
+    tokens: list[int] = []
+    replays = 0
+    while not tokens or tokens[-1] != STOP:
+        replays += 1
+        assert replays <= len(expected)
+        decoder.publish(replays, [request])
+        executable.launch(stream)
+        executable.synchronize(60)
+        decoder.retire(replays)
+        committed = exchange.field("committed").array[0]
+        assert committed[0] == replays
+        tokens += committed[2 : 2 + committed[1]].tolist()
+    assert tokens == expected
+    assert replays == -(-(len(expected) - 1) // (DRAFTS + 1)) + 1  # all drafts accepted
+    counters = decoder.counters()
+    assert counters["desyncs"] == counters["missing_snapshots"] == counters["errors"] == 0
+    assert counters["terminations"] == 1
+    assert np.all(exchange.field("row_state").array[0, 1:, 0] == 0)
+    executable.close()
+    graph.close()
+    decoder.close()
+    exchange.close()
