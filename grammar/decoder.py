@@ -273,9 +273,7 @@ class GuidedDecoder:
         self._require_open()
         name = STEPS[kind] if kind < 2 else f"draft {j}"
         if self.transport == "python":
-            work = PythonWork(self._worker.run, kind, j)
-            work.name = f"grammar {name}"
-            return work
+            return PythonWork(self._worker.run, kind, j)
         return NativeWork(
             _native.guide.STEP, self._worker.record(kind, j), keep=self, name=f"grammar {name}"
         )
