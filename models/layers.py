@@ -26,7 +26,8 @@ STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
 FORMS = ("thread", "warp")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
-_THREAD_COLUMNS = 64
+_THREAD_BLOCK = 16
+_THREAD_COLUMNS = 4 * _THREAD_BLOCK
 _THREAD_ROWS = 16
 _THREAD_CHUNK = 64
 _WARP_BLOCK = 128
@@ -147,7 +148,7 @@ class Layers:
                 )
         if self._thread:
             grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
-            block = min(_THREAD_COLUMNS, columns)
+            block = _THREAD_BLOCK
         else:
             grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
             block = _WARP_BLOCK

@@ -1,14 +1,17 @@
-// y = x W^T (+ residual): one thread per output column, no barrier.
+// y = x W^T (+ residual): one thread per COLUMNS output columns, no barrier.
 //
 // Each (row, column) owns LANES partial sums: partial i takes the inner indices i, i + LANES, ...
-// in order, and the partials are added as a fixed tree. The order depends on `inner` alone, so a
-// row's bits do not depend on how many rows share the pass.
-#include "vector_math.cuh"
+// in order; partials i and i + LANES / 2 are added, then the sums in order. The order depends on
+// `inner` alone, so a row's bits do not depend on how many rows share the pass. Loops over lanes
+// run over more than 16 items, and the last sums side by side, because that is what C++ compilers
+// vectorise.
+#include "graft.cuh"
 
 #ifndef WEIGHT
 #define WEIGHT bf16_t
 #endif
 #define LANES 32
+#define COLUMNS 4
 #define ROW_TILE 16
 
 struct Output {
@@ -19,49 +22,65 @@ struct Output {
   int tap_stride;
 };
 
+// Half-folded partial sums of ROWS rows with one column.
 template <int ROWS>
-__device__ __forceinline__ void rows_by_column(const WEIGHT* w, const float* x, int inner,
-                                               const Output& y, int row, int column) {
+__device__ __forceinline__ void dot(const WEIGHT* w, const float* x, int inner,
+                                    float (*folded)[LANES / 2]) {
   float partial[ROWS][LANES] = {};
   int k = 0;
   for (; k + LANES <= inner; k += LANES) {
     float weight[LANES];
-#pragma unroll
     for (int i = 0; i < LANES; ++i) weight[i] = to_float(w[k + i]);
-#pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float* input = x + static_cast<long long>(r) * inner + k;
-#pragma unroll
       for (int i = 0; i < LANES; ++i) partial[r][i] = fmaf(weight[i], input[i], partial[r][i]);
     }
   }
-#pragma unroll
   for (int i = 0; i < LANES; ++i) {
-    if (k + i < inner) {
-      const float weight = to_float(w[k + i]);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        partial[r][i] = fmaf(weight, x[static_cast<long long>(r) * inner + k + i], partial[r][i]);
-      }
+    if (k + i >= inner) continue;
+    const float weight = to_float(w[k + i]);
+    for (int r = 0; r < ROWS; ++r) {
+      const float* input = x + static_cast<long long>(r) * inner + k;
+      partial[r][i] = fmaf(weight, input[i], partial[r][i]);
     }
   }
-#pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    float sum = tree_sum<LANES>(partial[r]);
-    const long long at = static_cast<long long>(row + r) * y.columns + column;
-    if (y.residual != nullptr) sum += y.residual[at];
-    y.out[at] = sum;
-    if (y.tap != nullptr) y.tap[static_cast<long long>(row + r) * y.tap_stride + column] = sum;
+    for (int i = 0; i < LANES / 2; ++i) folded[r][i] = partial[r][i] + partial[r][i + LANES / 2];
   }
 }
 
-// Grid (columns / block, rows / ROW_TILE). `tap` is already offset to its first column.
+template <int ROWS>
+__device__ __noinline__ void rows_by_columns(const WEIGHT* weight, const float* x, int inner,
+                                             const Output& y, int row, int column) {
+  const int count = y.columns - column < COLUMNS ? y.columns - column : COLUMNS;
+  float folded[COLUMNS * ROWS][LANES / 2];
+  for (int c = 0; c < COLUMNS; ++c) {
+    const int at = column + (c < count ? c : 0);  // a column past the end is computed, not stored
+    dot<ROWS>(weight + static_cast<long long>(at) * inner, x, inner, folded + c * ROWS);
+  }
+  float sum[COLUMNS * ROWS] = {};
+  for (int i = 0; i < LANES / 2; ++i) {
+    for (int j = 0; j < COLUMNS * ROWS; ++j) sum[j] += folded[j][i];
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    for (int c = 0; c < count; ++c) {
+      const long long at = static_cast<long long>(row + r) * y.columns + column + c;
+      float value = sum[c * ROWS + r];
+      if (y.residual != nullptr) value += y.residual[at];
+      y.out[at] = value;
+      if (y.tap != nullptr) {
+        y.tap[static_cast<long long>(row + r) * y.tap_stride + column + c] = value;
+      }
+    }
+  }
+}
+
+// Grid (columns / (COLUMNS * block), rows / ROW_TILE).
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* x,
                                          const float* residual, float* out, float* tap, int rows,
                                          int columns, int inner, int tap_offset, int tap_stride) {
-  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  const int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   if (column >= columns) return;
-  const WEIGHT* w = weight + static_cast<long long>(column) * inner;
   const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, columns,
                     tap_stride};
   int row = blockIdx.y * ROW_TILE;
@@ -69,13 +88,13 @@ extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* x,
   while (row < end) {
     const float* input = x + static_cast<long long>(row) * inner;
     if (end - row >= 4) {
-      rows_by_column<4>(w, input, inner, y, row, column);
+      rows_by_columns<4>(weight, input, inner, y, row, column);
       row += 4;
     } else if (end - row >= 2) {
-      rows_by_column<2>(w, input, inner, y, row, column);
+      rows_by_columns<2>(weight, input, inner, y, row, column);
       row += 2;
     } else {
-      rows_by_column<1>(w, input, inner, y, row, column);
+      rows_by_columns<1>(weight, input, inner, y, row, column);
       row += 1;
     }
   }
