@@ -101,9 +101,8 @@ def _compile_cuda(
     options = tuple(nvrtc_options(path, defines))
     try:
         with cupy.cuda.Device(device.ordinal):
-            module = cupy.RawModule(code=stamped, options=options, backend="nvrtc")
-            module.compile()
-            handle = module.module.ptr
+            # Keep the Module itself: RawModule only finds it in a cache that can be emptied.
+            module = cupy.RawModule(code=stamped, options=options, backend="nvrtc").module
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"kernel text {name!r} does not compile:\n{error}") from error
-    return cu.CUmodule(handle), module
+    return cu.CUmodule(module.ptr), module

@@ -22,7 +22,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
 _PLAIN, _CROSS = "#9ca3af", "#dc2626"
 
 _BOX_HEIGHT, _ROW, _TOP, _MARGIN = 26, 40, 78, 24
-_CHAR, _MIN_BOX, _MAX_BOX, _GAP = 7.0, 110, 260, 90
+_CHAR, _MIN_BOX, _MAX_BOX, _GAP, _LEGEND = 7.0, 110, 260, 90, 72
 
 
 class _Node(Protocol):
@@ -64,7 +64,7 @@ def svg(
     name: str, lanes: Sequence[str], nodes: Sequence[_Node], edges: Sequence[tuple[int, int]]
 ) -> str:
     """Return the graph as an SVG document."""
-    layout = _Layout(lanes, nodes)
+    layout = _Layout(name, lanes, nodes)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width:.0f}" '
         f'height="{layout.height:.0f}" viewBox="0 0 {layout.width:.0f} {layout.height:.0f}" '
@@ -95,7 +95,7 @@ def svg(
 class _Layout:
     """Where things are: one column per lane, one row per node."""
 
-    def __init__(self, lanes: Sequence[str], nodes: Sequence[_Node]) -> None:
+    def __init__(self, name: str, lanes: Sequence[str], nodes: Sequence[_Node]) -> None:
         self.nodes = nodes
         self.box_width: dict[str, float] = {}
         self.centre: dict[str, float] = {}
@@ -106,7 +106,8 @@ class _Layout:
             self.box_width[lane] = width
             self.centre[lane] = x + width / 2
             x += width + _GAP
-        self.width = max(x - _GAP + _MARGIN, 460.0)
+        title = 2.0 * _MARGIN + 10 * len(name) + _LEGEND * len(COLOURS)
+        self.width = max(x - _GAP + _MARGIN, title)
         self.height = float(_TOP + _ROW * max(len(nodes), 1) + _MARGIN)
 
     def y(self, index: int) -> float:
@@ -134,7 +135,7 @@ class _Layout:
             side = 1 if xb > xa else -1
             x1 = xa + side * self.box_width[a.lane] / 2
             x2 = xb - side * self.box_width[b.lane] / 2 - side * 2
-            y1, y2 = self.y(start), self.y(end)
+            y1, y2 = self.y(start) + 5, self.y(end) - 5  # out below, in above: they never touch
             bend = side * max(abs(x2 - x1) / 2, 30)
             path = f"M{x1:.1f},{y1:.1f} C{x1 + bend:.1f},{y1:.1f} {x2 - bend:.1f},{y2:.1f}"
             path += f" {x2:.1f},{y2:.1f}"
@@ -166,13 +167,13 @@ def _arrow(name: str, colour: str) -> str:
 
 def _legend(width: float) -> list[str]:
     parts = []
-    x = width - _MARGIN - 72 * len(COLOURS)
+    x = width - _MARGIN - _LEGEND * len(COLOURS)
     for kind, (fill, stroke) in COLOURS.items():
         parts.append(
             f'<rect x="{x:.1f}" y="18" width="12" height="12" rx="3" fill="{fill}" '
             f'stroke="{stroke}"/><text x="{x + 17:.1f}" y="28" fill="#374151">{kind}</text>'
         )
-        x += 72
+        x += _LEGEND
     return parts
 
 

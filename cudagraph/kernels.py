@@ -13,6 +13,8 @@ import numpy as np
 from graft.cudagraph.compiler import compile_text, nvrtc_options
 from graft.cudagraph.driver import call, check, cu, enter
 from graft.cudagraph.errors import DeviceError, KernelError
+from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.slots import PinnedField
 
 if TYPE_CHECKING:
     from graft.cudagraph.device import Device
@@ -23,7 +25,13 @@ INVALID_VALUE = 1
 NOT_FOUND = 500
 #: Dynamic shared memory that every kernel may use without asking.
 SHARED_LIMIT = 48 * 1024
-_INT_FORMATS = {1: ("b", "B"), 2: ("h", "H"), 4: ("i", "I"), 8: ("q", "Q")}
+_POINTERS = (DeviceArray, PinnedArray, PinnedField)
+_POINTER, _FLOAT = struct.Struct("<Q"), struct.Struct("<f")
+#: Bytes -> layouts of an int that is not negative, and of a negative one.
+_INTS = {
+    size: (struct.Struct(f"<{unsigned}"), struct.Struct(f"<{signed}"))
+    for size, unsigned, signed in ((1, "B", "b"), (2, "H", "h"), (4, "I", "i"), (8, "Q", "q"))
+}
 
 
 class PackedArgs:
@@ -63,10 +71,10 @@ class Kernel:
         self.module = module
         self.name = name
         self.function = function
-        layout = _parameters(function)
-        self.param_sizes = tuple(size for _, size in layout)
-        self._offsets = tuple(offset for offset, _ in layout)
-        self._bytes = max((o + s for o, s in layout), default=0)
+        self._layout = _parameters(function)
+        self.param_sizes = tuple(size for _, size in self._layout)
+        self._offsets = tuple(offset for offset, _ in self._layout)
+        self._bytes = max((offset + size for offset, size in self._layout), default=0)
         self._shared = SHARED_LIMIT
 
     def pack(self, args: Iterable[object]) -> PackedArgs:
@@ -90,39 +98,41 @@ class Kernel:
             )
         data = bytearray(self._bytes)
         owners: list[object] = [self.module]
-        for i, (value, offset, size) in enumerate(
-            zip(values, self._offsets, self.param_sizes, strict=True)
-        ):
-            data[offset : offset + size] = self._encode(i, value, size, owners)
+        for i, (value, (offset, size)) in enumerate(zip(values, self._layout, strict=True)):
+            if isinstance(value, _POINTERS):
+                if size != 8:
+                    raise self._bad(i, f"is {size} bytes, but a pointer was given")
+                address, owner = value.argument()
+                owners.append(owner)
+                _POINTER.pack_into(data, offset, address)
+            else:
+                data[offset : offset + size] = self._encode(i, value, size)
         return PackedArgs(bytes(data), self._offsets, tuple(owners))
 
-    def _encode(self, i: int, value: object, size: int, owners: list[object]) -> bytes:
-        if value is None or hasattr(value, "owner"):
-            if size != 8:
-                raise self._bad(i, f"is {size} bytes, but a pointer was given")
-            if value is None:
-                return bytes(8)
-            owners.append(value.owner)  # type: ignore[attr-defined]
-            return struct.pack("<Q", value.ptr)  # type: ignore[attr-defined]
+    def _encode(self, i: int, value: object, size: int) -> bytes:
+        """Encode anything but an array."""
         if isinstance(value, np.generic):
             if value.itemsize != size:
                 raise self._bad(i, f"is {size} bytes, but {value.dtype} was given")
             return value.tobytes()
         if isinstance(value, int):
-            if size not in _INT_FORMATS:
+            if size not in _INTS:
                 raise self._bad(i, f"is {size} bytes and takes no int")
-            signed, unsigned = _INT_FORMATS[size]
             try:
-                return struct.pack(f"<{signed if value < 0 else unsigned}", value)
+                return _INTS[size][value < 0].pack(value)
             except struct.error:
                 raise self._bad(i, f"is {size} bytes and cannot hold {value}") from None
         if isinstance(value, float):
             if size != 4:
                 raise self._bad(i, f"is {size} bytes; a Python float is float32 (numpy.float64?)")
             try:
-                return struct.pack("<f", value)
+                return _FLOAT.pack(value)
             except OverflowError:
                 raise self._bad(i, f"is float32 and cannot hold {value}") from None
+        if value is None:
+            if size != 8:
+                raise self._bad(i, f"is {size} bytes, but a pointer was given")
+            return bytes(8)
         raise self._bad(i, f"cannot be a {type(value).__name__}")
 
     def _bad(self, i: int, what: str) -> KernelError:

@@ -138,6 +138,11 @@ class DeviceArray:
         """What must be kept alive while the address is in use."""
         return self._allocation.resource
 
+    def argument(self) -> tuple[int, object]:
+        """Return address and owner, for a kernel's pointer parameter."""
+        resource = self._allocation.resource
+        return resource.handle + self._offset, resource
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -329,6 +334,10 @@ class PinnedArray:
     def owner(self) -> object:
         """What must be kept alive while the address is in use."""
         return self._allocation.resource
+
+    def argument(self) -> tuple[int, object]:
+        """Return device address and owner, for a kernel's pointer parameter."""
+        return self._device_pointer, self._allocation.resource
 
     @property
     def nbytes(self) -> int:

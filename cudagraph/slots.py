@@ -63,6 +63,10 @@ class PinnedField:
         """What must be kept alive while the address is in use."""
         return self._memory.owner
 
+    def argument(self) -> tuple[int, object]:
+        """Return device address and owner, for a kernel's pointer parameter."""
+        return self._memory.argument()
+
     def close(self) -> None:
         """Drop the memory."""
         self.array = np.empty(0, numpy_dtype(self.dtype))

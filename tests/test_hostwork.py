@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
+from graft.cudagraph.errors import DeadlineError, DeviceError, HostWorkError, OptionError
 from graft.cudagraph.graph import Graph, GraphExec
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.cudagraph.kernels import load_text
@@ -277,6 +277,7 @@ def test_native_work_knows_its_replay(device: Device, stream: Stream, native_fun
     other = Graph(device, "other")
     other.lane("main").host(item)
     executable.update(other)
+    assert executable.status is other.status
     executable.launch(stream)
     executable.synchronize(60)
     hostfunc(stream, item)
@@ -305,6 +306,29 @@ def test_eager_failures_are_told_once_each(device: Device) -> None:
     device.synchronize(60)
     with pytest.raises(HostWorkError, match="three"):
         stream.close()
+
+
+def test_a_deadline_names_the_running_step(device: Device, stream: Stream) -> None:
+    """A wait that passes its deadline tells which step runs, since when, and where it stands."""
+    gate = threading.Event()
+
+    def waits_at_the_gate() -> None:
+        gate.wait(30)
+
+    executable = one_step(device, waits_at_the_gate, name="row 3")
+    executable.launch(stream)
+    entered = threading.Event()
+    for _ in range(500):
+        if _native.running_host_work():
+            break
+        entered.wait(0.01)
+    with pytest.raises(DeadlineError, match="'row 3'") as caught:
+        executable.synchronize(timeout_s=0.05)
+    assert "waits_at_the_gate" in str(caught.value) and "replay 1" in str(caught.value)
+    assert not executable.query()
+    gate.set()
+    executable.synchronize(60)
+    assert executable.query()
 
 
 def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream) -> None:

@@ -14,6 +14,16 @@ from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
 
 
+def f32(values: list) -> np.ndarray:
+    """A float32 array."""
+    return np.array(values, np.float32)
+
+
+def f16(values: list) -> np.ndarray:
+    """A float16 array."""
+    return np.array(values, np.float16)
+
+
 def bfloat16_oracle(value: np.float32) -> int:
     """Round one float32 to bfloat16 by comparing the two neighbours in float64."""
     bits = int(np.float32(value).view(np.uint32))
@@ -47,27 +57,25 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     rng = np.random.default_rng(2)
     values = rng.integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
     ties = (rng.integers(0, 1 << 16, 500, np.uint32) << 16 | 0x8000).view(np.float32)
-    values = np.concatenate([values, ties, np.float32([0.0, -0.0, 3.3895314e38, 1e-45])])
+    values = np.concatenate([values, ties, f32([0.0, -0.0, 3.3895314e38, 1e-45])])
     finite = values[np.isfinite(values)]
     rounded = from_float32(finite, "bfloat16")
     assert rounded.tolist() == [bfloat16_oracle(v) for v in finite]
-    special = from_float32(np.float32([np.nan, np.inf, -np.inf]), "bfloat16")
+    special = from_float32(f32([np.nan, np.inf, -np.inf]), "bfloat16")
     back = to_float32(special, "bfloat16")
     assert np.isnan(back[0]) and back[1] == np.inf and back[2] == -np.inf
 
 
 def test_float16_conversion_is_numpys() -> None:
     """float16 goes through NumPy, without warnings at overflow."""
-    values = np.float32([1.0, 65504.0, 1e6, 6e-8, -2.5])
-    assert np.array_equal(
-        from_float32(values, "float16"), np.float16([1, 65504, np.inf, 6e-8, -2.5])
-    )
-    assert to_float32(np.float16([0.5]), "float16").dtype == np.float32
+    values = f32([1.0, 65504.0, 1e6, 6e-8, -2.5])
+    assert np.array_equal(from_float32(values, "float16"), f16([1, 65504, np.inf, 6e-8, -2.5]))
+    assert to_float32(f16([0.5]), "float16").dtype == np.float32
 
 
 def test_float32_values_become_16_bit_floats(device: Device) -> None:
     """from_host and copy_from round float32 values when the array is a 16-bit float."""
-    values = np.float32([[1.0, 1.00390625, 3.14159]])
+    values = f32([[1.0, 1.00390625, 3.14159]])
     array = device.from_host(values, "bfloat16")
     assert np.array_equal(array.to_host(), from_float32(values, "bfloat16"))
     array.copy_from(values * 2)

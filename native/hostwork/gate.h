@@ -1,6 +1,6 @@
 // Entering Python from threads that are not Python's, and not entering it after the end.
 //
-// INVARIANTS.md, "Python", states the rules this file implements.
+// INVARIANTS.md states the rules this file implements: D3, P1 to P5.
 #pragma once
 
 #include <Python.h>

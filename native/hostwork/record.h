@@ -1,6 +1,6 @@
 // Records: the immutable data a graph node or an eager host function carries a pointer to.
 //
-// INVARIANTS.md, "Records", states the rules.
+// INVARIANTS.md states the rules: R1 to R5, E1 to E3.
 #pragma once
 
 #include <Python.h>
