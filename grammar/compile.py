@@ -21,6 +21,8 @@ from .xgrammar import XGrammarBackend, clean_message
 
 __all__ = ["CompileService"]
 
+START_S = 60.0  # for a child to import XGrammar and sort the vocabulary
+
 
 class CompileService:
     """Compiles grammars for one backend without ever blocking its callers.
@@ -38,7 +40,7 @@ class CompileService:
     cache_entries, cache_bytes
         Bounds of the cache of compiled grammars and refusals; least recently used goes first.
     timeout_s
-        Seconds one grammar may take, from the moment a child takes it up.
+        Seconds one grammar may take, from the moment a running child takes it up.
     memory_bytes
         Address space of one child.
     """
@@ -207,21 +209,24 @@ class _Child:
 
     def ask(self, request: Any, timeout_s: float) -> Any:
         """One request, one answer; the child is killed when the time is up."""
+        if self._setup is not None:
+            self._exchange(self._setup, START_S, "start the compiling process")
+            self._setup = None
+        return self._exchange(request, timeout_s, "compile")
+
+    def _exchange(self, message: Any, timeout_s: float, doing: str) -> Any:
         timer = threading.Timer(timeout_s, self._expire)
         timer.daemon = True
         timer.start()
         to_child = cast(BinaryIO, self._process.stdin)
         from_child = cast(BinaryIO, self._process.stdout)
         try:
-            if self._setup is not None:
-                compile_child.send(to_child, self._setup)
-                self._setup = None
-            compile_child.send(to_child, request)
+            compile_child.send(to_child, message)
             return compile_child.receive(from_child)
         except (EOFError, OSError) as error:
             code = self._process.wait()
             if self._expired:
-                raise _ChildLost(f"took longer than {timeout_s:g} s to compile") from error
+                raise _ChildLost(f"took longer than {timeout_s:g} s to {doing}") from error
             if self._stopped:
                 raise _ChildLost("the compile service was closed") from error
             raise _ChildLost(f"the compiling process ended with status {code}") from error

@@ -4,7 +4,8 @@ It is run as a script (``python compile_child.py``), so it imports XGrammar's li
 standard library only. The parent writes pickled messages to its standard input and reads pickled
 answers from its standard output, each behind its length in 8 bytes:
 
-1. once: the vocabulary ``(tokens, size, stop_ids)`` and the address space limit in bytes;
+1. once: the vocabulary ``(tokens, size, stop_ids)`` and the address space limit in bytes; answered
+   by ``"ready"``;
 2. per grammar: the arguments of ``compile_native``; answered by ``("compiled", json, warnings)`` or
    ``("refused", message, warnings)``. Warnings are what XGrammar prints about features it ignores.
 """
@@ -89,6 +90,7 @@ def main() -> None:
     types = register_types()
     info = tokenizer_info(types, *vocabulary)
     resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+    send(answers, "ready")
     while True:
         try:
             request = receive(sys.stdin.buffer)

@@ -89,11 +89,11 @@ def test_partial_takes_a_grammar_with_ignored_features(service):
 
 def test_a_grammar_that_takes_too_long_fails_alone(backend):
     """Past the time limit the grammar fails; others compile meanwhile and afterwards."""
-    service = CompileService(backend, threads=2, timeout_s=1.5)
+    service = CompileService(backend, threads=2, timeout_s=3)
     try:
         slow = service.submit(ENDLESS)
         assert service.submit(GrammarSpec.regex("b+")).result(timeout=30).nbytes > 0
-        with pytest.raises(GrammarError, match=r"took longer than 1\.5 s"):
+        with pytest.raises(GrammarError, match="took longer than 3 s"):
             slow.result(timeout=30)
         assert service.submit(ENDLESS) is not slow  # a refusal for lack of time is not kept
         assert service.submit(GrammarSpec.regex("c+")).result(timeout=30).nbytes > 0

@@ -29,9 +29,9 @@ class TokenLog {
     const int64_t needed = (size_.load(std::memory_order_acquire) + more + kChunk - 1) / kChunk;
     if (needed > kChunks) return false;
     for (int64_t i = 0; i < needed; ++i) {
-      std::atomic<int32_t*>& chunk = chunks_[static_cast<size_t>(i)];
+      std::atomic<Token*>& chunk = chunks_[static_cast<size_t>(i)];
       if (chunk.load(std::memory_order_relaxed) == nullptr) {
-        chunk.store(new int32_t[kChunk], std::memory_order_release);
+        chunk.store(new Token[kChunk], std::memory_order_release);
       }
     }
     return true;
@@ -46,9 +46,9 @@ class TokenLog {
   bool append(int32_t token) {
     const int64_t size = size_.load(std::memory_order_relaxed);
     if (size >= kChunk * kChunks) return false;
-    int32_t* chunk = chunks_[static_cast<size_t>(size / kChunk)].load(std::memory_order_acquire);
+    Token* chunk = chunks_[static_cast<size_t>(size / kChunk)].load(std::memory_order_acquire);
     if (chunk == nullptr) return false;
-    chunk[size % kChunk] = token;
+    chunk[size % kChunk].store(token, std::memory_order_release);
     size_.store(size + 1, std::memory_order_release);
     return true;
   }
@@ -60,14 +60,18 @@ class TokenLog {
       tokens.clear();
       const int64_t size = size_.load(std::memory_order_acquire);
       for (int64_t i = 0; i < size; ++i) {
-        tokens.push_back(chunks_[static_cast<size_t>(i / kChunk)].load()[i % kChunk]);
+        const Token* chunk = chunks_[static_cast<size_t>(i / kChunk)].load();
+        tokens.push_back(chunk[i % kChunk].load(std::memory_order_acquire));
       }
     } while (*owner != owner_.load(std::memory_order_acquire));
     return tokens;
   }
 
  private:
-  std::array<std::atomic<int32_t*>, kChunks> chunks_{};
+  // A reader may see a new owner's token: it then sees the new owner as well, and reads again.
+  using Token = std::atomic<int32_t>;
+
+  std::array<std::atomic<Token*>, kChunks> chunks_{};
   std::atomic<int64_t> size_{0};
   std::atomic<int32_t> owner_{0};
 };
