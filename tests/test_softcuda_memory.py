@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import numpy as np
 import pytest
@@ -206,3 +207,22 @@ def test_poisoned_memory():
         "print(np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all())", SOFTCUDA_POISON="1"
     )
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_allocation_needs_a_current_context(soft):
+    """A thread that made no context current cannot allocate; the context stack nests."""
+    d, names = soft.d, []
+
+    def work() -> None:
+        names.append(code(d.cuMemAlloc(16)))
+        names.append(code(d.cuCtxGetDevice()))
+        soft.ok(d.cuCtxPushCurrent(soft.context))
+        pointer = soft.alloc(16)
+        soft.free(pointer)
+        soft.ok(d.cuCtxPopCurrent())
+        names.append(int(soft.ok(d.cuCtxGetCurrent())))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert names == ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_CONTEXT", 0]

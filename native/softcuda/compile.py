@@ -240,8 +240,11 @@ def rewrite(unit: str, name: str) -> str:
             raise KernelCompileError(
                 name, f"dynamic shared memory {found[4]!r} must be declared inside a function"
             )
-    if bad := _STATIC.search(unit):
-        raise KernelCompileError(name, f"writable static state is not supported: {bad[0].strip()}")
+    for bad in _STATIC.finditer(unit):
+        if not re.search(r"\bconst(?:expr)?\s+$", unit[: bad.start()]):
+            raise KernelCompileError(
+                name, f"writable static state is not supported: {bad[0].strip()}"
+            )
     unit = _SHARED.sub(
         lambda found: (
             f"{found[2].strip()}* const {found[4]} = "

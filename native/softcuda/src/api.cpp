@@ -15,6 +15,7 @@
 namespace softcuda {
 
 bool initialised();
+CUcontext current_context();
 thread_local const char* t_forbidden = nullptr;
 
 namespace {
@@ -143,6 +144,11 @@ ApiCall::ApiCall(ApiSite& site) {
   }
   if ((site.flags & kAfterFault) == 0 && sticky() != CUDA_SUCCESS) {
     refused_ = sticky();
+    return;
+  }
+  if ((site.flags & kContext) != 0 && current_context() == nullptr) {
+    refused_ = refuse(CUDA_ERROR_INVALID_CONTEXT,
+                      std::string(site.name) + ": no context is current on this thread");
     return;
   }
   if ((site.flags & kNoLock) == 0 && (settings().lock_model & 1) != 0) {

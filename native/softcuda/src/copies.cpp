@@ -172,58 +172,58 @@ unsigned long long address(const void* p) { return reinterpret_cast<unsigned lon
 using namespace softcuda;
 
 SC_EXPORT CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpy, 0);
+  SC_API(cuMemcpy, kContext);
   return copy(flat_copy(kUnified, dst, kUnified, src, n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t n, CUstream s) {
-  SC_API(cuMemcpyAsync, 0);
+  SC_API(cuMemcpyAsync, kContext);
   return copy(flat_copy(kUnified, dst, kUnified, src, n), s, false);
 }
 SC_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr dst, const void* src, size_t n) {
-  SC_API(cuMemcpyHtoD, 0);
+  SC_API(cuMemcpyHtoD, kContext);
   return copy(flat_copy(kDevice, dst, kHost, address(src), n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyDtoH_v2(void* dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpyDtoH, 0);
+  SC_API(cuMemcpyDtoH, kContext);
   return copy(flat_copy(kHost, address(dst), kDevice, src, n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpyDtoD, 0);
+  SC_API(cuMemcpyDtoD, kContext);
   return copy(flat_copy(kDevice, dst, kDevice, src, n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void* src, size_t n, CUstream s) {
-  SC_API(cuMemcpyHtoDAsync, 0);
+  SC_API(cuMemcpyHtoDAsync, kContext);
   return copy(flat_copy(kDevice, dst, kHost, address(src), n), s, false);
 }
 SC_EXPORT CUresult cuMemcpyDtoHAsync_v2(void* dst, CUdeviceptr src, size_t n, CUstream s) {
-  SC_API(cuMemcpyDtoHAsync, 0);
+  SC_API(cuMemcpyDtoHAsync, kContext);
   return copy(flat_copy(kHost, address(dst), kDevice, src, n), s, false);
 }
 SC_EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t n, CUstream s) {
-  SC_API(cuMemcpyDtoDAsync, 0);
+  SC_API(cuMemcpyDtoDAsync, kContext);
   return copy(flat_copy(kDevice, dst, kDevice, src, n), s, false);
 }
 SC_EXPORT CUresult cuMemsetD8_v2(CUdeviceptr dst, unsigned char v, size_t n) {
-  SC_API(cuMemsetD8, 0);
+  SC_API(cuMemsetD8, kContext);
   return fill(dst, v, 1, 0, n, 1, nullptr, true);
 }
 SC_EXPORT CUresult cuMemsetD16_v2(CUdeviceptr dst, unsigned short v, size_t n) {
-  SC_API(cuMemsetD16, 0);
+  SC_API(cuMemsetD16, kContext);
   return fill(dst, v, 2, 0, n, 1, nullptr, true);
 }
 SC_EXPORT CUresult cuMemsetD32_v2(CUdeviceptr dst, unsigned v, size_t n) {
-  SC_API(cuMemsetD32, 0);
+  SC_API(cuMemsetD32, kContext);
   return fill(dst, v, 4, 0, n, 1, nullptr, true);
 }
 SC_EXPORT CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char v, size_t n, CUstream s) {
-  SC_API(cuMemsetD8Async, 0);
+  SC_API(cuMemsetD8Async, kContext);
   return fill(dst, v, 1, 0, n, 1, s, false);
 }
 SC_EXPORT CUresult cuMemsetD16Async(CUdeviceptr dst, unsigned short v, size_t n, CUstream s) {
-  SC_API(cuMemsetD16Async, 0);
+  SC_API(cuMemsetD16Async, kContext);
   return fill(dst, v, 2, 0, n, 1, s, false);
 }
 SC_EXPORT CUresult cuMemsetD32Async(CUdeviceptr dst, unsigned v, size_t n, CUstream s) {
-  SC_API(cuMemsetD32Async, 0);
+  SC_API(cuMemsetD32Async, kContext);
   return fill(dst, v, 4, 0, n, 1, s, false);
 }

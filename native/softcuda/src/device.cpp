@@ -14,7 +14,7 @@ std::atomic<bool> g_initialised{false};
 std::mutex& g_context_mutex = *new std::mutex;
 unsigned g_retains = 0;
 unsigned g_context_flags = 0;
-thread_local CUcontext t_current = nullptr;
+thread_local std::vector<CUcontext> t_stack;  // the top is current
 // The one context's handle; never dereferenced.
 const CUcontext kPrimary = reinterpret_cast<CUcontext>(0x50000000000010);
 
@@ -39,7 +39,7 @@ unsigned usable_cores() {
 
 bool initialised() { return g_initialised.load(std::memory_order_acquire); }
 CUcontext primary_context() { return kPrimary; }
-CUcontext current_context() { return t_current; }
+CUcontext current_context() { return t_stack.empty() ? nullptr : t_stack.back(); }
 
 const Settings& settings() {
   static const Settings& s = *[] {
@@ -203,28 +203,37 @@ SC_EXPORT CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags
 SC_EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
   SC_API(cuCtxSetCurrent, kNoLock);
   if (context != nullptr && context != kPrimary) return CUDA_ERROR_INVALID_CONTEXT;
-  t_current = context;
+  if (!t_stack.empty()) t_stack.pop_back();
+  if (context != nullptr) t_stack.push_back(context);
   return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
   SC_API(cuCtxGetCurrent, kNoLock | kAfterFault);
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *context = t_current;
+  *context = current_context();
   return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context) {
   SC_API(cuCtxPushCurrent, kNoLock);
   if (context != kPrimary) return CUDA_ERROR_INVALID_CONTEXT;
-  t_current = context;
+  t_stack.push_back(context);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  SC_API(cuCtxPopCurrent, kNoLock);
+  if (t_stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (context != nullptr) *context = t_stack.back();
+  t_stack.pop_back();
   return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
   SC_API(cuCtxGetDevice, kNoLock);
   if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (t_current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   *device = 0;
   return CUDA_SUCCESS;
 }
@@ -232,7 +241,7 @@ SC_EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
 SC_EXPORT CUresult cuCtxGetFlags(unsigned* flags) {
   SC_API(cuCtxGetFlags, kNoLock);
   if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (t_current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   std::lock_guard<std::mutex> lock(g_context_mutex);
   *flags = g_context_flags;
   return CUDA_SUCCESS;
@@ -240,7 +249,7 @@ SC_EXPORT CUresult cuCtxGetFlags(unsigned* flags) {
 
 SC_EXPORT CUresult cuCtxSynchronize() {
   SC_API(cuCtxSynchronize, kNoLock);
-  if (t_current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   return wait_idle("cuCtxSynchronize: all work to finish");
 }
 
@@ -248,13 +257,5 @@ SC_EXPORT CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   SC_API(cuCtxGetStreamPriorityRange, kNoLock);
   if (least != nullptr) *least = 0;
   if (greatest != nullptr) *greatest = -5;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-  SC_API(cuCtxPopCurrent, kNoLock);
-  if (t_current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
-  if (context != nullptr) *context = t_current;
-  t_current = nullptr;
   return CUDA_SUCCESS;
 }

@@ -51,7 +51,7 @@ const Named kErrors[] = {
 std::atomic<CUresult> g_sticky{CUDA_SUCCESS};
 std::mutex& g_text_mutex = *new std::mutex;
 std::string& g_fault_text = *new std::string;
-std::string& g_refusal_text = *new std::string;
+thread_local std::string t_refusal_text;
 
 const Named* find(CUresult code) {
   for (const Named& e : kErrors) {
@@ -93,10 +93,7 @@ void fault(CUresult code, const std::string& text) {
 }
 
 CUresult refuse(CUresult code, const std::string& text) {
-  {
-    std::lock_guard<std::mutex> lock(g_text_mutex);
-    g_refusal_text = text;
-  }
+  t_refusal_text = text;
   if (settings().log) {
     const Named* e = find(code);
     log_line(std::string("softcuda: refused with ") + (e ? e->name : "?") + ": " + text);
@@ -130,8 +127,7 @@ SC_EXPORT size_t softcuda_last_fault(char* buffer, size_t size) {
   return give(g_fault_text, buffer, size);
 }
 
-// Why the most recent refused call was refused.
+// Why the calling thread's most recently refused call was refused.
 SC_EXPORT size_t softcuda_last_refusal(char* buffer, size_t size) {
-  std::lock_guard<std::mutex> lock(g_text_mutex);
-  return give(g_refusal_text, buffer, size);
+  return give(t_refusal_text, buffer, size);
 }

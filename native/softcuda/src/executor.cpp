@@ -142,35 +142,6 @@ void Executor::begin_tracking() {
   all_ = 1;
 }
 
-Fiber* Executor::next_ready(unsigned warp) {
-  const unsigned warps = (block_->count + 31) / 32;
-  for (unsigned i = 0; i < warps; ++i, warp = warp + 1 == warps ? 0 : warp + 1) {
-    if (ready_[warp] == 0) continue;
-    const unsigned lane = static_cast<unsigned>(__builtin_ctz(ready_[warp]));
-    ready_[warp] &= ready_[warp] - 1;
-    return suspended_[warp * 32 + lane];
-  }
-  return nullptr;
-}
-
-// Gives the stack to the running thread and continues with a ready thread, else with one that has
-// not started; with neither, nobody can ever release anybody.
-void Executor::suspend() {
-  Fiber* self = running_;
-  self->thread = block_->current;
-  self->thread_idx = block_->thread_idx;
-  suspended_[self->thread] = self;
-  Fiber* next = next_ready(self->thread / 32);
-  if (next == nullptr) {
-    if (block_->next >= block_->count) deadlock();
-    next = fibers_.get();
-  }
-  running_ = next;
-  switch_context(&self->context, &next->context);
-  block_->current = self->thread;
-  block_->thread_idx = self->thread_idx;
-}
-
 void Executor::release_barrier() {
   for (unsigned w = 0; w < (block_->count + 31) / 32; ++w) {
     ready_[w] |= at_barrier_[w];
@@ -184,7 +155,7 @@ void Executor::release_barrier() {
   arrived_ = 0;
 }
 
-int Executor::barrier(unsigned op, int predicate) {
+inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int predicate) {
   if (block_->tracked == 0) begin_tracking();
   count_ += predicate != 0;
   all_ &= predicate != 0;
@@ -313,10 +284,6 @@ Executor& of(softcuda_block* block) { return *static_cast<Executor*>(block->exec
 
 int hook_barrier(softcuda_block* block, unsigned op, int predicate) {
   return of(block).barrier(op, predicate);
-}
-unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
-                             unsigned long long value, unsigned arg, unsigned width) {
-  return of(block).warp(op, mask, value, arg, width);
 }
 // Threads run one at a time, so a lane only ever finds itself converged with nobody.
 unsigned hook_active(softcuda_block* block) { return 1u << (block->current % 32); }

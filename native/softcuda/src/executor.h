@@ -8,6 +8,9 @@
 
 namespace softcuda {
 
+unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
+                             unsigned long long value, unsigned arg, unsigned width);
+
 class Executor {
  public:
   explicit Executor(unsigned worker);
@@ -29,9 +32,10 @@ class Executor {
   void caught(int signal, unsigned long long address, bool known, bool write);
 
   // Hooks of the kernel image.
-  int barrier(unsigned op, int predicate);
-  unsigned long long warp(unsigned op, unsigned mask, unsigned long long value, unsigned arg,
-                          unsigned width);
+  inline __attribute__((always_inline)) int barrier(unsigned op, int predicate);
+  inline __attribute__((always_inline)) unsigned long long warp(unsigned op, unsigned mask,
+                                                                unsigned long long value,
+                                                                unsigned arg, unsigned width);
   void thread_exit();
   [[noreturn]] void fail(CUresult code, const std::string& text);
   void fiber_loop();
@@ -45,7 +49,6 @@ class Executor {
   void begin_tracking();
   void suspend();
   Fiber* next_ready(unsigned warp);
-  void resume(Fiber* fiber);
   void release_barrier();
   bool try_release_warp(unsigned warp, unsigned mask);
   [[noreturn]] void deadlock();
@@ -77,5 +80,35 @@ class Executor {
   unsigned long long fault_address_ = 0;
   bool fault_known_ = false, fault_write_ = false;
 };
+
+// Next ready thread in warp order from `warp` on.
+inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp) {
+  const unsigned warps = (block_->count + 31) / 32;
+  for (unsigned i = 0; i < warps; ++i, warp = warp + 1 == warps ? 0 : warp + 1) {
+    if (ready_[warp] == 0) continue;
+    const unsigned lane = static_cast<unsigned>(__builtin_ctz(ready_[warp]));
+    ready_[warp] &= ready_[warp] - 1;
+    return suspended_[warp * 32 + lane];
+  }
+  return nullptr;
+}
+
+// Gives the stack to the running thread and continues with a ready thread, else with one that has
+// not started; with neither, nobody can ever release anybody.
+inline __attribute__((always_inline)) void Executor::suspend() {
+  Fiber* self = running_;
+  self->thread = block_->current;
+  self->thread_idx = block_->thread_idx;
+  suspended_[self->thread] = self;
+  Fiber* next = next_ready(self->thread / 32);
+  if (__builtin_expect(next == nullptr, 0)) {
+    if (block_->next >= block_->count) deadlock();
+    next = fibers_.get();
+  }
+  running_ = next;
+  switch_context(&self->context, &next->context);
+  block_->current = self->thread;
+  block_->thread_idx = self->thread_idx;
+}
 
 }  // namespace softcuda

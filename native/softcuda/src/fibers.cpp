@@ -1,4 +1,4 @@
-// Fiber stacks and the context switch: own assembly on x86-64, ucontext elsewhere.
+// Fiber stacks and the context switch: own assembly on x86-64 (fibers.h), ucontext elsewhere.
 #include "fibers.h"
 
 #include <sys/mman.h>
@@ -12,53 +12,23 @@ namespace {
 constexpr size_t kStack = 512 << 10;  // touched lazily; CUDA's own limit of local memory a thread
 constexpr size_t kGuard = 64 << 10;
 constexpr size_t kSlab = 32;  // stacks mapped at once
+constexpr size_t kColour = 192;
 }  // namespace
 
 #if defined(__x86_64__)
-// Saves the registers that a call preserves, exchanges stacks, restores. About 2 ns.
-asm(R"(
-.text
-.align 16
-.type softcuda_switch_stacks, @function
-softcuda_switch_stacks:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size softcuda_switch_stacks, .-softcuda_switch_stacks
-)");
-extern "C" void softcuda_switch_stacks(void** from, void* to);
-
-void switch_context(Context* from, Context* to) {
-  softcuda_switch_stacks(&from->stack_pointer, to->stack_pointer);
-}
-
-static void prepare(Context* context, char* stack, void (*entry)()) {
-  // The first switch "returns" into entry with the alignment a call would leave.
-  char* top = stack + kStack - 16;
+static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
+  // The first switch jumps to entry, with the stack alignment that a call would leave.
+  char* top = stack + size - 16;
   std::memcpy(top, &entry, sizeof entry);
-  top -= 6 * sizeof(void*);
-  std::memset(top, 0, 6 * sizeof(void*));
   context->stack_pointer = top;
 }
 #else
 void switch_context(Context* from, Context* to) { swapcontext(&from->machine, &to->machine); }
 
-static void prepare(Context* context, char* stack, void (*entry)()) {
+static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
   getcontext(&context->machine);
   context->machine.uc_stack.ss_sp = stack;
-  context->machine.uc_stack.ss_size = kStack;
+  context->machine.uc_stack.ss_size = size;
   context->machine.uc_link = nullptr;
   makecontext(&context->machine, entry, 0);
 }
@@ -80,7 +50,8 @@ void FiberPool::grow() {
       std::abort();
     }
     auto* fiber = new Fiber;
-    prepare(&fiber->context, stack, entry_);
+    // Tops at different cache sets: equal offsets would make every switch miss the first cache.
+    prepare(&fiber->context, stack, kStack - (i + 1) * kColour, entry_);
     free_.push_back(fiber);
   }
 }

@@ -114,6 +114,7 @@ static void replace_work(Exec& exec, unsigned index) {
     exec.program = make_program(exec.flat, exec.references);
     return;
   }
+  std::atomic_thread_fence(std::memory_order_acquire);  // after the workers that let go of it
   const FlatNode& node = exec.flat[index];
   exec.program->nodes[index]->work = node.enabled ? node.work : Work();
 }

@@ -141,14 +141,14 @@ using namespace softcuda;
 SC_EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                                   unsigned by, unsigned bz, unsigned shared, CUstream stream,
                                   void** params, void** extra) {
-  SC_API(cuLaunchKernel, 0);
+  SC_API(cuLaunchKernel, kContext);
   return launch(f, softcuda_dim3{gx, gy, gz}, softcuda_dim3{bx, by, bz}, shared, stream, params,
                 extra);
 }
 
 SC_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction f, void** params,
                                     void** extra) {
-  SC_API(cuLaunchKernelEx, 0);
+  SC_API(cuLaunchKernelEx, kContext);
   if (c == nullptr) return CUDA_ERROR_INVALID_VALUE;
   for (unsigned i = 0; i < c->numAttrs; ++i) {
     const int id = c->attrs[i].id;

@@ -208,7 +208,7 @@ std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
 using namespace softcuda;
 
 SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
-  SC_API(cuMemAlloc, 0);
+  SC_API(cuMemAlloc, kContext);
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, false, 0, &a); r != CUDA_SUCCESS) return r;
@@ -218,7 +218,7 @@ SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
 }
 
 SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
-  SC_API(cuMemFree, 0);
+  SC_API(cuMemFree, kContext);
   if (p == 0) return CUDA_SUCCESS;
   // Strict: the documented "may perform implicit synchronization" always happens (M5).
   if (settings().strict) wait_idle("cuMemFree: all work to finish");
@@ -237,7 +237,7 @@ SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
 }
 
 SC_EXPORT CUresult cuMemHostAlloc(void** out, size_t size, unsigned flags) {
-  SC_API(cuMemHostAlloc, 0);
+  SC_API(cuMemHostAlloc, kContext);
   if (out == nullptr || (flags & ~7u) != 0) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, true, flags, &a); r != CUDA_SUCCESS) return r;
@@ -246,7 +246,7 @@ SC_EXPORT CUresult cuMemHostAlloc(void** out, size_t size, unsigned flags) {
 }
 
 SC_EXPORT CUresult cuMemAllocHost_v2(void** out, size_t size) {
-  SC_API(cuMemAllocHost, 0);
+  SC_API(cuMemAllocHost, kContext);
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP, &a); r != CUDA_SUCCESS) return r;
@@ -270,12 +270,12 @@ static CUresult free_host(void* p, bool registered, CUresult missing) {
 }
 
 SC_EXPORT CUresult cuMemFreeHost(void* p) {
-  SC_API(cuMemFreeHost, 0);
+  SC_API(cuMemFreeHost, kContext);
   return free_host(p, false, CUDA_ERROR_INVALID_VALUE);
 }
 
 SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
-  SC_API(cuMemHostRegister, 0);
+  SC_API(cuMemHostRegister, kContext);
   if (p == nullptr || size == 0 || (flags & ~15u) != 0) return CUDA_ERROR_INVALID_VALUE;
   auto a = std::make_shared<Allocation>();
   a->size = size;
@@ -295,7 +295,7 @@ SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
 }
 
 SC_EXPORT CUresult cuMemHostUnregister(void* p) {
-  SC_API(cuMemHostUnregister, 0);
+  SC_API(cuMemHostUnregister, kContext);
   return free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 
@@ -326,7 +326,7 @@ SC_EXPORT CUresult cuMemHostGetFlags(unsigned* out, void* p) {
 }
 
 SC_EXPORT CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
-  SC_API(cuMemGetInfo, 0);
+  SC_API(cuMemGetInfo, kContext);
   if (free_bytes == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const size_t used = g_used.load();
   *total = total_memory();

@@ -60,6 +60,7 @@ enum : unsigned {
   kNoInit = 2,     // needs no cuInit
   kNoLock = 4,     // never waits for the modelled context lock
   kAfterFault = 8,  // still works after a fault
+  kContext = 16,    // needs a current context on the calling thread
 };
 
 // Guards one call: bookkeeping of the GIL and of the calls in progress, refusal of calls from host

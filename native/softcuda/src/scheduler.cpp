@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <condition_variable>
 
 namespace softcuda {
@@ -14,6 +15,9 @@ std::condition_variable& g_done = *new std::condition_variable;
 int g_waiters = 0;
 Stream& g_legacy = *new Stream;
 std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
+
+// Last work of destroyed streams: still to be waited for by whoever waits for everything.
+std::vector<OpRef>& g_orphans = *new std::vector<OpRef>;
 
 void unref(Op* op) {
   if (op->refs.fetch_sub(1, std::memory_order_acq_rel) == 1) delete op;
@@ -114,8 +118,21 @@ CUresult wait_op(const OpRef& op, const char* what) {
   return sticky();
 }
 
+void abandon(Stream& stream) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  g_orphans.erase(std::remove_if(g_orphans.begin(), g_orphans.end(),
+                                 [](const OpRef& op) { return op.get()->done; }),
+                  g_orphans.end());
+  if (stream.tail && !stream.tail.get()->done) g_orphans.push_back(stream.tail);
+}
+
 CUresult wait_idle(const char* what) {
-  std::vector<OpRef> tails{stream_tail(g_legacy)};
+  std::vector<OpRef> tails;
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    tails = g_orphans;
+    tails.push_back(g_legacy.tail);
+  }
   for (auto& stream : streams().all()) tails.push_back(stream_tail(*stream));
   for (auto& tail : tails) wait_op(tail, what);
   return sticky();

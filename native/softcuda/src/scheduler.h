@@ -122,6 +122,7 @@ Handles<Stream>& streams();
 // launches of one executable and receives the new op.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
 OpRef stream_tail(Stream& stream);
+void abandon(Stream& stream);  // destroyed; what is queued still runs
 bool is_done(const OpRef& op);
 uint64_t finished_ns(const OpRef& op);
 void set_event(Event& event, OpRef op);

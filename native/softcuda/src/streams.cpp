@@ -27,12 +27,12 @@ static CUresult create_stream(CUstream* out, unsigned flags, int priority) {
 }
 
 SC_EXPORT CUresult cuStreamCreate(CUstream* out, unsigned flags) {
-  SC_API(cuStreamCreate, 0);
+  SC_API(cuStreamCreate, kContext);
   return create_stream(out, flags, 0);
 }
 
 SC_EXPORT CUresult cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) {
-  SC_API(cuStreamCreateWithPriority, 0);
+  SC_API(cuStreamCreateWithPriority, kContext);
   return create_stream(out, flags, priority);
 }
 
@@ -42,7 +42,7 @@ SC_EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
   std::shared_ptr<Stream> stream = streams().take(handle);
   if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
   live_add(Kind::stream, -1);
-  if (settings().strict) wait_op(stream_tail(*stream), "cuStreamDestroy: the stream's work");
+  abandon(*stream);
   return CUDA_SUCCESS;
 }
 
@@ -166,7 +166,7 @@ SC_EXPORT CUresult cuStreamEndCapture(CUstream, CUgraph*) {
 }
 
 SC_EXPORT CUresult cuEventCreate(CUevent* out, unsigned flags) {
-  SC_API(cuEventCreate, 0);
+  SC_API(cuEventCreate, kContext);
   if (out == nullptr || flags > 7) return CUDA_ERROR_INVALID_VALUE;
   if ((flags & CU_EVENT_INTERPROCESS) != 0) {
     return refuse(CUDA_ERROR_NOT_SUPPORTED, "interprocess events are not implemented");

@@ -58,7 +58,7 @@ void butterfly(float (&x)[32], const Combine& combine) {
 
 }  // namespace
 
-unsigned long long Executor::warp(unsigned op, unsigned mask, unsigned long long value,
+inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned op, unsigned mask, unsigned long long value,
                                   unsigned arg, unsigned width) {
   if (block_->tracked == 0) begin_tracking();
   const unsigned thread = block_->current;
@@ -79,6 +79,11 @@ unsigned long long Executor::warp(unsigned op, unsigned mask, unsigned long long
     suspend();
   }
   return lanes_[thread].result;
+}
+
+unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
+                             unsigned long long value, unsigned arg, unsigned width) {
+  return static_cast<Executor*>(block->executor)->warp(op, mask, value, arg, width);
 }
 
 // Releases the lanes of `mask` when every one that has not exited waits with this mask at the same

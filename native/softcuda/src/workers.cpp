@@ -150,7 +150,7 @@ void worker_main(unsigned index) {
     const bool run = sticky() == CUDA_SUCCESS;
     switch (op->work.kind) {
       case WorkKind::kernel:
-        if (!helping) count_add(What::kernel_launch);
+        if (!helping && run) count_add(What::kernel_launch);
         finished = run || helping ? run_kernel(p, executor, op, helping) : true;
         break;
       case WorkKind::copy:
