@@ -67,7 +67,7 @@ test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=pytho
 lint: packages ## ruff, mypy and clang-format, changing nothing
 	@$(PY) -m ruff check .
 	@$(PY) tools/tree.py
-	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft tests
+	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -r $(CLANG_FORMAT) --dry-run --Werror
 
 clean: ## remove what the targets made, the virtual environment included
