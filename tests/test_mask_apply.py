@@ -81,13 +81,16 @@ def test_drafter_columns_are_judged_by_their_target_id(device, stream, apply):
     np.testing.assert_array_equal(array.to_host(), np.where(ok, logits, -np.inf).astype("f4"))
 
 
-def test_ids_at_or_above_the_bound_are_illegal_even_with_their_bit_set(device, stream, apply):
+@pytest.mark.parametrize("limit", [1, 5, 32, 37, 64, 99])
+def test_ids_at_or_above_the_bound_are_illegal_even_with_their_bit_set(
+    device, stream, apply, limit
+):
     """Columns that the tokenizer does not have never pass, whatever the mask says."""
-    array = device.from_host(np.zeros((1, 64), np.float32), "float32")
-    ones = device.from_host(np.full((1, 2), -1, np.int32), "int32")
-    apply(StreamLane(stream), array, ones, token_limit=37)
+    array = device.from_host(np.zeros((1, 100), np.float32), "float32")
+    ones = device.from_host(np.full((1, 4), -1, np.int32), "int32")
+    apply(StreamLane(stream), array, ones, token_limit=limit)
     stream.synchronize()
-    np.testing.assert_array_equal(np.isneginf(array.to_host()[0]), np.arange(64) >= 37)
+    np.testing.assert_array_equal(np.isneginf(array.to_host()[0]), np.arange(100) >= limit)
 
 
 def test_wrong_shapes_and_dtypes_are_refused_by_name(device, stream, apply):

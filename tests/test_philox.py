@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy_sampling as ref
 import pytest
 
-import graft.sampling
 from graft.cudagraph.lanes import StreamLane
-
-HEADERS = Path(graft.sampling.__path__[0]).resolve() / "kernels"
+from graft.sampling.loading import KERNELS
 
 PROBE = """
 #include "{headers}/philox.cuh"
@@ -59,7 +55,7 @@ def _hex(text: str) -> np.ndarray:
 def probe(device, tmp_path_factory):
     """Kernels that expose the header's functions."""
     path = tmp_path_factory.mktemp("probe") / "probe.cu"
-    path.write_text(PROBE.format(headers=HEADERS))
+    path.write_text(PROBE.format(headers=KERNELS.resolve()))
     return device.load(path)
 
 

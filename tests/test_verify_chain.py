@@ -247,6 +247,20 @@ def test_an_illegal_draft_is_refused_and_replaced(device, stream, f, kind):
         assert out["tokens"][0] not in (wrong, 10)
 
 
+def test_a_negative_draft_does_not_borrow_its_neighbours_probability(device, stream):
+    """Draft -1 of slot 1 is refused although the cell before its row, slot 0's, holds 1."""
+    r = TableRound(device, stream, slots=2, draft_length=K, vocab=V)
+    logits = np.stack([EYE, EYE])
+    logits[0, K], logits[0, K, V - 1] = -30.0, 30.0
+    for i, drafts in enumerate([(10, 11, 12), (-1,)]):
+        r.put(i, chain(SAMPLED, drafts))
+        for j in range(K + 1):
+            r.write_mask(i, j, ref.MaskRow(ref.FREE, 1, 20 + j))
+    out = r.verify(logits)
+    assert list(out["tokens"][0]) == [10, 11, 12, V - 1]
+    assert (out["count"][1], out["accepted"][1], out["tokens"][1, 0]) == (1, 0, 10)
+
+
 def test_a_zero_coin_does_not_accept_an_impossible_draft(device, stream):
     """The coin can be exactly 0: 0 * q < p stays false for p = 0."""
     seed = 575083  # found by search
