@@ -27,7 +27,7 @@ START_S = 60.0  # for a child to import XGrammar and sort the vocabulary
 class CompileService:
     """Compiles grammars for one backend without ever blocking its callers.
 
-    Each of ``threads`` daemon threads owns one child process, started with its first grammar. A
+    Each of ``threads`` daemon threads owns one child process, started with the service. A
     grammar that takes too long is stopped by killing the child, and a crash kills the child only:
     either fails that one grammar, and the next one gets a new child.
 
@@ -113,7 +113,7 @@ class CompileService:
             thread.join()
 
     def _work(self) -> None:
-        child: _Child | None = None
+        child = self._warm_child()
         while (job := self._jobs.get()) is not None:
             spec, future = job
             try:
@@ -146,6 +146,15 @@ class CompileService:
         if ignored and not spec.partial:
             raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
         return self._backend.load(spec, text)
+
+    def _warm_child(self) -> _Child | None:
+        """A child that is ready before the first grammar asks; None leaves it to that grammar."""
+        try:
+            child = self._start_child()
+            child.start()
+        except (_ChildLost, OSError):
+            return None  # the first grammar tries again and hears why
+        return child
 
     def _start_child(self) -> _Child:
         vocabulary = self._backend.vocabulary
@@ -207,11 +216,15 @@ class _Child:
         self._setup: Any = setup
         self._expired = self._stopped = False
 
-    def ask(self, request: Any, timeout_s: float) -> Any:
-        """One request, one answer; the child is killed when the time is up."""
+    def start(self) -> None:
+        """Give the child its vocabulary, once; it then answers without further preparation."""
         if self._setup is not None:
             self._exchange(self._setup, START_S, "start the compiling process")
             self._setup = None
+
+    def ask(self, request: Any, timeout_s: float) -> Any:
+        """One request, one answer; the child is killed when the time is up."""
+        self.start()
         return self._exchange(request, timeout_s, "compile")
 
     def _exchange(self, message: Any, timeout_s: float, doing: str) -> Any:
