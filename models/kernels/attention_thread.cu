@@ -18,41 +18,43 @@
 #define WHOLE (HEAD_DIM / LANES * LANES)
 
 // Dot products of a query with `count` keys. Partial i of a key takes dimensions i, i + LANES, ...
-// in order; partials i and i + LANES / 2 are added, then the sums in order. The loops run over
-// more than 16 items, and the keys side by side, because that is what C++ compilers vectorise.
+// in order; the partials are folded as a tree. Loops run over more than 16 items, and conversions
+// stand in loops of their own, because that is what C++ compilers vectorise.
 __device__ __noinline__ void score_tile(const float* query, const CACHE* keys, const long long* at,
                                         int count, float* score) {
   float folded[TILE][LANES / 2];
   for (int j = 0; j < count; ++j) {
-    const CACHE* key = keys + at[j];
+    const CACHE* stored = keys + at[j];
+    float key[HEAD_DIM];
+    for (int d = 0; d < HEAD_DIM; ++d) key[d] = to_float(stored[d]);
     float partial[LANES] = {};
     for (int d = 0; d < WHOLE; d += LANES) {
-      for (int i = 0; i < LANES; ++i) {
-        partial[i] = fmaf(query[d + i], to_float(key[d + i]), partial[i]);
-      }
+      for (int i = 0; i < LANES; ++i) partial[i] = fmaf(query[d + i], key[d + i], partial[i]);
     }
     for (int i = 0; i < HEAD_DIM - WHOLE; ++i) {
-      partial[i] = fmaf(query[WHOLE + i], to_float(key[WHOLE + i]), partial[i]);
+      partial[i] = fmaf(query[WHOLE + i], key[WHOLE + i], partial[i]);
     }
     for (int i = 0; i < LANES / 2; ++i) folded[j][i] = partial[i] + partial[i + LANES / 2];
   }
   for (int j = count; j < TILE; ++j) {
     for (int i = 0; i < LANES / 2; ++i) folded[j][i] = 0.0f;
   }
-  for (int j = 0; j < TILE; ++j) score[j] = 0.0f;
-  for (int i = 0; i < LANES / 2; ++i) {
-    for (int j = 0; j < TILE; ++j) score[j] += folded[j][i];
-  }
+  fold_rows<TILE>(folded, score);
 }
 
 // sum = sum * shrink + the values weighted, position after position.
 __device__ __noinline__ void add_values(const float* weight, const CACHE* values,
                                         const long long* at, int count, float shrink, float* sum) {
-  for (int d = 0; d < HEAD_DIM; ++d) sum[d] *= shrink;
+  float total[HEAD_DIM];
+  for (int d = 0; d < HEAD_DIM; ++d) total[d] = sum[d] * shrink;
   for (int j = 0; j < count; ++j) {
-    const CACHE* value = values + at[j];
-    for (int d = 0; d < HEAD_DIM; ++d) sum[d] = fmaf(weight[j], to_float(value[d]), sum[d]);
+    const CACHE* stored = values + at[j];
+    float value[HEAD_DIM];
+    for (int d = 0; d < HEAD_DIM; ++d) value[d] = to_float(stored[d]);
+    const float w = weight[j];
+    for (int d = 0; d < HEAD_DIM; ++d) total[d] = fmaf(w, value[d], total[d]);
   }
+  for (int d = 0; d < HEAD_DIM; ++d) sum[d] = total[d];
 }
 
 // Grid (rows), block (heads). `qkv` rows hold all_heads heads, queries first.

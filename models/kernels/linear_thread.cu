@@ -1,11 +1,10 @@
 // y = x W^T (+ residual): one thread per COLUMNS output columns, no barrier.
 //
 // Each (row, column) owns LANES partial sums: partial i takes the inner indices i, i + LANES, ...
-// in order; partials i and i + LANES / 2 are added, then the sums in order. The order depends on
-// `inner` alone, so a row's bits do not depend on how many rows share the pass. Loops over lanes
-// run over more than 16 items, and the last sums side by side, because that is what C++ compilers
-// vectorise.
-#include "graft.cuh"
+// in order; the partials are folded as a tree. The order depends on `inner` alone, so a row's bits
+// do not depend on how many rows share the pass. Loops over lanes run over more than 16 items
+// because that is what C++ compilers vectorise.
+#include "vector_math.cuh"
 
 #ifndef WEIGHT
 #define WEIGHT bf16_t
@@ -58,10 +57,8 @@ __device__ __noinline__ void rows_by_columns(const WEIGHT* weight, const float* 
     const int at = column + (c < count ? c : 0);  // a column past the end is computed, not stored
     dot<ROWS>(weight + static_cast<long long>(at) * inner, x, inner, folded + c * ROWS);
   }
-  float sum[COLUMNS * ROWS] = {};
-  for (int i = 0; i < LANES / 2; ++i) {
-    for (int j = 0; j < COLUMNS * ROWS; ++j) sum[j] += folded[j][i];
-  }
+  float sum[COLUMNS * ROWS];
+  fold_rows<COLUMNS * ROWS>(folded, sum);
   for (int r = 0; r < ROWS; ++r) {
     for (int c = 0; c < count; ++c) {
       const long long at = static_cast<long long>(row + r) * y.columns + column + c;
