@@ -94,11 +94,39 @@ def assemble(
 ) -> Assembly:
     """Load both models and lay out everything a round needs.
 
+    The compiling children start first: they get ready while the models load.
+
     Raises
     ------
     CheckpointError, ConfigError, TokenizerError
         Naming the file, tensor or field that does not fit.
     """
+    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
+    backend = XGrammarBackend(vocabulary)
+    compiler = CompileService(
+        backend, threads=options.compile_threads, timeout_s=options.compile_timeout_s
+    )
+    try:
+        return _assemble(
+            device, options, model, drafter_path, config, drafter_config, tokenizer, backend,
+            compiler,
+        )  # fmt: skip
+    except BaseException:
+        compiler.close()
+        raise
+
+
+def _assemble(
+    device: Device,
+    options: Options,
+    model: Path,
+    drafter_path: Path | None,
+    config: LlamaConfig,
+    drafter_config: Eagle3Config | None,
+    tokenizer: Tokenizer,
+    backend: XGrammarBackend,
+    compiler: CompileService,
+) -> Assembly:
     width, slots = options.draft_length + 1, options.max_batch_size
     max_rows = max(slots * width, PREFILL_ROWS)
     checkpoint = Checkpoint(model)
@@ -165,8 +193,6 @@ def assemble(
         {name: ("int32", (slots,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
         | {"tokens": ("int32", (slots, width))},
     )
-    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
-    backend = XGrammarBackend(vocabulary)
     stream = device.stream("rounds")
     parts = RoundParts(
         device=device,
@@ -193,9 +219,7 @@ def assemble(
         ),
         caches=tuple(caches),
         backend=backend,
-        compiler=CompileService(
-            backend, threads=options.compile_threads, timeout_s=options.compile_timeout_s
-        ),
+        compiler=compiler,
     )
 
 

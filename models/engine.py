@@ -142,11 +142,18 @@ class Engine:
         self._free = list(range(max_batch_size))
         self._ended: list[Event] = []
         self._closed = False
-        scratch = RoundScratch(self._parts, max_batch_size)
-        self.rounds = {
-            size: RoundGraph(self._parts, scratch, size) for size in buckets(max_batch_size)
-        }
-        for size in self.rounds:  # one idle replay each: whatever loads lazily is loaded now
+        self.rounds: dict[int, RoundGraph] = {}
+        try:
+            self._build_rounds()
+        except BaseException:
+            built.compiler.close()
+            raise
+
+    def _build_rounds(self) -> None:
+        """One graph per bucket, and one idle replay each: what loads lazily is loaded now."""
+        scratch = RoundScratch(self._parts, self.options.max_batch_size)
+        for size in buckets(self.options.max_batch_size):
+            self.rounds[size] = RoundGraph(self._parts, scratch, size)
             self._launch(size, [])
             self._await(self._replay)
             self.stats.idle_launches += 1
