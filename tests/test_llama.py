@@ -205,6 +205,17 @@ def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, word
         load_llama(device, tmp_path)
 
 
+def test_loading_shows_progress_when_asked(device, tmp_path, capfd):
+    """A bar over the tensors appears on stderr with progress=True, and nothing without."""
+    make_tiny_llama(tmp_path)
+    load_llama(device, tmp_path)
+    assert "loading" not in capfd.readouterr().err
+    config = LlamaConfig.from_dir(tmp_path)
+    kv = make_cache(device, config)
+    LlamaModel(device, config, Checkpoint(tmp_path), kv, max_rows=4, progress=True)
+    assert "29/29" in capfd.readouterr().err
+
+
 def test_an_untied_model_needs_its_head(device, stream, tmp_path):
     """tie_word_embeddings decides: untied without lm_head is refused, tied ignores one."""
     broken(tmp_path / "a", lambda t: t.pop("lm_head.weight"), tie_word_embeddings=False)

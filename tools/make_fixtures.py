@@ -127,7 +127,8 @@ def make_eagle3(folder: Path, seed: int) -> None:
         layers = (0, 2, 3)
         features = torch.cat([streams[i] for i in layers], -1)[:, :-1]
         embedded = target.model.embed_tokens(tokens[:, 1:])
-        outs = head.unroll(features, embedded, 4)
+        everywhere = torch.arange(LENGTH - 1)[None]
+        outs = head.unroll(features, embedded, 4, everywhere)
         logits = [head.lm_head(head.norm(out)) for out in outs]
     shared = {
         "model_type": "llama",
