@@ -99,7 +99,7 @@ class Optimizers:
     def step(self, loss: Tensor) -> float:
         """One update; returns the share of the budget that is spent."""
         share = self.progress()
-        warm = min(1.0, (self.step_no + 1) / 100)
+        warm = min(1.0, (self.step_no + 1) / 60)
         rate = self.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
         loss.backward()
         nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -200,18 +200,24 @@ def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
 
 def distil_loss(head: Eagle3, target: Llama, ids: Tensor, answer: Tensor, steps: int) -> Tensor:
     """Cross-entropy to the target's distribution over the draft vocabulary, all draft steps."""
-    with torch.no_grad():
+    wanted = answer[:, 2:]
+    first = (wanted.int().argmax(1) - steps).clamp(min=0)
+    width = int((wanted.sum(1) + steps).max())
+    rows = (first[:, None] + torch.arange(width)).clamp(max=wanted.shape[1] - 1)
+    real = wanted.gather(1, rows)
+    real[:, :steps] = False
+    real &= torch.arange(width) < wanted.sum(1)[:, None] + steps
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         streams = target(ids[:, :-1])
-        features = torch.cat([streams[i] for i in AUX], -1)[:, :-1]
-        embedded = target.model.embed_tokens(ids[:, 1:-1])
-        wanted = answer[:, 2:]
-        p = target.logits(streams[-1][:, 1:][wanted]).softmax(-1)[:, head.t2d]
-        mass = p.sum(-1)
+        after = (rows + 1)[..., None].expand(-1, -1, streams[-1].shape[-1])
+        logits = target.logits(streams[-1].gather(1, after)[real])
+    p = logits.float().softmax(-1)[:, head.t2d]
+    features = torch.cat([streams[i].float() for i in AUX], -1)[:, :-1]
+    embedded = target.model.embed_tokens(ids[:, 1:-1]).detach()
     total = torch.zeros(())
-    first = max(0, int(wanted.any(0).nonzero()[0]) - steps)
-    for j, out in enumerate(head.unroll(features, embedded, steps, first)):
-        logq = head.lm_head(head.norm(out[wanted])).log_softmax(-1)
-        total = total - 0.8**j * (p * logq).sum() / mass.sum()
+    for j, out in enumerate(head.unroll(features, embedded, steps, rows)):
+        logq = head.lm_head(head.norm(out[real])).log_softmax(-1)
+        total = total - 0.8**j * (p * logq).sum() / p.sum()
     return total
 
 
@@ -232,7 +238,7 @@ def train_eagle(run: Run) -> None:
     stream = data.batches(
         tokenizer,
         train_tasks.mixture(run.documents, 0.0, 10**8 + opt.step_no * 1000),
-        run.args.tokens,
+        run.args.eagle_tokens,
         320,
         random.Random(opt.step_no),
     )
@@ -386,8 +392,9 @@ def main() -> None:
     )
     parser.add_argument("--eagle-minutes", type=float, default=12.0)
     parser.add_argument("--rate", type=float, default=4e-3)
-    parser.add_argument("--eagle-rate", type=float, default=3e-3)
+    parser.add_argument("--eagle-rate", type=float, default=4e-3)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a batch")
+    parser.add_argument("--eagle-tokens", type=int, default=3072)
     parser.add_argument("--draft-vocab", type=int, default=1024)
     parser.add_argument(
         "--steps", type=int, default=3, help="draft steps that the drafter is unrolled for"

@@ -41,7 +41,8 @@ def acceptance(head: Eagle3, target: Llama, rows: list[tuple[list[int], int]], k
         ids, _ = pad(rows[i : i + 32])
         streams = target(ids[:, :-1])
         features = torch.cat([streams[a] for a in AUX], -1)[:, :-1]
-        outs = head.unroll(features, target.model.embed_tokens(ids[:, 1:-1]), k)
+        every = torch.arange(features.shape[1]).expand(len(ids), -1)
+        outs = head.unroll(features, target.model.embed_tokens(ids[:, 1:-1]), k, every)
         drafts = [head.kept()[head.lm_head(head.norm(o)).argmax(-1)] for o in outs]
         hits = torch.stack([d == ids[:, 2:] for d in drafts]).tolist()
         for b, (row, start) in enumerate(rows[i : i + 32]):

@@ -64,15 +64,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
 
-    def qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, heads, length, head_dim) each; k and v repeated to all heads."""
+    def q(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """(batch, heads, length, head_dim)."""
         b, n, _ = x.shape
-        s, group = self.s, self.s.heads // self.s.kv_heads
-        q = self.q_proj(x).view(b, n, s.heads, s.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(b, n, s.kv_heads, s.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(b, n, s.kv_heads, s.head_dim).transpose(1, 2)
-        k = rotate(k, rope).repeat_interleave(group, 1)
-        return rotate(q, rope), k, v.repeat_interleave(group, 1)
+        return rotate(self.q_proj(x).view(b, n, self.s.heads, -1).transpose(1, 2), rope)
+
+    def kv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(batch, heads, length, head_dim) each, repeated from the key-value heads."""
+        b, n, _ = x.shape
+        group = self.s.heads // self.s.kv_heads
+        k = self.k_proj(x).view(b, n, self.s.kv_heads, -1).transpose(1, 2)
+        v = self.v_proj(x).view(b, n, self.s.kv_heads, -1).transpose(1, 2)
+        return rotate(k, rope).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
     def out(self, mixed: Tensor) -> Tensor:
         b, _, n, _ = mixed.shape
@@ -99,7 +102,8 @@ class Layer(nn.Module):
         self.mlp = MLP(s)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        q, k, v = self.self_attn.qkv(self.input_layernorm(x), rope)
+        y = self.input_layernorm(x)
+        q, (k, v) = self.self_attn.q(y, rope), self.self_attn.kv(y, rope)
         x = x + self.self_attn.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -170,10 +174,8 @@ class Eagle3(nn.Module):
         """Target ids of the draft vocabulary, ascending."""
         return self.d2t + torch.arange(len(self.d2t))
 
-    def unroll(
-        self, features: Tensor, embedded: Tensor, steps: int, first: int = 0
-    ) -> list[Tensor]:
-        """Drafter outputs of `steps` draft steps at every position from `first` on, at once.
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int, rows: Tensor) -> list[Tensor]:
+        """Drafter outputs of `steps` draft steps at many positions at once.
 
         Parameters
         ----------
@@ -184,47 +186,47 @@ class Eagle3(nn.Module):
         steps : int
             Step 0 uses true features; step j feeds each entry the output of step
             j-1 one position earlier, with the true token embedding.
-        first : int
-            Rows before it only serve as context.
+        rows : Tensor
+            (batch, r), consecutive positions wanted of each sequence; all other
+            positions only serve as context.
 
         Returns
         -------
         list of Tensor
-            Per step (batch, n, hidden), before the last norm. Row i of step j stands
-            at position i and predicts token i+2; rows i < first + j mean nothing.
+            Per step (batch, r, hidden), before the last norm. The entry at position i
+            predicts token i+2; the first j entries of step j mean nothing.
 
         Notes
         -----
-        Attention of row i in step j is that of inference: true-feature entries up to
-        i-j (step 0 keys), then the entries i-j+1..i that the draft itself made, which
-        are row i-j+t of step t. (Training-time test, EAGLE-3.)
+        Attention of position i in step j is that of inference: true-feature entries up
+        to i-j (keys of step 0), then the entries i-j+1..i that the draft itself made,
+        where i-j+t was made in step t. (Training-time test, EAGLE-3.)
         """
         n, mid, scale = features.shape[1], self.midlayer, self.s.head_dim**-0.5
-        at = torch.arange(n)
+        at, attend = torch.arange(n), mid.self_attn
         cos, sin = rotary(self.s, at)
         emb, g = mid.input_layernorm(embedded), self.fc(features)
-        q, k, v = mid.self_attn.qkv(torch.cat((emb, mid.hidden_norm(g)), -1), (cos, sin))
-        q, g, emb = q[:, :, first:], g[:, first:], emb[:, first:]
-        context, outs = (k, v), []
+        k0, v0 = attend.kv(torch.cat((emb, mid.hidden_norm(g)), -1), (cos, sin))
+        pick = rows[..., None].expand(-1, -1, self.s.hidden)
+        emb, g = emb.gather(1, pick), g.gather(1, pick)
+        rope = cos[rows][:, None], sin[rows][:, None]
         drafted: list[tuple[Tensor, Tensor]] = []
+        outs = []
         for j in range(steps):
+            x = torch.cat((emb, mid.hidden_norm(g)), -1)
+            q = attend.q(x, rope)
             if j > 0:
-                x = torch.cat((emb, mid.hidden_norm(g)), -1)
-                q, k, v = mid.self_attn.qkv(x, (cos[first:], sin[first:]))
-                drafted.append((k, v))
-            unseen = at[None, :] > at[first:, None] - j
-            unseen[:j] = False  # rows that mean nothing attend anywhere, so softmax stays finite
-            scores = [(q @ context[0].transpose(-1, -2) * scale).masked_fill(unseen, -torch.inf)]
-            own = []
-            for t, (made_k, made_v) in enumerate(drafted, 1):
-                scores.append((q * made_k.roll(j - t, 2)).sum(-1, keepdim=True) * scale)
-                own.append(made_v.roll(j - t, 2))
+                drafted.append(attend.kv(x, rope))
+            unseen = (at > rows[..., None] - j)[:, None]
+            scores = [(q @ k0.transpose(-1, -2) * scale).masked_fill(unseen, -torch.inf)]
+            for t, (k, _) in enumerate(drafted, 1):
+                scores.append((q * k.roll(j - t, 2)).sum(-1, keepdim=True) * scale)
             p = torch.cat(scores, -1).softmax(-1)
-            mixed = p[..., :n] @ context[1]
-            for t, made_v in enumerate(own):
-                mixed = mixed + p[..., n + t : n + t + 1] * made_v
-            h = g + mid.self_attn.out(mixed)
+            mixed = p[..., :n] @ v0
+            for t, (_, v) in enumerate(drafted, 1):
+                mixed = mixed + p[..., n + t - 1 : n + t] * v.roll(j - t, 2)
+            h = g + attend.out(mixed)
             out = h + mid.mlp(mid.post_attention_layernorm(h))
-            outs.append(F.pad(out, (0, 0, first, 0)))
+            outs.append(out)
             g = F.pad(out[:, :-1], (0, 0, 1, 0))
         return outs
