@@ -19,7 +19,6 @@ else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
-export PYTHONSAFEPATH := 1
 ROOMS := native cudagraph sampling grammar models tools
 RUN_TESTS = $(PY) -m pytest $(TESTS) $(PYTEST)
 
