@@ -107,8 +107,11 @@ class Soft:
     def refusal(self) -> str:
         return self._text("softcuda_last_refusal")
 
+    def describe(self) -> str:
+        return self._text("softcuda_describe")
+
     def live(self) -> dict[str, int]:
-        names = []
+        names: list[bytes] = []
         while (name := self.lib.softcuda_kind_name(len(names))) is not None:
             names.append(name)
         return {name.decode(): int(self.lib.softcuda_live(name)) for name in names}

@@ -228,3 +228,17 @@ assert results == ["CUDA_ERROR_ILLEGAL_ADDRESS"] * 4, results
 """,
         SOFTCUDA_WORKERS="4",
     )
+
+
+@pytest.mark.parametrize(
+    ("index", "words"), [(-1, "4 bytes before the start"), (25, "0 bytes past the end")]
+)
+def test_small_overruns_are_found_when_the_memory_is_freed(index, words):
+    """A write that misses the guard page, within the slack of its page, is reported by the free."""
+    check(f"""
+q = s.alloc(100)
+s.ok(s.launch(f("write_at"), 4, 8, q, np.int64({index})))
+s.ok(d.cuCtxSynchronize())
+assert d.cuMemFree(q)[0].name == "CUDA_ERROR_ILLEGAL_ADDRESS"
+assert {words!r} in s.fault() and "100 bytes at" in s.fault(), s.fault()
+""")

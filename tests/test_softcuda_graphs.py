@@ -87,15 +87,18 @@ def test_every_node_type_in_one_chain(soft, module, stream, graph):
     value = ctypes.c_int.from_address(host)
     seen: list[int] = []
     callback = CALLBACK(lambda _: seen.append(value.value))
-    n0 = soft.ok(soft.d.cuGraphAddMemsetNode(graph, [], 0, fill_params(soft, a, 5, 1),
-                                             soft.context))
+    n0 = soft.ok(
+        soft.d.cuGraphAddMemsetNode(graph, [], 0, fill_params(soft, a, 5, 1), soft.context)
+    )
     n1 = soft.add_kernel(graph, [n0], soft.function(module, "add"), 1, 1, a, np.int32(2))
-    n2 = soft.ok(soft.d.cuGraphAddMemcpyNode(graph, [n1], 1, copy_params(soft, b, a, 4),
-                                             soft.context))
+    n2 = soft.ok(
+        soft.d.cuGraphAddMemcpyNode(graph, [n1], 1, copy_params(soft, b, a, 4), soft.context)
+    )
     n3 = soft.ok(soft.d.cuGraphAddEmptyNode(graph, [n2], 1))
     n4 = soft.add_kernel(graph, [n3], soft.function(module, "scale"), 1, 1, b, np.int32(3))
-    n5 = soft.ok(soft.d.cuGraphAddMemcpyNode(graph, [n4], 1, copy_params(soft, host, b, 4),
-                                             soft.context))
+    n5 = soft.ok(
+        soft.d.cuGraphAddMemcpyNode(graph, [n4], 1, copy_params(soft, host, b, 4), soft.context)
+    )
     soft.add_host(graph, [n5], address(callback))
     run(soft, graph, stream, 3)
     assert seen == [21, 21, 21]
@@ -119,8 +122,9 @@ def test_branches_overlap_a_kernel_with_a_host_node(soft, module, stream, graph)
 
     callback = CALLBACK(release)
     fork = soft.ok(soft.d.cuGraphAddEmptyNode(graph, [], 0))
-    soft.add_kernel(graph, [fork], soft.function(module, "spin_until"), 1, 1, alias, out,
-                    np.int32(9))
+    soft.add_kernel(
+        graph, [fork], soft.function(module, "spin_until"), 1, 1, alias, out, np.int32(9)
+    )
     soft.add_host(graph, [fork], address(callback))
     run(soft, graph, stream)
     assert soft.get(out, 1, np.int32)[0] == 9
@@ -175,13 +179,13 @@ def test_random_graphs_respect_every_edge(soft, module, stream):
             edges += [(j, i) for j in wanted]
             deps = [nodes[j] for j in wanted]
             if rng.random() < 0.4:
-                callbacks.append(CALLBACK(lambda _, i=i: order.append(i)))
+                callbacks.append(CALLBACK(lambda _, i=i, order=order: order.append(i)))
                 nodes.append(soft.add_host(graph, deps, address(callbacks[-1])))
             else:
                 # A device node is seen through a host node of its own right behind it.
                 log = soft.put(np.zeros(4, np.int32))
                 first = soft.add_kernel(graph, deps, append, 1, 1, log, np.int32(i))
-                callbacks.append(CALLBACK(lambda _, i=i: order.append(i)))
+                callbacks.append(CALLBACK(lambda _, i=i, order=order: order.append(i)))
                 nodes.append(soft.add_host(graph, [first], address(callbacks[-1])))
         run(soft, graph, stream, 2)
         assert len(order) == 2 * n
@@ -288,15 +292,23 @@ def test_set_params_change_later_launches_only(soft, module, stream, graph):
 def test_copy_and_fill_nodes_update(soft, stream, graph):
     """Memcpy and memset nodes of an executable take new parameters."""
     a, b, c = (soft.put(np.full(4, v, np.int32)) for v in (1, 2, 3))
-    fill = soft.ok(soft.d.cuGraphAddMemsetNode(graph, [], 0, fill_params(soft, a, 7, 4),
-                                               soft.context))
-    copy = soft.ok(soft.d.cuGraphAddMemcpyNode(graph, [fill], 1, copy_params(soft, b, a, 16),
-                                               soft.context))
+    fill = soft.ok(
+        soft.d.cuGraphAddMemsetNode(graph, [], 0, fill_params(soft, a, 7, 4), soft.context)
+    )
+    copy = soft.ok(
+        soft.d.cuGraphAddMemcpyNode(graph, [fill], 1, copy_params(soft, b, a, 16), soft.context)
+    )
     executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
-    soft.ok(soft.d.cuGraphExecMemsetNodeSetParams(executable, fill, fill_params(soft, a, 8, 4),
-                                                  soft.context))
-    soft.ok(soft.d.cuGraphExecMemcpyNodeSetParams(executable, copy, copy_params(soft, c, a, 8),
-                                                  soft.context))
+    soft.ok(
+        soft.d.cuGraphExecMemsetNodeSetParams(
+            executable, fill, fill_params(soft, a, 8, 4), soft.context
+        )
+    )
+    soft.ok(
+        soft.d.cuGraphExecMemcpyNodeSetParams(
+            executable, copy, copy_params(soft, c, a, 8), soft.context
+        )
+    )
     soft.ok(soft.d.cuGraphLaunch(executable, stream))
     soft.ok(soft.d.cuStreamSynchronize(stream))
     assert soft.get(b, 4, np.int32).tolist() == [2] * 4
@@ -358,7 +370,8 @@ def test_whole_graph_update(soft, module, stream):
         assert code(outcome) == "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE"
         info = soft.d.CUgraphExecUpdateResultInfo()
         error = soft.lib.cuGraphExecUpdate_v2(
-            ctypes.c_void_p(int(executable)), ctypes.c_void_p(int(graph)),
+            ctypes.c_void_p(int(executable)),
+            ctypes.c_void_p(int(graph)),
             ctypes.c_void_p(info.getPtr()),
         )
         assert error == 910 and info.result == reason

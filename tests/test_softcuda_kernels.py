@@ -424,7 +424,8 @@ def round_exact(exact: np.ndarray) -> np.ndarray:
             best.astype(np.longdouble) - exact
         )
         even = (other.view(np.uint16) & 1) == 0
-        best = np.where(np.isfinite(other) & np.isfinite(near) & (closer | (tie & even)), other, best)
+        usable = np.isfinite(other) & np.isfinite(near)
+        best = np.where(usable & (closer | (tie & even)), other, best)
     return best
 
 
@@ -458,8 +459,15 @@ def test_float_to_half_conversions(soft):
     x = bits.view(np.float32)
     x = np.where(np.isfinite(x) & (np.abs(x) > 1e-37), x, np.float32(1.5)).astype(np.float32)
     source, h, b = soft.put(x), soft.alloc(2 * x.size), soft.alloc(2 * x.size)
-    soft.run(soft.function(module, "round_trip"), (x.size + 255) // 256, 256, source, h, b,
-             np.int32(x.size))
+    soft.run(
+        soft.function(module, "round_trip"),
+        (x.size + 255) // 256,
+        256,
+        source,
+        h,
+        b,
+        np.int32(x.size),
+    )
     with np.errstate(over="ignore"):
         assert np.array_equal(soft.get(h, x.size, np.uint16), x.astype(np.float16).view(np.uint16))
     assert np.array_equal(soft.get(b, x.size, np.uint16), round_to_bf16(x))
@@ -530,12 +538,27 @@ def test_vector_types_and_parameter_layout(soft):
     mixed = soft.function(module, "mixed")
     layout = [soft.ok(soft.d.cuFuncGetParamInfo(mixed, i)) for i in range(6)]
     assert [tuple(map(int, item)) for item in layout] == [
-        (0, 1), (8, 8), (16, 2), (32, 16), (48, 16), (64, 8)]
+        (0, 1),
+        (8, 8),
+        (16, 2),
+        (32, 16),
+        (48, 16),
+        (64, 8),
+    ]
     assert int(soft.ok(soft.d.cuFuncGetParamCount(mixed))) == 6
     pair = np.zeros(1, np.dtype({"names": ["a", "b"], "formats": ["i4", "f8"], "offsets": [0, 8]}))
     pair["b"] = 2.25
-    soft.run(mixed, 1, 1, np.int8(-3), np.float64(0.5), np.int16(-7),
-             np.array([1, 2, 3, 4], np.int32), pair, out)
+    soft.run(
+        mixed,
+        1,
+        1,
+        np.int8(-3),
+        np.float64(0.5),
+        np.int16(-7),
+        np.array([1, 2, 3, 4], np.int32),
+        pair,
+        out,
+    )
     assert soft.get(out, 5, np.float32).tolist() == [-3.0, 0.5, -7.0, 4.0, 2.25]
     soft.free(source, out, sizes)
     soft.ok(soft.d.cuModuleUnload(module))
@@ -548,7 +571,15 @@ def test_integer_intrinsics(soft):
     source, out = soft.put(words), soft.alloc(36)
     soft.run(soft.function(module, "bits"), 1, 1, source, out)
     assert soft.get(out, 9, np.uint32).tolist() == [
-        9, 7, 19, 0x80000001, 0xF, 32, 2, 0x80000000, 0x000100F0
+        9,
+        7,
+        19,
+        0x80000001,
+        0xF,
+        32,
+        2,
+        0x80000000,
+        0x000100F0,
     ]
     soft.free(source, out)
     soft.ok(soft.d.cuModuleUnload(module))
@@ -579,6 +610,13 @@ def test_compile_errors_name_the_text_and_line():
 def test_state_outside_parameters_is_refused(text, words):
     """Device globals, constants and statics would exist once per worker, so they are refused."""
     assert words in error(text + '\nextern "C" __global__ void f(int* p) { *p = 1; }\n')
+
+
+def test_static_shared_memory_is_limited():
+    """More than 48 KiB of declared shared memory is refused, as GPU compilers do."""
+    body = "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];"
+    message = error('extern "C" __global__ void big(int* p) {' + body + "}")
+    assert "'big' declares 49156 bytes" in message
 
 
 def test_text_without_an_entry_is_refused():

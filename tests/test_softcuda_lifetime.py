@@ -18,7 +18,7 @@ flags = d.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 MOVE = d.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
 def user_object(data, count=1):
     return s.ok(d.cuUserObjectCreate(data, d.CUhostFn(raw(destroy)), count, flags))
-def eventually(wanted, limit=5):
+def eventually(wanted, limit=20):
     end = time.monotonic() + limit
     while sorted(gone) != sorted(wanted) and time.monotonic() < end:
         time.sleep(0.002)
@@ -255,7 +255,7 @@ hold = CALLBACK(body)
 q = s.stream()
 keeping = ctypes.PyDLL(s.lib._name)   # a caller that forgets to release the GIL
 s.ok(d.cuLaunchHostFunc_v2(q, d.CUhostFn(raw(hold)), 0, 0))
-started.wait(5)
+started.wait(20)
 what = sys.argv_what
 value = ctypes.c_uint64()
 if what == "alloc":
@@ -275,10 +275,18 @@ print("done")
 @pytest.mark.parametrize(
     ("model", "what", "stuck"),
     [
-        (0, "alloc", False), (0, "hostfunc", False), (0, "launch", False),
-        (1, "alloc", True), (1, "hostfunc", True), (1, "launch", True), (1, "released", False),
-        (2, "alloc", False), (2, "hostfunc", True), (2, "launch", False),
-        (4, "alloc", False), (4, "launch", True),
+        (0, "alloc", False),
+        (0, "hostfunc", False),
+        (0, "launch", False),
+        (1, "alloc", True),
+        (1, "hostfunc", True),
+        (1, "launch", True),
+        (1, "released", False),
+        (2, "alloc", False),
+        (2, "hostfunc", True),
+        (2, "launch", False),
+        (4, "alloc", False),
+        (4, "launch", True),
     ],
 )
 def test_lock_models_reproduce_the_gil_deadlocks(model, what, stuck):
@@ -286,7 +294,7 @@ def test_lock_models_reproduce_the_gil_deadlocks(model, what, stuck):
     done = util.run_child(
         HELPERS + HOSTAGE.replace("sys.argv_what", repr(what)),
         SOFTCUDA_LOCK_MODEL=str(model),
-        SOFTCUDA_WATCHDOG="1",
+        SOFTCUDA_WATCHDOG="1" if stuck else "20",
     )
     if not stuck:
         assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
@@ -305,17 +313,25 @@ def test_description_of_calls_in_progress():
     """softcuda_describe lists waiting calls with what they wait for, and the host function."""
     out = check(
         """
+libc = ctypes.CDLL(None)
+gate = ctypes.create_string_buffer(64)
+assert libc.sem_init(gate, 0, 0) == 0
 q = s.stream()
-s.ok(d.cuLaunchHostFunc_v2(q, d.CUhostFn(usleep), 200000, 0))
+s.ok(d.cuLaunchHostFunc_v2(q, d.CUhostFn(raw(libc.sem_wait)), ctypes.addressof(gate), 0))
 waiter = threading.Thread(target=d.cuStreamSynchronize, args=(q,))
 waiter.start()
-time.sleep(0.1)
-print(s._text("softcuda_describe"))
+end = time.monotonic() + 20
+while "cuStreamSynchronize" not in s.describe() or "host function" not in s.describe():
+    assert time.monotonic() < end, s.describe()
+    time.sleep(0.002)
+print(s.describe())
+libc.sem_post(gate)
 waiter.join()
-print("after", repr(s._text("softcuda_describe")))
+s.ok(d.cuCtxSynchronize())
+print("after", repr(s.describe()))
 """
     )
     assert "is in cuStreamSynchronize" in out
     assert "GIL not held, waiting for cuStreamSynchronize: the stream's work" in out
-    assert "(usleep in " in out
+    assert "(sem_wait in " in out
     assert "after ''" in out

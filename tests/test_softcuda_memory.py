@@ -108,8 +108,11 @@ def test_kernel_pointers_are_checked_at_launch(soft, copy):
     soft.free(gone)
     pageable = np.zeros(4, np.int32)
     n = np.int32(4)
-    for bad, word in ((gone, "freed"), (good + 100000, "no allocation"),
-                      (pageable.ctypes.data, "host address")):
+    for bad, word in (
+        (gone, "freed"),
+        (good + 100000, "no allocation"),
+        (pageable.ctypes.data, "host address"),
+    ):
         assert code(soft.launch(copy, 1, 4, good, bad, n)) == "CUDA_ERROR_INVALID_VALUE"
         assert "'copy' parameter 1" in soft.refusal()
         assert word in soft.refusal()
@@ -133,10 +136,18 @@ def test_pinned_memory_has_its_own_device_address(soft, copy):
     soft.run(copy, 1, 128, out, inside, np.int32(90))
     assert view[10:100].tolist() == list(range(90))
     attribute = soft.d.CUpointer_attribute
-    assert int(soft.ok(soft.d.cuPointerGetAttribute(
-        attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER, host))) == alias
-    assert int(soft.ok(soft.d.cuPointerGetAttribute(
-        attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, out))) == 2
+    assert (
+        int(
+            soft.ok(
+                soft.d.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER, host)
+            )
+        )
+        == alias
+    )
+    assert (
+        int(soft.ok(soft.d.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, out)))
+        == 2
+    )
     soft.free(out)
     soft.ok(soft.d.cuMemFreeHost(host))
     assert code(soft.d.cuMemHostGetDevicePointer(host, 0)) == "CUDA_ERROR_INVALID_VALUE"

@@ -11,11 +11,11 @@ _STT_TLS = 6
 _ALLOWED = re.compile(r"_ZZ|_ZGVZZ|_ZL\d+softcuda_|softcuda_|completed\.")
 
 
-def writable_globals(image: bytes) -> list[str]:
-    """Return the names of writable objects that are neither block-shared nor the shim's own.
+_SHARED = re.compile(r"_ZZ(\d+)(\w+)")
 
-    Block-shared variables are function-local statics, whose mangled names start with ``_ZZ``.
-    """
+
+def _writable_objects(image: bytes) -> list[tuple[str, int]]:
+    """Return (symbol name, size in bytes) of every object in a writable section."""
     (section_offset,) = struct.unpack_from("<Q", image, 0x28)
     entry_size, count, _ = struct.unpack_from("<HHH", image, 0x3A)
     # name, type, flags, address, offset, size, link, info, alignment, entry size
@@ -24,25 +24,41 @@ def writable_globals(image: bytes) -> list[str]:
         for index in range(count)
     ]
     names_at = sections[struct.unpack_from("<H", image, 0x3E)[0]][4]
+    titles = [_text(image, names_at + section[0]) for section in sections]
     writable = {
         index
-        for index, section in enumerate(sections)
-        if _text(image, names_at + section[0]).startswith((".data", ".bss", ".tdata", ".tbss"))
-        and not _text(image, names_at + section[0]).startswith(".data.rel.ro")
+        for index, title in enumerate(titles)
+        if title.startswith((".data", ".bss", ".tdata", ".tbss"))
+        and not title.startswith(".data.rel.ro")
     }
-    found: list[str] = []
+    found = []
     for section in sections:
         if section[1] != _SHT_SYMTAB:
             continue
         strings = sections[section[6]][4]
         for at in range(section[4], section[4] + section[5], section[9]):
             name_at, info, _, index, _, size = struct.unpack_from("<IBBHQQ", image, at)
-            if index not in writable or size == 0 or info & 15 not in (_STT_OBJECT, _STT_TLS):
-                continue
-            name = _text(image, strings + name_at)
-            if not _ALLOWED.match(name):
-                found.append(name)
-    return sorted(found)
+            if index in writable and size > 0 and info & 15 in (_STT_OBJECT, _STT_TLS):
+                found.append((_text(image, strings + name_at), size))
+    return found
+
+
+def writable_globals(image: bytes) -> list[str]:
+    """Return the names of writable objects that are neither block-shared nor the shim's own.
+
+    Block-shared variables are function-local statics, whose mangled names start with ``_ZZ``.
+    """
+    return sorted(name for name, _ in _writable_objects(image) if not _ALLOWED.match(name))
+
+
+def shared_bytes(image: bytes) -> dict[str, int]:
+    """Return the bytes of block-shared variables each ``extern "C"`` function declares itself."""
+    total: dict[str, int] = {}
+    for name, size in _writable_objects(image):
+        if found := _SHARED.match(name):
+            function = found[2][: int(found[1])]
+            total[function] = total.get(function, 0) + size
+    return total
 
 
 def _text(image: bytes, at: int) -> str:

@@ -19,12 +19,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 try:
-    from ._elf import writable_globals
+    from ._elf import shared_bytes, writable_globals
 except ImportError:  # loaded as a plain file, outside the package
-    from _elf import writable_globals  # type: ignore[import-not-found,no-redef]
+    from _elf import shared_bytes, writable_globals  # type: ignore[import-not-found,no-redef]
 
 __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 
+#: Bytes of statically declared shared memory a block may have on any GPU.
+MAX_STATIC_SHARED = 48 * 1024
 INCLUDE = Path(__file__).resolve().parent / "include"
 
 # No -ffast-math: a multiply-add is what the text writes as fmaf, and nothing is reassociated.
@@ -91,7 +93,7 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
     version = subprocess.run(
         [*compiler(), "--version"], capture_output=True, text=True, check=False
     ).stdout
-    flags = () if "clang" in version else GCC_ONLY
+    flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY
     flags += ("-march=native",) if platform.machine() == "x86_64" else ("-mcpu=native",)
     identity = [version, platform.machine(), _cpu_flags(), *FLAGS, *flags]
     for part in sorted(INCLUDE.glob("*.h")):
@@ -206,6 +208,13 @@ def _build(
             name,
             "writable state outside parameters and __shared__ memory: " + ", ".join(state),
         )
+    for function, size in shared_bytes(built.read_bytes()).items():
+        if size > MAX_STATIC_SHARED:
+            raise KernelCompileError(
+                name,
+                f"kernel {function!r} declares {size} bytes of __shared__ memory; at most "
+                f"{MAX_STATIC_SHARED} are possible (dynamic shared memory goes further)",
+            )
     return built
 
 

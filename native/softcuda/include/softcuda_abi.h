@@ -17,7 +17,7 @@ struct softcuda_block {
   softcuda_dim3 block_idx;
   softcuda_dim3 block_dim;
   softcuda_dim3 grid_dim;
-  unsigned next;     // linear index of the next thread to start
+  unsigned next;  // linear index of the next thread to start
   softcuda_dim3 next_idx;
   unsigned count;    // threads in the block
   unsigned current;  // linear index of the running thread

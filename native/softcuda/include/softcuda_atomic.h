@@ -2,8 +2,8 @@
 // turns. Every scope (block, device, system) is the same here.
 #pragma once
 
-#define SOFTCUDA_SCOPES(name, ret, params, args)                         \
-  static inline ret name##_block params { return name args; }            \
+#define SOFTCUDA_SCOPES(name, ret, params, args)              \
+  static inline ret name##_block params { return name args; } \
   static inline ret name##_system params { return name args; }
 
 #define SOFTCUDA_ATOMIC_INT(T)                                                                   \

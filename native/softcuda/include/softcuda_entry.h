@@ -75,19 +75,19 @@ struct softcuda_kernel<Kernel, void(A...)> {
   }
 };
 
-#define SOFTCUDA_ENTRY(function, bounds)                                                        \
-  static const softcuda_entry softcuda_entry_##function = {                                    \
-      #function,                                                                               \
-      softcuda_kernel<&function, decltype(function)>::run,                                     \
-      softcuda_kernel<&function, decltype(function)>::count,                                   \
-      bounds,                                                                                  \
-      softcuda_kernel<&function, decltype(function)>::table.sizes,                             \
-      softcuda_kernel<&function, decltype(function)>::table.offsets,                           \
-      softcuda_kernel<&function, decltype(function)>::pointers,                                \
+#define SOFTCUDA_ENTRY(function, bounds)                             \
+  static const softcuda_entry softcuda_entry_##function = {          \
+      #function,                                                     \
+      softcuda_kernel<&function, decltype(function)>::run,           \
+      softcuda_kernel<&function, decltype(function)>::count,         \
+      bounds,                                                        \
+      softcuda_kernel<&function, decltype(function)>::table.sizes,   \
+      softcuda_kernel<&function, decltype(function)>::table.offsets, \
+      softcuda_kernel<&function, decltype(function)>::pointers,      \
   };
 
-#define SOFTCUDA_IMAGE(...)                                                                    \
-  static const softcuda_entry* const softcuda_entries[] = {__VA_ARGS__};                       \
-  extern "C" __attribute__((visibility("default"))) const softcuda_image softcuda_image_v = {  \
-      SOFTCUDA_ABI, sizeof(softcuda_entries) / sizeof(softcuda_entries[0]), softcuda_entries,  \
+#define SOFTCUDA_IMAGE(...)                                                                   \
+  static const softcuda_entry* const softcuda_entries[] = {__VA_ARGS__};                      \
+  extern "C" __attribute__((visibility("default"))) const softcuda_image softcuda_image_v = { \
+      SOFTCUDA_ABI, sizeof(softcuda_entries) / sizeof(softcuda_entries[0]), softcuda_entries, \
       &softcuda_self, &softcuda_hook};

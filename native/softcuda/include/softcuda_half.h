@@ -75,64 +75,64 @@ static inline float softcuda_fma16(float a, float b, float c) {
 }
 
 // One 16-bit type and its pair, with the operators and intrinsics of CUDA's headers.
-#define SOFTCUDA_16BIT(type, pair, to_float, to_bits)                                              \
-  struct type {                                                                                    \
-    unsigned short bits;                                                                           \
-    type() = default;                                                                              \
-    type(float f) : bits(to_bits(f)) {}                                                            \
-    type(double f) : bits(to_bits(softcuda_odd_float(f))) {}                                       \
-    type(int i) : bits(to_bits(softcuda_odd_float(static_cast<double>(i)))) {}                     \
-    type(unsigned i) : bits(to_bits(softcuda_odd_float(static_cast<double>(i)))) {}                \
-    operator float() const { return to_float(bits); }                                              \
-    type& operator+=(type o) { return *this = type(to_float(bits) + to_float(o.bits)); }           \
-    type& operator-=(type o) { return *this = type(to_float(bits) - to_float(o.bits)); }           \
-    type& operator*=(type o) { return *this = type(to_float(bits) * to_float(o.bits)); }           \
-    type& operator/=(type o) { return *this = type(to_float(bits) / to_float(o.bits)); }           \
-  };                                                                                               \
-  struct __attribute__((may_alias, aligned(4))) pair {                                             \
-    type x, y;                                                                                     \
-  };                                                                                               \
-  static inline type operator+(type a, type b) { return type((float)a + (float)b); }               \
-  static inline type operator-(type a, type b) { return type((float)a - (float)b); }               \
-  static inline type operator*(type a, type b) { return type((float)a * (float)b); }               \
-  static inline type operator/(type a, type b) { return type((float)a / (float)b); }               \
-  static inline type operator-(type a) {                                                           \
-    type r = a;                                                                                    \
-    r.bits ^= 0x8000u;                                                                             \
-    return r;                                                                                      \
-  }                                                                                                \
-  static inline bool operator==(type a, type b) { return (float)a == (float)b; }                   \
-  static inline bool operator!=(type a, type b) { return (float)a != (float)b; }                   \
-  static inline bool operator<(type a, type b) { return (float)a < (float)b; }                     \
-  static inline bool operator<=(type a, type b) { return (float)a <= (float)b; }                   \
-  static inline bool operator>(type a, type b) { return (float)a > (float)b; }                     \
-  static inline bool operator>=(type a, type b) { return (float)a >= (float)b; }                   \
-  static inline type __hadd(type a, type b) { return a + b; }                                      \
-  static inline type __hsub(type a, type b) { return a - b; }                                      \
-  static inline type __hmul(type a, type b) { return a * b; }                                      \
-  static inline type __hdiv(type a, type b) { return a / b; }                                      \
-  static inline type __hneg(type a) { return -a; }                                                 \
-  static inline type __habs(type a) {                                                              \
-    a.bits &= 0x7fffu;                                                                             \
-    return a;                                                                                      \
-  }                                                                                                \
-  static inline type __hfma(type a, type b, type c) { return type(softcuda_fma16(a, b, c)); }      \
-  static inline bool __heq(type a, type b) { return a == b; }                                      \
-  static inline bool __hne(type a, type b) { return a != b; }                                      \
-  static inline bool __hlt(type a, type b) { return a < b; }                                       \
-  static inline bool __hle(type a, type b) { return a <= b; }                                      \
-  static inline bool __hgt(type a, type b) { return a > b; }                                       \
-  static inline bool __hge(type a, type b) { return a >= b; }                                      \
-  static inline bool __hisnan(type a) { return isnan((float)a); }                                  \
-  static inline type __hmax(type a, type b) { return type(fmaxf(a, b)); }                          \
-  static inline type __hmin(type a, type b) { return type(fminf(a, b)); }                          \
-  static inline type hsqrt(type a) { return type(sqrtf(a)); }                                      \
-  static inline pair operator+(pair a, pair b) { return pair{a.x + b.x, a.y + b.y}; }              \
-  static inline pair operator-(pair a, pair b) { return pair{a.x - b.x, a.y - b.y}; }              \
-  static inline pair operator*(pair a, pair b) { return pair{a.x * b.x, a.y * b.y}; }              \
-  static inline pair __hadd2(pair a, pair b) { return a + b; }                                     \
-  static inline pair __hsub2(pair a, pair b) { return a - b; }                                     \
-  static inline pair __hmul2(pair a, pair b) { return a * b; }                                     \
-  static inline pair __hfma2(pair a, pair b, pair c) {                                             \
-    return pair{__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};                                     \
+#define SOFTCUDA_16BIT(type, pair, to_float, to_bits)                                         \
+  struct type {                                                                               \
+    unsigned short bits;                                                                      \
+    type() = default;                                                                         \
+    type(float f) : bits(to_bits(f)) {}                                                       \
+    type(double f) : bits(to_bits(softcuda_odd_float(f))) {}                                  \
+    type(int i) : bits(to_bits(softcuda_odd_float(static_cast<double>(i)))) {}                \
+    type(unsigned i) : bits(to_bits(softcuda_odd_float(static_cast<double>(i)))) {}           \
+    operator float() const { return to_float(bits); }                                         \
+    type& operator+=(type o) { return *this = type(to_float(bits) + to_float(o.bits)); }      \
+    type& operator-=(type o) { return *this = type(to_float(bits) - to_float(o.bits)); }      \
+    type& operator*=(type o) { return *this = type(to_float(bits) * to_float(o.bits)); }      \
+    type& operator/=(type o) { return *this = type(to_float(bits) / to_float(o.bits)); }      \
+  };                                                                                          \
+  struct __attribute__((may_alias, aligned(4))) pair {                                        \
+    type x, y;                                                                                \
+  };                                                                                          \
+  static inline type operator+(type a, type b) { return type((float)a + (float)b); }          \
+  static inline type operator-(type a, type b) { return type((float)a - (float)b); }          \
+  static inline type operator*(type a, type b) { return type((float)a * (float)b); }          \
+  static inline type operator/(type a, type b) { return type((float)a / (float)b); }          \
+  static inline type operator-(type a) {                                                      \
+    type r = a;                                                                               \
+    r.bits ^= 0x8000u;                                                                        \
+    return r;                                                                                 \
+  }                                                                                           \
+  static inline bool operator==(type a, type b) { return (float)a == (float)b; }              \
+  static inline bool operator!=(type a, type b) { return (float)a != (float)b; }              \
+  static inline bool operator<(type a, type b) { return (float)a < (float)b; }                \
+  static inline bool operator<=(type a, type b) { return (float)a <= (float)b; }              \
+  static inline bool operator>(type a, type b) { return (float)a > (float)b; }                \
+  static inline bool operator>=(type a, type b) { return (float)a >= (float)b; }              \
+  static inline type __hadd(type a, type b) { return a + b; }                                 \
+  static inline type __hsub(type a, type b) { return a - b; }                                 \
+  static inline type __hmul(type a, type b) { return a * b; }                                 \
+  static inline type __hdiv(type a, type b) { return a / b; }                                 \
+  static inline type __hneg(type a) { return -a; }                                            \
+  static inline type __habs(type a) {                                                         \
+    a.bits &= 0x7fffu;                                                                        \
+    return a;                                                                                 \
+  }                                                                                           \
+  static inline type __hfma(type a, type b, type c) { return type(softcuda_fma16(a, b, c)); } \
+  static inline bool __heq(type a, type b) { return a == b; }                                 \
+  static inline bool __hne(type a, type b) { return a != b; }                                 \
+  static inline bool __hlt(type a, type b) { return a < b; }                                  \
+  static inline bool __hle(type a, type b) { return a <= b; }                                 \
+  static inline bool __hgt(type a, type b) { return a > b; }                                  \
+  static inline bool __hge(type a, type b) { return a >= b; }                                 \
+  static inline bool __hisnan(type a) { return isnan((float)a); }                             \
+  static inline type __hmax(type a, type b) { return type(fmaxf(a, b)); }                     \
+  static inline type __hmin(type a, type b) { return type(fminf(a, b)); }                     \
+  static inline type hsqrt(type a) { return type(sqrtf(a)); }                                 \
+  static inline pair operator+(pair a, pair b) { return pair{a.x + b.x, a.y + b.y}; }         \
+  static inline pair operator-(pair a, pair b) { return pair{a.x - b.x, a.y - b.y}; }         \
+  static inline pair operator*(pair a, pair b) { return pair{a.x * b.x, a.y * b.y}; }         \
+  static inline pair __hadd2(pair a, pair b) { return a + b; }                                \
+  static inline pair __hsub2(pair a, pair b) { return a - b; }                                \
+  static inline pair __hmul2(pair a, pair b) { return a * b; }                                \
+  static inline pair __hfma2(pair a, pair b, pair c) {                                        \
+    return pair{__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};                                \
   }

@@ -2,13 +2,13 @@
 // accurate functions, which is at least as good as what a GPU answers.
 #pragma once
 
-#define SOFTCUDA_LIBM1(name)                     \
-  extern "C" float name##f(float) noexcept;      \
-  extern "C" double name(double) noexcept;       \
+#define SOFTCUDA_LIBM1(name)                \
+  extern "C" float name##f(float) noexcept; \
+  extern "C" double name(double) noexcept;  \
   static inline float name(float x) { return name##f(x); }
-#define SOFTCUDA_LIBM2(name)                            \
-  extern "C" float name##f(float, float) noexcept;      \
-  extern "C" double name(double, double) noexcept;      \
+#define SOFTCUDA_LIBM2(name)                       \
+  extern "C" float name##f(float, float) noexcept; \
+  extern "C" double name(double, double) noexcept; \
   static inline float name(float x, float y) { return name##f(x, y); }
 
 SOFTCUDA_LIBM1(exp)
@@ -179,8 +179,8 @@ static inline T __ldcg(const T* p) {
   return *p;
 }
 
-#define SOFTCUDA_MINMAX(type)                                            \
-  static inline type min(type a, type b) { return b < a ? b : a; }       \
+#define SOFTCUDA_MINMAX(type)                                      \
+  static inline type min(type a, type b) { return b < a ? b : a; } \
   static inline type max(type a, type b) { return a < b ? b : a; }
 SOFTCUDA_MINMAX(int)
 SOFTCUDA_MINMAX(unsigned int)

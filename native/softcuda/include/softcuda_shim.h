@@ -33,8 +33,11 @@ static const softcuda_hooks* softcuda_hook;
 
 typedef decltype(sizeof(0)) size_t;
 
+// Each part uses the ones before it.
+// clang-format off
 #include "softcuda_vector.h"
 #include "softcuda_math.h"
 #include "softcuda_atomic.h"
 #include "softcuda_warp.h"
 #include "softcuda_entry.h"
+// clang-format on

@@ -8,20 +8,20 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 
 // may_alias: kernels read float rows through float4 pointers.
-#define SOFTCUDA_VECTOR2(name, type)                                      \
-  struct __attribute__((may_alias, aligned(2 * sizeof(type)))) name {      \
-    type x, y;                                                            \
-  };                                                                      \
+#define SOFTCUDA_VECTOR2(name, type)                                  \
+  struct __attribute__((may_alias, aligned(2 * sizeof(type)))) name { \
+    type x, y;                                                        \
+  };                                                                  \
   static inline name make_##name(type x, type y) { return name{x, y}; }
-#define SOFTCUDA_VECTOR3(name, type)                                      \
-  struct __attribute__((may_alias)) name {                                \
-    type x, y, z;                                                         \
-  };                                                                      \
+#define SOFTCUDA_VECTOR3(name, type)       \
+  struct __attribute__((may_alias)) name { \
+    type x, y, z;                          \
+  };                                       \
   static inline name make_##name(type x, type y, type z) { return name{x, y, z}; }
-#define SOFTCUDA_VECTOR4(name, type, align)                               \
-  struct __attribute__((may_alias, aligned(align))) name {                 \
-    type x, y, z, w;                                                      \
-  };                                                                      \
+#define SOFTCUDA_VECTOR4(name, type, align)                \
+  struct __attribute__((may_alias, aligned(align))) name { \
+    type x, y, z, w;                                       \
+  };                                                       \
   static inline name make_##name(type x, type y, type z, type w) { return name{x, y, z, w}; }
 
 SOFTCUDA_VECTOR2(char2, signed char)

@@ -97,6 +97,6 @@ static inline void __nanosleep(unsigned ns) {
   while (softcuda_hook->globaltimer() < end) SOFTCUDA_FENCE();
 }
 static inline void __trap() { softcuda_hook->trap(&softcuda_self, 719, "__trap() was called"); }
-#define assert(condition)                                                                 \
-  ((condition) ? (void)0                                                                  \
+#define assert(condition) \
+  ((condition) ? (void)0  \
                : softcuda_hook->trap(&softcuda_self, 710, "assertion failed: " #condition))

@@ -248,7 +248,9 @@ SC_EXPORT int64_t softcuda_count(const char* what) {
 }
 
 // Names by index, null after the last: resource kinds, counts, and APIs called so far.
-SC_EXPORT const char* softcuda_kind_name(unsigned i) { return i < kKinds ? kKindNames[i] : nullptr; }
+SC_EXPORT const char* softcuda_kind_name(unsigned i) {
+  return i < kKinds ? kKindNames[i] : nullptr;
+}
 SC_EXPORT const char* softcuda_count_name(unsigned i) {
   return i < kWhats ? kWhatNames[i] : nullptr;
 }

@@ -75,7 +75,8 @@ CUresult make_fill(const CUDA_MEMSET_NODE_PARAMS& p, FillWork* out) {
 bool run_copy(Executor* executor, const CopyWork& c) {
   for (const Target* target : {&c.src, &c.dst}) {
     if (target->live()) continue;
-    fault(CUDA_ERROR_ILLEGAL_ADDRESS, "use after free: a copy touches " + target->owner->describe());
+    fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+          "use after free: a copy touches " + target->owner->describe());
     return false;
   }
   const char* from = c.staged.empty() ? c.src.address : c.staged.data();

@@ -72,7 +72,12 @@ enum : unsigned {
   CU_GRAPH_USER_OBJECT_MOVE = 1,
 };
 
-enum CUmemorytype : unsigned { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2, CU_MEMORYTYPE_ARRAY = 3, CU_MEMORYTYPE_UNIFIED = 4 };
+enum CUmemorytype : unsigned {
+  CU_MEMORYTYPE_HOST = 1,
+  CU_MEMORYTYPE_DEVICE = 2,
+  CU_MEMORYTYPE_ARRAY = 3,
+  CU_MEMORYTYPE_UNIFIED = 4
+};
 
 enum CUgraphNodeType : int {
   CU_GRAPH_NODE_TYPE_KERNEL = 0,

@@ -1,9 +1,9 @@
 // Initialisation, the one device and its primary context.
+#include <sched.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <thread>
-
-#include <sched.h>
 
 #include "scheduler.h"
 
@@ -124,13 +124,38 @@ SC_EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice devi
   if (value == nullptr) return CUDA_ERROR_INVALID_VALUE;
   // Attributes not listed answer 0: the feature is absent.
   static const std::map<int, int>& known = *new std::map<int, int>{
-      {1, 1024},       {2, 1024},         {3, 1024},     {4, 64},       {5, 0x7fffffff},
-      {6, 65535},      {7, 65535},        {8, 49152},    {10, 32},      {12, 65536},
-      {13, 1000000},   {14, 512},         {16, static_cast<int>(settings().workers)},
-      {18, 1},         {19, 1},           {31, 1},       {36, 1000000}, {37, 64},
-      {38, 1 << 20},   {39, 2048},        {40, 1},       {41, 1},       {75, 9},
-      {76, 0},         {78, 1},           {81, 233472},  {82, 65536},   {86, 1},
-      {97, 232448},    {99, 1},           {106, 32},     {111, 1024},
+      {1, 1024},
+      {2, 1024},
+      {3, 1024},
+      {4, 64},
+      {5, 0x7fffffff},
+      {6, 65535},
+      {7, 65535},
+      {8, 49152},
+      {10, 32},
+      {12, 65536},
+      {13, 1000000},
+      {14, 512},
+      {16, static_cast<int>(settings().workers)},
+      {18, 1},
+      {19, 1},
+      {31, 1},
+      {36, 1000000},
+      {37, 64},
+      {38, 1 << 20},
+      {39, 2048},
+      {40, 1},
+      {41, 1},
+      {75, 9},
+      {76, 0},
+      {78, 1},
+      {81, 233472},
+      {82, 65536},
+      {86, 1},
+      {97, 232448},
+      {99, 1},
+      {106, 32},
+      {111, 1024},
   };
   if (attribute < 1 || attribute > 161) {
     return refuse(CUDA_ERROR_INVALID_VALUE, "no device attribute " + std::to_string(attribute));

@@ -45,8 +45,8 @@ Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
   // Faults on an overflowing fiber stack need another stack for the handler.
   constexpr size_t kHandlerStack = 64 << 10;
   stack_t alternate{};
-  alternate.ss_sp = mmap(nullptr, kHandlerStack, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  alternate.ss_sp =
+      mmap(nullptr, kHandlerStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   alternate.ss_size = kHandlerStack;
   sigaltstack(&alternate, nullptr);
   char* shared = static_cast<char*>(mmap(nullptr, kSharedMax + kSharedMax, PROT_NONE,
@@ -69,9 +69,9 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
   }
   for (auto& pointer : work.pointers) {
     if (pointer.second->live.load(std::memory_order_acquire)) continue;
-    fault(CUDA_ERROR_ILLEGAL_ADDRESS,
-          "use after free: kernel '" + function.name + "' parameter " +
-              std::to_string(pointer.first) + " points into " + pointer.second->describe());
+    fault(CUDA_ERROR_ILLEGAL_ADDRESS, "use after free: kernel '" + function.name + "' parameter " +
+                                          std::to_string(pointer.first) + " points into " +
+                                          pointer.second->describe());
     return false;
   }
   const softcuda_image& image = *function.images[worker_];
@@ -169,10 +169,14 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   }
   // Nobody can complete the next barrier before this thread has read these (X3).
   switch (op) {
-    case SOFTCUDA_BARRIER_COUNT: return last_count_;
-    case SOFTCUDA_BARRIER_AND: return last_all_;
-    case SOFTCUDA_BARRIER_OR: return last_any_;
-    default: return 0;
+    case SOFTCUDA_BARRIER_COUNT:
+      return last_count_;
+    case SOFTCUDA_BARRIER_AND:
+      return last_all_;
+    case SOFTCUDA_BARRIER_OR:
+      return last_any_;
+    default:
+      return 0;
   }
 }
 
@@ -212,10 +216,10 @@ void Executor::deadlock() {
     detail = "; warp " + std::to_string(w) + " lane " + std::to_string(lane) + " waits with mask " +
              hex(lanes_[w * 32 + lane].mask) + ", missing lanes " + hex(missing);
   }
-  fault(CUDA_ERROR_LAUNCH_FAILED,
-        where() + ": divergent barrier: " + std::to_string(barrier) + " threads at __syncthreads, " +
-            std::to_string(warp) + " at warp operations, " + std::to_string(block_->exited) +
-            " exited" + detail);
+  fault(CUDA_ERROR_LAUNCH_FAILED, where() + ": divergent barrier: " + std::to_string(barrier) +
+                                      " threads at __syncthreads, " + std::to_string(warp) +
+                                      " at warp operations, " + std::to_string(block_->exited) +
+                                      " exited" + detail);
   failed_ = true;
   Context abandoned;
   switch_context(&abandoned, &main_);
@@ -259,7 +263,8 @@ void Executor::report_fault(const std::string& what, const KernelWork* work) {
         text += ", " + std::to_string(fault_address_ - storage - near->size) +
                 " bytes past the end of " + near->describe();
       } else {
-        text += ", " + std::to_string(storage - fault_address_) + " bytes before " + near->describe();
+        text +=
+            ", " + std::to_string(storage - fault_address_) + " bytes before " + near->describe();
       }
       if (work != nullptr) {
         for (auto& pointer : work->pointers) {

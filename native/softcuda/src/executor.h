@@ -71,7 +71,7 @@ class Executor {
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
   unsigned arrived_ = 0;
-  int count_ = 0, all_ = 1, any_ = 0;           // predicates of the barrier being gathered
+  int count_ = 0, all_ = 1, any_ = 0;                 // predicates of the barrier being gathered
   int last_count_ = 0, last_all_ = 1, last_any_ = 0;  // of the barrier last released
 
   sigjmp_buf recover_;

@@ -22,7 +22,7 @@ void chain(int signal, siginfo_t* info, void* context, int index) {
   const struct sigaction& before = g_previous[index];
   if (t_chaining || before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
     // Back to the default: the instruction faults again and the process dies as it should.
-    struct sigaction standard {};
+    struct sigaction standard{};
     standard.sa_handler = SIG_DFL;
     sigaction(signal, &standard, nullptr);
     return;
@@ -40,7 +40,8 @@ void say_host_access(unsigned long long address) {
   char text[160];
   const int n = std::snprintf(text, sizeof text,
                               "softcuda: host code touched device address 0x%llx; copy it, or read "
-                              "it in a kernel\n", address);
+                              "it in a kernel\n",
+                              address);
   if (n > 0 && write(STDERR_FILENO, text, static_cast<size_t>(n)) < 0) return;
 }
 
@@ -67,11 +68,11 @@ void install_fault_handlers() {
   static std::mutex& mutex = *new std::mutex;
   std::lock_guard<std::mutex> lock(mutex);
   for (int i = 0; i < 4; ++i) {
-    struct sigaction now {};
+    struct sigaction now{};
     sigaction(kSignals[i], nullptr, &now);
     if ((now.sa_flags & SA_SIGINFO) != 0 && now.sa_sigaction == on_fault) continue;
     g_previous[i] = now;
-    struct sigaction ours {};
+    struct sigaction ours{};
     ours.sa_sigaction = on_fault;
     // NODEFER: the handler leaves by a jump, which must not keep the signal blocked.
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;

@@ -15,7 +15,7 @@ constexpr size_t kSlab = 32;  // stacks mapped at once
 constexpr size_t kColour = 192;
 }  // namespace
 
-#if defined(__x86_64__)
+#ifdef SOFTCUDA_OWN_SWITCH
 static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
   // The first switch jumps to entry, with the stack alignment that a call would leave.
   char* top = stack + size - 16;
@@ -36,8 +36,8 @@ static void prepare(Context* context, char* stack, size_t size, void (*entry)())
 
 void FiberPool::grow() {
   const size_t each = kStack + kGuard;
-  void* slab = mmap(nullptr, kSlab * each, PROT_NONE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* slab =
+      mmap(nullptr, kSlab * each, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (slab == MAP_FAILED) {
     std::fprintf(stderr, "softcuda: cannot map stacks for a block's threads\n");
     std::abort();

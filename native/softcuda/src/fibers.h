@@ -5,7 +5,10 @@
 
 #include "softcuda_abi.h"
 
-#if !defined(__x86_64__)
+// SOFTCUDA_UCONTEXT builds the portable switch on x86-64 too, so that it can be tested there.
+#if defined(__x86_64__) && !defined(SOFTCUDA_UCONTEXT)
+#define SOFTCUDA_OWN_SWITCH 1
+#else
 #include <ucontext.h>
 #endif
 
@@ -13,7 +16,7 @@ namespace softcuda {
 
 // A suspended point of execution.
 struct Context {
-#if defined(__x86_64__)
+#ifdef SOFTCUDA_OWN_SWITCH
   void* stack_pointer = nullptr;
 #else
   ucontext_t machine;
@@ -42,7 +45,7 @@ class FiberPool {
   std::vector<char*> slabs_;
 };
 
-#if defined(__x86_64__)
+#ifdef SOFTCUDA_OWN_SWITCH
 // Inline, so that one return address is mispredicted per switch instead of one per call level.
 // Everything a call would preserve is either saved here or named as clobbered; the 128 bytes below
 // the stack pointer (the red zone) are stepped over.

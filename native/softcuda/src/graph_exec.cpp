@@ -100,7 +100,8 @@ static CUresult instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   exec->flags = flags;
   exec->references = std::make_shared<References>();
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = flatten(*graph, &exec->flat, exec->references.get()); r != CUDA_SUCCESS) return r;
+  if (CUresult r = flatten(*graph, &exec->flat, exec->references.get()); r != CUDA_SUCCESS)
+    return r;
   exec->program = make_program(exec->flat, exec->references);
   exec->handle = graph_execs().add(exec);
   *out = static_cast<CUgraphExec>(exec->handle);

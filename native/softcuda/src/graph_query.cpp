@@ -57,7 +57,8 @@ SC_EXPORT CUresult cuGraphGetEdges_v2(CUgraph handle, CUgraphNode* from, CUgraph
   std::lock_guard<std::mutex> lock(graph_mutex());
   std::vector<std::pair<void*, void*>> edges;
   for (auto& node : graph->nodes) {
-    for (Node* dependency : node->dependencies) edges.emplace_back(dependency->handle, node->handle);
+    for (Node* dependency : node->dependencies)
+      edges.emplace_back(dependency->handle, node->handle);
   }
   size_t limit = *n;
   if (CUresult r = give_list(from, n, edges.size(), [&](size_t i) { return edges[i].first; });
@@ -113,10 +114,17 @@ SC_EXPORT CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode handle, CUDA_KERNEL
     node->param_pointers.push_back(const_cast<char*>(k.given.data()) + entry.offsets[i]);
   }
   *out = CUDA_KERNEL_NODE_PARAMS{static_cast<CUfunction>(k.function->handle),
-                                 k.grid.x, k.grid.y, k.grid.z,
-                                 k.block.x, k.block.y, k.block.z,
-                                 k.shared_bytes, node->param_pointers.data(),
-                                 nullptr, nullptr, primary_context()};
+                                 k.grid.x,
+                                 k.grid.y,
+                                 k.grid.z,
+                                 k.block.x,
+                                 k.block.y,
+                                 k.block.z,
+                                 k.shared_bytes,
+                                 node->param_pointers.data(),
+                                 nullptr,
+                                 nullptr,
+                                 primary_context()};
   return CUDA_SUCCESS;
 }
 

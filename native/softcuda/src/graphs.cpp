@@ -104,7 +104,8 @@ static CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* de
     }
     auto& known = node->dependencies;
     if (std::find(known.begin(), known.end(), dependency.get()) != known.end()) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "dependency " + std::to_string(i) + " is a duplicate");
+      return refuse(CUDA_ERROR_INVALID_VALUE,
+                    "dependency " + std::to_string(i) + " is a duplicate");
     }
     known.push_back(dependency.get());
   }
@@ -257,8 +258,7 @@ SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgr
       }
       CUresult r = cuGraphAddChildGraphNode(out, graph, deps, n, params->graph.graph);
       if (r == CUDA_SUCCESS) {
-        params->graph.graph =
-            static_cast<CUgraph>(graph_nodes().get(*out)->child->handle);
+        params->graph.graph = static_cast<CUgraph>(graph_nodes().get(*out)->child->handle);
       }
       return r;
     }

@@ -53,7 +53,8 @@ CUresult gather(const softcuda_entry& entry, void* const* params, void* const* e
   if (params != nullptr) {
     for (unsigned i = 0; i < n; ++i) {
       if (params[i] == nullptr) {
-        return refuse(CUDA_ERROR_INVALID_VALUE, who + "kernelParams[" + std::to_string(i) + "] is null");
+        return refuse(CUDA_ERROR_INVALID_VALUE,
+                      who + "kernelParams[" + std::to_string(i) + "] is null");
       }
       std::memcpy(bytes->data() + entry.offsets[i], params[i], entry.sizes[i]);
     }
@@ -80,7 +81,8 @@ CUresult make_kernel(const std::shared_ptr<Function>& function, softcuda_dim3 gr
                      void* const* extra, std::shared_ptr<const KernelWork>* out) {
   if (!function) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a kernel of a loaded module");
   const softcuda_entry& entry = function->entry();
-  if (CUresult r = check_geometry(*function, grid, block, shared_bytes); r != CUDA_SUCCESS) return r;
+  if (CUresult r = check_geometry(*function, grid, block, shared_bytes); r != CUDA_SUCCESS)
+    return r;
   auto work = std::make_shared<KernelWork>();
   work->function = function;
   work->grid = grid;
@@ -106,8 +108,8 @@ CUresult make_kernel(const std::shared_ptr<Function>& function, softcuda_dim3 gr
       why = hex(value) + " is a host address (use cuMemHostGetDevicePointer)";
     }
     if (!good) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "kernel '" + function->name + "' parameter " +
-                                                  std::to_string(i) + ": " + why);
+      return refuse(CUDA_ERROR_INVALID_VALUE,
+                    "kernel '" + function->name + "' parameter " + std::to_string(i) + ": " + why);
     }
     std::memcpy(at, &target.address, sizeof target.address);
     work->pointers.emplace_back(i, std::move(target.owner));

@@ -34,7 +34,8 @@ size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 bool reserve(Table& t) {
   if (t.base != 0) return true;
   for (size_t bytes = size_t{1} << 44; bytes >= size_t{1} << 36; bytes >>= 2) {
-    void* range = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* range =
+        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) continue;
     madvise(range, bytes, MADV_DONTDUMP);
     t.base = t.next = round_up(reinterpret_cast<CUdeviceptr>(range), kAliasStep);
@@ -69,6 +70,30 @@ CUresult give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
   return CUDA_SUCCESS;
 }
 
+// The bytes between the storage and its pages' ends: too few for a guard page, so they carry a
+// pattern that is checked when the allocation is freed (M6).
+constexpr unsigned char kSlack = 0xc5;
+
+template <class Visit>
+void visit_slack(const Allocation& a, const Visit& visit) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  char* from = static_cast<char*>(a.mapping) + page;
+  char* to = static_cast<char*>(a.mapping) + a.mapping_bytes - page;
+  visit(from, a.storage);
+  visit(a.storage + a.size, to);
+}
+
+bool slack_intact(const Allocation& a, std::string* where) {
+  visit_slack(a, [&](const char* from, const char* to) {
+    for (const char* at = from; at < to && where->empty(); ++at) {
+      if (static_cast<unsigned char>(*at) == kSlack) continue;
+      *where = at < a.storage ? std::to_string(a.storage - at) + " bytes before the start"
+                              : std::to_string(at - a.storage - a.size) + " bytes past the end";
+    }
+  });
+  return where->empty();
+}
+
 CUresult map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t body = round_up(a->size, page);
@@ -83,6 +108,8 @@ CUresult map_storage(Allocation* a) {
   // Pinned memory starts on its page, as NumPy views and cache-line layouts expect.
   a->storage = a->host ? start : start + body - round_up(a->size, kAlign);
   if (settings().poison && !a->host) std::memset(start, 0xff, body);
+  visit_slack(
+      *a, [](char* from, char* to) { std::memset(from, kSlack, static_cast<size_t>(to - from)); });
   return CUDA_SUCCESS;
 }
 
@@ -104,6 +131,15 @@ CUresult allocate(size_t size, bool host, unsigned flags, std::shared_ptr<Alloca
   live_add(host ? Kind::pinned_memory : Kind::device_memory, 1);
   *out = std::move(a);
   return CUDA_SUCCESS;
+}
+
+// An overrun that stayed within the slack is found late, but it is found.
+bool check_slack(const Allocation& a) {
+  std::string where;
+  if (a.mapping == nullptr || slack_intact(a, &where)) return true;
+  fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+        "when it was freed, " + a.describe() + " was found overwritten " + where);
+  return false;
 }
 
 // Unreachable for callers at once; the pages go now, the mapping with the last reference (M4).
@@ -140,8 +176,8 @@ std::string Allocation::describe() const {
 }
 
 size_t total_memory() {
-  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
-                              static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  static const size_t bytes =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
 }
 
@@ -231,6 +267,7 @@ SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
                   "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
+  if (!check_slack(*a)) return sticky();
   g_used -= a->size;
   retire(t, a);
   return CUDA_SUCCESS;
@@ -265,6 +302,7 @@ static CUresult free_host(void* p, bool registered, CUresult missing) {
                                " is not the start of a pinned allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
+  if (!check_slack(*a)) return sticky();
   retire(t, a);
   return CUDA_SUCCESS;
 }
@@ -299,111 +337,11 @@ SC_EXPORT CUresult cuMemHostUnregister(void* p) {
   return free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 
-SC_EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* p, unsigned flags) {
-  SC_API(cuMemHostGetDevicePointer, kNoLock);
-  if (out == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
-  Target target;
-  std::string why;
-  if (!resolve(reinterpret_cast<unsigned long long>(p), 1, &target, &why) || !target.owner ||
-      !target.owner->host) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, hex(reinterpret_cast<unsigned long long>(p)) +
-                                                " is not pinned host memory");
-  }
-  *out = target.owner->alias + static_cast<size_t>(static_cast<char*>(p) - target.owner->storage);
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuMemHostGetFlags(unsigned* out, void* p) {
-  SC_API(cuMemHostGetFlags, kNoLock);
-  Target target;
-  std::string why;
-  if (out == nullptr || !resolve(reinterpret_cast<unsigned long long>(p), 1, &target, &why) ||
-      !target.owner || !target.owner->host) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  *out = target.owner->flags;
-  return CUDA_SUCCESS;
-}
-
 SC_EXPORT CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
   SC_API(cuMemGetInfo, kContext);
   if (free_bytes == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const size_t used = g_used.load();
   *total = total_memory();
   *free_bytes = used < *total ? *total - used : 0;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr p) {
-  SC_API(cuMemGetAddressRange, kNoLock);
-  Target target;
-  std::string why;
-  if (!is_alias(p) || !resolve(p, 1, &target, &why)) {
-    return refuse(CUDA_ERROR_NOT_FOUND, "cuMemGetAddressRange: " + why);
-  }
-  if (base != nullptr) *base = target.owner->alias;
-  if (size != nullptr) *size = target.owner->size;
-  return CUDA_SUCCESS;
-}
-
-namespace {
-CUresult pointer_attribute(void* out, int attribute, CUdeviceptr p) {
-  Target target;
-  std::string why;
-  const bool known = resolve(p, 1, &target, &why) && target.owner != nullptr;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (attribute == 13) {  // MAPPED
-    *static_cast<int*>(out) = known;
-    return CUDA_SUCCESS;
-  }
-  if (!known) return refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
-  const Allocation& a = *target.owner;
-  const auto offset = static_cast<size_t>(target.address - a.storage);
-  switch (attribute) {
-    case 1:  // CONTEXT
-      *static_cast<CUcontext*>(out) = primary_context();
-      return CUDA_SUCCESS;
-    case 2:  // MEMORY_TYPE
-      *static_cast<unsigned*>(out) = a.host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-      return CUDA_SUCCESS;
-    case 3:  // DEVICE_POINTER
-      *static_cast<CUdeviceptr*>(out) = a.alias + offset;
-      return CUDA_SUCCESS;
-    case 4:  // HOST_POINTER
-      if (!a.host) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<void**>(out) = target.address;
-      return CUDA_SUCCESS;
-    case 7:  // BUFFER_ID
-      *static_cast<unsigned long long*>(out) = a.id;
-      return CUDA_SUCCESS;
-    case 8:  // IS_MANAGED
-      *static_cast<unsigned*>(out) = 0;
-      return CUDA_SUCCESS;
-    case 9:  // DEVICE_ORDINAL
-      *static_cast<int*>(out) = 0;
-      return CUDA_SUCCESS;
-    case 11:  // RANGE_START_ADDR
-      *static_cast<CUdeviceptr*>(out) = a.alias;
-      return CUDA_SUCCESS;
-    case 12:  // RANGE_SIZE
-      *static_cast<size_t*>(out) = a.size;
-      return CUDA_SUCCESS;
-    default:
-      return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                    "pointer attribute " + std::to_string(attribute) + " is not implemented");
-  }
-}
-}  // namespace
-
-SC_EXPORT CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr p) {
-  SC_API(cuPointerGetAttribute, kNoLock);
-  return pointer_attribute(out, attribute, p);
-}
-
-SC_EXPORT CUresult cuPointerGetAttributes(unsigned n, int* attributes, void** out, CUdeviceptr p) {
-  SC_API(cuPointerGetAttributes, kNoLock);
-  for (unsigned i = 0; i < n; ++i) {
-    if (CUresult r = pointer_attribute(out[i], attributes[i], p); r != CUDA_SUCCESS) return r;
-  }
   return CUDA_SUCCESS;
 }

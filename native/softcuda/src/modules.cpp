@@ -25,8 +25,7 @@ Handles<Function>& functions() {
 CUresult image_size(const void* image, size_t* size) {
   Elf64_Ehdr header;
   std::memcpy(&header, image, sizeof header);
-  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
-      header.e_ident[EI_CLASS] != ELFCLASS64) {
+  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 || header.e_ident[EI_CLASS] != ELFCLASS64) {
     return refuse(CUDA_ERROR_INVALID_IMAGE,
                   "not an ELF image; the soft device loads what softcuda/compile.py builds");
   }
@@ -36,9 +35,9 @@ CUresult image_size(const void* image, size_t* size) {
   constexpr unsigned kMachine = EM_AARCH64;
 #endif
   if (header.e_machine != kMachine) {
-    return refuse(CUDA_ERROR_NO_BINARY_FOR_GPU,
-                  header.e_machine == 190 ? "the image holds NVIDIA GPU code"
-                                          : "the image is for another processor");
+    return refuse(CUDA_ERROR_NO_BINARY_FOR_GPU, header.e_machine == 190
+                                                    ? "the image holds NVIDIA GPU code"
+                                                    : "the image is for another processor");
   }
   *size = header.e_shoff + static_cast<size_t>(header.e_shentsize) * header.e_shnum;
   return CUDA_SUCCESS;

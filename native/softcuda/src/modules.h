@@ -10,9 +10,9 @@ struct Module;
 struct Function {
   std::string name;
   void* handle = nullptr;
-  std::vector<const softcuda_entry*> copies;   // one per worker
-  std::vector<const softcuda_image*> images;   // one per worker
-  std::atomic<bool> loaded{false};             // cuFuncLoad, or launched once
+  std::vector<const softcuda_entry*> copies;  // one per worker
+  std::vector<const softcuda_image*> images;  // one per worker
+  std::atomic<bool> loaded{false};            // cuFuncLoad, or launched once
   std::atomic<int> max_dynamic_shared{48 * 1024};
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }

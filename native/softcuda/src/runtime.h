@@ -39,7 +39,18 @@ void log_line(const std::string& text);
 std::string hex(unsigned long long value);
 
 // ---- counters --------------------------------------------------------------------------------
-enum class Kind { device_memory, pinned_memory, stream, event, module, graph, graph_exec, user_object, context, count_ };
+enum class Kind {
+  device_memory,
+  pinned_memory,
+  stream,
+  event,
+  module,
+  graph,
+  graph_exec,
+  user_object,
+  context,
+  count_
+};
 enum class What { graph_launch, kernel_launch, host_func, node, count_ };
 void live_add(Kind kind, long delta);
 void count_add(What what, long delta = 1);
@@ -56,9 +67,9 @@ struct ApiSite {
   ApiSite* next;
 };
 enum : unsigned {
-  kAlways = 1,     // answers after a fault and before cuInit, from every thread
-  kNoInit = 2,     // needs no cuInit
-  kNoLock = 4,     // never waits for the modelled context lock
+  kAlways = 1,      // answers after a fault and before cuInit, from every thread
+  kNoInit = 2,      // needs no cuInit
+  kNoLock = 4,      // never waits for the modelled context lock
   kAfterFault = 8,  // still works after a fault
   kContext = 16,    // needs a current context on the calling thread
 };
@@ -93,9 +104,9 @@ void run_host_function(CUhostFn fn, void* data);
 void describe_workers(std::string* out);
 void start_watchdog();
 
-#define SC_API(api_name, api_flags)                               \
-  static softcuda::ApiSite sc_site{#api_name, api_flags};         \
-  softcuda::ApiCall sc_call(sc_site);                             \
+#define SC_API(api_name, api_flags)                       \
+  static softcuda::ApiSite sc_site{#api_name, api_flags}; \
+  softcuda::ApiCall sc_call(sc_site);                     \
   if (sc_call.refused() != CUDA_SUCCESS) return sc_call.refused()
 
 // ---- handles ---------------------------------------------------------------------------------

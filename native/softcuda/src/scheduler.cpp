@@ -169,7 +169,8 @@ void finish(Op* op, std::vector<Op*>* ready) {
   }
   unref(op);
   for (Op* successor : successors) {
-    if (successor->pending.fetch_sub(1, std::memory_order_acq_rel) == 1) ready->push_back(successor);
+    if (successor->pending.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      ready->push_back(successor);
   }
 }
 

@@ -80,10 +80,15 @@ struct Op {
 class OpRef {
  public:
   OpRef() = default;
-  explicit OpRef(Op* op) : op_(op) { if (op_) op_->refs.fetch_add(1, std::memory_order_relaxed); }
+  explicit OpRef(Op* op) : op_(op) {
+    if (op_) op_->refs.fetch_add(1, std::memory_order_relaxed);
+  }
   OpRef(const OpRef& other) : OpRef(other.op_) {}
   OpRef(OpRef&& other) noexcept : op_(other.op_) { other.op_ = nullptr; }
-  OpRef& operator=(OpRef other) noexcept { std::swap(op_, other.op_); return *this; }
+  OpRef& operator=(OpRef other) noexcept {
+    std::swap(op_, other.op_);
+    return *this;
+  }
   ~OpRef();
   Op* get() const { return op_; }
   explicit operator bool() const { return op_ != nullptr; }

@@ -157,12 +157,14 @@ SC_EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream handle, int* status, uint6
 
 SC_EXPORT CUresult cuStreamBeginCapture_v2(CUstream, int) {
   SC_API(cuStreamBeginCapture, kNoLock);
-  return refuse(CUDA_ERROR_NOT_SUPPORTED, "stream capture is not implemented; build graphs explicitly");
+  return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                "stream capture is not implemented; build graphs explicitly");
 }
 
 SC_EXPORT CUresult cuStreamEndCapture(CUstream, CUgraph*) {
   SC_API(cuStreamEndCapture, kNoLock);
-  return refuse(CUDA_ERROR_NOT_SUPPORTED, "stream capture is not implemented; build graphs explicitly");
+  return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                "stream capture is not implemented; build graphs explicitly");
 }
 
 SC_EXPORT CUresult cuEventCreate(CUevent* out, unsigned flags) {

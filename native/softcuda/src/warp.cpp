@@ -39,9 +39,9 @@ unsigned source_lane(unsigned op, unsigned lane, unsigned arg, unsigned width) {
 }
 
 const char* op_name(unsigned op) {
-  static const char* const names[] = {"__syncwarp",      "__shfl_sync",     "__shfl_up_sync",
-                                      "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
-                                      "__any_sync",      "__all_sync",      "__match_any_sync",
+  static const char* const names[] = {"__syncwarp",        "__shfl_sync",      "__shfl_up_sync",
+                                      "__shfl_down_sync",  "__shfl_xor_sync",  "__ballot_sync",
+                                      "__any_sync",        "__all_sync",       "__match_any_sync",
                                       "softcuda_warp_sum", "softcuda_warp_max"};
   return op < sizeof names / sizeof names[0] ? names[op] : "a warp operation";
 }
@@ -58,8 +58,10 @@ void butterfly(float (&x)[32], const Combine& combine) {
 
 }  // namespace
 
-inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned op, unsigned mask, unsigned long long value,
-                                  unsigned arg, unsigned width) {
+inline __attribute__((always_inline)) unsigned long long Executor::warp(unsigned op, unsigned mask,
+                                                                        unsigned long long value,
+                                                                        unsigned arg,
+                                                                        unsigned width) {
   if (block_->tracked == 0) begin_tracking();
   const unsigned thread = block_->current;
   const unsigned w = thread / 32, bit = 1u << (thread % 32);

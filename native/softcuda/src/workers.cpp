@@ -19,7 +19,7 @@ struct Pool {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Op*> ready;
-  std::vector<Op*> shared;  // kernels with blocks left that other workers may join
+  std::vector<Op*> shared;        // kernels with blocks left that other workers may join
   std::atomic<int> available{0};  // entries of both lists, read by spinning workers
   int sleeping = 0;
   unsigned workers = 0;
@@ -129,7 +129,8 @@ bool run_kernel(Pool& p, Executor* executor, Op* op, bool helping) {
     ran += last - first;
   }
   if (ran > 0) {
-    const double seen = static_cast<double>(now_ns() - began) / (static_cast<double>(ran) * threads);
+    const double seen =
+        static_cast<double>(now_ns() - began) / (static_cast<double>(ran) * threads);
     const double mixed = known > 0 ? 0.75 * known + 0.25 * seen : seen;
     function.ns_per_thread.store(static_cast<float>(mixed), std::memory_order_relaxed);
   }
