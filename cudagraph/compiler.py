@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError
+from graft.native import _native
 
 if TYPE_CHECKING:
     from graft.cudagraph.device import Device
@@ -78,7 +79,8 @@ def _compile_soft(
     except KernelCompileError as error:
         raise KernelError(str(error)) from error
     # The soft device copies the image during the call.
-    return call(cu.cuModuleLoadData, image), None
+    module = call(cu.cuModuleLoadData, image)
+    return module, _native.Resource(_native.ResourceKind.MODULE, int(module))
 
 
 def _compile_cuda(

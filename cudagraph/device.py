@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph import chooser
-from graft.cudagraph.driver import call, check, cu, set_context, set_fault_text
+from graft.cudagraph.driver import call, check, cu, is_current, set_context, set_fault_text
 from graft.cudagraph.dtypes import dtype_name, from_float32, numpy_dtype
 from graft.cudagraph.errors import DeviceError, OptionError, ShapeError
 from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape
@@ -98,11 +99,10 @@ class Device:
         if not 0 <= ordinal < count:
             raise DeviceError(f"there is no {kind} device {ordinal}: the driver has {count}")
         handle = check("cuDeviceGet", cu.cuDeviceGet(ordinal))
-        # The primary context is the one CuPy and torch use. It is never reset, and stays retained
-        # until the process ends.
-        context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))
-        _native.bind_driver(_native.loaded_library(chooser.SONAME), int(context))
-        set_context(context)
+        self._handle = handle
+        self._lock = threading.RLock()
+        _native.bind_driver(_native.loaded_library(chooser.SONAME), 0)
+        self._retain()
         atexit.register(_native.close_gate, EXIT_LIMIT_S)
 
         def attribute(name: str) -> int:
@@ -115,11 +115,49 @@ class Device:
             attribute("COMPUTE_CAPABILITY_MINOR"),
         )
         self.cores = attribute("MULTIPROCESSOR_COUNT")
-        self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._modules: dict[tuple, KernelModule] = {}
-        self._transfers = Stream(self, "transfers")
+        # Weak: what nobody's kernels use is unloaded.
+        self._modules: weakref.WeakValueDictionary[tuple, KernelModule] = (
+            weakref.WeakValueDictionary()
+        )
+        self._transfer_stream: Stream | None = None
         self._abandoned: list[tuple[object, ...]] = []
+
+    def _retain(self) -> None:
+        """Retain the primary context: the one CuPy and torch use, which is never reset."""
+        with self._lock:
+            context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._handle))
+            _native.set_primary_context(int(context))
+            set_context(context)
+
+    def rest(self, timeout_s: float = 5.0) -> bool:
+        """Give everything back that nobody uses any more, the context last.
+
+        The device stays open: the next call that needs the context retains it again. Waits up to
+        ``timeout_s`` seconds for what was dropped and is still being freed.
+
+        Returns
+        -------
+        bool
+            Whether nothing of graft's is left on the device. False where somebody still holds
+            arrays, streams or graphs; they go on working.
+        """
+        with self._lock:
+            if self._transfer_stream is not None:
+                self._transfer_stream.close()
+                self._transfer_stream = None
+        deadline = time.monotonic() + timeout_s
+        while _native.live_resources() or _native.live_records():
+            if time.monotonic() > deadline:
+                return False
+            _native.flush(timeout_s)
+            time.sleep(0.002)
+        with self._lock:
+            if _native.live_resources() == 0 and is_current():
+                set_context(None, self._retain)
+                _native.set_primary_context(0)
+                check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self._handle))
+        return True
 
     def describe(self) -> str:
         """Return one line about the device."""
@@ -200,9 +238,13 @@ class Device:
         and a pageable copy on it may return before it has arrived. ``buffers`` is the memory that
         the copy uses.
         """
-        enqueue(self._transfers.handle)
+        with self._lock:
+            if self._transfer_stream is None:
+                self._transfer_stream = Stream(self, "transfers")
+            stream = self._transfer_stream
+        enqueue(stream.handle)
         try:
-            self._transfers.synchronize()
+            stream.synchronize()
         except BaseException:
             # Ctrl-C left the wait, not the copy: its memory must not be used for anything else.
             self._abandoned.append(buffers)

@@ -16,20 +16,38 @@ from cuda.bindings import driver as cu
 from graft.cudagraph.errors import DeviceError
 from graft.native import _native
 
-__all__ = ["call", "check", "check_code", "cu", "enter", "set_context", "set_fault_text"]
+__all__ = [
+    "call",
+    "check",
+    "check_code",
+    "cu",
+    "enter",
+    "is_current",
+    "set_context",
+    "set_fault_text",
+]
 
 #: Codes after which the context is lost and host functions are not called any more.
 FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
 
 _context: Any = None
+_reopen: Callable[[], None] | None = None
 _fault_text: Callable[[bool], str] | None = None
 _local = threading.local()
 
 
-def set_context(context: Any) -> None:
-    """Name the primary context that every thread of graft uses."""
-    global _context
-    _context = context
+def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
+    """Name the primary context that every thread of graft uses.
+
+    None says that it was released; ``reopen`` then retains it again for the next call.
+    """
+    global _context, _reopen
+    _context, _reopen = context, reopen
+
+
+def is_current() -> bool:
+    """Whether the primary context is retained now."""
+    return _context is not None
 
 
 def set_fault_text(source: Callable[[bool], str]) -> None:
@@ -42,6 +60,8 @@ def enter(api: str) -> None:
     """Prepare this thread for a driver call, or raise because it must not make one."""
     if _native.in_host_work():
         raise DeviceError(f"{api}: a host function must not call the driver", api=api)
+    if _context is None and _reopen is not None:
+        _reopen()
     if _context is None:
         raise DeviceError(f"{api}: no device is open; call open_device() first", api=api)
     if getattr(_local, "context", None) is not _context:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,19 +153,21 @@ class Kernel:
 class KernelModule:
     """A loaded kernel text; ``module[name]`` gives an ``extern "C" __global__`` entry.
 
-    Modules stay loaded until the process ends: a kernel may be in a graph of anybody's.
+    A module stays loaded for as long as one of its kernels is held, by Python or by a graph.
     """
 
     def __init__(self, name: str, handle: Any, keep: object) -> None:
         self.name = name
         self._handle = handle
         self._keep = keep
-        self._kernels: dict[str, Kernel] = {}
+        # Weak: a kernel holds its module, and both should go when nobody uses them.
+        self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> Kernel:
-        if name not in self._kernels:
-            self._kernels[name] = Kernel(self, name, self._function(name))
-        return self._kernels[name]
+        found = self._kernels.get(name)
+        if found is None:
+            found = self._kernels[name] = Kernel(self, name, self._function(name))
+        return found
 
     def _function(self, name: str) -> Any:
         try:

@@ -7,6 +7,7 @@ drafting; so its own bookkeeping runs beside the rest of the round.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -156,6 +157,7 @@ class Engine:
             self.rounds[size] = RoundGraph(self._parts, scratch, size)
             self._launch(size, [])
             self._await(self._replay)
+            self._parts.outputs.consumed(self._replay)
             self.stats.idle_launches += 1
 
     # Requests ---------------------------------------------------------------------------------
@@ -298,6 +300,7 @@ class Engine:
         guided = [GuidedRequest(r.slot, r.epoch, r.matcher, len(r.prompt) - 1) for r in rows]
         parts.decoder.publish(replay, guided)
         parts.inputs.publish(replay)
+        parts.outputs.reserve(replay)
         self._replay = replay
         self.rounds[size].exec.launch(self._built.stream)
         self._launched += 1
@@ -453,19 +456,24 @@ class Engine:
         self._closed = True
         for running in [*self._waiting, *self._active.values()]:
             self._end(running, "cancelled")
+        self._drain()
+        del self._built, self._parts, self._lane, self._admission
+        gc.collect()  # reference cycles must not keep device memory until some later collection
+        self.device.rest()
+
+    def _drain(self) -> None:
         self._built.stream.synchronize()
         if self._replay:
             self._parts.decoder.retire(self._replay)
-        for built in self.rounds.values():
-            built.close()
+        for graph in self.rounds.values():
+            graph.close()
+        self.rounds.clear()
         self._built.compiler.close()
         parts = self._parts
         parts.decoder.close()
         for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
             held.close()
         self._built.stream.close()
-        self.rounds.clear()
-        del self._built, self._parts, self._lane
 
     def __enter__(self) -> Engine:
         return self

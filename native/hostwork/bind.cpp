@@ -87,6 +87,10 @@ void bind_driver_table(nb::module_& m) {
 }
 
 void bind_lifetime(nb::module_& m) {
+  m.def(
+      "set_primary_context",
+      [](std::uint64_t context) { set_primary_context(as_handle(context)); }, nb::arg("context"),
+      "Name the primary context anew; 0 while it is released.");
   nb::enum_<ResourceKind>(m, "ResourceKind")
       .value("DEVICE_MEMORY", ResourceKind::kDeviceMemory)
       .value("PINNED_MEMORY", ResourceKind::kPinnedMemory)

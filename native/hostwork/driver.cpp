@@ -3,13 +3,14 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <atomic>
 #include <stdexcept>
 
 namespace graft::hostwork {
 namespace {
 
 Driver table;
-Handle context_handle = nullptr;
+std::atomic<Handle> context_handle{nullptr};
 bool bound = false;
 
 using GetProcAddress = Result (*)(const char* name, void** entry, int version, std::uint64_t flags,
@@ -78,15 +79,17 @@ void bind_driver(const std::string& path, Handle context) {
   resolve(get, "cuGraphRetainUserObject", 11030, &d.graph_retain_user_object);
   resolve(get, "cuGraphReleaseUserObject", 11030, &d.graph_release_user_object);
   table = d;
-  context_handle = context;
+  context_handle.store(context);
   bound = true;
 }
+
+void set_primary_context(Handle context) { context_handle.store(context); }
 
 const Driver& driver() {
   if (!bound) throw std::logic_error("no device is open: call graft.cudagraph.open_device first");
   return table;
 }
 
-Handle primary_context() { return context_handle; }
+Handle primary_context() { return context_handle.load(); }
 
 }  // namespace graft::hostwork

@@ -53,6 +53,10 @@ struct Driver {
 // (the file the device chooser loaded). Throws std::runtime_error otherwise. Called once.
 void bind_driver(const std::string& path, Handle context);
 
+// Names the primary context anew after it was released and retained again; 0 while it is released.
+// Nothing of the driver's may be alive at that moment (live_resources() == 0).
+void set_primary_context(Handle context);
+
 // The table; throws std::logic_error before bind_driver().
 const Driver& driver();
 Handle primary_context();

@@ -25,10 +25,13 @@ class Reaper {
   }
 
   void run() {
-    driver().ctx_set_current(primary_context());
     while (true) {
       while (sem_wait(&wake_) != 0) {
       }
+      // The primary context may have been released and retained since the last time; while it is
+      // released nothing of the driver's is alive, so nothing here needs it.
+      const Handle context = primary_context();
+      if (context != nullptr) driver().ctx_set_current(context);
       drain();
     }
   }
