@@ -226,14 +226,16 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(figures, indent=1, ensure_ascii=False))
     else:
         for output in outputs:
-            if not options.stream:
+            if not options.stream and not output.error:
                 print(output.text if len(outputs) == 1 else f"[{output.id}] {output.text}")
             if output.error:
                 print(f"graft: request {output.id} {output.reason}: {output.error}",
                       file=sys.stderr)
             elif output.reason not in ("stop", "stop_string"):
                 print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
-        print(f"graft: {figures['device']}; {figures['tokens']} tokens in {figures['rounds']} "
-              f"rounds, {figures['tokens_per_round']:.2f} tokens per round", file=sys.stderr)
+        if figures["tokens"]:
+            print(f"graft: {figures['device']}; {figures['tokens']} tokens in "
+                  f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round",
+                  file=sys.stderr)
     reasons = {output.reason for output in outputs}
     return 2 if "refused" in reasons else 1 if reasons & {"error", "dead_end"} else 0
