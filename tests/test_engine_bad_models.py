@@ -1,0 +1,109 @@
+"""A broken model is refused in one typed sentence, and an engine that runs is left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_util import DRAFTER, TARGET, demo_engine, mixed_requests
+
+from graft.cudagraph.errors import GraftError
+from graft.models.engine import Engine
+from graft.models.errors import CheckpointError, ConfigError, TokenizerError
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Change fields of a JSON file; None removes one."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
+
+
+def truncate(target: Path, _: Path) -> None:
+    data = (target / "model.safetensors").read_bytes()
+    (target / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def cut_header(target: Path, _: Path) -> None:
+    (target / "model.safetensors").write_bytes(b"\xff\xff\xff\xff\xff\xff\xff\x7f{}")
+
+
+def wrong_shape(target: Path, _: Path) -> None:
+    edit_json(target / "config.json", intermediate_size=544)
+
+
+def missing_shard(target: Path, _: Path) -> None:
+    (target / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def no_hidden_size(target: Path, _: Path) -> None:
+    edit_json(target / "config.json", hidden_size=None)
+
+
+def absurd_heads(target: Path, _: Path) -> None:
+    edit_json(target / "config.json", num_attention_heads=-6)
+
+
+def other_architecture(target: Path, _: Path) -> None:
+    edit_json(target / "config.json", model_type="mamba", architectures=["MambaForCausalLM"])
+
+
+def tokenizer_too_large(target: Path, _: Path) -> None:
+    value = json.loads((target / "tokenizer.json").read_text())
+    vocab = value["model"]["vocab"]
+    vocab["\u0120unknownword"] = len(vocab) + 500
+    (target / "tokenizer.json").write_text(json.dumps(value))
+
+
+def other_drafter(_: Path, drafter: Path) -> None:
+    edit_json(drafter / "config.json", hidden_size=256, vocab_size=50000)
+
+
+def draft_vocab_lies(_: Path, drafter: Path) -> None:
+    edit_json(drafter / "config.json", draft_vocab_size=64)
+
+
+BREAKAGES: dict[Callable[[Path, Path], None], type[GraftError] | tuple[type[GraftError], ...]] = {
+    truncate: CheckpointError,
+    cut_header: CheckpointError,
+    wrong_shape: CheckpointError,
+    missing_shard: CheckpointError,
+    no_hidden_size: ConfigError,
+    absurd_heads: ConfigError,
+    other_architecture: ConfigError,
+    tokenizer_too_large: TokenizerError,
+    other_drafter: (ConfigError, CheckpointError),
+    draft_vocab_lies: (ConfigError, CheckpointError),
+}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Engine]:
+    with demo_engine(max_batch_size=1) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("break_it", BREAKAGES, ids=lambda f: f.__name__)
+def test_broken_model(
+    break_it: Callable[[Path, Path], None], tmp_path: Path, running: Engine
+) -> None:
+    """Each breakage raises its own kind of error in one line; the running engine still serves."""
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    shutil.copytree(TARGET, target)
+    shutil.copytree(DRAFTER, drafter)
+    break_it(target, drafter)
+    with pytest.raises(BREAKAGES[break_it]) as caught:
+        Engine(target, drafter, max_batch_size=1)
+    assert "\n" not in str(caught.value)
+    (output,) = running.generate(mixed_requests(1))
+    assert output.reason == "stop"
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    """A folder that is not there is named."""
+    with pytest.raises((ConfigError, CheckpointError), match="nowhere"):
+        Engine(tmp_path / "nowhere")
