@@ -76,15 +76,16 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
 
     A token per round of its request is what decoding without speculation does.
     """
-    print(f"\n{'':<22}{'rounds':>8}{'tokens':>8}{'tokens/round':>14}{'acceptance':>12}"
-          f"{'per draft position':>22}{'seconds':>9}")
+    print(f"\n{'':<20}{'launches':>9}{'rounds':>8}{'tokens':>8}"
+          f"{'tokens/round':>14}{'acceptance':>12}{'per draft position':>22}{'seconds':>9}")
     for arm in arms:
         s = arm.stats
         length = f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-"
         each = " ".join(f"{a:.0%}" for a in s.acceptance) or "-"
-        print(f"{arm.name:<22}{s.rounds:>8}{s.tokens:>8}{s.tokens_per_round:>14.2f}{length:>12}"
-              f"{each:>22}{arm.seconds:>9.2f}")
-    print("tokens/round: per request; acceptance: mean tokens of a round that tested drafts")
+        print(f"{arm.name:<20}{s.launches:>9}{s.row_rounds:>8}{s.tokens:>8}"
+              f"{s.tokens_per_round:>14.2f}{length:>12}{each:>22}{arm.seconds:>9.2f}")
+    print("launches: of the round's graph, for all requests at once; rounds: summed over requests;"
+          "\nacceptance: mean tokens of a round that tested drafts")
     print(f"\nwhere a round of '{arms[0].name}' spends its time")
     for name, share in arms[0].stats.part_share.items():
         print(f"  {name:<18}{share:>7.1%}")
