@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
@@ -26,6 +27,8 @@ from graft.sampling.state import SlotState
 #: Replays that may be known to the host and not yet retired; the rings are this deep.
 RING_ENTRIES = 4
 PREFILL_ROWS = 256
+#: Positions per request unless the user asks for more: caches are reserved for every slot.
+DEFAULT_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Options:
     page_size: int
     pages: int
     mask_drafts: bool
-    grammar_transport: str
+    grammar_transport: Literal["native", "python"]
     compile_threads: int
     compile_timeout_s: float
 
@@ -55,12 +58,6 @@ class Assembly:
     caches: tuple[PagedKV, ...]
     backend: XGrammarBackend
     compiler: CompileService
-
-
-def model_length(config: LlamaConfig, drafter: Eagle3Config | None) -> int:
-    """Most positions that both models were made for."""
-    limit = config.max_position_embeddings
-    return limit if drafter is None else min(limit, drafter.max_position_embeddings)
 
 
 def read_configs(model: Path, drafter: Path | None) -> tuple[LlamaConfig, Eagle3Config | None]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -24,10 +24,10 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedRequest
 from graft.models.admission import Admission
 from graft.models.assembly import (
+    DEFAULT_LENGTH,
     Options,
     assemble,
     check_options,
-    model_length,
     read_configs,
 )
 from graft.models.errors import RequestError
@@ -64,7 +64,8 @@ class Engine:
     drafter : directory of the EAGLE-3 checkpoint; None decodes without speculation.
     max_batch_size : slots, hence most requests in one round.
     draft_length : drafts per round, 1 to 16; without a drafter it is 0 whatever is given.
-    max_length : positions per request, prompt and output; default what both models allow.
+    max_length : positions per request, prompt and output; default what the target allows, at
+        most 4096.
     page_size, pages : shape of the paged caches; by default every slot can be full at once.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     verify : "rejection" or "coupled", for requests that do not say.
@@ -95,7 +96,7 @@ class Engine:
         pages: int | None = None,
         mask_drafts: bool = True,
         verify: str = "rejection",
-        grammar_transport: str = "native",
+        grammar_transport: Literal["native", "python"] = "native",
         compile_threads: int = 1,
         compile_timeout_s: float = 30.0,
         device: str | None = None,
@@ -107,10 +108,11 @@ class Engine:
         drafter_dir = None if drafter is None else Path(drafter)
         config, drafter_config = read_configs(model_dir, drafter_dir)
         tokenizer = Tokenizer(model_dir, vocab_size=config.vocab_size)
-        longest = model_length(config, drafter_config)
-        length = longest if max_length is None else max_length
+        # An EAGLE-3 head's own max_position_embeddings is its training length and binds nobody.
+        longest = config.max_position_embeddings
+        length = min(longest, DEFAULT_LENGTH) if max_length is None else max_length
         if length > longest:
-            raise OptionError(f"max_length {length} is above the {longest} the models allow")
+            raise OptionError(f"max_length {length} is above the model's {longest} positions")
         options = Options(
             max_batch_size=max_batch_size,
             draft_length=0 if drafter_dir is None else draft_length,

@@ -114,12 +114,16 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    bad_type = isinstance(value, bool) or not isinstance(value, (int, float))
-    if bad_type or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
         raise RequestError(f"{name} must be a number from {low} to {high}, got {value!r}")
     if open_low and value == low:
         raise RequestError(f"{name} must be above {low}, got {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def check_request(request: Request, vocab_size: int) -> None:

@@ -16,6 +16,7 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.spec import GrammarSpec
 from graft.models.request import Request
 
+
 def schemas(data: Path, count: int) -> list[dict[str, Any]]:
     """Schemas spread evenly over all splits, small ones first within a split."""
     splits = []
