@@ -151,6 +151,10 @@ ApiCall::ApiCall(ApiSite& site) {
                       std::string(site.name) + ": no context is current on this thread");
     return;
   }
+  if ((site.flags & kUnsafe) != 0) {
+    refused_ = capture_forbids_unsafe(site.name);
+    if (refused_ != CUDA_SUCCESS) return;
+  }
   if ((site.flags & kNoLock) == 0 && (settings().lock_model & 1) != 0) {
     Waiting waiting("the context lock, held while a host function runs (lock model 1)");
     std::lock_guard<std::mutex> lock(g_context_lock);

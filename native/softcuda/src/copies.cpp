@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "capture.h"
 #include "executor.h"
 
 namespace softcuda {
@@ -135,13 +136,18 @@ CUresult copy(const CUDA_MEMCPY3D& p, CUstream handle, bool wait) {
   auto c = std::make_shared<CopyWork>();
   if (CUresult r = make_copy(p, c.get()); r != CUDA_SUCCESS) return r;
   if (c->width == 0) return CUDA_SUCCESS;
+  Work work;
+  work.kind = WorkKind::copy;
+  if (capture_possible()) {
+    work.copy = c;
+    if (auto r = capture_copy(handle, work, p)) return *r;
+    work.copy.reset();
+  }
   const bool flat = c->height == 1 && c->depth == 1;
   if (!wait && c->src.owner == nullptr && flat) {
     c->staged.assign(c->src.address, c->src.address + c->width);
   }
   wait = wait || c->dst.owner == nullptr || (c->src.owner == nullptr && !flat);
-  Work work;
-  work.kind = WorkKind::copy;
   work.copy = std::move(c);
   OpRef op = enqueue(*stream, std::move(work));
   return wait ? wait_op(op, "a copy to finish") : CUDA_SUCCESS;
@@ -158,6 +164,7 @@ CUresult fill(CUdeviceptr dst, unsigned value, unsigned element, size_t pitch, s
   Work work;
   work.kind = WorkKind::fill;
   work.fill = std::move(f);
+  if (auto r = capture_fill(handle, work, p)) return *r;
   OpRef op = enqueue(*stream, std::move(work));
   return wait ? wait_op(op, "a fill to finish") : CUDA_SUCCESS;
 }
@@ -173,7 +180,7 @@ unsigned long long address(const void* p) { return reinterpret_cast<unsigned lon
 using namespace softcuda;
 
 SC_EXPORT CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpy, kContext);
+  SC_API(cuMemcpy, kContext | kUnsafe);
   return copy(flat_copy(kUnified, dst, kUnified, src, n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t n, CUstream s) {
@@ -181,15 +188,15 @@ SC_EXPORT CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t n, CUs
   return copy(flat_copy(kUnified, dst, kUnified, src, n), s, false);
 }
 SC_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr dst, const void* src, size_t n) {
-  SC_API(cuMemcpyHtoD, kContext);
+  SC_API(cuMemcpyHtoD, kContext | kUnsafe);
   return copy(flat_copy(kDevice, dst, kHost, address(src), n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyDtoH_v2(void* dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpyDtoH, kContext);
+  SC_API(cuMemcpyDtoH, kContext | kUnsafe);
   return copy(flat_copy(kHost, address(dst), kDevice, src, n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpyDtoD, kContext);
+  SC_API(cuMemcpyDtoD, kContext | kUnsafe);
   return copy(flat_copy(kDevice, dst, kDevice, src, n), nullptr, true);
 }
 SC_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void* src, size_t n, CUstream s) {
@@ -205,15 +212,15 @@ SC_EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t
   return copy(flat_copy(kDevice, dst, kDevice, src, n), s, false);
 }
 SC_EXPORT CUresult cuMemsetD8_v2(CUdeviceptr dst, unsigned char v, size_t n) {
-  SC_API(cuMemsetD8, kContext);
+  SC_API(cuMemsetD8, kContext | kUnsafe);
   return fill(dst, v, 1, 0, n, 1, nullptr, true);
 }
 SC_EXPORT CUresult cuMemsetD16_v2(CUdeviceptr dst, unsigned short v, size_t n) {
-  SC_API(cuMemsetD16, kContext);
+  SC_API(cuMemsetD16, kContext | kUnsafe);
   return fill(dst, v, 2, 0, n, 1, nullptr, true);
 }
 SC_EXPORT CUresult cuMemsetD32_v2(CUdeviceptr dst, unsigned v, size_t n) {
-  SC_API(cuMemsetD32, kContext);
+  SC_API(cuMemsetD32, kContext | kUnsafe);
   return fill(dst, v, 4, 0, n, 1, nullptr, true);
 }
 SC_EXPORT CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char v, size_t n, CUstream s) {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <thread>
 
-#include "scheduler.h"
+#include "capture.h"
 
 namespace softcuda {
 
@@ -274,6 +274,7 @@ SC_EXPORT CUresult cuCtxGetFlags(unsigned* flags) {
 
 SC_EXPORT CUresult cuCtxSynchronize() {
   SC_API(cuCtxSynchronize, kNoLock);
+  if (CUresult r = capture_forbids_device(); r != CUDA_SUCCESS) return r;
   if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   return wait_idle("cuCtxSynchronize: all work to finish");
 }

@@ -1,6 +1,7 @@
 // Executables: flattening, launching, updating (invariants G3-G6).
 #include <algorithm>
 
+#include "capture.h"
 #include "graphs.h"
 #include "modules.h"
 
@@ -89,10 +90,36 @@ std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
   return program;
 }
 
+std::shared_ptr<Graph> graph_of(const Exec& exec) {
+  auto graph = std::make_shared<Graph>();
+  graph->references = std::make_shared<References>(*exec.references);
+  for (const FlatNode& flat : exec.flat) {
+    auto node = std::make_shared<Node>();
+    node->graph = graph.get();
+    node->type = flat.type;
+    if (flat.type == CU_GRAPH_NODE_TYPE_GRAPH || !flat.enabled) {
+      node->type = CU_GRAPH_NODE_TYPE_EMPTY;
+    } else {
+      node->work = flat.work;
+    }
+    node->handle = graph_nodes().add(node);
+    graph->nodes.push_back(std::move(node));
+  }
+  for (size_t i = 0; i < exec.flat.size(); ++i) {
+    for (unsigned d : exec.flat[i].dependencies) {
+      graph->nodes[i]->dependencies.push_back(graph->nodes[d].get());
+    }
+  }
+  return graph;
+}
+
 static CUresult instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   std::shared_ptr<Graph> graph = graphs().get(handle);
   if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
   if (out == nullptr || flags > 15) return CUDA_ERROR_INVALID_VALUE;
+  if (graph->captures.load() > 0) {
+    return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
+  }
   if ((flags & 4) != 0) {
     return refuse(CUDA_ERROR_NOT_SUPPORTED, "graphs launched from the device are not implemented");
   }
@@ -185,6 +212,7 @@ SC_EXPORT CUresult cuGraphUpload(CUgraphExec handle, CUstream stream_handle) {
   std::shared_ptr<Exec> exec = graph_execs().get(handle);
   std::shared_ptr<Stream> stream = find_stream(stream_handle);
   if (!exec || !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no stream");
+  if (CUresult r = capture_forbids_stream(stream_handle); r != CUDA_SUCCESS) return r;
   enqueue(*stream, Work(), OpRef(), &exec->last);
   return CUDA_SUCCESS;
 }
@@ -200,6 +228,7 @@ SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
     std::lock_guard<std::mutex> lock(graph_mutex());
     work.program = exec->program;
   }
+  if (auto r = capture_launch(stream_handle, *exec)) return *r;
   count_add(What::graph_launch);
   enqueue(*stream, std::move(work), OpRef(), &exec->last);
   return CUDA_SUCCESS;

@@ -89,9 +89,14 @@ static void forget_children(Graph& graph) {
   }
 }
 
-// Adds a node whose work is complete; nothing is added on failure.
-static CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies,
-                         size_t n, std::shared_ptr<Node> node) {
+std::shared_ptr<Graph> take_graph(CUgraph handle) {
+  std::shared_ptr<Graph> graph = graphs().take(handle);
+  if (graph) forget_children(*graph);
+  return graph;
+}
+
+CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
+                  std::shared_ptr<Node> node) {
   std::shared_ptr<Graph> graph = graphs().get(handle);
   if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
   if (out == nullptr || (dependencies == nullptr && n > 0)) return CUDA_ERROR_INVALID_VALUE;
@@ -132,9 +137,12 @@ SC_EXPORT CUresult cuGraphCreate(CUgraph* out, unsigned flags) {
 SC_EXPORT CUresult cuGraphDestroy(CUgraph handle) {
   SC_API(cuGraphDestroy, 0);
   ApiThread here;
-  std::shared_ptr<Graph> graph = graphs().take(handle);
+  std::shared_ptr<Graph> graph = graphs().get(handle);
   if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  forget_children(*graph);
+  if (graph->captures.load() > 0) {
+    return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
+  }
+  take_graph(handle);
   return CUDA_SUCCESS;
 }
 
@@ -310,9 +318,13 @@ SC_EXPORT CUresult cuGraphRemoveDependencies_v2(CUgraph graph, const CUgraphNode
 SC_EXPORT CUresult cuGraphDestroyNode(CUgraphNode handle) {
   SC_API(cuGraphDestroyNode, 0);
   ApiThread here;
-  std::shared_ptr<Node> node = graph_nodes().take(handle);
+  std::shared_ptr<Node> node = graph_nodes().get(handle);
   if (!node) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
   std::lock_guard<std::mutex> lock(graph_mutex());
+  if (node->graph->captures.load() > 0) {
+    return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
+  }
+  graph_nodes().take(handle);
   auto& nodes = node->graph->nodes;
   for (auto& other : nodes) {
     auto& list = other->dependencies;

@@ -64,6 +64,7 @@ struct Graph {
   void* handle = nullptr;
   std::vector<std::shared_ptr<Node>> nodes;
   std::shared_ptr<References> references = std::make_shared<References>();
+  std::atomic<int> captures{0};  // stream captures that go on into this graph
 };
 
 // One node of a flattened graph: children expanded, dependencies as indices.
@@ -96,6 +97,13 @@ CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* params, Work* out);
 CUresult copy_work(const CUDA_MEMCPY3D* params, Work* out);
 CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* params, Work* out);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
+// The executable's graph as a definition, with its present parameters.
+std::shared_ptr<Graph> graph_of(const Exec& exec);
+// Takes a definition and the handles of its child graphs away from callers; null if unknown.
+std::shared_ptr<Graph> take_graph(CUgraph handle);
+// Adds a node whose work is complete; nothing is added on failure.
+CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
+                  std::shared_ptr<Node> node);
 CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references);
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references);

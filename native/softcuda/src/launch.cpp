@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "capture.h"
 #include "modules.h"
 
 namespace softcuda {
@@ -129,6 +130,7 @@ static CUresult launch(CUfunction handle, softcuda_dim3 grid, softcuda_dim3 bloc
       r != CUDA_SUCCESS) {
     return r;
   }
+  if (auto r = capture_work(stream_handle, CU_GRAPH_NODE_TYPE_KERNEL, work)) return *r;
   if (!function->loaded.exchange(true) && (settings().lock_model & 4) != 0) {
     wait_idle("first launch of a kernel: loading synchronises the context (lock model 4)");
   }
@@ -168,12 +170,13 @@ static CUresult launch_host(CUstream stream_handle, CUhostFn fn, void* data) {
   if (fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Stream> stream = find_stream(stream_handle);
   if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
-  if ((settings().lock_model & 2) != 0) {
-    wait_op(stream_tail(*stream), "cuLaunchHostFunc: the stream's host function (lock model 2)");
-  }
   Work work;
   work.kind = WorkKind::host;
   work.host = HostWork{fn, data};
+  if (auto r = capture_work(stream_handle, CU_GRAPH_NODE_TYPE_HOST, work)) return *r;
+  if ((settings().lock_model & 2) != 0) {
+    wait_op(stream_tail(*stream), "cuLaunchHostFunc: the stream's host function (lock model 2)");
+  }
   enqueue(*stream, std::move(work));
   return CUDA_SUCCESS;
 }

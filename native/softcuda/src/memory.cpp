@@ -244,7 +244,7 @@ std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
 using namespace softcuda;
 
 SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
-  SC_API(cuMemAlloc, kContext);
+  SC_API(cuMemAlloc, kContext | kUnsafe);
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, false, 0, &a); r != CUDA_SUCCESS) return r;
@@ -254,7 +254,7 @@ SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
 }
 
 SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
-  SC_API(cuMemFree, kContext);
+  SC_API(cuMemFree, kContext | kUnsafe);
   if (p == 0) return CUDA_SUCCESS;
   // Strict: the documented "may perform implicit synchronization" always happens (M5).
   if (settings().strict) wait_idle("cuMemFree: all work to finish");
@@ -274,7 +274,7 @@ SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
 }
 
 SC_EXPORT CUresult cuMemHostAlloc(void** out, size_t size, unsigned flags) {
-  SC_API(cuMemHostAlloc, kContext);
+  SC_API(cuMemHostAlloc, kContext | kUnsafe);
   if (out == nullptr || (flags & ~7u) != 0) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, true, flags, &a); r != CUDA_SUCCESS) return r;
@@ -283,7 +283,7 @@ SC_EXPORT CUresult cuMemHostAlloc(void** out, size_t size, unsigned flags) {
 }
 
 SC_EXPORT CUresult cuMemAllocHost_v2(void** out, size_t size) {
-  SC_API(cuMemAllocHost, kContext);
+  SC_API(cuMemAllocHost, kContext | kUnsafe);
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP, &a); r != CUDA_SUCCESS) return r;
@@ -308,12 +308,12 @@ static CUresult free_host(void* p, bool registered, CUresult missing) {
 }
 
 SC_EXPORT CUresult cuMemFreeHost(void* p) {
-  SC_API(cuMemFreeHost, kContext);
+  SC_API(cuMemFreeHost, kContext | kUnsafe);
   return free_host(p, false, CUDA_ERROR_INVALID_VALUE);
 }
 
 SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
-  SC_API(cuMemHostRegister, kContext);
+  SC_API(cuMemHostRegister, kContext | kUnsafe);
   if (p == nullptr || size == 0 || (flags & ~15u) != 0) return CUDA_ERROR_INVALID_VALUE;
   auto a = std::make_shared<Allocation>();
   a->size = size;
@@ -333,7 +333,7 @@ SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
 }
 
 SC_EXPORT CUresult cuMemHostUnregister(void* p) {
-  SC_API(cuMemHostUnregister, kContext);
+  SC_API(cuMemHostUnregister, kContext | kUnsafe);
   return free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 

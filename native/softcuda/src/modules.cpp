@@ -121,17 +121,17 @@ std::shared_ptr<Function> find_function(CUfunction handle) { return functions().
 using namespace softcuda;
 
 SC_EXPORT CUresult cuModuleLoadData(CUmodule* out, const void* image) {
-  SC_API(cuModuleLoadData, kContext);
+  SC_API(cuModuleLoadData, kContext | kUnsafe);
   return load(image, out);
 }
 
 SC_EXPORT CUresult cuModuleLoadDataEx(CUmodule* out, const void* image, unsigned, int*, void**) {
-  SC_API(cuModuleLoadDataEx, kContext);
+  SC_API(cuModuleLoadDataEx, kContext | kUnsafe);
   return load(image, out);
 }
 
 SC_EXPORT CUresult cuModuleUnload(CUmodule handle) {
-  SC_API(cuModuleUnload, kContext);
+  SC_API(cuModuleUnload, kContext | kUnsafe);
   if (settings().strict) wait_idle("cuModuleUnload: all work to finish");
   if (sticky() != CUDA_SUCCESS) return sticky();
   std::shared_ptr<Module> module = modules().take(handle);

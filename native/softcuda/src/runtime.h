@@ -72,7 +72,9 @@ enum : unsigned {
   kNoLock = 4,      // never waits for the modelled context lock
   kAfterFault = 8,  // still works after a fault
   kContext = 16,    // needs a current context on the calling thread
+  kUnsafe = 32,     // may be forbidden while a stream captures (cuThreadExchangeStreamCaptureMode)
 };
+CUresult capture_forbids_unsafe(const char* api);
 
 // Guards one call: bookkeeping of the GIL and of the calls in progress, refusal of calls from host
 // functions and destructors, sticky errors, the modelled context lock.

@@ -1,5 +1,5 @@
 // Streams and events.
-#include "scheduler.h"
+#include "capture.h"
 
 namespace softcuda {
 namespace {
@@ -42,6 +42,7 @@ SC_EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
   std::shared_ptr<Stream> stream = streams().take(handle);
   if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
   live_add(Kind::stream, -1);
+  capture_forget_stream(handle);
   abandon(*stream);
   return CUDA_SUCCESS;
 }
@@ -50,6 +51,7 @@ SC_EXPORT CUresult cuStreamSynchronize(CUstream handle) {
   SC_API(cuStreamSynchronize, kNoLock);
   std::shared_ptr<Stream> stream = find_stream(handle);
   if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  if (CUresult r = capture_forbids_stream(handle); r != CUDA_SUCCESS) return r;
   return wait_op(stream_tail(*stream), "cuStreamSynchronize: the stream's work");
 }
 
@@ -57,6 +59,7 @@ SC_EXPORT CUresult cuStreamQuery(CUstream handle) {
   SC_API(cuStreamQuery, kNoLock);
   std::shared_ptr<Stream> stream = find_stream(handle);
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (CUresult r = capture_forbids_stream(handle); r != CUDA_SUCCESS) return r;
   const bool done = is_done(stream_tail(*stream));
   if (sticky() != CUDA_SUCCESS) return sticky();
   return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
@@ -68,6 +71,7 @@ SC_EXPORT CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsi
   std::shared_ptr<Event> event = events().get(event_handle);
   if (!stream || !event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream or not an event");
   if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
+  if (auto r = capture_wait(handle, event_handle, flags == 1)) return *r;
   OpRef op = event_op(*event);
   if (op) enqueue(*stream, Work(), op);  // an event never recorded is complete
   return CUDA_SUCCESS;
@@ -125,48 +129,6 @@ SC_EXPORT CUresult cuStreamGetDevice(CUstream handle, CUdevice* out) {
   return CUDA_SUCCESS;
 }
 
-// Capture is not implemented, so no stream ever captures (status NONE).
-SC_EXPORT CUresult cuStreamIsCapturing(CUstream handle, int* status) {
-  SC_API(cuStreamIsCapturing, kNoLock);
-  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *status = 0;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream handle, int* status, uint64_t* id,
-                                             CUgraph* graph, const CUgraphNode** dependencies,
-                                             size_t* count) {
-  SC_API(cuStreamGetCaptureInfo, kNoLock);
-  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *status = 0;
-  if (id != nullptr) *id = 0;
-  if (graph != nullptr) *graph = nullptr;
-  if (dependencies != nullptr) *dependencies = nullptr;
-  if (count != nullptr) *count = 0;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream handle, int* status, uint64_t* id,
-                                             CUgraph* graph, const CUgraphNode** dependencies,
-                                             const CUgraphEdgeData** edges, size_t* count) {
-  if (edges != nullptr) *edges = nullptr;
-  return cuStreamGetCaptureInfo_v2(handle, status, id, graph, dependencies, count);
-}
-
-SC_EXPORT CUresult cuStreamBeginCapture_v2(CUstream, int) {
-  SC_API(cuStreamBeginCapture, kNoLock);
-  return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                "stream capture is not implemented; build graphs explicitly");
-}
-
-SC_EXPORT CUresult cuStreamEndCapture(CUstream, CUgraph*) {
-  SC_API(cuStreamEndCapture, kNoLock);
-  return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                "stream capture is not implemented; build graphs explicitly");
-}
-
 SC_EXPORT CUresult cuEventCreate(CUevent* out, unsigned flags) {
   SC_API(cuEventCreate, kContext);
   if (out == nullptr || flags > 7) return CUDA_ERROR_INVALID_VALUE;
@@ -184,32 +146,35 @@ SC_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
   SC_API(cuEventDestroy, 0);
   if (!events().take(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an event");
   live_add(Kind::event, -1);
+  capture_forget_event(handle);
   return CUDA_SUCCESS;
 }
 
-static CUresult record(CUevent event_handle, CUstream handle) {
+static CUresult record(CUevent event_handle, CUstream handle, bool external) {
   std::shared_ptr<Stream> stream = find_stream(handle);
   std::shared_ptr<Event> event = events().get(event_handle);
   if (!stream || !event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream or not an event");
+  if (auto r = capture_record(handle, event_handle, external)) return *r;
   set_event(*event, enqueue(*stream, Work()));
   return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuEventRecord(CUevent event, CUstream stream) {
   SC_API(cuEventRecord, 0);
-  return record(event, stream);
+  return record(event, stream, false);
 }
 
 SC_EXPORT CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) {
   SC_API(cuEventRecordWithFlags, 0);
   if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
-  return record(event, stream);
+  return record(event, stream, flags == 1);
 }
 
 SC_EXPORT CUresult cuEventQuery(CUevent handle) {
   SC_API(cuEventQuery, kNoLock);
   std::shared_ptr<Event> event = events().get(handle);
   if (!event) return CUDA_ERROR_INVALID_HANDLE;
+  if (CUresult r = capture_forbids_event(handle); r != CUDA_SUCCESS) return r;
   const bool done = is_done(event_op(*event));
   if (sticky() != CUDA_SUCCESS) return sticky();
   return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
@@ -219,6 +184,7 @@ SC_EXPORT CUresult cuEventSynchronize(CUevent handle) {
   SC_API(cuEventSynchronize, kNoLock);
   std::shared_ptr<Event> event = events().get(handle);
   if (!event) return CUDA_ERROR_INVALID_HANDLE;
+  if (CUresult r = capture_forbids_event(handle); r != CUDA_SUCCESS) return r;
   return wait_op(event_op(*event), "cuEventSynchronize: the event");
 }
 
@@ -227,6 +193,9 @@ SC_EXPORT CUresult cuEventElapsedTime_v2(float* ms, CUevent start_handle, CUeven
   std::shared_ptr<Event> start = events().get(start_handle), end = events().get(end_handle);
   if (!start || !end) return CUDA_ERROR_INVALID_HANDLE;
   if (ms == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  for (CUevent event : {start_handle, end_handle}) {
+    if (CUresult r = capture_forbids_event(event); r != CUDA_SUCCESS) return r;
+  }
   const OpRef a = event_op(*start), b = event_op(*end);
   if (!a || !b || ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) != 0) {
     return refuse(CUDA_ERROR_INVALID_HANDLE, "an event without timing, or never recorded");
