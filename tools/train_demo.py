@@ -399,7 +399,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=3, help="draft steps that the drafter is unrolled for"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="use 1 where others compute too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -417,9 +417,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not KEEP_MEMORY.keys() <= os.environ.keys():
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tools.train_demo", *sys.argv[1:]],
-            {**os.environ, **KEEP_MEMORY},
-        )
+        again = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, **KEEP_MEMORY})
     main()
