@@ -232,6 +232,22 @@ void start_watchdog() {
   });
 }
 
+namespace {
+// What is still alive when the process ends was left on purpose (or forgotten): counted as leaked,
+// and named where the log is on.
+__attribute__((destructor)) void report_rest() {
+  std::string rest;
+  for (size_t i = 0; i < kKinds; ++i) {
+    const long n = g_live[i].exchange(0);
+    g_leaked[i] += n;
+    if (n != 0 && i != static_cast<size_t>(Kind::context)) {
+      rest += std::string(rest.empty() ? "" : ", ") + kKindNames[i] + " " + std::to_string(n);
+    }
+  }
+  if (settings().log && !rest.empty()) log_line("softcuda: left at exit: " + rest);
+}
+}  // namespace
+
 }  // namespace softcuda
 
 using namespace softcuda;
