@@ -72,6 +72,13 @@ def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
     return image
 
 
+def address(function: Any) -> int:
+    """Address of a C function or ctypes callback, as the driver takes it."""
+    value = ctypes.cast(function, ctypes.c_void_p).value
+    assert value is not None
+    return value
+
+
 class Soft:
     """The soft device through the unmodified cuda.bindings, one per process."""
 

@@ -86,11 +86,15 @@ def test_sticky_error_answers_every_later_call():
 stream = s.stream()
 event = s.ok(d.cuEventCreate(0))
 called = []
-callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: called.append(1))
-s.launch(f("write_at"), 4, 8, p, np.int64(100), stream=stream)
-raw = ctypes.cast(callback, ctypes.c_void_p).value
-d.cuLaunchHostFunc_v2(stream, d.CUhostFn(raw), 0, 0)
-d.cuEventRecord(event, stream)
+gate = threading.Event()
+C = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+hold, callback = C(lambda _: gate.wait(20) and None), C(lambda _: called.append(1))
+raw = lambda c: d.CUhostFn(ctypes.cast(c, ctypes.c_void_p).value)
+s.ok(d.cuLaunchHostFunc_v2(stream, raw(hold), 0, 0))
+s.ok(s.launch(f("write_at"), 4, 8, p, np.int64(100), stream=stream))
+s.ok(d.cuLaunchHostFunc_v2(stream, raw(callback), 0, 0))
+s.ok(d.cuEventRecord(event, stream))
+gate.set()
 illegal = d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 assert d.cuStreamSynchronize(stream)[0] == illegal
 time.sleep(0.05)

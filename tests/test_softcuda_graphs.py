@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ extern "C" __global__ void spin_until(const volatile int* flag, int* out, int va
   *out = value;
 }
 """
-USLEEP = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+USLEEP = util.address(ctypes.CDLL(None).usleep)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -51,10 +52,6 @@ def graph(soft):
 
 def code(result) -> str:
     return result[0].name
-
-
-def address(callback) -> int:
-    return ctypes.cast(callback, ctypes.c_void_p).value
 
 
 def run(soft, graph, stream, launches: int = 1) -> None:
@@ -99,7 +96,7 @@ def test_every_node_type_in_one_chain(soft, module, stream, graph):
     n5 = soft.ok(
         soft.d.cuGraphAddMemcpyNode(graph, [n4], 1, copy_params(soft, host, b, 4), soft.context)
     )
-    soft.add_host(graph, [n5], address(callback))
+    soft.add_host(graph, [n5], util.address(callback))
     run(soft, graph, stream, 3)
     assert seen == [21, 21, 21]
     types = [soft.ok(soft.d.cuGraphNodeGetType(n)).value for n in (n0, n1, n2, n3)]
@@ -125,7 +122,7 @@ def test_branches_overlap_a_kernel_with_a_host_node(soft, module, stream, graph)
     soft.add_kernel(
         graph, [fork], soft.function(module, "spin_until"), 1, 1, alias, out, np.int32(9)
     )
-    soft.add_host(graph, [fork], address(callback))
+    soft.add_host(graph, [fork], util.address(callback))
     run(soft, graph, stream)
     assert soft.get(out, 1, np.int32)[0] == 9
     soft.free(out)
@@ -173,20 +170,22 @@ def test_random_graphs_respect_every_edge(soft, module, stream):
         n = 40
         graph = soft.ok(soft.d.cuGraphCreate(0))
         order: list[int] = []
-        callbacks, nodes, edges = [], [], []
+        callbacks: list[Any] = []
+        nodes: list[Any] = []
+        edges: list[tuple[int, int]] = []
         for i in range(n):
             wanted = [j for j in range(i) if rng.random() < 0.08]
             edges += [(j, i) for j in wanted]
             deps = [nodes[j] for j in wanted]
             if rng.random() < 0.4:
                 callbacks.append(CALLBACK(lambda _, i=i, order=order: order.append(i)))
-                nodes.append(soft.add_host(graph, deps, address(callbacks[-1])))
+                nodes.append(soft.add_host(graph, deps, util.address(callbacks[-1])))
             else:
                 # A device node is seen through a host node of its own right behind it.
                 log = soft.put(np.zeros(4, np.int32))
                 first = soft.add_kernel(graph, deps, append, 1, 1, log, np.int32(i))
                 callbacks.append(CALLBACK(lambda _, i=i, order=order: order.append(i)))
-                nodes.append(soft.add_host(graph, [first], address(callbacks[-1])))
+                nodes.append(soft.add_host(graph, [first], util.address(callbacks[-1])))
         run(soft, graph, stream, 2)
         assert len(order) == 2 * n
         for replay in (order[:n], order[n:]):
@@ -213,7 +212,7 @@ def test_structure_reads_back(soft, module, graph, tmp_path):
     assert {int(n) for n in roots[:count]} == {int(a), int(c)}
     kernel = soft.ok(soft.d.cuGraphKernelNodeGetParams(a))
     assert int(kernel.func) == int(add) and (kernel.gridDimX, kernel.blockDimY) == (3, 2)
-    table = (ctypes.c_void_p * 2).from_address(int(kernel.kernelParams))
+    table = (ctypes.c_uint64 * 2).from_address(int(kernel.kernelParams))
     assert ctypes.c_uint64.from_address(table[0]).value == p
     assert ctypes.c_int.from_address(table[1]).value == 77
     assert int(soft.ok(soft.d.cuGraphHostNodeGetParams(b)).userData) == 12
@@ -271,7 +270,7 @@ def test_set_params_change_later_launches_only(soft, module, stream, graph):
     append = soft.function(module, "append")
     gate = threading.Event()
     callback = CALLBACK(lambda _: gate.wait(10) and None)
-    hold = soft.add_host(graph, [], address(callback))
+    hold = soft.add_host(graph, [], util.address(callback))
     node = soft.add_kernel(graph, [hold], append, 1, 1, p, np.int32(1))
     executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
     soft.ok(soft.d.cuGraphLaunch(executable, stream))
@@ -425,7 +424,7 @@ def test_generic_node_creation(soft, module, stream, graph):
     params = d.CUgraphNodeParams()
     params.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
     host = d.CUDA_HOST_NODE_PARAMS_v2()
-    host.fn, host.userData, host.syncMode = d.CUhostFn(address(callback)), 0, 1
+    host.fn, host.userData, host.syncMode = d.CUhostFn(util.address(callback)), 0, 1
     params.host = host
     soft.ok(d.cuGraphAddNode(graph, [first], None, 1, params))
     run(soft, graph, stream)

@@ -212,6 +212,13 @@ assert d.cuDevicePrimaryCtxRelease(0)[0].name == "CUDA_ERROR_INVALID_CONTEXT"
     )
 
 
+def test_what_is_left_at_exit_is_named():
+    """With the log on, a process that closes nothing says at its end what it left."""
+    done = util.run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
+    assert done.returncode == 0
+    assert "softcuda: left at exit: device_memory 2, stream 1" in done.stderr
+
+
 def test_many_replays_and_updates_do_not_grow():
     """Thousands of launches and parameter updates leave the process's size as it was."""
     check(

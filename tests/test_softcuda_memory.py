@@ -123,7 +123,7 @@ def test_kernel_pointers_are_checked_at_launch(soft, copy):
 def test_pinned_memory_has_its_own_device_address(soft, copy):
     """Mapped pinned memory is one memory with two addresses; the host's is no kernel argument."""
     host = soft.ok(soft.d.cuMemHostAlloc(400, 1 | 2))
-    view = np.frombuffer((ctypes.c_char * 400).from_address(host), np.int32)
+    view = np.ctypeslib.as_array((ctypes.c_int32 * 100).from_address(host))
     view[:] = np.arange(100)
     alias = int(soft.ok(soft.d.cuMemHostGetDevicePointer(host, 0)))
     assert alias != host
@@ -198,7 +198,7 @@ def test_unified_copies_take_either_side(soft):
 def test_asynchronous_copies_take_pageable_sources_at_the_call(soft):
     """A pageable source may be overwritten as soon as an asynchronous copy has returned."""
     stream = soft.stream()
-    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    sleep = util.address(ctypes.CDLL(None).usleep)
     p = soft.alloc(1 << 16)
     source = np.full(1 << 14, 7, np.int32)
     soft.ok(soft.d.cuLaunchHostFunc_v2(stream, soft.d.CUhostFn(sleep), 30000, 0))
@@ -222,7 +222,8 @@ def test_poisoned_memory():
 
 def test_allocation_needs_a_current_context(soft):
     """A thread that made no context current cannot allocate; the context stack nests."""
-    d, names = soft.d, []
+    d = soft.d
+    names: list[str | int] = []
 
     def work() -> None:
         names.append(code(d.cuMemAlloc(16)))

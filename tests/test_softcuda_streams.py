@@ -22,7 +22,7 @@ extern "C" __global__ void wait_for(const volatile int* flag, int* seen) {
 extern "C" __global__ void __launch_bounds__(64) bounded(int* p) { p[threadIdx.x] = 1; }
 extern "C" __global__ void shared_user(int* p) { extern __shared__ int s[]; p[0] = s[0] * 0 + 3; }
 """
-USLEEP = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+USLEEP = util.address(ctypes.CDLL(None).usleep)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_streams_run_beside_each_other_and_events_order_them(soft, module):
     append = soft.function(module, "append")
     log = soft.put(np.zeros(10, np.int32))
     assert code(soft.d.cuEventQuery(event)) == "CUDA_SUCCESS"  # never recorded: complete
-    host(soft, a, ctypes.cast(callback, ctypes.c_void_p).value)
+    host(soft, a, util.address(callback))
     soft.ok(soft.d.cuEventRecord(event, a))
     soft.ok(soft.launch(append, 1, 1, log, np.int32(1), stream=b))
     soft.ok(soft.d.cuStreamSynchronize(b))  # b is free although a is held
@@ -95,7 +95,7 @@ def test_a_wait_binds_to_the_record_of_its_moment(soft, module):
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: gate.wait(10) and None)
     soft.ok(soft.d.cuEventRecord(event, a))
     soft.ok(soft.d.cuStreamWaitEvent(b, event, 0))
-    host(soft, a, ctypes.cast(callback, ctypes.c_void_p).value)
+    host(soft, a, util.address(callback))
     soft.ok(soft.d.cuEventRecord(event, a))
     soft.ok(soft.d.cuStreamSynchronize(b))
     assert code(soft.d.cuEventQuery(event)) == "CUDA_ERROR_NOT_READY"
@@ -136,7 +136,7 @@ def test_legacy_stream_joins_blocking_streams_only(soft, module):
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _, g=gate: g.wait(10) and None)
         for gate in gates
     ]
-    raw = [ctypes.cast(call, ctypes.c_void_p).value for call in calls]
+    raw = [util.address(call) for call in calls]
     p = soft.alloc(4)
     host(soft, other, raw[1])
     soft.ok(soft.d.cuMemsetD8Async(p, 1, 4, 0))
@@ -213,7 +213,7 @@ def test_host_functions_must_not_call_the_driver(soft):
         results.append(soft.d.cuDriverGetVersion()[0].name)
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body)
-    host(soft, stream, ctypes.cast(callback, ctypes.c_void_p).value)
+    host(soft, stream, util.address(callback))
     soft.ok(soft.d.cuStreamSynchronize(stream))
     assert results == ["CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_PERMITTED", "CUDA_SUCCESS"]
     soft.ok(soft.d.cuStreamDestroy(stream))
