@@ -1,0 +1,223 @@
+"""Equivalent forms of string constraints: ECMAScript patterns, formats, finite complements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from .rewrite_terms import Cannot
+
+__all__ = ["FORMATS", "ecma_pattern", "literals", "none_of", "quote"]
+
+ANY = r"[\x00-\u{10FFFF}]"
+_SPACE = r"\t-\r \xA0\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}\u{FEFF}"
+_LINE = r"[^\n\r\u{2028}\u{2029}]"
+
+
+def quote(text: str) -> str:
+    """A pattern of exactly this text."""
+    return "".join(c if c.isalnum() and c.isascii() else f"\\u{{{ord(c):X}}}" for c in text)
+
+
+def ecma_pattern(pattern: str) -> str:
+    """The same pattern for an engine with Unicode's idea of white space and stricter syntax.
+
+    ECMA-262 counts U+FEFF as white space and U+0085 not, ends a line at four characters, knows
+    ``\\cX``, and takes ``[``, ``&&``, ``--`` and ``~~`` in a class literally.
+
+    Raises
+    ------
+    Cannot
+        For look-around and back-references, which describe no regular language here.
+    """
+    out: list[str] = []
+    at, inside = 0, False
+    while at < len(pattern):
+        char, pair = pattern[at], pattern[at : at + 2]
+        if char == "\\":
+            piece, step = _escape(pattern, at, inside)
+            out.append(piece)
+            at += step
+            continue
+        if inside:
+            if char == "]":
+                inside = False
+            elif char == "[" and not pattern.startswith("[:", at):
+                char = "\\["
+            elif pair in ("&&", "--", "~~"):
+                char = "\\" + char
+        elif char == "[":
+            inside = True
+            if pattern.startswith(("[]", "[^]"), at):
+                raise Cannot("pattern", f"the empty class in {pattern!r} is not supported")
+        elif pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
+            raise Cannot("pattern", f"look-around in {pattern!r} cannot be enforced")
+        elif char == ".":
+            char = _LINE
+        elif char == "{" and not re.match(r"\{\d+(,\d*)?\}", pattern[at:]):
+            char = "\\{"
+        elif char == "}" and not re.search(r"\{\d+(,\d*)?$", pattern[:at]):
+            char = "\\}"
+        out.append(char)
+        at += 1
+    return "".join(out)
+
+
+def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
+    """The piece that an escape at this place becomes, and how many characters it took."""
+    char = pattern[at + 1 : at + 2]
+    control = re.match(r"\\c([A-Za-z])", pattern[at:])
+    if control:
+        return f"\\x{ord(control[1]) % 32:02X}", 3
+    if char == "s":
+        return (_SPACE if inside else f"[{_SPACE}]"), 2
+    if char == "S":
+        return _not_space(inside), 2
+    if char in "bB" and not inside:
+        raise Cannot("pattern", f"the word boundary in {pattern!r} cannot be enforced")
+    if char == "b" and inside:
+        return r"\x08", 2
+    if char.isdigit() and char != "0" and not inside:
+        raise Cannot("pattern", f"the back-reference in {pattern!r} cannot be enforced")
+    if char == "0":
+        return r"\x00", 2
+    surrogates = re.match(r"\\u([Dd][89ABab]..)\\u([Dd][C-Fc-f]..)", pattern[at:])
+    if surrogates:
+        high, low = int(surrogates[1], 16), int(surrogates[2], 16)
+        return f"\\u{{{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):X}}}", 12
+    braced = re.match(r"\\[uxpP]\{[^}]*\}", pattern[at:])
+    if braced:
+        return braced[0], len(braced[0])
+    if char == "/":
+        return "/", 2
+    return pattern[at : at + 2], 2
+
+
+def _not_space(inside: bool) -> str:
+    ranges, start = [], 0
+    spaces = sorted(
+        [*range(9, 14), 32, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F,
+         0x3000, 0xFEFF]
+    )  # fmt: skip
+    for code in [*spaces, 0x110000]:
+        if code > start:
+            ranges.append(f"\\u{{{start:X}}}-\\u{{{code - 1:X}}}")
+        start = code + 1
+    text = "".join(ranges)
+    return text if inside else f"[{text}]"
+
+
+def literals(pattern: str) -> list[str] | None:
+    """The strings of a pattern that is an anchored list of plain words; None if it is not."""
+    body = re.fullmatch(r"\^\(?(?:\?:)?([A-Za-z0-9 _:,@%#|-]*)\)?\$", pattern)
+    if body is None or ("|" in body[1] and "(" not in pattern):
+        return None
+    return body[1].split("|")
+
+
+def none_of(words: Iterable[str]) -> str:
+    """A pattern of every string but these, built along their common prefixes."""
+    tree: dict = {}
+    for word in words:
+        node = tree
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return f"^{_others(tree)}$"
+
+
+def _others(node: dict) -> str:
+    chars = [char for char in node if char]
+    options = []
+    if chars:
+        options.append(f"[^{''.join(quote(c) for c in chars)}]{ANY}*")
+        options += [f"{quote(char)}{_others(node[char])}" for char in chars]
+    else:
+        options.append(f"{ANY}+")
+    text = f"(?:{'|'.join(options)})"
+    return text if "" in node else text + "?"
+
+
+def _leap_seconds() -> tuple[str, str]:
+    """Two patterns of ``hh:mm:60`` with an offset whose intersection is 23:59:60 UTC.
+
+    The first ties the hours of time and offset together, the second the minutes: 24 + 60
+    alternatives instead of 1440. Ahead of UTC by h:m, local time is h:(m - 1), or (h - 1):59 when m
+    is 0; behind it by h:m, local time is (23 - h):(59 - m).
+    """
+    part, minute, late = r"(?:\.[0-9]+)?", "[0-5][0-9]", "(?:0[1-9]|[1-5][0-9])"
+    hours, minutes = [f"23:59:60{part}[Zz]"], [f"23:59:60{part}[Zz]"]
+    for h in range(24):
+        hours.append(f"{h:02}:{minute}:60{part}\\+{h:02}:{late}")
+        hours.append(f"{(h + 23) % 24:02}:59:60{part}\\+{h:02}:00")
+        hours.append(f"{23 - h:02}:{minute}:60{part}-{h:02}:{minute}")
+    hour = "(?:[01][0-9]|2[0-3])"
+    for m in range(60):
+        minutes.append(f"{hour}:{(m + 59) % 60:02}:60{part}\\+{hour}:{m:02}")
+        minutes.append(f"{hour}:{59 - m:02}:60{part}-{hour}:{m:02}")
+    return "|".join(hours), "|".join(minutes)
+
+
+def _dates() -> str:
+    leap4 = "(?:[02468][048]|[13579][26])"
+    leap = f"(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|{leap4}00)"
+    long = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    short = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    return f"(?:[0-9]{{4}}-{long}|{short}|{leap}-02-29)"
+
+
+def _formats() -> dict[str, tuple[str, ...]]:
+    offset = r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+    plain = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?{offset}"
+    times = tuple(f"(?:{plain}|{leap})" for leap in _leap_seconds())
+    v4 = r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}"
+    v4 += r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+    g = "[0-9A-Fa-f]{1,4}"
+    tail = f"(?:{g}:{g}|{v4})"
+    v6 = [f"(?:{g}:){{6}}{tail}", f"::(?:{g}:){{5}}{tail}"]
+    for before in range(1, 6):
+        lead = f"(?:{g}:){{0,{before - 1}}}{g}"
+        v6.append(f"(?:{lead})?::(?:{g}:){{{5 - before}}}{tail}")
+    v6 += [f"(?:(?:{g}:){{0,5}}{g})?::{g}", f"(?:(?:{g}:){{0,6}}{g})?::"]
+    date = _dates()
+    return {
+        "date": (f"^{date}$",),
+        "time": tuple(f"^{time}$" for time in times),
+        "date-time": tuple(f"^{date}[Tt]{time}$" for time in times),
+        "ipv6": (f"^(?:{'|'.join(v6)})$",),
+        "json-pointer": (r"^(?:/(?:[^/~]|~[01])*)*$",),
+        "relative-json-pointer": (r"^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^/~]|~[01])*)*)$",),
+        **_uris(v4, "|".join(v6)),
+    }
+
+
+def _uris(v4: str, v6: str) -> dict[str, tuple[str, ...]]:
+    """RFC 3986 references, RFC 3987's with the characters beyond ASCII, RFC 6570 templates."""
+    made: dict[str, tuple[str, ...]] = {}
+    for name, more in (("uri-reference", ""), ("iri", r"\xA0-\u{10FFFF}")):
+        free = rf"A-Za-z0-9._~!$&'()*+,;=\-{more}"
+        pct = "%[0-9A-Fa-f]{2}"
+        char = f"(?:[{free}:@]|{pct})"
+        segment, no_colon = f"{char}*", f"(?:[{free}@]|{pct})+"
+        future = rf"[vV][0-9A-Fa-f]+\.[{free}:]+"
+        host = rf"(?:\[(?:{v6}|{future})\]|(?:[{free}]|{pct})*)"
+        authority = f"(?:(?:[{free}:]|{pct})*@)?{host}(?::[0-9]*)?"
+        rooted = f"/(?:{char}+(?:/{segment})*)?"
+        net = f"//{authority}(?:/{segment})*"
+        tail = rf"(?:\?(?:{char}|[/?])*)?(?:#(?:{char}|[/?])*)?"
+        scheme = r"[A-Za-z][A-Za-z0-9+.\-]*:"
+        absolute = f"{scheme}(?:{net}|{rooted}|{char}+(?:/{segment})*|){tail}"
+        relative = f"(?:{net}|{rooted}|{no_colon}(?:/{segment})*|){tail}"
+        if name == "iri":
+            made["iri"] = (f"^{absolute}$",)
+            name = "iri-reference"
+        made[name] = (f"^(?:{absolute}|{relative})$",)
+    literal = r"""[^\x00-\x20"%<>\\^`{|}\x7F]|%[0-9A-Fa-f]{2}"""
+    var = r"(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2})(?:\.?(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*"
+    spec = rf"{var}(?::[1-9][0-9]{{0,3}}|\*)?"
+    made["uri-template"] = (rf"^(?:{literal}|\{{[+#./;?&=,!@|]?{spec}(?:,{spec})*\}})*$",)
+    return made
+
+
+#: Formats with a regular language, as patterns that must all match.
+FORMATS: dict[str, tuple[str, ...]] = _formats()

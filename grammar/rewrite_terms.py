@@ -1,0 +1,224 @@
+"""What the rewriting passes share: reasons, drafts, types, references."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+__all__ = [
+    "KINDS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape", "in_force",
+    "kinds_of", "meet", "standard_form", "value_kind", "word_set",
+]  # fmt: skip
+
+Kinds = frozenset[str]
+
+
+def word_set(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+#: The six types of JSON; ``integer`` stands in a set of types only where ``number`` does not.
+KINDS: Kinds = frozenset(("null", "boolean", "number", "string", "array", "object"))
+_SINCE = {
+    "contains": 6, "propertyNames": 6, "if": 7, "then": 7, "else": 7, "dependentRequired": 2019,
+    "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019,
+    "minContains": 2019, "maxContains": 2019, "$recursiveRef": 2019, "prefixItems": 2020,
+    "$dynamicRef": 2020,
+}  # fmt: skip
+_BESIDE_REF = word_set("$schema $defs definitions title description $comment")
+_DATA = word_set("enum const default examples example")
+_YEARS = {"03": 3, "04": 4, "06": 6, "07": 7, "2019-09": 2019, "2020-12": 2020}
+_DRAFT = re.compile(r"draft[-/](03|04|06|07|2019-09|2020-12)\b")
+
+
+class Reason(NamedTuple):
+    """Where in a schema something is not enforced as it stands, and why.
+
+    Attributes
+    ----------
+    pointer
+        JSON pointer of the subschema, as a URI fragment (``#/properties/a``).
+    keyword
+        The keyword in it.
+    why
+        One clause.
+    """
+
+    pointer: str
+    keyword: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.pointer}: {self.keyword}: {self.why}"
+
+
+class Cannot(Exception):
+    """No equivalent form of this keyword is known; the caller makes a `Reason` of it."""
+
+    def __init__(self, keyword: str, why: str):
+        super().__init__(f"{keyword}: {why}")
+        self.keyword, self.why = keyword, why
+
+
+def dialect(schema: Any, default: int) -> int:
+    """The draft a schema declares, as 3, 4, 6, 7, 2019 or 2020; ``default`` if it names none."""
+    uri = schema.get("$schema") if isinstance(schema, dict) else None
+    found = _DRAFT.search(uri) if isinstance(uri, str) else None
+    return _YEARS[found[1]] if found else default
+
+
+def in_force(keyword: str, draft: int) -> bool:
+    """Whether a draft knows the keyword; to one that does not, it is an annotation."""
+    return draft >= _SINCE.get(keyword, 0)
+
+
+def standard_form(root: Any, draft: int, ignored: list[tuple[str, str]]) -> Any:
+    """A copy without what the draft ignores: newer keywords, and what stands beside ``$ref``.
+
+    Parameters
+    ----------
+    root
+        The whole schema.
+    draft
+        3, 4, 6, 7, 2019 or 2020.
+    ignored
+        Takes the pointer and keyword of everything left out.
+    """
+    return _standard(root, draft, "#", ignored, names=False)
+
+
+def _standard(part: Any, draft: int, at: str, ignored: list[tuple[str, str]], names: bool) -> Any:
+    if isinstance(part, list):
+        return [_standard(p, draft, f"{at}/{i}", ignored, False) for i, p in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    alone = not names and draft <= 7 and isinstance(part.get("$ref"), str)
+    kept = {}
+    for key, value in part.items():
+        if not names and (
+            not in_force(key, draft) or (alone and key != "$ref" and key not in _BESIDE_REF)
+        ):
+            ignored.append((at, key))
+        elif not names and key in _DATA:
+            kept[key] = value
+        else:
+            maps = not names and key in (
+                "properties", "patternProperties", "$defs", "definitions", "dependencies",
+                "dependentSchemas",
+            )  # fmt: skip
+            kept[key] = _standard(value, draft, f"{at}/{escape(key)}", ignored, maps)
+    return kept
+
+
+def escape(name: object) -> str:
+    """A step of a JSON pointer."""
+    return str(name).replace("~", "~0").replace("/", "~1")
+
+
+def meet(one: Kinds, other: Kinds) -> Kinds:
+    """Types that are in both sets; a number that must be an integer is an integer."""
+    both = set(one & other)
+    if ("integer" in one and "number" in other) or ("integer" in other and "number" in one):
+        both.add("integer")
+    return frozenset(both - {"integer"} if "number" in both else both)
+
+
+def value_kind(value: Any) -> str:
+    """The JSON type of a parsed value; numbers are always ``number``."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    names = {str: "string", type(None): "null", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def kinds_of(schema: Any) -> Kinds:
+    """Types that a schema's own ``type``, ``const`` and ``enum`` leave open."""
+    if not isinstance(schema, dict):
+        return KINDS if schema is not False else frozenset()
+    kinds = KINDS
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        declared = [declared]
+    if isinstance(declared, list):
+        names = frozenset(k for k in declared if isinstance(k, str))
+        kinds = names - {"integer"} if "number" in names else names
+    if "const" in schema:
+        kinds = meet(kinds, frozenset((value_kind(schema["const"]),)))
+    if isinstance(schema.get("enum"), list):
+        kinds = meet(kinds, frozenset(value_kind(value) for value in schema["enum"]))
+    return kinds
+
+
+def any_of(options: list[Any]) -> Any:
+    """The union of schemas, without the impossible ones and repetitions."""
+    kept: list[Any] = []
+    for option in options:
+        if option is True:
+            return True
+        if option is not False and option not in kept:
+            kept.append(option)
+    if not kept:
+        return False
+    return kept[0] if len(kept) == 1 else {"anyOf": kept}
+
+
+class References:
+    """Local references of one schema document.
+
+    Parameters
+    ----------
+    root
+        The whole schema.
+    """
+
+    def __init__(self, root: Any):
+        self._root = root
+        base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
+        self._base = base.rstrip("#") if isinstance(base, str) else ""
+        self._nested = _has_nested_id(root)
+
+    def pointer(self, reference: Any) -> str | None:
+        """The JSON pointer that a reference means; None if it is not a plain local one."""
+        if not isinstance(reference, str) or self._nested:
+            return None
+        if self._base and reference.startswith(self._base + "#"):
+            reference = reference[len(self._base) :]
+        if reference == "#" or reference.startswith("#/"):
+            return reference[1:]
+        return None
+
+    def resolve(self, reference: Any) -> Any:
+        """The schema a reference stands for; `Cannot` if it is remote, by name or missing."""
+        pointer = self.pointer(reference)
+        if pointer is None:
+            raise Cannot("$ref", f"{reference!r} is not a plain pointer into this schema")
+        target = self._root
+        for step in pointer.split("/")[1:]:
+            key = _unquote(step).replace("~1", "/").replace("~0", "~")
+            try:
+                target = target[int(key)] if isinstance(target, list) else target[key]
+            except (KeyError, ValueError, IndexError, TypeError):
+                raise Cannot("$ref", f"{reference!r} points to nothing") from None
+        return target
+
+
+def _unquote(step: str) -> str:
+    return re.sub(r"%([0-9A-Fa-f]{2})", lambda m: chr(int(m[1], 16)), step)
+
+
+def _has_nested_id(root: Any) -> bool:
+    """Whether a subschema seems to have a base of its own (a property named id does not count)."""
+    pending = list(root.values()) if isinstance(root, dict) else []
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict):
+            for key in ("$id", "id"):
+                if isinstance(part.get(key), str) and not part[key].startswith("#"):
+                    return True
+            pending += part.values()
+    return False

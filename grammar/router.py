@@ -1,0 +1,163 @@
+"""Chooses a grammar backend for a JSON schema, and tells the truth about what it will enforce."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import GrammarError
+from .preflight import available_backends, compile_cost, refusals, subschemas, unsatisfiable
+from .rewrite import rewrite
+from .rewrite_terms import Reason
+
+__all__ = ["Reason", "Route", "check_output", "route"]
+
+_MOST_REASONS = 20
+
+
+@dataclass(frozen=True)
+class Route:
+    """What is to be done with a schema.
+
+    Attributes
+    ----------
+    backend
+        ``"llguidance"``, ``"xgrammar"``, or None if no backend takes the schema even loosely.
+    schema
+        What to give to it: the schema, rewritten where the rewriting is equivalent. If not
+        ``exact``, the parts named in ``reasons`` are missing.
+    exact
+        Whether exactly the texts of values that satisfy the schema can be produced, in the
+        spelling that grammars use: properties in the schema's order, integers without fraction.
+    reasons
+        Why it is not exact: JSON pointer, keyword, why.
+    rewritten
+        What was rewritten, in the same form.
+    """
+
+    backend: str | None
+    schema: Any
+    exact: bool
+    reasons: tuple[Reason, ...] = ()
+    rewritten: tuple[Reason, ...] = ()
+
+    def refusal(self) -> str:
+        """The reasons as one sentence."""
+        named = "; ".join(str(reason) for reason in self.reasons[:5])
+        more = len(self.reasons) - 5
+        return f"cannot be enforced: {named}" + (f"; and {more} more" if more > 0 else "")
+
+
+def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 2020) -> Route:
+    """Find the backend that enforces a schema exactly, or the one that comes closest.
+
+    Parameters
+    ----------
+    schema
+        Parsed JSON schema: an object or a boolean. It is not changed.
+    backends
+        Names of the backends to choose from, best first; default: those installed.
+    draft
+        Draft of schemas that do not name theirs: 3, 4, 6, 7, 2019 or 2020.
+
+    Returns
+    -------
+    Route
+        The same for the same arguments. Nothing is loosened silently: whatever the route does not
+        enforce stands in ``reasons``, and then ``exact`` is False.
+
+    Raises
+    ------
+    GrammarError
+        If no backend is given, or one is unknown.
+    """
+    names = available_backends() if backends is None else tuple(backends)
+    unknown = [name for name in names if name not in ("llguidance", "xgrammar")]
+    if unknown or not names:
+        raise GrammarError(
+            f"router: backends are {list(names)}; needs some of llguidance and xgrammar"
+        )
+    oracle = unsatisfiable if "llguidance" in names else None
+    new = rewrite(schema, draft=draft, oracle=oracle)
+    attempts = [
+        _llguidance(new.schema, new.lost) if name == "llguidance" else _xgrammar(schema, new.schema)
+        for name in names
+    ]
+    best = min(attempts, key=lambda attempt: (not attempt.exact, attempt.backend is None))
+    return Route(
+        best.backend, best.schema, best.exact, best.reasons[:_MOST_REASONS], new.changed
+    )
+
+
+def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
+    """With LLGuidance; keywords that it refuses are taken out one by one, and named."""
+    reasons = list(lost)
+    if schema is False:
+        return Route(None, schema, False, (Reason("#", "schema", "allows no output"),))
+    if schema is True:
+        schema = {}
+    loose = schema
+    while found := refusals(loose, "llguidance"):
+        reasons += found
+        reason = found[0]
+        if loose is schema:
+            loose = copy.deepcopy(schema)
+        part = dict(subschemas(loose)).get(reason.pointer, {})
+        if reason.keyword not in part or len(reasons) > _MOST_REASONS:
+            return Route(None, schema, False, tuple(reasons))
+        del part[reason.keyword]
+    return Route("llguidance", loose, not reasons, tuple(reasons))
+
+
+def _xgrammar(schema: Any, rewritten: Any) -> Route:
+    """With XGrammar; a rewritten schema only where no pattern has been translated in it."""
+    if schema is False or rewritten is False:
+        return Route(None, schema, False, (Reason("#", "schema", "allows no output"),))
+    if _patterns(rewritten) <= _patterns(schema) and not refusals(rewritten, "xgrammar"):
+        return Route("xgrammar", rewritten, True)
+    reasons = tuple(refusals(schema, "xgrammar"))
+    backend = None if compile_cost(schema) else "xgrammar"
+    return Route(backend, schema, not reasons, reasons)
+
+
+def _patterns(schema: Any) -> set[str]:
+    found: set[str] = set()
+    for _, part in subschemas(schema):
+        if isinstance(part.get("pattern"), str):
+            found.add(part["pattern"])
+        found.update(part.get("patternProperties") or ())
+    return found
+
+
+def check_output(schema: Any, text: str) -> bool:
+    """Whether a finished text is JSON that satisfies the schema, formats included.
+
+    Used to mark the outputs of inexact routes. Needs the package ``jsonschema``.
+
+    Raises
+    ------
+    GrammarError
+        If ``jsonschema`` is not installed, or it cannot judge the schema.
+    """
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise GrammarError(
+            "checking an output needs jsonschema; install it with: pip install jsonschema"
+        ) from error
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    judge = jsonschema.validators.validator_for(
+        schema, default=jsonschema.validators.Draft202012Validator
+    )
+    try:
+        return judge(schema, format_checker=judge.FORMAT_CHECKER).is_valid(value)
+    except Exception as error:  # an unresolvable reference, a bad pattern: not the output's fault
+        raise GrammarError(f"JSON schema: an output cannot be checked: {error}") from error
+
+
