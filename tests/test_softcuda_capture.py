@@ -121,7 +121,7 @@ def test_fork_and_join_through_events(soft, module, stream, other, event) -> Non
     soft.ok(soft.d.cuEventRecord(event, stream))
     soft.ok(soft.d.cuStreamWaitEvent(other, event, 0))
     assert status(soft, other) == 1
-    soft.ok(soft.d.cuMemcpyDtoDAsync(b, a, 4, other))
+    soft.ok(soft.d.cuMemsetD32Async(b, 1, 1, other))  # the branches share no data
     soft.launch(scale, 1, 1, b, np.int32(10), stream=other)
     soft.launch(add, 1, 1, a, np.int32(4), stream=stream)
     soft.ok(soft.d.cuEventRecord(back, other))
