@@ -19,9 +19,8 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, OptionError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.grammar.decoder import GuidedRequest
 from graft.models.admission import Admission
 from graft.models.assembly import (
     DEFAULT_LENGTH,
@@ -31,6 +30,8 @@ from graft.models.assembly import (
     read_configs,
 )
 from graft.models.errors import RequestError
+from graft.models.interrupt import Shield
+from graft.models.replay import Replays
 from graft.models.request import (
     DEVICE_REASONS,
     VERIFY_MODES,
@@ -38,14 +39,13 @@ from graft.models.request import (
     Output,
     Request,
 )
-from graft.models.round import PARTS, STAMPS, RoundGraph, RoundScratch
+from graft.models.round import RoundGraph, RoundScratch
 from graft.models.running import Running
 from graft.models.stats import EngineStats
 from graft.models.tokenizer import Tokenizer
 
 #: A slot that commits nothing for so many rounds on end is stuck, not late.
 MAX_STALLS = 256
-ROUND_DEADLINE_S = 120.0
 REFUSED_TOKEN = "the grammar refused a token that verification had accepted"
 
 
@@ -135,15 +135,14 @@ class Engine:
         self._lane = StreamLane(built.stream)
         self._admission = Admission(options, tokenizer, config.vocab_size, built.compiler)
         self.stats = EngineStats(draft_length=options.draft_length)
-        self._replay = 0
-        self._launched = 0
+        self._replays = Replays(built.parts, built.stream)
         self._bucket = 0
         self._ids = itertools.count()
         self._epochs = itertools.count(1)
         self._waiting: list[Running] = []
         self._active: dict[int, Running] = {}
         self._free = list(range(max_batch_size))
-        self._ended: list[Event] = []
+        self._events: list[Event] = []
         self._closed = False
         self.rounds: dict[int, RoundGraph] = {}
         try:
@@ -157,9 +156,9 @@ class Engine:
         scratch = RoundScratch(self._parts, self.options.max_batch_size)
         for size in buckets(self.options.max_batch_size):
             self.rounds[size] = RoundGraph(self._parts, scratch, size)
-            self._launch(size, [])
-            self._await(self._replay)
-            self._parts.outputs.consumed(self._replay)
+            self._replays.launch(self.rounds[size], [])
+            self._replays.wait(self.stats, Shield())
+            self._replays.finish()
             self.stats.idle_launches += 1
 
     # Requests ---------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished or has an event to deliver."""
-        return bool(self._waiting or self._active or self._ended)
+        return bool(self._waiting or self._active or self._events)
 
     def step(self) -> list[Event]:
         """Let ready requests join, run one round, and return what it brought.
@@ -208,17 +207,19 @@ class Engine:
         ------
         DeviceError, HostWorkError
             When the device or the round itself failed; nothing can run on this engine then.
+        KeyboardInterrupt
+            While the device works; nothing is lost, and the next step goes on from there.
         """
-        self._admit()
-        if self._active:
-            events = self._round()
-        else:
-            events = []
-            pending = [r.grammar for r in self._waiting if r.grammar is not None]
-            if pending and not self._ended:
-                wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-        ended, self._ended = self._ended, []
-        return events + ended
+        with Shield() as shield:
+            self._admit()
+            if self._active or self._replays.pending is not None:
+                self._events[:0] = self._round(shield)
+            else:
+                pending = [r.grammar for r in self._waiting if r.grammar is not None]
+                if pending and not self._events:
+                    wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+        events, self._events = self._events, []
+        return events
 
     def _admit(self) -> None:
         """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
@@ -272,93 +273,49 @@ class Engine:
         self.stats.prefill_tokens += length - 1
         return True
 
-    def _round(self) -> list[Event]:
-        rows = list(self._active.values())
-        size = next(s for s in self.rounds if s >= len(rows))
-        self.stats.bucket_changes += size != self._bucket
-        self._bucket = size
-        before = self._launched
-        self._launch(size, rows)
-        self.stats.rounds += 1
-        self.stats.launches += self._launched - before
-        self._await(self._replay)
+    def _round(self, shield: Shield) -> list[Event]:
+        """Launch a round and read it; after an interrupt, read the one that was launched."""
+        replays = self._replays
+        if replays.pending is None:
+            rows = list(self._active.values())
+            size = next(s for s in self.rounds if s >= len(rows))
+            self.stats.bucket_changes += size != self._bucket
+            self._bucket = size
+            before = replays.launched
+            replays.launch(self.rounds[size], rows)
+            self.stats.rounds += 1
+            self.stats.launches += replays.launched - before
+        replays.wait(self.stats, shield)
         events = [
             event
-            for b, running in enumerate(rows)
-            if (event := self._collect(b, running)) is not None
+            for b, running in enumerate(replays.pending or [])
+            if running.slot >= 0 and (event := self._collect(b, running)) is not None
         ]
-        self._parts.outputs.consumed(self._replay)
+        replays.finish()
         return events
-
-    def _launch(self, size: int, rows: list[Running]) -> None:
-        """Publish one replay and launch it."""
-        parts = self._parts
-        replay = self._replay + 1
-        entry = replay % parts.inputs.entries
-        parts.timeline.field("ns").array[entry] = 0
-        slots = parts.inputs.field("slot").array[entry]
-        slots[:] = -1
-        slots[: len(rows)] = [r.slot for r in rows]
-        guided = [GuidedRequest(r.slot, r.epoch, r.matcher, len(r.prompt) - 1) for r in rows]
-        parts.decoder.publish(replay, guided)
-        parts.inputs.publish(replay)
-        parts.outputs.reserve(replay)
-        self._replay = replay
-        self.rounds[size].exec.launch(self._built.stream)
-        self._launched += 1
-
-    def _await(self, replay: int) -> None:
-        """Wait until verification has published its results; then the replay before is over."""
-        parts = self._parts
-        deadline = time.monotonic() + ROUND_DEADLINE_S
-        while True:
-            try:
-                parts.outputs.poll(replay, timeout_s=1.0)
-                break
-            except DeadlineError as error:
-                self._built.stream.query()  # a faulted device says so here
-                if time.monotonic() > deadline:
-                    raise DeviceError(
-                        f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
-                    ) from error
-        parts.inputs.consumed(replay)
-        if replay > 1:
-            parts.decoder.retire(replay - 1)
-            self._time_parts(replay - 1)
-
-    def _time_parts(self, replay: int) -> None:
-        timeline = self._parts.timeline
-        ns = dict(zip(STAMPS, timeline.field("ns").array[replay % timeline.slots], strict=True))
-        for name, start, end in PARTS:
-            if ns[start] > 0 and ns[end] > 0:
-                took = int(ns[end] - ns[start])
-                self.stats.part_ns[name] = self.stats.part_ns.get(name, 0) + took
 
     def _collect(self, b: int, running: Running) -> Event | None:
         """Take row `b`'s results; ends the request when device or stop strings say so."""
-        outputs = self._parts.outputs
-        entry = self._replay % outputs.entries
-        slot, count, reason, accepted, tested = (
-            int(outputs.field(name).array[entry, b])
-            for name in ("slot", "count", "reason", "accepted", "draft_len")
-        )
-        if slot != running.slot:
+        row = self._replays.row(b)
+        if row.slot != running.slot:
             raise GraftError(
-                f"row {b} of replay {self._replay} answered for slot {slot}, not {running.slot}"
+                f"row {b} of replay {self._replays.number} answered for slot {row.slot}, "
+                f"not {running.slot}"
             )
-        tokens = [int(t) for t in outputs.field("tokens").array[entry, b, :count]]
-        output = running.output
-        self.stats.count_row(count, tested, accepted)
-        running.stalls = 0 if count or reason else running.stalls + 1
-        output.rounds += count > 0
-        output.drafted += tested if count else 0
-        output.accepted += accepted if count else 0
+        tokens, output = row.tokens, running.output
+        self.stats.count_row(len(tokens), row.tested, row.accepted)
+        running.stalls = 0 if tokens or row.reason else running.stalls + 1
+        if tokens:
+            output.rounds += 1
+            output.drafted += row.tested
+            output.accepted += row.accepted
         text, stopped = running.push(tokens)
         if stopped:
             self._end(running, "stop_string", text=text, tokens=tokens)
-        elif reason:
-            error = REFUSED_TOKEN if DEVICE_REASONS[reason] == "error" else None
-            self._end(running, DEVICE_REASONS[reason], error, text=text, tokens=tokens)
+        elif row.reason:
+            reason = DEVICE_REASONS[row.reason]
+            error = REFUSED_TOKEN if reason == "error" else None
+            self._end(running, reason, error, text=text, tokens=tokens)
         elif running.stalls > MAX_STALLS:
             self._end(running, "error", f"no mask row came for {MAX_STALLS} rounds")
         elif tokens:
@@ -369,7 +326,7 @@ class Engine:
 
     def _refuse(self, output: Output, error: GraftError) -> None:
         output.reason, output.error = "refused", str(error)
-        self._ended.append(Event(output.id, (), "", output))
+        self._events.append(Event(output.id, (), "", output))
 
     def _end(
         self,
@@ -398,7 +355,7 @@ class Engine:
             running.slot, running.matcher = -1, None
         else:
             self._waiting.remove(running)
-        self._ended.append(Event(running.id, tuple(tokens), text, running.output))
+        self._events.append(Event(running.id, tuple(tokens), text, running.output))
 
     # Driving ----------------------------------------------------------------------------------
 
@@ -408,15 +365,17 @@ class Engine:
         Leaving the iterator early, or Ctrl-C, cancels what is unfinished.
         """
         mine = {self.submit(request) for request in requests}
+        left = set(mine)
         try:
-            while mine:
+            while left:
                 for event in self.step():
-                    if event.id in mine:
-                        mine -= {event.id} if event.finished else set()
+                    if event.id in left:
+                        left -= {event.id} if event.finished else set()
                         yield event
         finally:
-            for request_id in mine:
+            for request_id in left:
                 self.cancel(request_id)
+            self._events = [event for event in self._events if event.id not in mine]
 
     def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
         """Run requests together and return their outputs in the same order.
@@ -459,14 +418,12 @@ class Engine:
         for running in [*self._waiting, *self._active.values()]:
             self._end(running, "cancelled")
         self._drain()
-        del self._built, self._parts, self._lane, self._admission
+        del self._built, self._parts, self._lane, self._admission, self._replays
         gc.collect()  # reference cycles must not keep device memory until some later collection
         self.device.rest()
 
     def _drain(self) -> None:
-        self._built.stream.synchronize()
-        if self._replay:
-            self._parts.decoder.retire(self._replay)
+        self._replays.drain()
         for graph in self.rounds.values():
             graph.close()
         self.rounds.clear()
