@@ -74,8 +74,11 @@ class Finding(NamedTuple):
 
 
 def available_backends() -> tuple[str, ...]:
-    """Backends that are installed, in order of preference."""
-    return tuple(name for name in BACKENDS if importlib.util.find_spec(name) is not None)
+    """Backends that are installed and that this graft can drive, in order of preference."""
+    return tuple(
+        name for name in BACKENDS
+        if importlib.util.find_spec(name) and importlib.util.find_spec(f"graft.grammar.{name}")
+    )  # fmt: skip
 
 
 def preflight(schema: Any, backend: str) -> list[Finding]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .rewrite_terms import Cannot, References, kinds_of, meet, value_kind
+from .rewrite_terms import KINDS, Cannot, Kinds, References, kinds_of, meet, value_kind
 
 __all__ = ["Disjointness"]
 
@@ -40,34 +40,35 @@ class Disjointness:
         self._definitions = definitions
         self._budget = budget
 
-    def proved(self, one: Any, other: Any, base: Any = True) -> bool:
-        """Whether nothing fits ``base`` and both schemas."""
-        if self._apart(one, other, _DEPTH):
+    def proved(self, one: Any, other: Any, base: Any = True, kinds: Kinds = KINDS) -> bool:
+        """Whether no value of these types fits ``base`` and both schemas."""
+        if self._apart(one, other, kinds, _DEPTH):
             return True
         if self._oracle is None or self._budget <= 0:
             return False
         self._budget -= 1
-        return self._oracle({**self._definitions, "allOf": [base, one, other]})
+        typed = True if kinds == KINDS else {"type": sorted(kinds)}
+        return self._oracle({**self._definitions, "allOf": [base, one, other, typed]})
 
-    def _apart(self, one: Any, other: Any, depth: int) -> bool:
+    def _apart(self, one: Any, other: Any, kinds: Kinds, depth: int) -> bool:
         if one is False or other is False:
             return True
         if not isinstance(one, dict) or not isinstance(other, dict) or depth == 0:
             return False
         for first, second in ((one, other), (other, one)):
             for part in self._conjuncts(first):
-                if self._apart(part, second, depth - 1):
+                if self._apart(part, second, kinds, depth - 1):
                     return True
             for keyword in ("anyOf", "oneOf"):
                 parts = first.get(keyword)
                 if isinstance(parts, list) and all(
-                    self._apart(part, second, depth - 1) for part in parts
+                    self._apart(part, second, kinds, depth - 1) for part in parts
                 ):
                     return True
         values, others = _values(one), _values(other)
         if values is not None and others is not None:
             return not any(_same(a, b) for a in values for b in others)
-        common = meet(kinds_of(one), kinds_of(other))
+        common = meet(kinds, meet(kinds_of(one), kinds_of(other)))
         if not common:
             return True
         if common == {"object"}:
@@ -101,7 +102,7 @@ class Disjointness:
             required = schema.get("required")
             names.update(dict.fromkeys(required if isinstance(required, list) else ()))
         return any(
-            self._apart(_property(one, name), _property(other, name), depth - 1)
+            self._apart(_property(one, name), _property(other, name), KINDS, depth - 1)
             for name in names
             if isinstance(name, str)
         )

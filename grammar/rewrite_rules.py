@@ -10,7 +10,16 @@ from .rewrite_disjoint import Disjointness
 from .rewrite_negate import Negation
 from .rewrite_objects import dependencies, distinct, property_count, property_names
 from .rewrite_strings import FORMATS, ecma_pattern
-from .rewrite_terms import Cannot, Kinds, Reason, References, kinds_of, meet, word_set
+from .rewrite_terms import (
+    Cannot,
+    Kinds,
+    Reason,
+    References,
+    any_of,
+    kinds_of,
+    meet,
+    word_set,
+)
 
 __all__ = ["RULES", "Site", "Tools", "property_counts", "relevant"]
 
@@ -107,7 +116,11 @@ def _one_of(tools: Tools, value: Any, site: Site) -> None:
             names = _closed_names(value[i], tools.references)
             if names is None:
                 names = _closed_names(site.schema, tools.references)
-            others = [tools.negation.of(value[j], kinds, names) for j in overlaps.get(i, ())]
+            others = [
+                _share_only_empty(tools, value[i], value[j])
+                or _without(tools, (value[i], value[j]), base, kinds, names)
+                for j in overlaps.get(i, ())
+            ]
             if False not in others:
                 apart = [tools.fresh(o, f"{here}/{i}", kinds) for o in others if o is not True]
                 options.append({"allOf": [part, *apart]} if apart else part)
@@ -117,6 +130,42 @@ def _one_of(tools: Tools, value: Any, site: Site) -> None:
         return
     tools.note(site.at, "oneOf", "its overlapping options exclude each other explicitly")
     site.extra.append({"anyOf": options} if options else False)
+
+
+def _without(
+    tools: Tools, pair: tuple[Any, Any], base: Any, kinds: Kinds, names: frozenset[str] | None
+) -> Any:
+    """What else to ask of the first of a pair so that the second refuses it.
+
+    Values of types of which they share none need nothing more.
+    """
+    shared = frozenset(
+        kind for kind in kinds
+        if not tools.disjoint.proved(*pair, base, frozenset((kind,)))
+    )  # fmt: skip
+    if shared == kinds:
+        return tools.negation.of(pair[1], kinds, names)
+    options: list[Any] = [{"type": sorted(kinds - shared)}]
+    rest = tools.negation.of(pair[1], shared, names) if shared else False
+    if rest is not False:
+        options.append({"allOf": [{"type": sorted(shared)}, rest]})
+    return any_of(options)
+
+
+def _share_only_empty(tools: Tools, one: Any, other: Any) -> dict[str, Any] | None:
+    """What else to ask of the first, if nothing but ``[]`` or ``{}`` fits both."""
+    one, other = tools.references.followed(one), tools.references.followed(other)
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return None
+    kind = one.get("type")
+    part, least = {"array": ("items", "minItems"), "object": ("additionalProperties",
+                   "minProperties")}.get(str(kind), ("", ""))  # fmt: skip
+    for schema in (one, other):
+        if schema.get("type") != kind or not isinstance(schema.get(part), dict):
+            return None
+        if schema.keys() & {"properties", "patternProperties", "prefixItems", "$ref"}:
+            return None
+    return {least: 1} if tools.disjoint.proved(one[part], other[part]) else None
 
 
 def _not(tools: Tools, value: Any, site: Site) -> None:
@@ -247,12 +296,7 @@ def _is_of(value: Any, kinds: Kinds) -> bool:
 
 def _closed_names(schema: Any, references: References) -> frozenset[str] | None:
     """The only names that properties can have, if a schema says so itself."""
-    try:
-        for _ in range(8):
-            if isinstance(schema, dict) and "$ref" in schema:
-                schema = references.resolve(schema["$ref"])
-    except Cannot:
-        return None
+    schema = references.followed(schema)
     if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
         return None
     if schema.get("patternProperties"):

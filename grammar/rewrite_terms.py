@@ -190,6 +190,17 @@ class References:
             return reference[1:]
         return None
 
+    def followed(self, schema: Any) -> Any:
+        """What a schema that is a plain reference stands for; other schemas as they are."""
+        for _ in range(8):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            try:
+                schema = self.resolve(schema["$ref"])
+            except Cannot:
+                break
+        return schema
+
     def resolve(self, reference: Any) -> Any:
         """The schema a reference stands for; `Cannot` if it is remote, by name or missing."""
         pointer = self.pointer(reference)

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import GrammarError
-from .preflight import available_backends, compile_cost, refusals, subschemas, unsatisfiable
+from .preflight import (
+    BACKENDS,
+    available_backends,
+    compile_cost,
+    refusals,
+    subschemas,
+    unsatisfiable,
+)
 from .rewrite import rewrite
 from .rewrite_terms import Reason
 
-__all__ = ["Reason", "Route", "check_output", "route"]
+__all__ = ["Reason", "Route", "check_output", "route", "route_named"]
 
 _MOST_REASONS = 20
 
@@ -83,13 +90,35 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
     oracle = unsatisfiable if "llguidance" in names else None
     new = rewrite(schema, draft=draft, oracle=oracle)
     attempts = [
-        _llguidance(new.schema, new.lost) if name == "llguidance" else _xgrammar(schema, new.schema)
+        _llguidance(new.schema, new.lost)
+        if name == "llguidance"
+        else _xgrammar(schema, new.schema, new.lost)
         for name in names
     ]
     best = min(attempts, key=lambda attempt: (not attempt.exact, attempt.backend is None))
     return Route(
         best.backend, best.schema, best.exact, best.reasons[:_MOST_REASONS], new.changed
     )
+
+
+def route_named(schema: Any, backend: str) -> Route:
+    """`route` by the name a user gives: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
+
+    Raises
+    ------
+    GrammarError
+        If the name is unknown, or that backend is not installed.
+    """
+    available = available_backends()
+    if backend == "auto":
+        return route(schema, available)
+    if backend not in BACKENDS:
+        raise GrammarError(
+            f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
+        )
+    if backend not in available:
+        raise GrammarError(f"grammar backend {backend!r} is not available here")
+    return route(schema, (backend,))
 
 
 def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
@@ -112,11 +141,12 @@ def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
     return Route("llguidance", loose, not reasons, tuple(reasons))
 
 
-def _xgrammar(schema: Any, rewritten: Any) -> Route:
+def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
     """With XGrammar; a rewritten schema only where no pattern has been translated in it."""
     if schema is False or rewritten is False:
         return Route(None, schema, False, (Reason("#", "schema", "allows no output"),))
-    if _patterns(rewritten) <= _patterns(schema) and not refusals(rewritten, "xgrammar"):
+    translated = _patterns(rewritten) - _patterns(schema)
+    if not lost and not translated and not refusals(rewritten, "xgrammar"):
         return Route("xgrammar", rewritten, True)
     reasons = tuple(refusals(schema, "xgrammar"))
     backend = None if compile_cost(schema) else "xgrammar"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import GrammarError
+from .router import route_named
 from .schema_audit import unenforced_keywords
 
 __all__ = ["GrammarSpec"]
@@ -36,6 +37,11 @@ class GrammarSpec:
     partial
         ``False``: a grammar of which XGrammar cannot enforce a part is refused. ``True``: it is
         taken, and the output may violate that part.
+    backend
+        The backend that compiles it.
+    source
+        The user's schema where the router has rewritten it; ``text`` is what is compiled. With
+        ``partial``, finished outputs are to be checked against it (`graft.grammar.check_output`).
     """
 
     kind: Kind
@@ -44,11 +50,13 @@ class GrammarSpec:
     any_whitespace: bool = False
     strict: bool = True
     partial: bool = False
+    backend: str = "xgrammar"
+    source: str = ""
 
     @property
     def schema(self) -> Any:
-        """The parsed JSON schema, or None where the grammar is not one."""
-        return json.loads(self.text) if self.kind == "json_schema" else None
+        """The user's JSON schema, parsed, or None where the grammar is not one."""
+        return json.loads(self.source or self.text) if self.kind == "json_schema" else None
 
     @classmethod
     def json_schema(
@@ -58,8 +66,14 @@ class GrammarSpec:
         any_whitespace: bool = False,
         strict: bool = True,
         partial: bool = False,
+        backend: str = "xgrammar",
     ) -> GrammarSpec:
         """A JSON schema, as JSON text or as the object it parses to; property order is kept.
+
+        ``backend="auto"`` lets the router choose among the installed backends, rewriting the schema
+        where an equivalent one can be enforced; ``"llguidance"`` does the same for that one.
+        ``"xgrammar"`` takes the schema as it stands. With a router, `partial` of the result says
+        whether something was left out, not whether that was allowed.
 
         Raises
         ------
@@ -77,6 +91,8 @@ class GrammarSpec:
             )
         if value is False:
             raise GrammarError("JSON schema: the schema false allows no output")
+        if backend != "xgrammar":
+            return cls._routed(value, backend, any_whitespace, strict, partial)
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             unenforced = [] if partial else unenforced_keywords(value)
@@ -92,6 +108,25 @@ class GrammarSpec:
         return cls(
             "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial
         )
+
+    @classmethod
+    def _routed(
+        cls, value: Any, backend: str, any_whitespace: bool, strict: bool, partial: bool
+    ) -> GrammarSpec:
+        try:
+            source = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            _check_text("JSON schema", source)
+            found = route_named(value, backend)
+            text = json.dumps(found.schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"JSON schema: cannot be read: {error}") from error
+        if found.backend is None or not (found.exact or partial):
+            hint = "" if found.backend is None else " (partial=True takes the schema all the same)"
+            raise GrammarError(f"JSON schema: {found.refusal()}{hint}")
+        return cls(
+            "json_schema", text, any_whitespace=any_whitespace, strict=strict,
+            partial=not found.exact, backend=found.backend, source=source,
+        )  # fmt: skip
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:
