@@ -119,9 +119,9 @@ def test_a_wheel_carries_everything_it_needs(tmp_path):
     """A wheel installed far from the repository has its kernels, headers, models and commands."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True,
-                            check=True)
-    tracked = [Path(name) for name in listed.stdout.splitlines()]
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True,
+                            capture_output=True, check=True)
+    tracked = [Path(name) for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
     for name in tracked:
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / "source" / name)
