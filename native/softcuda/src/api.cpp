@@ -17,6 +17,7 @@ namespace softcuda {
 bool initialised();
 CUcontext current_context();
 thread_local const char* t_forbidden = nullptr;
+static const char* const kOwes = "worker that owes the device an answer";
 
 namespace {
 
@@ -251,6 +252,11 @@ __attribute__((destructor)) void report_rest() {
 }  // namespace softcuda
 
 using namespace softcuda;
+
+// A worker that owes the device an answer must not call the driver: it says so while it does (W6).
+SC_EXPORT void softcuda_owe_answer(int owes) {
+  if (t_forbidden == nullptr || t_forbidden == kOwes) t_forbidden = owes != 0 ? kOwes : nullptr;
+}
 
 SC_EXPORT int64_t softcuda_live(const char* kind) {
   const int i = index_of(kKindNames, kind);

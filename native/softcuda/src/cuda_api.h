@@ -95,6 +95,7 @@ enum CUgraphNodeType : int {
   CU_GRAPH_NODE_TYPE_HOST = 3,
   CU_GRAPH_NODE_TYPE_GRAPH = 4,
   CU_GRAPH_NODE_TYPE_EMPTY = 5,
+  CU_GRAPH_NODE_TYPE_BATCH_MEM_OP = 12,
 };
 
 enum : int {
@@ -170,6 +171,78 @@ struct CUDA_MEMCPY_NODE_PARAMS {
   CUDA_MEMCPY3D copyParams;
 };
 
+enum CUstreamBatchMemOpType : int {
+  CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1,
+  CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2,
+  CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES = 3,
+  CU_STREAM_MEM_OP_WAIT_VALUE_64 = 4,
+  CU_STREAM_MEM_OP_WRITE_VALUE_64 = 5,
+  CU_STREAM_MEM_OP_BARRIER = 6,
+  CU_STREAM_MEM_OP_ATOMIC_REDUCTION = 8,
+};
+
+enum : unsigned {
+  CU_STREAM_WAIT_VALUE_GEQ = 0,
+  CU_STREAM_WAIT_VALUE_EQ = 1,
+  CU_STREAM_WAIT_VALUE_AND = 2,
+  CU_STREAM_WAIT_VALUE_NOR = 3,
+  CU_STREAM_WAIT_VALUE_FLUSH = 1u << 30,
+  CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER = 1,
+};
+
+enum : int {
+  CU_STREAM_ATOMIC_REDUCTION_OP_ADD = 0,
+  CU_STREAM_ATOMIC_REDUCTION_OP_AND = 5,
+  CU_STREAM_ATOMIC_REDUCTION_OP_OR = 6,
+  CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_32 = 14,
+  CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_64 = 22,
+};
+
+struct CUstreamMemOpWaitValueParams {
+  CUstreamBatchMemOpType operation;
+  CUdeviceptr address;
+  union {
+    uint32_t value;
+    uint64_t value64;
+  };
+  unsigned flags;
+  CUdeviceptr alias;
+};
+using CUstreamMemOpWriteValueParams = CUstreamMemOpWaitValueParams;
+
+struct CUstreamMemOpMemoryBarrierParams {
+  CUstreamBatchMemOpType operation;
+  unsigned flags;
+};
+
+struct CUstreamMemOpAtomicReductionParams {
+  CUstreamBatchMemOpType operation;
+  unsigned flags;
+  int reductionOp;
+  int dataType;
+  CUdeviceptr address;
+  uint64_t value;
+  CUdeviceptr alias;
+};
+
+union CUstreamBatchMemOpParams {
+  CUstreamBatchMemOpType operation;
+  CUstreamMemOpWaitValueParams waitValue;
+  CUstreamMemOpWriteValueParams writeValue;
+  CUstreamMemOpMemoryBarrierParams memoryBarrier;  // also flushRemoteWrites
+  CUstreamMemOpAtomicReductionParams atomicReduction;
+  uint64_t pad[6];
+};
+static_assert(sizeof(CUstreamBatchMemOpParams) == 48, "driver ABI");
+
+struct CUDA_BATCH_MEM_OP_NODE_PARAMS {
+  CUcontext ctx;
+  unsigned count;
+  CUstreamBatchMemOpParams* paramArray;
+  unsigned flags;
+};
+static_assert(sizeof(CUDA_BATCH_MEM_OP_NODE_PARAMS) == 32, "driver ABI");
+
 struct CUgraphNodeParams {
   CUgraphNodeType type;
   int reserved0[3];
@@ -178,12 +251,17 @@ struct CUgraphNodeParams {
     CUDA_KERNEL_NODE_PARAMS kernel;
     CUDA_MEMCPY_NODE_PARAMS memcpy;
     CUDA_MEMSET_NODE_PARAMS memset;
+    CUDA_BATCH_MEM_OP_NODE_PARAMS memOp;
     CUDA_HOST_NODE_PARAMS_v2 host;
     CUDA_CHILD_GRAPH_NODE_PARAMS graph;
   };
   long long reserved2;
 };
 static_assert(sizeof(CUgraphNodeParams) == 256, "driver ABI");
+
+// One entry point calls another across files.
+CUresult cuGraphAddBatchMemOpNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                  size_t n, const CUDA_BATCH_MEM_OP_NODE_PARAMS* params);
 
 struct CUgraphEdgeData {
   unsigned char from_port, to_port, type, reserved[5];

@@ -53,11 +53,67 @@ const Settings& settings() {
     out->lock_model = static_cast<unsigned>(number("SOFTCUDA_LOCK_MODEL", 0));
     out->watchdog_seconds = static_cast<unsigned>(number("SOFTCUDA_WATCHDOG", 0));
     out->poison = number("SOFTCUDA_POISON", 0) != 0;
+    out->memops = number("SOFTCUDA_MEMOPS", 1) != 0;
+    out->queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));
     const char* mode = std::getenv("SOFTCUDA_DESTRUCTORS");
     out->inline_destructors = mode != nullptr && std::strcmp(mode, "inline") == 0;
     return out;
   }();
   return s;
+}
+
+// Attributes not listed answer 0: the feature is absent. SOFTCUDA_ATTRIBUTE_<n>=0 makes one absent.
+int device_attribute(int attribute) {
+  static const std::map<int, int>& known = *[] {
+    auto* table = new std::map<int, int>{
+        {1, 1024},
+        {2, 1024},
+        {3, 1024},
+        {4, 64},
+        {5, 0x7fffffff},
+        {6, 65535},
+        {7, 65535},
+        {8, 49152},
+        {10, 32},
+        {12, 65536},
+        {13, 1000000},
+        {14, 512},
+        {16, static_cast<int>(settings().workers)},
+        {18, 1},
+        {19, 1},
+        {31, 1},
+        {36, 1000000},
+        {37, 64},
+        {38, 1 << 20},
+        {39, 2048},
+        {40, 1},
+        {41, 1},
+        {75, 9},
+        {76, 0},
+        {78, 1},
+        {81, 233472},
+        {82, 65536},
+        {86, 1},
+        {92, 1},
+        {93, 1},
+        {94, 1},
+        {97, 232448},
+        {98, 1},
+        {99, 1},
+        {106, 32},
+        {111, 1024},
+        {122, 1},
+        {123, 1},
+        {148, 1},
+    };
+    for (int n : {92, 93, 94, 98, 122, 123, 148}) {
+      const std::string name = "SOFTCUDA_ATTRIBUTE_" + std::to_string(n);
+      if (number(name.c_str(), 1) == 0) (*table)[n] = 0;
+    }
+    return table;
+  }();
+  auto it = known.find(attribute);
+  return it == known.end() ? 0 : it->second;
 }
 
 }  // namespace softcuda
@@ -122,46 +178,10 @@ SC_EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice devi
   SC_API(cuDeviceGetAttribute, kNoLock | kAfterFault);
   if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
   if (value == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  // Attributes not listed answer 0: the feature is absent.
-  static const std::map<int, int>& known = *new std::map<int, int>{
-      {1, 1024},
-      {2, 1024},
-      {3, 1024},
-      {4, 64},
-      {5, 0x7fffffff},
-      {6, 65535},
-      {7, 65535},
-      {8, 49152},
-      {10, 32},
-      {12, 65536},
-      {13, 1000000},
-      {14, 512},
-      {16, static_cast<int>(settings().workers)},
-      {18, 1},
-      {19, 1},
-      {31, 1},
-      {36, 1000000},
-      {37, 64},
-      {38, 1 << 20},
-      {39, 2048},
-      {40, 1},
-      {41, 1},
-      {75, 9},
-      {76, 0},
-      {78, 1},
-      {81, 233472},
-      {82, 65536},
-      {86, 1},
-      {97, 232448},
-      {99, 1},
-      {106, 32},
-      {111, 1024},
-  };
   if (attribute < 1 || attribute > 161) {
     return refuse(CUDA_ERROR_INVALID_VALUE, "no device attribute " + std::to_string(attribute));
   }
-  auto it = known.find(attribute);
-  *value = it == known.end() ? 0 : it->second;
+  *value = device_attribute(attribute);
   return CUDA_SUCCESS;
 }
 

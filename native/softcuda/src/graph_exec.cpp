@@ -177,6 +177,18 @@ static CUresult set_exec(CUgraphExec handle, CUgraphNode node, int type, const P
   return CUDA_SUCCESS;
 }
 
+CUresult set_exec_work(CUgraphExec handle, CUgraphNode node, int type, Work work,
+                       CUresult (*check)(const Work& old, const Work& now)) {
+  std::shared_ptr<Exec> exec;
+  unsigned index = 0;
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  if (CUresult r = find_flat(handle, node, type, &exec, &index); r != CUDA_SUCCESS) return r;
+  if (CUresult r = check(exec->flat[index].work, work); r != CUDA_SUCCESS) return r;
+  exec->flat[index].work = std::move(work);
+  replace_work(*exec, index);
+  return CUDA_SUCCESS;
+}
+
 }  // namespace softcuda
 
 using namespace softcuda;

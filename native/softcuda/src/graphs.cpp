@@ -260,6 +260,8 @@ SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgr
       return cuGraphAddMemcpyNode(out, graph, deps, n, &params->memcpy.copyParams, nullptr);
     case CU_GRAPH_NODE_TYPE_MEMSET:
       return cuGraphAddMemsetNode(out, graph, deps, n, &params->memset, nullptr);
+    case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
+      return cuGraphAddBatchMemOpNode(out, graph, deps, n, &params->memOp);
     case CU_GRAPH_NODE_TYPE_GRAPH: {
       if (params->graph.ownership != 0) {
         return refuse(CUDA_ERROR_NOT_SUPPORTED, "moving a child graph is not implemented");

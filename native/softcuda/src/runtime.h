@@ -26,8 +26,11 @@ struct Settings {
   unsigned lock_model;
   unsigned watchdog_seconds;
   bool poison;
+  bool memops;      // false: every memory operation is NOT_SUPPORTED
+  unsigned queues;  // 1: one hardware queue; anything else: as many as are needed
 };
 const Settings& settings();
+int device_attribute(int attribute);  // as cuDeviceGetAttribute answers; 0 for unknown ones
 
 // ---- errors ----------------------------------------------------------------------------------
 // A sticky error: every later call answers it. Set once; the first text stays.

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <condition_variable>
 
+#include "memops.h"
+
 namespace softcuda {
 namespace {
 
@@ -196,6 +198,7 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   Op* mine = nullptr;
   for (size_t i = 0; i < ready->size(); ++i) {
     Op* op = (*ready)[i];
+    if (op->work.kind != WorkKind::none && queue_blocked(op)) continue;
     switch (op->work.kind) {
       case WorkKind::none:
         finish(op, ready);
@@ -205,6 +208,9 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
         break;
       case WorkKind::host:
         push_host(op);
+        break;
+      case WorkKind::memop:
+        if (start_memops(op)) finish(op, ready);
         break;
       default:
         if (keep_one && mine == nullptr) {

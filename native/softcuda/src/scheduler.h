@@ -14,6 +14,7 @@ struct Function;
 struct Program;
 struct Event;
 struct Op;
+struct MemopWork;
 
 size_t total_memory();
 CUcontext primary_context();
@@ -47,7 +48,7 @@ struct HostWork {
   void* data = nullptr;
 };
 
-enum class WorkKind : uint8_t { none, kernel, copy, fill, host, graph };
+enum class WorkKind : uint8_t { none, kernel, copy, fill, host, graph, memop };
 
 // What one op does. A graph node's Work is built when the node is added or updated and shared.
 struct Work {
@@ -55,6 +56,7 @@ struct Work {
   std::shared_ptr<const KernelWork> kernel;
   std::shared_ptr<const CopyWork> copy;
   std::shared_ptr<const FillWork> fill;
+  std::shared_ptr<const MemopWork> memop;
   HostWork host;
   std::shared_ptr<Program> program;
 };

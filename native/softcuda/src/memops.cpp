@@ -1,0 +1,184 @@
+// Running memory operations, and the one thread that looks at words waited for (W2-W4).
+#include "memops.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <thread>
+
+namespace softcuda {
+namespace {
+
+constexpr uint64_t kSpinNs = 50000;  // spins so long after anything happened,
+constexpr long kSleepNs = 50000;     // then sleeps so long between looks
+
+struct Pending {
+  Op* op;
+  size_t next;  // index of the operation that waits
+};
+
+// Leaked on purpose: the poller is a detached thread.
+struct Poller {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::vector<Pending> pending;
+  std::deque<Op*> kept;  // single queue: ready, but behind a wait
+  bool started = false;
+};
+Poller& poller() {
+  static Poller& p = *new Poller;
+  return p;
+}
+
+uint64_t load(const Memop& op) {
+  if (op.wide) {
+    return __atomic_load_n(reinterpret_cast<const uint64_t*>(op.word.address), __ATOMIC_ACQUIRE);
+  }
+  return __atomic_load_n(reinterpret_cast<const uint32_t*>(op.word.address), __ATOMIC_ACQUIRE);
+}
+
+void store(const Memop& op) {
+  if (op.wide) {
+    __atomic_store_n(reinterpret_cast<uint64_t*>(op.word.address), op.value, __ATOMIC_SEQ_CST);
+  } else {
+    __atomic_store_n(reinterpret_cast<uint32_t*>(op.word.address), static_cast<uint32_t>(op.value),
+                     __ATOMIC_SEQ_CST);
+  }
+}
+
+template <class T>
+void reduce(const Memop& op) {
+  T* word = reinterpret_cast<T*>(op.word.address);
+  const T value = static_cast<T>(op.value);
+  switch (op.reduction) {
+    case CU_STREAM_ATOMIC_REDUCTION_OP_ADD:
+      __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);
+      break;
+    case CU_STREAM_ATOMIC_REDUCTION_OP_AND:
+      __atomic_fetch_and(word, value, __ATOMIC_SEQ_CST);
+      break;
+    default:
+      __atomic_fetch_or(word, value, __ATOMIC_SEQ_CST);
+  }
+}
+
+// Comparisons of the documentation; GEQ is cyclic.
+bool satisfied(const Memop& op) {
+  const uint64_t seen = load(op);
+  switch (op.flags & 3u) {
+    case CU_STREAM_WAIT_VALUE_GEQ:
+      return op.wide ? static_cast<int64_t>(seen - op.value) >= 0
+                     : static_cast<int32_t>(static_cast<uint32_t>(seen - op.value)) >= 0;
+    case CU_STREAM_WAIT_VALUE_EQ:
+      return seen == op.value;
+    case CU_STREAM_WAIT_VALUE_AND:
+      return (seen & op.value) != 0;
+    default:
+      return op.wide ? ~(seen | op.value) != 0 : static_cast<uint32_t>(~(seen | op.value)) != 0;
+  }
+}
+
+// Runs operations in array order (W1). Returns the index of the one that waits, or the count.
+size_t advance(const MemopWork& work, size_t next) {
+  for (; next < work.ops.size(); ++next) {
+    const Memop& op = work.ops[next];
+    if (sticky() != CUDA_SUCCESS) return work.ops.size();
+    if (!op.word.live()) {
+      fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+            "use after free: a memory operation touches " + op.word.owner->describe());
+      return work.ops.size();
+    }
+    switch (op.operation) {
+      case CU_STREAM_MEM_OP_WAIT_VALUE_32:
+      case CU_STREAM_MEM_OP_WAIT_VALUE_64:
+        if (!satisfied(op)) return next;
+        break;
+      case CU_STREAM_MEM_OP_WRITE_VALUE_32:
+      case CU_STREAM_MEM_OP_WRITE_VALUE_64:
+        store(op);
+        break;
+      case CU_STREAM_MEM_OP_ATOMIC_REDUCTION:
+        if (op.wide) {
+          reduce<uint64_t>(op);
+        } else {
+          reduce<uint32_t>(op);
+        }
+        break;
+      default:  // barrier, flush
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    }
+  }
+  return next;
+}
+
+// Looks at every pending wait once; finished batches go to `done`.
+void look(Poller& p, std::vector<Op*>* done) {
+  auto over = [&](Pending& item) {
+    const MemopWork& work = *item.op->work.memop;
+    item.next = advance(work, item.next);
+    if (item.next < work.ops.size()) return false;
+    done->push_back(item.op);
+    return true;
+  };
+  auto end = std::remove_if(p.pending.begin(), p.pending.end(), over);
+  p.pending.erase(end, p.pending.end());
+}
+
+void poll_main() {
+  pthread_setname_np(pthread_self(), "softcuda-poll");
+  Poller& p = poller();
+  uint64_t active = now_ns();
+  std::vector<Op*> done;
+  std::deque<Op*> kept;
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(p.mutex);
+      if (p.pending.empty()) {
+        p.wake.wait(lock, [&] { return !p.pending.empty(); });
+        active = now_ns();
+      }
+      look(p, &done);
+      if (p.pending.empty()) kept.swap(p.kept);
+    }
+    // What a batch lets go on is run by the workers: this thread only looks at words.
+    for (Op* op : done) complete(op, false);
+    for (Op* op : kept) dispatch(op, false);
+    if (!done.empty()) active = now_ns();
+    done.clear();
+    kept.clear();
+    if (now_ns() - active > kSpinNs) {
+      const timespec pause{0, kSleepNs};
+      nanosleep(&pause, nullptr);
+    }
+  }
+}
+
+}  // namespace
+
+bool start_memops(Op* op) {
+  const MemopWork& work = *op->work.memop;
+  const size_t next = advance(work, 0);
+  if (next == work.ops.size()) return true;
+  Poller& p = poller();
+  std::lock_guard<std::mutex> lock(p.mutex);
+  p.pending.push_back({op, next});
+  if (!p.started) {
+    p.started = true;
+    std::thread(poll_main).detach();
+  }
+  p.wake.notify_one();
+  return false;
+}
+
+bool queue_blocked(Op* op) {
+  if (settings().queues != 1) return false;
+  Poller& p = poller();
+  std::lock_guard<std::mutex> lock(p.mutex);
+  if (p.pending.empty()) return false;
+  p.kept.push_back(op);
+  return true;
+}
+
+}  // namespace softcuda
