@@ -202,6 +202,24 @@ def test_parameters_of_a_node_can_be_read_and_changed(soft, words, stream):
     soft.ok(d.cuGraphDestroy(graph))
 
 
+def test_a_capturing_stream_takes_memory_operations_as_nodes(soft, words, stream):
+    """They do not run while capturing, and run in every replay."""
+    d = soft.d
+    soft.ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode(2)))
+    soft.ok(d.cuStreamWaitValue32(stream, words.address(0), 1, EQ))
+    soft.ok(d.cuStreamWriteValue32(stream, words.address(1), 5, 0))
+    graph = soft.ok(d.cuStreamEndCapture(stream))
+    assert words[1] == 0
+    run = soft.ok(d.cuGraphInstantiate(graph, 0))
+    soft.ok(d.cuGraphLaunch(run, stream))
+    settle(soft, stream)
+    words[0] = 1
+    soft.ok(d.cuStreamSynchronize(stream))
+    assert words[1] == 5
+    soft.ok(d.cuGraphExecDestroy(run))
+    soft.ok(d.cuGraphDestroy(graph))
+
+
 def test_addresses_that_hardware_cannot_watch_are_refused(soft, words, stream):
     """Host addresses, misaligned, NULL and freed ones are INVALID_VALUE, with the reason."""
     pageable = np.zeros(16, np.uint64)

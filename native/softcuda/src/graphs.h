@@ -93,9 +93,6 @@ Handles<Graph>& graphs();
 Handles<Node>& graph_nodes();
 Handles<Exec>& graph_execs();
 
-// Adds a node whose work is complete; nothing is added on failure.
-CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
-                  std::shared_ptr<Node> node);
 // Gives an executable's node new work, if `check(old, new)` agrees.
 CUresult set_exec_work(CUgraphExec exec, CUgraphNode node, int type, Work work,
                        CUresult (*check)(const Work& old, const Work& now));

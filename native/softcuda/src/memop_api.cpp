@@ -1,6 +1,7 @@
 // Checking memory operations, and their entry points (W5).
 #include <algorithm>
 
+#include "capture.h"
 #include "graphs.h"
 #include "memops.h"
 
@@ -116,6 +117,7 @@ CUresult enqueue_ops(CUstream handle, unsigned count, const CUstreamBatchMemOpPa
                                        const_cast<CUstreamBatchMemOpParams*>(ops), flags};
   Work work;
   if (CUresult r = memop_work(&params, &work); r != CUDA_SUCCESS) return r;
+  if (auto r = capture_work(handle, CU_GRAPH_NODE_TYPE_BATCH_MEM_OP, work)) return *r;
   enqueue(*stream, std::move(work));
   return CUDA_SUCCESS;
 }
