@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graft.cudagraph import drawing, nodes
+from graft.cudagraph.children import Recipe, child_maker, rebuild
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.hostwork import HostWork, NativeWork, as_work
+from graft.cudagraph.hostwork import HostWork, NativeWork, Spin, as_work, use_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
 from graft.cudagraph.memory import PinnedArray, check_byte
@@ -39,7 +40,7 @@ class Node:
     Attributes
     ----------
     name : str
-    kind : {"kernel", "copy", "fill", "host"}
+    kind : {"kernel", "copy", "fill", "host", "child", "if", "while", ...}
     lane : str
     index : int
         Position in ``Graph.nodes``.
@@ -80,13 +81,18 @@ class Graph:
         until ``GraphExec.clear()``; kernels that must do nothing in a failed replay read it.
     """
 
-    def __init__(self, device: Device, name: str = "graph") -> None:
+    def __init__(
+        self, device: Device, name: str = "graph", *, part_of: Graph | None = None
+    ) -> None:
         self.device = device
         self.name = name
         self.nodes: list[Node] = []
         self.edges: list[tuple[int, int]] = []
-        self.status: PinnedArray = device.pinned((STATUS_WORDS,), "int32")
-        self.state = _native.GraphState(self.status.host_ptr)
+        if part_of is None:
+            self.status: PinnedArray = device.pinned((STATUS_WORDS,), "int32")
+            self.state = _native.GraphState(self.status.host_ptr)
+        else:  # a child graph: its host steps count and fail with the parent's
+            self.status, self.state = part_of.status, part_of.state
         handle = int(call(cu.cuGraphCreate, 0))
         self._resource: _native.Resource | None = _native.Resource(
             _native.ResourceKind.GRAPH, handle
@@ -95,6 +101,7 @@ class Graph:
         # graph is freed as soon as it is dropped, with no reference cycle to be collected.
         self._ends: dict[str, tuple[int, ...]] = {}
         self._handles: list[Any] = []
+        self._recipes: dict[int, Recipe] = {}
         # Serialises edits of the definition; never held while waiting for host work.
         self._lock = threading.RLock()
         self._exec: weakref.ref[GraphExec] | None = None
@@ -137,11 +144,14 @@ class Graph:
         lane: str,
         attach: Callable[[int], tuple],
         make: Callable[[int, list[Any], tuple], Any],
-    ) -> None:
+        again: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> int:
         """Add one node: attach what it needs, then make it, undoing the first if that fails.
 
         Used by lanes. ``attach(graph)`` returns (code, api, user object, ...); ``make(graph,
-        dependencies, attached)`` makes the driver's node.
+        dependencies, attached)`` makes the driver's node. ``again`` is the lane's method, arguments
+        and options that add such a node to another graph; without it the graph has no copies.
+        Returns the node's index.
         """
         with self.editing() as graph:
             enter("cuGraphAddNode")
@@ -159,6 +169,9 @@ class Graph:
             self.nodes.append(Node(name, kind, lane, index))
             self.edges.extend((i, index) for i in depends)
             self._ends[lane] = (index,)
+            if again is not None:
+                self._recipes[index] = Recipe(*again, depends)
+            return index
 
     def end(self, lane: str) -> tuple[int, ...]:
         """Return what the next node of a lane will depend on."""
@@ -168,6 +181,35 @@ class Graph:
         """Let the next node of a lane depend on more nodes."""
         with self._lock:
             self._ends[lane] = tuple(sorted({*self._ends[lane], *nodes}))
+
+    def depend(self, lane: str, nodes: tuple[int, ...]) -> None:
+        """Let the next node of a lane depend on these nodes and no others."""
+        with self._lock:
+            self._ends[lane] = nodes
+
+    def recipe(self, index: int) -> Recipe | None:
+        """Return how a node was added; None for one that cannot be added a second time."""
+        return self._recipes.get(index)
+
+    def add_child(self, child: Graph | object, *, lane: str = "main", name: str = "child") -> None:
+        """Add another graph as one node of a lane; see :meth:`GraphLane.child`."""
+        self.lane(lane).child(child, name=name)
+
+    def clone(self, name: str | None = None) -> Graph:
+        """Return a copy with host steps, replay numbers and failures of its own.
+
+        It outlives this graph. Kernels that were given this graph's ``status`` get the copy's.
+
+        Raises
+        ------
+        OptionError
+            A node (a conditional, a captured child) allows no copy; names it.
+        """
+        made = Graph(self.device, name or f"{self.name} copy")
+        rebuild(self, made, "cloned")
+        for lane in self.lanes:
+            made.depend(lane, self.end(lane))
+        return made
 
     def instantiate(self) -> GraphExec:
         """Make the executable. A definition has one at a time.
@@ -210,8 +252,14 @@ class Graph:
     def close(self) -> None:
         """Drop the definition; executables and launches in flight go on."""
         with self._lock:
+            self._recipes.clear()
             self._resource = None
         _native.flush(1.0)
+
+    def release(self) -> None:
+        """Drop the driver's definition and keep the recipes, from which it can be built again."""
+        with self._lock:
+            self._resource = None
 
     def __repr__(self) -> str:
         return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._ends)} lanes>"
@@ -236,13 +284,15 @@ class GraphLane:
     ) -> None:
         """Add a kernel node; argument values are copied now."""
         dims = check_launch(kernel, grid, block, shared)
-        packed = kernel.pack(args)
+        values = tuple(args)
+        packed = kernel.pack(values)
         kernel.allow_shared(shared)
 
         def make(graph: int, after: list[Any], _: tuple) -> Any:
             return nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
 
-        self._add("kernel", name or kernel.name, packed.owners, make)
+        again = ("kernel", (kernel, *dims, values), {"shared": shared})
+        self._add("kernel", name or kernel.name, packed.owners, make, again)
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Add a copy node between device and pinned arrays."""
@@ -251,7 +301,7 @@ class GraphLane:
         def make(graph: int, after: list[Any], _: tuple) -> Any:
             return nodes.add_copy(graph, after, to, source)
 
-        self._add("copy", name or "copy", (to.owner, source.owner), make)
+        self._add("copy", name or "copy", (to.owner, source.owner), make, ("copy", (dst, src), {}))
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Add a node that sets every byte of an array."""
@@ -260,11 +310,35 @@ class GraphLane:
         def make(graph: int, after: list[Any], _: tuple) -> Any:
             return nodes.add_fill(graph, after, address, value, nbytes)
 
-        self._add("fill", name or "fill", (dst.owner,), make)
+        self._add("fill", name or "fill", (dst.owner,), make, ("fill", (dst, byte), {}))
 
-    def host(self, work: HostWork, *, name: str | None = None) -> None:
-        """Add a host node; see :mod:`graft.cudagraph.hostwork`."""
+    def child(self, child: Graph | object, *, name: str | None = None) -> None:
+        """Add another graph as one node.
+
+        Parameters
+        ----------
+        child : Graph, or a captured graph
+            A Graph is copied as it is now; its copy's host steps count, fail and stand down with
+            this graph. A captured graph is the CUgraph of a finished capture (or CuPy's Graph, or
+            torch's CUDAGraph that kept its graph); the driver copies it, and its host work belongs
+            to this graph from now on.
+
+        Raises
+        ------
+        OptionError
+            It is no graph, has a node of which there is no copy, or is part of another graph.
+        DeviceError
+            The driver refused, as it does for captured graphs with conditionals.
+        """
+        title = name or getattr(child, "name", None) or "child"
+        make, part = child_maker(self.graph, child, title)
+        again = None if part is None else ("child", (part,), {})
+        self._add("child", title, (), make, again)
+
+    def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
+        """Add a host node; see :mod:`graft.cudagraph.hostwork`, and hostfunc() for ``spin``."""
         item = as_work(work)
+        spinning = use_spin(spin)
         graph = self.graph
         title = name or item.title
         keep = (graph.status.owner, item.keep if isinstance(item, NativeWork) else None)
@@ -277,9 +351,9 @@ class GraphLane:
             return _native.attach_python(handle, graph.state, title, item.fn, item.args, keep)
 
         def make(handle: int, after: list[Any], attached: tuple) -> Any:
-            return nodes.add_host(handle, after, attached[3], attached[4])
+            return nodes.add_host(handle, after, attached[3], attached[4], spinning)
 
-        graph.add("host", title, self.name, attach, make)
+        graph.add("host", title, self.name, attach, make, ("host", (item,), {"spin": spin}))
 
     def record(self, name: str | None = None) -> GraphMark:
         """Mark this point; on an empty lane it is the start of the graph."""
@@ -301,11 +375,12 @@ class GraphLane:
         name: str,
         owners: tuple[object, ...],
         make: Callable[[int, list[Any], tuple], Any],
+        again: tuple[str, tuple[Any, ...], dict[str, Any]] | None,
     ) -> None:
         def attach(graph: int) -> tuple:
             return _native.attach_keep(graph, owners)
 
-        self.graph.add(kind, name, self.name, attach, make)
+        self.graph.add(kind, name, self.name, attach, make, again)
 
     def __repr__(self) -> str:
         return f"<GraphLane {self.name!r} of {self.graph!r}>"

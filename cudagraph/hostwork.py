@@ -7,11 +7,13 @@ the driver, and must not wait for another host function.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from graft.cudagraph.driver import check_code, enter
 from graft.cudagraph.errors import HostWorkError, OptionError
@@ -20,7 +22,24 @@ from graft.native import _native
 if TYPE_CHECKING:
     from graft.cudagraph.streams import Stream
 
-__all__ = ["HostWork", "NativeWork", "PythonWork", "as_work", "hostfunc"]
+__all__ = [
+    "HostWork",
+    "NativeWork",
+    "PythonWork",
+    "Spin",
+    "as_work",
+    "check_captured",
+    "hostfunc",
+    "keep_captured",
+]
+
+CAPTURING, CAPTURE_INVALID = 1, 2
+INVALIDATED = 901
+#: A spinning driver thread needs a core beside Python's, the device's and one to spare.
+SPIN_CORES = 4
+
+#: How the driver's thread waits for a host step: blocked (False), or spinning.
+Spin = bool | Literal["force"]
 
 
 class PythonWork:
@@ -86,8 +105,13 @@ def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
     return PythonWork(work, *args)
 
 
-def hostfunc(stream: Stream | int, work: HostWork, *args: object) -> None:
+def hostfunc(stream: Stream | int, work: HostWork, *args: object, spin: Spin = False) -> None:
     """Enqueue host work on a stream, to run once after what is enqueued there already.
+
+    On a stream that captures a graph, whoever began the capture, the work becomes a host node of
+    that graph: it lives as long as the graph, its executables and their launches, and runs in each
+    replay. After it failed, the graph's host steps stand down until the failure was raised by
+    :func:`check_captured`, by ``Stream.synchronize()`` or by the next ``hostfunc()``.
 
     Parameters
     ----------
@@ -97,35 +121,96 @@ def hostfunc(stream: Stream | int, work: HostWork, *args: object) -> None:
         What runs.
     *args
         Arguments of a callable.
+    spin : bool or "force"
+        Let the driver's thread spin while it waits for host work: less latency, one core burnt for
+        as long as the driver likes. Needs CUDA 13.2 (else it blocks, said once) and 4 usable cores
+        unless forced.
 
     Raises
     ------
     HostWorkError
-        Earlier host work on this stream failed and nobody was told yet.
+        Earlier host work on this stream, or in a captured graph, failed and nobody was told yet.
     OptionError
-        The stream is capturing a graph; host work goes into graphs through GraphLane.host.
+        ``spin`` with too few cores.
     DeviceError
-        The driver refused; the work will not run.
+        The driver refused, or the capture was invalidated; the work will not run.
     """
-    enqueue(stream if isinstance(stream, int) else stream.handle, as_work(work, *args), None)
+    handle = stream if isinstance(stream, int) else stream.handle
+    enqueue(handle, as_work(work, *args), None, use_spin(spin))
 
 
-def enqueue(handle: int, item: PythonWork | NativeWork, name: str | None) -> None:
+def enqueue(
+    handle: int, item: PythonWork | NativeWork, name: str | None, spin: bool = False
+) -> None:
     """Do what :func:`hostfunc` says; ``name`` is for errors."""
     enter("cuLaunchHostFunc")
     raise_eager_failure(handle)
-    code, capturing = _native.is_capturing(handle)
-    check_code("cuStreamIsCapturing", code)
-    if capturing:
-        raise OptionError(
-            "hostfunc on a capturing stream is not supported: build the graph with Graph.lane()"
-        )
+    check_captured()
     title = name or item.title
-    if isinstance(item, NativeWork):
-        code = _native.eager_native(handle, title, item.address, item.data, item.keep)
+    api = "cuLaunchHostFunc"
+    capture = capture_of(handle)
+    if capture is not None and isinstance(item, NativeWork):
+        code, api = _native.captured_native(
+            handle, *capture, title, item.address, item.data, item.keep, spin
+        )
+    elif capture is not None:
+        assert isinstance(item, PythonWork)
+        code, api = _native.captured_python(handle, *capture, title, item.fn, item.args, spin)
+    elif isinstance(item, NativeWork):
+        code = _native.eager_native(handle, title, item.address, item.data, item.keep, spin)
     else:
-        code = _native.eager_python(handle, title, item.fn, item.args, None)
-    check_code("cuLaunchHostFunc", code)
+        code = _native.eager_python(handle, title, item.fn, item.args, None, spin)
+    check_code(api, code)
+
+
+def capture_of(handle: int) -> tuple[int, int] | None:
+    """Return (capture id, CUgraph) of the capture a stream is in, or None."""
+    code, status, capture, graph = _native.capture_info(handle)
+    check_code("cuStreamGetCaptureInfo", code)
+    if status == CAPTURE_INVALID:
+        check_code("cuStreamGetCaptureInfo", INVALIDATED)
+    return (capture, graph) if status == CAPTURING else None
+
+
+def keep_captured(handle: int, owners: tuple[object, ...]) -> None:
+    """Keep objects alive as long as the graph that a stream captures; nothing when it does not.
+
+    Called before the work that uses them is enqueued.
+    """
+    capture = capture_of(handle)
+    if capture is not None:
+        code, api, _ = _native.attach_keep(capture[1], owners)
+        check_code(api, code)
+
+
+def check_captured() -> None:
+    """Raise the oldest failure of host work in a captured graph that nobody was told of yet.
+
+    The graph's host steps, which stood down since the failure, run again afterwards.
+    """
+    failure = _native.take_captured_failure()
+    if failure is not None:
+        raise_failure(failure, "of a captured graph")
+
+
+def use_spin(spin: Spin) -> bool:
+    """Decide whether a host step spins; see :func:`hostfunc`."""
+    if spin is False:
+        return False
+    if spin not in (True, "force"):
+        raise OptionError(f"spin must be False, True or 'force', not {spin!r}")
+    cores = len(os.sched_getaffinity(0))
+    if spin != "force" and cores < SPIN_CORES:
+        raise OptionError(
+            f"spin burns one core while the driver's thread waits, and this process has {cores} of "
+            f"the {SPIN_CORES} it should have; spin='force' insists"
+        )
+    if _native.spin_supported():
+        return True
+    warnings.warn(
+        "the driver has no spinning host steps (CUDA 13.2); they block instead", stacklevel=4
+    )
+    return False
 
 
 def raise_eager_failure(handle: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
-from graft.cudagraph.hostwork import HostWork, as_work, enqueue
+from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_captured, use_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.streams import Stream
@@ -56,8 +56,8 @@ class Lane(Protocol):
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Set every byte of an array."""
 
-    def host(self, work: HostWork, *, name: str | None = None) -> None:
-        """Run host work: a callable, PythonWork or NativeWork."""
+    def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
+        """Run host work: a callable, PythonWork or NativeWork; `spin` as for hostfunc()."""
 
     def record(self, name: str | None = None) -> Mark:
         """Mark this point of the lane."""
@@ -85,7 +85,8 @@ class StreamMark:
 class StreamLane:
     """A lane that enqueues on a stream at once.
 
-    Arrays may be dropped as soon as they are enqueued: freeing them waits for work in flight.
+    Arrays may be dropped as soon as they are enqueued: freeing them waits for work in flight. On a
+    stream that captures a graph, the graph keeps them.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -105,6 +106,7 @@ class StreamLane:
         grid, block = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
+        keep_captured(self.stream.handle, packed.owners)
         # `packed` holds the values until the driver has copied them.
         call(cu.cuLaunchKernel, kernel.function, *grid, *block, shared, self.stream.handle,
              packed.address, 0)  # fmt: skip
@@ -113,6 +115,7 @@ class StreamLane:
         """Copy between device and pinned arrays."""
         to, source = check_copy(dst, src)
         stream = self.stream.handle
+        keep_captured(stream, (to.owner, source.owner))
         if to.pinned:
             call(cu.cuMemcpyDtoHAsync, to.address, source.address, to.nbytes, stream)
         elif source.pinned:
@@ -123,11 +126,12 @@ class StreamLane:
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Set every byte of an array."""
         address, nbytes = dst.ptr, dst.nbytes
+        keep_captured(self.stream.handle, (dst.owner,))
         call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
 
-    def host(self, work: HostWork, *, name: str | None = None) -> None:
+    def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
         """Enqueue host work; what it raises is raised by the stream's synchronize()."""
-        enqueue(self.stream.handle, as_work(work), name)
+        enqueue(self.stream.handle, as_work(work), name, use_spin(spin))
 
     def record(self, name: str | None = None) -> StreamMark:
         """Record an event."""

@@ -13,7 +13,7 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.kernels import PackedArgs
 from graft.cudagraph.memory import Span
 
-__all__ = ["add_copy", "add_fill", "add_host", "add_kernel"]
+__all__ = ["add_child", "add_copy", "add_fill", "add_host", "add_kernel"]
 
 
 def add_kernel(
@@ -74,8 +74,20 @@ def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int)
     return node
 
 
-def add_host(graph: int, after: list[Any], function: int, data: int) -> Any:
+def add_child(graph: int, after: list[Any], child: int) -> Any:
+    """Add a copy of another graph as one node and return its CUgraphNode."""
+    return call(cu.cuGraphAddChildGraphNode, graph, after, len(after), child)
+
+
+def add_host(graph: int, after: list[Any], function: int, data: int, spin: bool = False) -> Any:
     """Add a host node and return its CUgraphNode."""
+    if spin:  # only the generic call knows how a host step waits
+        any_node = cu.CUgraphNodeParams()
+        any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
+        any_node.host.fn = cu.CUhostFn(function)
+        any_node.host.userData = data
+        any_node.host.syncMode = int(cu.CUhostTaskSyncMode.CU_HOST_TASK_SPINWAIT)
+        return call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
     params = cu.CUDA_HOST_NODE_PARAMS()
     params.fn = cu.CUhostFn(function)
     params.userData = data

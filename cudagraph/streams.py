@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import describe_running, raise_eager_failure
+from graft.cudagraph.hostwork import check_captured, describe_running, raise_eager_failure
 from graft.native import _native
 
 if TYPE_CHECKING:
@@ -66,12 +66,14 @@ class Stream:
         DeadlineError
             After ``timeout_s`` seconds; the work goes on.
         HostWorkError
-            A host function enqueued on this stream raised; each failure is raised once.
+            A host function enqueued on this stream, or in a captured graph, raised; each failure
+            is raised once.
         DeviceError
             The device failed.
         """
         wait_streams([self.handle], timeout_s, self.name)
         raise_eager_failure(self.handle)
+        check_captured()
 
     def close(self) -> None:
         """Give the stream back to the driver; work that is enqueued still finishes.

@@ -352,24 +352,6 @@ def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream)
     assert len(caught) == 4 and all("host function" in str(e) for e in caught)
 
 
-def test_capturing_streams_are_refused(device: Device, stream: Stream) -> None:
-    """hostfunc on a stream that captures is a typed refusal, and the capture stays intact."""
-    from cuda.bindings import driver as cu
-
-    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    try:
-        (code,) = cu.cuStreamBeginCapture(stream.handle, mode)
-    except Exception as error:  # the soft device does not provide captures
-        pytest.skip(f"this device does not capture: {error}")
-    if int(code) != 0:
-        pytest.skip(f"this device does not capture: {code}")
-    with pytest.raises(OptionError, match="capturing"):
-        hostfunc(stream, print)
-    code, captured = cu.cuStreamEndCapture(stream.handle)
-    assert int(code) == 0
-    cu.cuGraphDestroy(captured)
-
-
 def test_a_stuck_callback_does_not_block_the_exit() -> None:
     """The interpreter ends though a Python host function never returns."""
     code = (

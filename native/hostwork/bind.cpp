@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "hostwork/bind_captured.h"
 #include "hostwork/current.h"
 #include "hostwork/driver.h"
 #include "hostwork/eager.h"
@@ -53,9 +54,9 @@ nb::object attach_host(std::uint64_t graph, std::shared_ptr<GraphState> state, B
   return nb::make_tuple(code, api, object, reinterpret_cast<std::uint64_t>(&run_host_record), data);
 }
 
-int launch_eager(std::uint64_t stream, EagerRecord* record) {
+int launch_eager(std::uint64_t stream, EagerRecord* record, bool spin) {
   const nb::gil_scoped_release release;
-  return record->launch(stream);
+  return record->launch(stream, spin);
 }
 
 // (finished, code): polls a driver query until it is not "not ready".
@@ -88,9 +89,8 @@ void bind_driver_table(nb::module_& m) {
 
 void bind_lifetime(nb::module_& m) {
   m.def(
-      "set_primary_context",
-      [](std::uint64_t context) { set_primary_context(as_handle(context)); }, nb::arg("context"),
-      "Name the primary context anew; 0 while it is released.");
+      "set_primary_context", [](std::uint64_t context) { set_primary_context(as_handle(context)); },
+      nb::arg("context"), "Name the primary context anew; 0 while it is released.");
   nb::enum_<ResourceKind>(m, "ResourceKind")
       .value("DEVICE_MEMORY", ResourceKind::kDeviceMemory)
       .value("PINNED_MEMORY", ResourceKind::kPinnedMemory)
@@ -191,30 +191,26 @@ void bind_records(nb::module_& m) {
 
 void bind_eager(nb::module_& m) {
   m.def(
-      "is_capturing",
-      [](std::uint64_t stream) {
-        bool capturing = false;
-        const Result result = is_capturing(stream, &capturing);
-        return std::make_pair(result, capturing);
-      },
-      nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
       "eager_python",
-      [](std::uint64_t stream, std::string name, nb::object fn, nb::tuple args, nb::object keep) {
-        return launch_eager(stream,
-                            new EagerRecord(std::move(name), fn.ptr(), args.ptr(), keep.ptr()));
+      [](std::uint64_t stream, std::string name, nb::object fn, nb::tuple args, nb::object keep,
+         bool spin) {
+        return launch_eager(
+            stream, new EagerRecord(std::move(name), fn.ptr(), args.ptr(), keep.ptr()), spin);
       },
-      nb::arg("stream"), nb::arg("name"), nb::arg("fn"), nb::arg("args"), nb::arg("keep").none());
+      nb::arg("stream"), nb::arg("name"), nb::arg("fn"), nb::arg("args"), nb::arg("keep").none(),
+      nb::arg("spin") = false);
   m.def(
       "eager_native",
       [](std::uint64_t stream, std::string name, std::uint64_t function, std::uint64_t data,
-         nb::object keep) {
+         nb::object keep, bool spin) {
         return launch_eager(
-            stream, new EagerRecord(std::move(name), reinterpret_cast<HostFunction>(function),
-                                    as_handle(data), keep.ptr()));
+            stream,
+            new EagerRecord(std::move(name), reinterpret_cast<HostFunction>(function),
+                            as_handle(data), keep.ptr()),
+            spin);
       },
       nb::arg("stream"), nb::arg("name"), nb::arg("function"), nb::arg("data"),
-      nb::arg("keep").none());
+      nb::arg("keep").none(), nb::arg("spin") = false);
   m.def(
       "take_eager_failure",
       [](std::uint64_t stream) -> nb::object {
@@ -342,6 +338,7 @@ void bind_hostwork(nb::module_& m) {
   bind_lifetime(m);
   bind_records(m);
   bind_eager(m);
+  bind_captured(m);
   bind_exec(m);
   bind_waits(m);
 }

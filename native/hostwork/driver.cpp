@@ -60,7 +60,13 @@ void bind_driver(const std::string& path, Handle context) {
   Driver d{};
   resolve(get, "cuCtxSetCurrent", 4000, &d.ctx_set_current);
   resolve(get, "cuLaunchHostFunc", 10000, &d.launch_host_func);
-  resolve(get, "cuStreamIsCapturing", 10000, &d.stream_is_capturing);
+  resolve(get, "cuStreamGetCaptureInfo", 12030, &d.stream_get_capture_info);
+  resolve(get, "cuThreadExchangeStreamCaptureMode", 10010, &d.thread_exchange_capture_mode);
+  try {
+    resolve(get, "cuLaunchHostFunc", 13020, &d.launch_host_func_v2);
+  } catch (const std::runtime_error&) {
+    d.launch_host_func_v2 = nullptr;
+  }
   resolve(get, "cuStreamQuery", 2000, &d.stream_query);
   resolve(get, "cuStreamDestroy", 4000, &d.stream_destroy);
   resolve(get, "cuEventQuery", 2000, &d.event_query);

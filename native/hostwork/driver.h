@@ -27,7 +27,12 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
 struct Driver {
   Result (*ctx_set_current)(Handle context);
   Result (*launch_host_func)(Handle stream, HostFunction fn, void* data);
-  Result (*stream_is_capturing)(Handle stream, int* status);
+  Result (*launch_host_func_v2)(Handle stream, HostFunction fn, void* data,
+                                unsigned int sync_mode);  // null before CUDA 13.2
+  Result (*stream_get_capture_info)(Handle stream, int* status, std::uint64_t* id, Handle* graph,
+                                    const Handle** dependencies, const void** edges,
+                                    std::size_t* count);
+  Result (*thread_exchange_capture_mode)(int* mode);
   Result (*stream_query)(Handle stream);
   Result (*stream_destroy)(Handle stream);
   Result (*event_query)(Handle event);

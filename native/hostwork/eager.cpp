@@ -45,7 +45,7 @@ void EagerRecord::entry(void* data) {
   retire(record);
 }
 
-Result EagerRecord::launch(std::uint64_t stream) {
+Result EagerRecord::launch(std::uint64_t stream, bool spin) {
   stream_ = stream;
   {
     const std::lock_guard<std::mutex> lock(eager().mutex);
@@ -53,7 +53,7 @@ Result EagerRecord::launch(std::uint64_t stream) {
   }
   // From here on the record may run, and be gone, before the call returns.
   const Result result =
-      driver().launch_host_func(reinterpret_cast<void*>(stream), &EagerRecord::entry, this);
+      launch_host(reinterpret_cast<void*>(stream), &EagerRecord::entry, this, spin);
   if (result != kSuccess) {
     forget(this);
     retire(this);
@@ -64,13 +64,6 @@ Result EagerRecord::launch(std::uint64_t stream) {
 void EagerRecord::fail_eager(Failure failure) {
   const std::lock_guard<std::mutex> lock(eager().mutex);
   eager().failures[stream_].push_back(std::move(failure));
-}
-
-Result is_capturing(std::uint64_t stream, bool* capturing) {
-  int status = 0;
-  const Result result = driver().stream_is_capturing(reinterpret_cast<void*>(stream), &status);
-  *capturing = status != 0;
-  return result;
 }
 
 bool take_eager_failure(std::uint64_t stream, Failure* out) {

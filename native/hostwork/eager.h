@@ -12,7 +12,7 @@ namespace graft::hostwork {
 class EagerRecord final : public HostRecord {
  public:
   using HostRecord::HostRecord;
-  Result launch(std::uint64_t stream);  // consumes this also on failure; without the GIL
+  Result launch(std::uint64_t stream, bool spin);  // consumes this also on failure; no GIL
 
  private:
   friend std::int64_t abandon_eager();
@@ -23,9 +23,6 @@ class EagerRecord final : public HostRecord {
   std::atomic<int> state_{kPending};
   std::uint64_t stream_ = 0;
 };
-
-// Is the stream capturing? (cuStreamIsCapturing)
-Result is_capturing(std::uint64_t stream, bool* capturing);
 
 // The oldest unreported failure on this stream, which the caller then owns. GIL held.
 bool take_eager_failure(std::uint64_t stream, Failure* out);

@@ -12,6 +12,8 @@
 
 namespace graft::hostwork {
 
+constexpr int kCaptureModeRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+
 class Reaper {
  public:
   Reaper() { sem_init(&wake_, 0, 0); }
@@ -25,6 +27,10 @@ class Reaper {
   }
 
   void run() {
+    // Freeing is "potentially unsafe" while somebody captures a stream, and would invalidate the
+    // capture. What is freed here belongs to no captured work, so this thread opts out.
+    int mode = kCaptureModeRelaxed;
+    driver().thread_exchange_capture_mode(&mode);
     while (true) {
       while (sem_wait(&wake_) != 0) {
       }

@@ -13,6 +13,8 @@ namespace graft::hostwork {
 namespace {
 
 constexpr unsigned int kMove = 1;              // CU_GRAPH_USER_OBJECT_MOVE
+constexpr unsigned int kSpinWait = 1;          // CU_HOST_TASK_SPINWAIT
+constexpr Result kNotSupported = 801;          // CUDA_ERROR_NOT_SUPPORTED
 constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 
 std::atomic<std::int64_t> live{0};
@@ -152,6 +154,13 @@ Attached attach(Handle graph, Record* record) {
     return {result, "cuGraphRetainUserObject", nullptr};
   }
   return {kSuccess, "", object};
+}
+
+Result launch_host(Handle stream, HostFunction fn, void* data, bool spin) {
+  const Driver& d = driver();
+  if (!spin) return d.launch_host_func(stream, fn, data);
+  if (d.launch_host_func_v2 == nullptr) return kNotSupported;
+  return d.launch_host_func_v2(stream, fn, data, kSpinWait);
 }
 
 Result detach(Handle graph, Handle object) {

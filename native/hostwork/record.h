@@ -75,6 +75,10 @@ struct Attached {
 // Called without the GIL, before the node is added.
 Attached attach(Handle graph, Record* record);
 
+// cuLaunchHostFunc; `spin` asks the driver's thread to spin while it waits (CUDA 13.2), and is
+// NOT_SUPPORTED where the driver cannot.
+Result launch_host(Handle stream, HostFunction fn, void* data, bool spin);
+
 // Undoes attach() when adding the node failed.
 Result detach(Handle graph, Handle object);
 

@@ -30,12 +30,29 @@ void drop_later(PyObject* reference) noexcept {
 
 GraphState::~GraphState() { drop_later(first_.exception); }
 
+bool GraphState::set_parent(std::shared_ptr<GraphState> parent) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (keep_parent_ != nullptr) return keep_parent_ == parent;
+  keep_parent_ = std::move(parent);
+  parent_.store(keep_parent_.get(), std::memory_order_release);
+  return true;
+}
+
 void GraphState::fail(StatusCode code, Failure failure) noexcept {
+  if (GraphState* parent = parent_.load(std::memory_order_acquire)) {
+    parent->fail(code, std::move(failure));
+    return;
+  }
+  if (note(code, std::move(failure)) && report_ != nullptr) report_(*this);
+}
+
+// True for the first failure.
+bool GraphState::note(StatusCode code, Failure failure) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++failures_;
   if (failed_.load(std::memory_order_relaxed)) {
     drop_later(failure.exception);
-    return;
+    return false;
   }
   if (status_ != nullptr) {
     store_release(status_ + 1, static_cast<std::int32_t>(failure.replay & 0x7fffffff));
@@ -43,6 +60,7 @@ void GraphState::fail(StatusCode code, Failure failure) noexcept {
   }
   first_ = std::move(failure);
   failed_.store(true, std::memory_order_release);
+  return true;
 }
 
 bool GraphState::pending(Failure* out) const {

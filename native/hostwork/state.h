@@ -41,7 +41,17 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   GraphState(const GraphState&) = delete;
   GraphState& operator=(const GraphState&) = delete;
 
-  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  bool failed() const {
+    if (failed_.load(std::memory_order_acquire)) return true;
+    const GraphState* parent = parent_.load(std::memory_order_acquire);
+    return parent != nullptr && parent->failed();
+  }
+
+  // Failures count as the parent's too, and its failures stop the host steps here: this state
+  // belongs to a graph that became a child graph. False: it has another parent.
+  bool set_parent(std::shared_ptr<GraphState> parent);
+  // Called with each first failure of a state without a parent, on the failing thread.
+  void report_to(void (*report)(GraphState&)) { report_ = report; }
 
   // Takes ownership of failure.exception. The first failure wins; later ones are counted.
   void fail(StatusCode code, Failure failure) noexcept;
@@ -60,10 +70,15 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   void count_launch() { launched_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
+  bool note(StatusCode code, Failure failure) noexcept;
+
   std::int32_t* const status_;
   std::atomic<bool> failed_{false};
   std::atomic<std::int64_t> base_{0};
   std::atomic<std::int64_t> launched_{0};
+  std::atomic<GraphState*> parent_{nullptr};
+  std::shared_ptr<GraphState> keep_parent_;
+  void (*report_)(GraphState&) = nullptr;
   mutable std::mutex mutex_;  // never held while taking the GIL
   Failure first_;
   std::int64_t failures_ = 0;

@@ -378,8 +378,9 @@ CUresult capture_forbids_unsafe(const char* api) {
   }
   if (!forbidden) return CUDA_SUCCESS;
   return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-                std::string(api) + " is not allowed while a stream captures in this mode; the "
-                                   "capture is invalidated");
+                std::string(api) +
+                    " is not allowed while a stream captures in this mode; the "
+                    "capture is invalidated");
 }
 
 }  // namespace softcuda

@@ -1,0 +1,245 @@
+"""Host work and lanes inside stream captures that somebody else began."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as cu
+
+from graft import native
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import check_captured, hostfunc
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
+from graft.native import _native
+
+TEXT = """
+extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += value; }
+"""
+THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def ok(result: tuple) -> Any:
+    assert int(result[0]) == 0, result[0]
+    return result[1] if len(result) == 2 else result[1:]
+
+
+class Foreign:
+    """A capture and an executable made with the bare driver, as another library would."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def begin(self) -> None:
+        ok(cu.cuStreamBeginCapture(self.stream.handle, THREAD_LOCAL))
+
+    def end(self) -> None:
+        self.graph = ok(cu.cuStreamEndCapture(self.stream.handle))
+        self.exec = ok(cu.cuGraphInstantiate(self.graph, 0))
+
+    def launch(self, times: int = 1) -> None:
+        for _ in range(times):
+            ok(cu.cuGraphLaunch(self.exec, self.stream.handle))
+        ok(cu.cuStreamSynchronize(self.stream.handle))
+
+    def drop(self) -> None:
+        ok(cu.cuGraphExecDestroy(self.exec))
+        ok(cu.cuGraphDestroy(self.graph))
+
+
+@pytest.fixture
+def foreign(stream: Stream) -> Iterator[Foreign]:
+    yield Foreign(stream)
+    while _native.take_captured_failure() is not None:
+        pass
+
+
+def released(count: int) -> None:
+    for _ in range(1000):  # a driver may run destructors late, on a thread of its own
+        if native.released_records() >= count:
+            return
+        time.sleep(0.005)
+    assert native.released_records() >= count
+
+
+def test_hostfunc_becomes_a_node_of_the_capture(foreign: Foreign) -> None:
+    """Nothing runs at capture; each replay runs the work once, long after Python dropped it."""
+    calls: list[int] = []
+
+    class Work:
+        def __call__(self, value: int) -> None:
+            calls.append(value)
+
+    work = Work()
+    watch = weakref.ref(work)
+    before = native.released_records()
+    foreign.begin()
+    hostfunc(foreign.stream, work, 7)
+    hostfunc(foreign.stream.handle, work, 8)
+    foreign.end()
+    foreign.stream.synchronize(60)
+    assert calls == []
+    del work
+    gc.collect()
+    fillers = [bytearray(64) for _ in range(1000)]
+    foreign.launch(3)
+    assert calls == [7, 8] * 3 and watch() is not None and len(fillers) == 1000
+    ok(cu.cuGraphDestroy(foreign.graph))
+    foreign.launch()
+    assert calls == [7, 8] * 4
+    ok(cu.cuGraphExecDestroy(foreign.exec))
+    released(before + 2)
+    assert watch() is None
+
+
+def test_a_failing_step_stands_down_until_told(foreign: Foreign) -> None:
+    """The failure is raised once with its cause; the graph's host steps wait for that."""
+    ran: list[str] = []
+    fail = [True]
+
+    def first() -> None:
+        ran.append("first")
+        if fail[0]:
+            raise KeyError("broken")
+
+    foreign.begin()
+    hostfunc(foreign.stream, first)
+    hostfunc(foreign.stream, ran.append, "second")
+    foreign.end()
+    foreign.launch(2)
+    assert ran == ["first"]
+    with pytest.raises(HostWorkError, match=r"captured graph.*replay 1.*broken") as caught:
+        foreign.stream.synchronize(60)
+    assert isinstance(caught.value.__cause__, KeyError)
+    check_captured()
+    fail[0] = False
+    foreign.launch()
+    assert ran == ["first", "first", "second"]
+    foreign.drop()
+
+
+def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: Foreign) -> None:
+    """Arrays and kernels used on a capturing stream outlive every Python name of theirs."""
+    kernel = load_text(device, TEXT, "capture.cu")["add"]
+    data, out = device.zeros((8,), "int32"), device.pinned((8,), "int32")
+    result = out.array
+    lane = StreamLane(foreign.stream)
+    foreign.begin()
+    lane.fill(data)
+    lane.kernel(kernel, 1, 8, [data, 5])
+    lane.copy(out, data)
+    foreign.end()
+    del kernel, data, out
+    gc.collect()
+    _native.flush(5.0)
+    others = [device.zeros((8,), "int32") for _ in range(20)]
+    foreign.launch(2)
+    assert result.tolist() == [5] * 8 and not any(o.to_host().any() for o in others)
+    foreign.drop()
+
+
+def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Stream) -> None:
+    """The reaper may free memory while somebody captures in the strictest mode."""
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    array = device.zeros((1024,), "int32")
+    live = native.live_resources()
+    ok(cu.cuStreamBeginCapture(stream.handle, mode))
+    del array
+    assert _native.flush(5.0) and native.live_resources() == live - 1
+    hostfunc(stream, list)
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(stream.handle))))
+
+
+def test_an_invalidated_capture_is_refused(stream: Stream) -> None:
+    """hostfunc names the invalidated capture and leaves no record behind."""
+    live = native.live_records()
+    ok(cu.cuStreamBeginCapture(stream.handle, THREAD_LOCAL))
+    assert int(cu.cuStreamSynchronize(stream.handle)[0]) != 0
+    with pytest.raises(DeviceError) as caught:
+        hostfunc(stream, print)
+    assert caught.value.code_name == "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+    assert int(cu.cuStreamEndCapture(stream.handle)[0]) == caught.value.code
+    _native.flush(5.0)
+    assert native.live_records() == live
+    stream.synchronize(60)
+    hostfunc(stream, print, end="")
+    stream.synchronize(60)
+
+
+def test_a_captured_graph_joins_as_a_child(device: Device, foreign: Foreign) -> None:
+    """A capture becomes one node; its host steps fail and stand down with the parent's."""
+    log: list[str] = []
+    fail = [False]
+
+    def inner() -> None:
+        log.append("inner")
+        if fail[0]:
+            raise ValueError("inside")
+
+    foreign.begin()
+    hostfunc(foreign.stream, inner)
+    foreign.end()
+    graph = Graph(device, "parent")
+    lane = graph.lane("main")
+    lane.host(lambda: log.append("before"))
+    graph.add_child(foreign.graph, lane="main", name="captured")
+    lane.host(lambda: log.append("after"))
+    assert [n.kind for n in graph.nodes] == ["host", "child", "host"]
+    foreign.drop()
+    executable = graph.instantiate()
+    executable.launch(foreign.stream)
+    executable.synchronize(60)
+    assert log == ["before", "inner", "after"]
+    log.clear()
+    fail[0] = True
+    executable.launch(foreign.stream)
+    with pytest.raises(HostWorkError, match=r"inner.*'parent'.*inside"):
+        executable.synchronize(60)
+    assert log == ["before", "inner"] and graph.status.array[0] == 1
+    executable.clear(60)
+    fail[0] = False
+    executable.launch(foreign.stream)
+    executable.synchronize(60)
+    assert log == ["before", "inner", "before", "inner", "after"]
+    check_captured()
+    executable.close()
+
+
+def test_captured_host_work_has_one_parent(device: Device, foreign: Foreign) -> None:
+    """Joining the same capture to a second graph is refused: both would share its records."""
+    foreign.begin()
+    hostfunc(foreign.stream, list)
+    foreign.end()
+    first, second = Graph(device, "first"), Graph(device, "second")
+    first.add_child(foreign.graph)
+    with pytest.raises(OptionError, match=r"second.*another graph"):
+        second.add_child(foreign.graph)
+    with pytest.raises(OptionError, match="no graph"):
+        second.add_child("nonsense")  # type: ignore[arg-type]
+    foreign.drop()
+
+
+def test_results_of_a_captured_child_are_the_captures(device: Device, foreign: Foreign) -> None:
+    """A captured kernel computes the same inside a parent as it does alone."""
+    kernel = load_text(device, TEXT, "capture.cu")["add"]
+    data = device.from_host(np.arange(4, dtype=np.int32))
+    foreign.begin()
+    StreamLane(foreign.stream).kernel(kernel, 1, 4, [data, 10])
+    foreign.end()
+    graph = Graph(device, "twice")
+    graph.add_child(foreign.graph, lane="a")
+    graph.lane("a").kernel(kernel, 1, 4, [data, 1])
+    graph.add_child(foreign.graph, lane="a")
+    executable = graph.instantiate()
+    executable.launch(foreign.stream)
+    executable.synchronize(60)
+    assert data.to_host().tolist() == [21, 22, 23, 24]
+    foreign.drop()
