@@ -88,6 +88,9 @@ def test_right_answers_score_one_and_wrong_ones_less():
     worse = evaluate_demo.correctness(result_of(tasks, texts))
     assert worse["whole_right"] == pytest.approx(1 - 1 / 40)
     assert worse["fields_right"] < 1.0 and worse["valid"] < 1.0
+    cut = result_of(tasks, texts)
+    cut.outputs[at].reason = "length"
+    assert evaluate_demo.correctness(cut)["valid"] == 1.0
 
 
 def test_the_interval_covers_its_mean_as_often_as_it_says():

@@ -67,19 +67,24 @@ def run_tasks(engine: Engine, tasks: list[Task], progress: bool) -> Result:
 
 
 def correctness(result: Result) -> dict[str, Any]:
-    """Fields right, whole answers right and answers valid; shares of what was asked."""
-    right = wanted = whole = valid = guided = finished = 0
+    """Fields right and whole answers right, as shares of what was asked.
+
+    `valid` is the share of guided outputs that obey their grammar by an independent reader, among
+    those that ended by themselves: a document cut by the token limit is none.
+    """
+    right = wanted = whole = valid = checked = finished = 0
     for task, output in zip(result.tasks, result.outputs, strict=True):
         same, expected, all_right = score_fields(output.text, task)
         right, wanted, whole = right + same, wanted + expected, whole + all_right
         finished += output.finished
-        checked = is_valid(task_grammar(task), output.text)
-        guided += checked is not None
-        valid += bool(checked)
+        verdict = is_valid(task_grammar(task), output.text)
+        if output.finished and verdict is not None:
+            checked += 1
+            valid += verdict
     n = len(result.tasks)
     return {"tasks": n, "fields": wanted, "fields_right": right / wanted, "whole_right": whole / n,
-            "finished": finished / n, "guided": guided,
-            "valid": valid / guided if guided else None}
+            "finished": finished / n, "checked": checked,
+            "valid": valid / checked if checked else None}
 
 
 def speculation(result: Result) -> dict[str, Any]:
