@@ -14,14 +14,14 @@ from typing import Any, BinaryIO, cast
 from graft.cudagraph.errors import OptionError
 
 from . import compile_child
-from .errors import GrammarError
+from .backend import GrammarBackend
+from .errors import GrammarError, clean_message
 from .matcher import CompiledGrammar
 from .spec import GrammarSpec
-from .xgrammar import XGrammarBackend, clean_message
 
 __all__ = ["CompileService"]
 
-START_S = 60.0  # for a child to import XGrammar and sort the vocabulary
+START_S = 60.0  # for a child to import its library and sort the vocabulary
 
 
 class CompileService:
@@ -47,7 +47,7 @@ class CompileService:
 
     def __init__(
         self,
-        backend: XGrammarBackend,
+        backend: GrammarBackend,
         threads: int = 1,
         cache_entries: int = 256,
         cache_bytes: int = 1 << 30,
@@ -83,8 +83,9 @@ class CompileService:
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, shared by all who ask for an equal ``spec``.
 
-        The future raises ``GrammarError``, in one sentence, if XGrammar refuses the grammar, cannot
-        enforce part of it, takes longer than ``timeout_s`` or dies of it. It cannot be cancelled.
+        The future raises ``GrammarError``, in one sentence, if the backend refuses the grammar,
+        cannot enforce part of it, takes longer than ``timeout_s`` or dies of it. It cannot be
+        cancelled.
         """
         with self._lock:
             if self._closed:
@@ -117,9 +118,12 @@ class CompileService:
         while (job := self._jobs.get()) is not None:
             spec, future = job
             try:
-                if child is None:
-                    child = self._start_child()
-                compiled = self._compile(child, spec)
+                if self._backend.child is None:
+                    compiled = self._backend.compile(spec)
+                else:
+                    if child is None:
+                        child = self._start_child()
+                    compiled = self._compile(child, spec)
             except _ChildLost as error:
                 self._drop(child)
                 child = None
@@ -137,9 +141,7 @@ class CompileService:
         self._drop(child)
 
     def _compile(self, child: _Child, spec: GrammarSpec) -> CompiledGrammar:
-        outcome, text, printed = child.ask(
-            (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict), self._timeout_s
-        )
+        outcome, text, printed = child.ask(self._backend.request(spec), self._timeout_s)
         if outcome != "compiled":
             raise GrammarError(f"{spec.kind}: {clean_message(text)}")
         ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
@@ -149,6 +151,8 @@ class CompileService:
 
     def _warm_child(self) -> _Child | None:
         """A child that is ready before the first grammar asks; None leaves it to that grammar."""
+        if self._backend.child is None:
+            return None
         try:
             child = self._start_child()
             child.start()
@@ -158,9 +162,8 @@ class CompileService:
 
     def _start_child(self) -> _Child:
         vocabulary = self._backend.vocabulary
-        child = _Child(
-            ((vocabulary.tokens, vocabulary.size, vocabulary.stop_ids), self._memory_bytes)
-        )
+        parts = (vocabulary.tokens, vocabulary.size, vocabulary.stop_ids, vocabulary.names)
+        child = _Child((self._backend.child, parts, self._memory_bytes))
         with self._lock:
             self._children.add(child)
             closed = self._closed

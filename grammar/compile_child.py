@@ -1,18 +1,19 @@
 """A process that compiles grammars: it can be killed, and it can die, without harm to its parent.
 
-It is run as a script (``python compile_child.py``), so it imports XGrammar's library and the
+It is run as a script (``python compile_child.py``), so it imports one backend's library and the
 standard library only. The parent writes pickled messages to its standard input and reads pickled
 answers from its standard output, each behind its length in 8 bytes:
 
-1. once: the vocabulary ``(tokens, size, stop_ids)`` and the address space limit in bytes; answered
-   by ``"ready"``;
-2. per grammar: the arguments of ``compile_native``; answered by ``("compiled", json, warnings)`` or
-   ``("refused", message, warnings)``. Warnings are what XGrammar prints about features it ignores.
+1. once: the backend's name, the vocabulary ``(tokens, size, stop_ids, names)`` and the address
+   space limit in bytes; answered by ``"ready"``;
+2. per grammar: what the backend's ``request`` gives; answered by ``("compiled", text, warnings)``
+   or ``("refused", message, warnings)``. Warnings tell of features that the backend ignores.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pickle
 import resource
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-__all__ = ["compile_native", "receive", "register_types", "send"]
+__all__ = ["compile_native", "receive", "register_types", "send", "tokenizer_info"]
 
 _TYPES = ("TokenizerInfo", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type: tokens are given as bytes
@@ -56,7 +57,121 @@ def compile_native(
         return compiler.compile_json_schema(text, any_whitespace, None, None, strict, None, False)
     if kind == "regex":
         return compiler.compile_regex(text)
+    if kind == "lark":
+        return compiler.compile_lark(text, [], [])
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(_structural_tag(text))
+    if kind == "choice":
+        options = json.loads(text)
+        text = f"{root} ::= " + " | ".join(_quote(option) for option in options)
     return compiler.compile_grammar_from_strings(text, root)
+
+
+def _quote(text: str) -> str:
+    """An EBNF string literal: everything but ASCII letters and digits by code point."""
+    return '"' + "".join(_escape(c) for c in text) + '"'
+
+
+def _escape(char: str) -> str:
+    if char.isascii() and char.isalnum():
+        return char
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def _structural_tag(text: str) -> str:
+    """XGrammar's form of a ``GrammarSpec.structural_tag``."""
+    spec = json.loads(text)
+    tags = [
+        {
+            "type": "tag",
+            "begin": tag["begin"],
+            "content": {"type": "json_schema", "json_schema": tag["schema"]},
+            "end": tag["end"],
+        }
+        for tag in spec["tags"]
+    ]
+    return json.dumps(
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": spec["triggers"],
+                "tags": tags,
+                "at_least_one": spec["at_least_one"],
+                "stop_after_first": False,
+            },
+        }
+    )
+
+
+class _XGrammar:
+    """Compiles with XGrammar; warnings are what it prints."""
+
+    def __init__(self, tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any):
+        self._types = register_types()
+        self._info = tokenizer_info(self._types, tokens, size, stops)
+
+    def compile(self, *request: Any) -> tuple[str, str]:
+        return str(compile_native(self._types, self._info, *request).serialize_json()), ""
+
+
+class _LLGuidance:
+    """Compiles with LLGuidance: the text stays, for matchers are made from it."""
+
+    def __init__(self, tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any):
+        self._tokenizer = stock_tokenizer(tokens, size, stops, names)
+
+    def compile(self, text: str) -> tuple[str, str]:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return text, "\n".join(matcher.get_grammar_warnings())
+
+
+def stock_tokenizer(
+    tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any, encode: Any = None
+) -> Any:
+    """LLGuidance's own tokenizer object, without any model's tokenizer behind it.
+
+    ``encode`` maps bytes to token ids, to which LLGuidance narrows forced text; absent, the longest
+    token that fits is taken each time.
+    """
+    import llguidance
+
+    ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
+    longest = max(map(len, ids))
+
+    def greedy(data: bytes) -> list[int]:
+        out, at = [], 0
+        while at < len(data):
+            for size in range(min(longest, len(data) - at), 0, -1):
+                token = ids.get(data[at : at + size])
+                if token is not None:
+                    break
+            else:
+                break  # a byte that no token spells
+            out.append(token)
+            at += size
+        return out
+
+    class Wrapper(llguidance.TokenizerWrapper):
+        def __init__(self) -> None:  # what LLGuidance reads; the base wants a tokenizer
+            self.tokens = [*tokens, *[b""] * (size - len(tokens))]
+            self.special_token_ids = sorted({*stops, *names.values()})
+            for name, token in names.items():
+                self.tokens[token] = name.encode("utf-8")
+            for token in stops:
+                self.tokens[token] = self.tokens[token] or b"<stop%d>" % token
+            self.eos_token_id, self.bos_token_id = stops[0], None
+            self.is_tokenizer_wrapper = True
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            data = text.encode("utf-8") if isinstance(text, str) else text
+            return list((encode or greedy)(data))
+
+    return llguidance.LLTokenizer(Wrapper(), eos_token=list(stops))
 
 
 def send(stream: BinaryIO, message: Any) -> None:
@@ -86,9 +201,9 @@ def main() -> None:
     printed = os.memfd_create("printed")  # whatever XGrammar prints lands here
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    vocabulary, memory = receive(sys.stdin.buffer)
-    types = register_types()
-    info = tokenizer_info(types, *vocabulary)
+    name, vocabulary, memory = receive(sys.stdin.buffer)
+    compilers: dict[str, Any] = {"xgrammar": _XGrammar, "llguidance": _LLGuidance}
+    compiler = compilers[name](*vocabulary)
     resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
     send(answers, "ready")
     while True:
@@ -99,12 +214,13 @@ def main() -> None:
         os.ftruncate(printed, 0)
         os.lseek(printed, 0, os.SEEK_SET)
         try:
-            answer = ["compiled", str(compile_native(types, info, *request).serialize_json())]
+            text, noted = compiler.compile(*request)
+            answer = ["compiled", text]
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-            answer = ["refused", str(error) or type(error).__name__]
+            answer, noted = ["refused", str(error) or type(error).__name__], ""
         os.lseek(printed, 0, os.SEEK_SET)
         warnings = os.read(printed, 1 << 20).decode("utf-8", "replace")
-        send(answers, (*answer, warnings))
+        send(answers, (*answer, noted + warnings))
 
 
 if __name__ == "__main__":

@@ -56,11 +56,10 @@ class Span:
     end_ns: int
 
 
-def _native_request(request: GuidedRequest) -> tuple[int, int, int, int, int]:
-    """Addresses stay valid while the snapshot keeps the request, that is, until it is retired."""
-    matcher = request.matcher
-    handles = (matcher.handle, matcher.acceptable.ctypes.data) if matcher else (0, 0)
-    return (request.slot, request.epoch, request.position, *handles)
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, Any]:
+    """The snapshot keeps the matcher until it is retired."""
+    native = request.matcher.native if request.matcher else None
+    return (request.slot, request.epoch, request.position, native)
 
 
 class Exchange(Protocol):
@@ -219,7 +218,7 @@ class GuidedDecoder:
         return dict(self._worker.counters())
 
     def first_error(self) -> str:
-        """Text of the first internal error of XGrammar, empty if there was none."""
+        """Text of the first internal error of a grammar backend, empty if there was none."""
         return str(self._worker.first_error())
 
     def timeline(self) -> list[Span]:
@@ -297,6 +296,11 @@ class GuidedDecoder:
                     raise GuideError(
                         f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
                         f"the decoder's {self.vocab_size}"
+                    )
+                if self.transport == "native" and matcher.native is None:
+                    raise GuideError(
+                        f"slot {slot}: a matcher of {matcher.compiled.backend.name} without a "
+                        "native side needs the python transport"
                     )
                 if matcher.claimed or any(matcher is taken[2] for taken in owners.values()):
                     raise GuideError(f"slot {slot}: the matcher already belongs to a request")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from graft.cudagraph.errors import GraftError
 
-__all__ = ["GrammarError", "GuideError"]
+__all__ = ["GrammarError", "GuideError", "clean_message"]
 
 
 class GrammarError(GraftError):
@@ -13,3 +15,14 @@ class GrammarError(GraftError):
 
 class GuideError(GraftError):
     """The guided decoder was used against its protocol (lapping, a foreign matcher, closed)."""
+
+
+def clean_message(error: BaseException | str) -> str:
+    """A backend's sentence without time, source file, check expression and parser state."""
+    lines = str(error).strip().splitlines()
+    text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(lines)
+    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?", "", text)
+    text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
+    text = re.sub(r"<state>.*", "", text, flags=re.DOTALL)
+    text = re.sub(r" The JSON string is:.*", "", text, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", text).strip()[:500]

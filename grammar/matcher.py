@@ -1,7 +1,8 @@
-"""One request's place in its grammar."""
+"""One request's place in its grammar, whichever backend stands behind it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,92 +10,126 @@ import numpy as np
 from .errors import GrammarError
 
 if TYPE_CHECKING:
+    from .backend import GrammarBackend
     from .spec import GrammarSpec
-    from .xgrammar import XGrammarBackend
 
-__all__ = ["CompiledGrammar", "Matcher"]
+__all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher", "row_limit"]
 
 
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary; shared by any number of matchers, read-only."""
+    """A grammar compiled for one vocabulary; shared by any number of matchers, read-only.
 
-    def __init__(self, backend: XGrammarBackend, spec: GrammarSpec, native: Any):
+    Parameters
+    ----------
+    backend
+        Whose grammar it is.
+    spec
+        What it was compiled from.
+    native
+        The backend's own form of it.
+    nbytes
+        Memory it takes, in bytes, as far as the backend tells.
+    """
+
+    def __init__(self, backend: GrammarBackend, spec: GrammarSpec, native: Any, nbytes: int):
         self.backend = backend
         self.spec = spec
         self.native = native
-
-    @property
-    def nbytes(self) -> int:
-        """Memory the compiled grammar takes, in bytes, as XGrammar counts it."""
-        return int(self.native.memory_size_bytes())
+        self.nbytes = nbytes
 
 
-class Matcher:
-    """A matcher: which tokens may follow the ones accepted so far.
+class Matcher(ABC):
+    """Which tokens may follow the ones accepted so far.
 
     One matcher is used by one thread at a time; the guided decoder owns it while replays that name
-    it are in flight. These Python methods are the oracle and the ``"python"`` transport.
+    it are in flight. A backend in Python alone implements the abstract methods and leaves
+    ``native`` None: its matchers run on the ``"python"`` transport.
+
+    Attributes
+    ----------
+    compiled, stop_ids
+        The grammar, and the ids that end it once it is complete.
+    size
+        Logit columns of the vocabulary.
+    native
+        The matcher as the native worker drives it, sharing this one's state, or None.
+    claimed
+        Taken by a request of a guided decoder: its state is not the caller's any more.
     """
 
-    def __init__(
-        self,
-        compiled: CompiledGrammar,
-        native: Any,
-        stop_ids: tuple[int, ...],
-        acceptable: np.ndarray,
-    ):
+    native: Any = None
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         self.compiled = compiled
-        self.native = native
         self.stop_ids = stop_ids
-        self.acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
         self.size = compiled.backend.vocabulary.size
-        used = (self.size - 1) % 32 + 1  # ids in a row's last word
-        self._last_word = np.array([(1 << used) - 1], np.uint32).view(np.int32)[0]
-        self.claimed = False  # by a request of a guided decoder: its state is not ours any more
+        self.claimed = False
 
-    @property
-    def handle(self) -> int:
-        """Address of the native matcher, valid while this object lives."""
-        return int(self.native.__chandle__())
-
+    @abstractmethod
     def accept(self, token: int) -> bool:
         """Take one more token. False, and no change, if it is illegal, out of range or too late."""
-        # XGrammar would refuse these as well, and print a warning.
-        if not self.is_acceptable(token) or self.is_terminated():
-            return False
-        return bool(self.native.accept_token(int(token), False))
 
-    def is_acceptable(self, token: int) -> bool:
-        """Whether an id is in range and either text or one of the stop ids."""
-        return 0 <= token < self.size and bool(int(self.acceptable[token >> 5]) >> (token & 31) & 1)
-
-    def fill(self, row: np.ndarray) -> None:
+    @abstractmethod
+    def fill(self, row: np.ndarray) -> bool:
         """Write the legal tokens as bits of ``row``, contiguous int32 ``[ceil(size / 32)]``.
+
+        Returns
+        -------
+        bool
+            False where nothing is constrained: the row is then left as it was.
 
         Raises
         ------
         GrammarError
             After termination: there is no next token.
         """
-        if self.is_terminated():
-            raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
-        self.native.fill_next_token_bitmask(row, 0, False)
-        row[-1] &= self._last_word  # XGrammar sets bits beyond the vocabulary too
+
+    @abstractmethod
+    def rollback(self, tokens: int) -> None:
+        """Undo the last ``tokens`` accepted tokens; a stop token counts as one."""
+
+    @abstractmethod
+    def is_terminated(self) -> bool:
+        """Whether a stop token was accepted."""
 
     def legal(self) -> np.ndarray:
         """The legal token ids, ascending, int64."""
-        row = np.zeros(self.compiled.backend.vocabulary.words, np.int32)
-        self.fill(row)
+        row = np.zeros((self.size + 31) // 32, np.int32)
+        if not self.fill(row):
+            return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-
-    def rollback(self, tokens: int) -> None:
-        """Undo the last ``tokens`` accepted tokens; a stop token counts as one."""
-        self.native.rollback(int(tokens))
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token was accepted."""
-        return bool(self.native.is_terminated())
 
     def fresh(self) -> Matcher:
         """A matcher of the same grammar and stop ids at the start."""
         return self.compiled.backend.matcher(self.compiled, self.stop_ids)
+
+    def _require_running(self) -> None:
+        if self.is_terminated():
+            raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
+
+
+class NativeBackedMatcher(Matcher):
+    """A matcher whose Python methods call the native one."""
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any):
+        super().__init__(compiled, stop_ids)
+        self.native = native
+
+    def accept(self, token: int) -> bool:
+        return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._require_running()
+        return bool(self.native.fill(row))
+
+    def rollback(self, tokens: int) -> None:
+        self.native.rollback(int(tokens))
+
+    def is_terminated(self) -> bool:
+        return bool(self.native.is_terminated())
+
+
+def row_limit(size: int) -> np.int32:
+    """The bits of a row's last word that stand for an id."""
+    used = (size - 1) % 32 + 1
+    return np.array([(1 << used) - 1], np.uint32).view(np.int32)[0]

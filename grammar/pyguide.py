@@ -222,7 +222,7 @@ class PythonWorker:
 
     def _accept(self, slot: _Slot, token: int) -> bool:
         assert slot.matcher is not None
-        if slot.ended or slot.terminated or not slot.matcher.is_acceptable(token):
+        if slot.ended or slot.terminated or not 0 <= token < self._vocab_size:
             return False
         self._count["accepts"] += 1
         try:
@@ -239,11 +239,15 @@ class PythonWorker:
         self._count["fills"] += 1
         row = self._mask[slot.index, j]
         try:
-            slot.matcher.fill(row)
+            constrained = slot.matcher.fill(row)
         except RuntimeError as error:
             self._internal_error(slot, error)
             return
         slot.rows = j + 1
+        if not constrained:
+            self._count["free_rows"] += 1
+            self._stamp(slot, j, FREE, slot.n + j)
+            return
         if row.any():
             self._stamp(slot, j, READY, slot.n + j)
             return

@@ -1,19 +1,45 @@
-"""What a request asks its output to be: a JSON schema, a regex, an EBNF or a choice."""
+"""What a request asks its output to be: every way to state a constraint, checked when stated."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .errors import GrammarError
+from .marker import Marker
 from .router import route_named
 from .schema_audit import unenforced_keywords
 
-__all__ = ["GrammarSpec"]
+__all__ = ["GrammarSpec", "Kind", "StructuralTag"]
 
-Kind = Literal["json_schema", "regex", "ebnf"]
+Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag"]
+
+
+@dataclass(frozen=True)
+class StructuralTag:
+    """A tagged part of free text, such as a tool call.
+
+    Attributes
+    ----------
+    begin, end
+        The text around the content. ``begin`` starts with one of the triggers.
+    schema
+        JSON schema of the content, as JSON text.
+    """
+
+    begin: str
+    schema: str
+    end: str
+
+    @classmethod
+    def of(cls, begin: str, schema: dict[str, Any] | bool | str, end: str) -> StructuralTag:
+        """A tag from a schema in any of its forms; checked as ``GrammarSpec.json_schema`` does."""
+        _check_text("tag begin", begin)
+        if end:
+            _check_text("tag end", end)
+        return cls(begin, GrammarSpec.json_schema(schema).text, end)
 
 
 @dataclass(frozen=True)
@@ -23,9 +49,11 @@ class GrammarSpec:
     Attributes
     ----------
     kind
-        ``"json_schema"``, ``"regex"`` or ``"ebnf"``; a choice is stored as the EBNF it stands for.
+        ``"json_schema"``, ``"regex"``, ``"ebnf"``, ``"choice"``, ``"lark"`` or
+        ``"structural_tag"``.
     text
-        The schema as JSON text, the regex, or the EBNF.
+        The schema as JSON text, the regex, the EBNF, the Lark grammar, the choices as a JSON list,
+        or ``{"triggers": [...], "tags": [{"begin", "schema", "end"}, ...], "at_least_one"}``.
     root
         Start rule of an EBNF.
     any_whitespace
@@ -38,10 +66,12 @@ class GrammarSpec:
         ``False``: a grammar of which XGrammar cannot enforce a part is refused. ``True``: it is
         taken, and the output may violate that part.
     backend
-        The backend that compiles it.
+        The backend that compiles it; empty: the one of the engine.
     source
         The user's schema where the router has rewritten it; ``text`` is what is compiled. With
         ``partial``, finished outputs are to be checked against it (`graft.grammar.check_output`).
+    marker
+        Free text until this marker, then the grammar; None: the grammar from the start.
     """
 
     kind: Kind
@@ -50,8 +80,9 @@ class GrammarSpec:
     any_whitespace: bool = False
     strict: bool = True
     partial: bool = False
-    backend: str = "xgrammar"
+    backend: str = ""
     source: str = ""
+    marker: Marker | None = None
 
     @property
     def schema(self) -> Any:
@@ -66,14 +97,14 @@ class GrammarSpec:
         any_whitespace: bool = False,
         strict: bool = True,
         partial: bool = False,
-        backend: str = "xgrammar",
+        backend: str = "",
     ) -> GrammarSpec:
         """A JSON schema, as JSON text or as the object it parses to; property order is kept.
 
         ``backend="auto"`` lets the router choose among the installed backends, rewriting the schema
         where an equivalent one can be enforced; ``"llguidance"`` does the same for that one.
-        ``"xgrammar"`` takes the schema as it stands. With a router, `partial` of the result says
-        whether something was left out, not whether that was allowed.
+        ``"xgrammar"``, or nothing, takes the schema as it stands. With a router, `partial` of the
+        result says whether something was left out, not whether that was allowed.
 
         Raises
         ------
@@ -91,7 +122,7 @@ class GrammarSpec:
             )
         if value is False:
             raise GrammarError("JSON schema: the schema false allows no output")
-        if backend != "xgrammar":
+        if backend not in ("", "xgrammar"):
             return cls._routed(value, backend, any_whitespace, strict, partial)
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -106,8 +137,9 @@ class GrammarSpec:
                 + " (partial=True takes the schema all the same)"
             )
         return cls(
-            "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial
-        )
+            "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial,
+            backend=backend,
+        )  # fmt: skip
 
     @classmethod
     def _routed(
@@ -159,8 +191,95 @@ class GrammarSpec:
             raise GrammarError("choice: needs a list of at least one string")
         for option in options:
             _check_text("choice option", option)
-        alternatives = dict.fromkeys(_quote(option) for option in options)
-        return cls("ebnf", "root ::= " + " | ".join(alternatives))
+        return cls("choice", json.dumps(list(dict.fromkeys(options)), ensure_ascii=False))
+
+    @classmethod
+    def lark(cls, text: str) -> GrammarSpec:
+        """A grammar in the Lark dialect of the backend, started from the rule ``start``."""
+        _check_text("Lark", text)
+        return cls("lark", text)
+
+    @classmethod
+    def structural_tag(
+        cls,
+        tags: Sequence[StructuralTag],
+        triggers: Sequence[str],
+        *,
+        at_least_one: bool = False,
+    ) -> GrammarSpec:
+        """Free text in which every trigger opens one of the tags, whose content is constrained.
+
+        Parameters
+        ----------
+        tags
+            What may stand in the text, for example tool calls.
+        triggers
+            Texts that never occur in the free text; each tag begins with exactly one of them.
+        at_least_one
+            Whether the output must hold a tag.
+
+        Raises
+        ------
+        GrammarError
+            If there is no tag, or a tag begins with none or several of the triggers, or a trigger
+            with no tag.
+        """
+        if isinstance(triggers, str) or not tags or not triggers:
+            raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
+        for trigger in triggers:
+            _check_text("structural tag trigger", trigger)
+        for tag in tags:
+            if not isinstance(tag, StructuralTag):
+                raise GrammarError(
+                    f"structural tag: a tag is a {type(tag).__name__}, expected StructuralTag"
+                )
+            opening = [trigger for trigger in triggers if tag.begin.startswith(trigger)]
+            if len(opening) != 1:
+                raise GrammarError(
+                    f"structural tag: {tag.begin!r} begins with {len(opening)} of the triggers"
+                )
+        for trigger in triggers:
+            if not any(tag.begin.startswith(trigger) for tag in tags):
+                raise GrammarError(f"structural tag: no tag begins with the trigger {trigger!r}")
+        return cls(
+            "structural_tag",
+            json.dumps(
+                {
+                    "triggers": list(dict.fromkeys(triggers)),
+                    "tags": [
+                        {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
+                        for tag in tags
+                    ],
+                    "at_least_one": bool(at_least_one),
+                },
+                ensure_ascii=False,
+            ),
+        )
+
+    def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
+        """This grammar after free text that ends with ``marker``, as reasoning models write it.
+
+        Parameters
+        ----------
+        marker
+            Text, which may be spread over tokens, or the id of a token.
+        required
+            Whether stop ids are illegal until the marker has come. If not, a stop id there ends
+            the output and the grammar never begins.
+
+        Raises
+        ------
+        GrammarError
+            If the marker is empty, no text, or a negative id.
+        """
+        if isinstance(marker, bool) or not isinstance(marker, (str, int)):
+            raise GrammarError(f"marker: must be text or an id, not {type(marker).__name__}")
+        if isinstance(marker, int):
+            if marker < 0:
+                raise GrammarError(f"marker: token {marker} is negative")
+            return replace(self, marker=Marker(token=marker, required=bool(required)))
+        _check_text("marker", marker)
+        return replace(self, marker=Marker(text=marker, required=bool(required)))
 
 
 def _check_text(what: str, text: object) -> None:
@@ -172,14 +291,3 @@ def _check_text(what: str, text: object) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise GrammarError(f"{what}: is not Unicode text: {error}") from error
-
-
-def _quote(text: str) -> str:
-    """An EBNF string literal: everything but ASCII letters and digits by code point."""
-    return '"' + "".join(_escape(c) for c in text) + '"'
-
-
-def _escape(char: str) -> str:
-    if char.isascii() and char.isalnum():
-        return char
-    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Vocabulary:
         Logit columns of the model, at least ``len(tokens)``; ids beyond ``tokens`` are never legal.
     stop_ids
         Ids that end a sequence. They are never text, whatever bytes they have.
+    names
+        Ids of named tokens that are not text, such as ``<|tool|>``.
 
     Raises
     ------
@@ -33,7 +35,13 @@ class Vocabulary:
         If a size does not fit, there is no stop id, one is out of range, or no token is text.
     """
 
-    def __init__(self, tokens: Sequence[bytes], size: int, stop_ids: Iterable[int]):
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        size: int,
+        stop_ids: Iterable[int],
+        names: Mapping[str, int] | None = None,
+    ):
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in stop_ids))
         self.size = int(size)
         if len(tokens) > self.size:
@@ -54,6 +62,14 @@ class Vocabulary:
         self.tokens: tuple[bytes, ...] = tuple(
             b"" if token in stops else text for token, text in enumerate(tokens)
         )
+        self.names: dict[str, int] = dict(names or {})
+        for name, token in self.names.items():
+            if not 0 <= token < self.size:
+                raise GrammarError(
+                    f"vocabulary: token {name!r} has id {token}, outside [0, {self.size})"
+                )
+            if self.is_text(token):
+                raise GrammarError(f"vocabulary: named token {name!r} (id {token}) is text")
         if not any(self.tokens):
             raise GrammarError("vocabulary: no token is text")
 
@@ -85,7 +101,8 @@ class Vocabulary:
         if not isinstance(vocab, dict):  # unigram models list [piece, score]
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
         to_bytes = _byte_level if _is_byte_level(description) else _byte_fallback(description)
-        added = {token["id"] for token in description.get("added_tokens", [])}
+        names = {token["content"]: token["id"] for token in description.get("added_tokens") or []}
+        added = set(names.values())
         last = max(max(vocab.values(), default=-1), max(added, default=-1))
         if last >= size:
             raise GrammarError(
@@ -95,7 +112,7 @@ class Vocabulary:
         for piece, token in vocab.items():
             if token not in added:
                 tokens[token] = to_bytes(piece)
-        return cls(tokens, size, stop_ids)
+        return cls(tokens, size, stop_ids, names)
 
 
 def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:

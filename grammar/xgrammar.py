@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from .backend import ending_ids
 from .compile_child import compile_native, register_types, tokenizer_info
-from .errors import GrammarError
+from .errors import GrammarError, clean_message
+from .marker import marked
 from .matcher import CompiledGrammar, Matcher
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-__all__ = ["XGrammarBackend", "clean_message", "library"]
+__all__ = ["XGrammarBackend", "library"]
 
 _RELEASE = "0.2."
 
@@ -49,16 +50,6 @@ def library() -> Any:
     return types
 
 
-def clean_message(error: BaseException | str) -> str:
-    """XGrammar's sentence without time, source file and check expression."""
-    lines = str(error).strip().splitlines()
-    text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(lines)
-    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?", "", text)
-    text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
-    text = re.sub(r" The JSON string is:.*", "", text, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", text).strip()[:500]
-
-
 class XGrammarBackend:
     """Compiles grammars for one vocabulary and makes matchers.
 
@@ -66,6 +57,8 @@ class XGrammarBackend:
     ----------
     vocabulary
         Token bytes, logit columns and stop ids.
+    native
+        Whether matchers have a side that the native worker can drive.
 
     Notes
     -----
@@ -73,13 +66,16 @@ class XGrammarBackend:
     start-up. ``compile`` releases the GIL.
     """
 
-    def __init__(self, vocabulary: Vocabulary):
+    name = "XGrammar"
+    child: str | None = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
         self.vocabulary = vocabulary
+        self._native = native
         self._types = library()
         self._info = tokenizer_info(
             self._types, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids
         )
-        # One thread, no cache of its own: the compile service decides about both.
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -91,23 +87,19 @@ class XGrammarBackend:
             With XGrammar's reason, if it refuses the grammar.
         """
         try:
-            native = compile_native(
-                self._types,
-                self._info,
-                spec.kind,
-                spec.text,
-                spec.root,
-                spec.any_whitespace,
-                spec.strict,
-            )
+            native = compile_native(self._types, self._info, *self.request(spec))
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
-        return CompiledGrammar(self, spec, native)
+        return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
+
+    def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
+        """The arguments of ``compile_native`` after the vocabulary."""
+        return (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict)
 
     def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
         """A grammar that another process compiled for an equal vocabulary, from its JSON text."""
         native = self._types.CompiledGrammar.deserialize_json(text, self._info)
-        return CompiledGrammar(self, spec, native)
+        return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start of the grammar.
@@ -123,21 +115,11 @@ class XGrammarBackend:
         """
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
-        stops = tuple(dict.fromkeys(self.vocabulary.stop_ids if stop_ids is None else stop_ids))
-        for stop in stops:
-            if not 0 <= stop < self.vocabulary.size:
-                raise GrammarError(
-                    f"matcher: stop id {stop} is outside [0, {self.vocabulary.size})"
-                )
-        # XGrammar would take a textual stop id out of the text, which can leave no way to go on.
-        ending = [stop for stop in stops if not self.vocabulary.is_text(stop)]
-        if not ending:
-            raise GrammarError(
-                f"matcher: all stop ids {list(stops)} are text, so the grammar could never end"
-            )
-        override = None if tuple(ending) == self.vocabulary.stop_ids else ending
-        native = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
-        return Matcher(compiled, native, tuple(ending), self._acceptable(tuple(ending)))
+        ending = ending_ids(self.vocabulary, stop_ids)
+        override = None if ending == self.vocabulary.stop_ids else list(ending)
+        handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
+        matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending), self._native)
+        return marked(matcher, compiled.spec.marker)
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """A bit per id that XGrammar may be handed: text, or a stop id."""
@@ -148,3 +130,48 @@ class XGrammarBackend:
             packed = np.packbits(flags, bitorder="little").view(np.uint32)
             self._acceptable_by_stops[stops] = packed
         return self._acceptable_by_stops[stops]
+
+
+class XGrammarMatcher(Matcher):
+    """XGrammar's matcher; the Python methods and ``native`` drive one and the same."""
+
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        stop_ids: tuple[int, ...],
+        handle: Any,
+        acceptable: np.ndarray,
+        native: bool,
+    ):
+        super().__init__(compiled, stop_ids)
+        self._handle = handle  # the native side borrows its reference, and the table's memory
+        self._acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
+        if native:
+            from graft.native import _native
+
+            self.native = _native.guide.XGrammarMatcher(
+                handle.__chandle__(), acceptable.ctypes.data, self.size
+            )
+
+    def accept(self, token: int) -> bool:
+        # XGrammar would refuse these as well, and print a warning.
+        if not self._is_acceptable(token) or self.is_terminated():
+            return False
+        return bool(self._handle.accept_token(int(token), False))
+
+    def _is_acceptable(self, token: int) -> bool:
+        words = self._acceptable
+        return 0 <= token < self.size and bool(int(words[token >> 5]) >> (token & 31) & 1)
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._require_running()
+        self._handle.fill_next_token_bitmask(row, 0, False)
+        # XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
+        row &= self._acceptable.view(np.int32)
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        self._handle.rollback(int(tokens))
+
+    def is_terminated(self) -> bool:
+        return bool(self._handle.is_terminated())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 
-from graft.grammar.compile import CompileService
-from graft.grammar.xgrammar import CompiledGrammar
+from graft.grammar.matcher import CompiledGrammar
+from graft.grammar.service import GrammarService
 from graft.models.assembly import Options
 from graft.models.errors import RequestError
 from graft.models.request import MAX_STOP_IDS, Output, Request, check_request
@@ -25,7 +25,7 @@ class Admission:
     """
 
     def __init__(
-        self, options: Options, tokenizer: Tokenizer, vocab_size: int, compiler: CompileService
+        self, options: Options, tokenizer: Tokenizer, vocab_size: int, compiler: GrammarService
     ):
         self._options, self._tokenizer = options, tokenizer
         self._vocab_size, self._compiler = vocab_size, compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,10 +10,10 @@ from typing import Literal
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.slots import PinnedSlots, Ring
-from graft.grammar.compile import CompileService
+from graft.grammar.backend import BACKENDS, GrammarBackend
 from graft.grammar.decoder import GuidedDecoder
+from graft.grammar.service import GrammarService
 from graft.grammar.vocabulary import Vocabulary
-from graft.grammar.xgrammar import XGrammarBackend
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.eagle3 import Eagle3Drafter
@@ -41,6 +42,7 @@ class Options:
     page_size: int
     pages: int
     mask_drafts: bool
+    grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
     grammar_transport: Literal["native", "python"]
     compile_threads: int
     compile_timeout_s: float
@@ -56,8 +58,7 @@ class Assembly:
     parts: RoundParts
     prefill: Prefill
     caches: tuple[PagedKV, ...]
-    backend: XGrammarBackend
-    compiler: CompileService
+    compiler: GrammarService
 
 
 def read_configs(model: Path, drafter: Path | None) -> tuple[LlamaConfig, Eagle3Config | None]:
@@ -99,13 +100,16 @@ def assemble(
         Naming the file, tensor or field that does not fit.
     """
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
-    backend = XGrammarBackend(vocabulary)
-    compiler = CompileService(
-        backend, threads=options.compile_threads, timeout_s=options.compile_timeout_s
+    compiler = GrammarService(
+        vocabulary,
+        options.grammar_backend,
+        native=options.grammar_transport == "native",
+        threads=options.compile_threads,
+        timeout_s=options.compile_timeout_s,
     )
     try:
         return _assemble(
-            device, options, model, drafter_path, config, drafter_config, tokenizer, backend,
+            device, options, model, drafter_path, config, drafter_config, tokenizer,
             compiler,
         )  # fmt: skip
     except BaseException:
@@ -121,8 +125,7 @@ def _assemble(
     config: LlamaConfig,
     drafter_config: Eagle3Config | None,
     tokenizer: Tokenizer,
-    backend: XGrammarBackend,
-    compiler: CompileService,
+    compiler: GrammarService,
 ) -> Assembly:
     width, slots = options.draft_length + 1, options.max_batch_size
     max_rows = max(slots * width, PREFILL_ROWS)
@@ -215,7 +218,6 @@ def _assemble(
             device, stream, target, drafter, chunk=PREFILL_ROWS, max_length=options.max_length
         ),
         caches=tuple(caches),
-        backend=backend,
         compiler=compiler,
     )
 
@@ -235,6 +237,11 @@ def check_options(options: Options, drafter: Path | None) -> None:
         raise OptionError(
             f"draft_length must be from 1 to 16 with a drafter, got {options.draft_length}; "
             "to decode without speculation give no drafter"
+        )
+    if not callable(options.grammar_backend) and options.grammar_backend not in BACKENDS:
+        raise OptionError(
+            f"grammar_backend must be one of {tuple(BACKENDS)} or make a GrammarBackend, "
+            f"got {options.grammar_backend!r}"
         )
     if options.grammar_transport not in ("native", "python"):
         raise OptionError(

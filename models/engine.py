@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,8 @@ from tqdm import tqdm
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.lanes import StreamLane
+from graft.grammar.backend import GrammarBackend
+from graft.grammar.vocabulary import Vocabulary
 from graft.models.admission import Admission
 from graft.models.assembly import (
     DEFAULT_LENGTH,
@@ -69,6 +71,8 @@ class Engine:
     page_size, pages : shape of the paged caches; by default every slot can be full at once.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     verify : "rejection" or "coupled", for requests that do not say.
+    grammar_backend : "xgrammar", "llguidance", or a callable that makes a `GrammarBackend` for a
+        `Vocabulary`; for grammars that do not name their backend themselves.
     grammar_transport : "native", or "python" (the slow path and oracle).
     compile_threads, compile_timeout_s : the pool that compiles grammars off the critical path.
     device : "cuda", "soft" or None for the environment's choice.
@@ -96,6 +100,7 @@ class Engine:
         pages: int | None = None,
         mask_drafts: bool = True,
         verify: str = "rejection",
+        grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
         grammar_transport: Literal["native", "python"] = "native",
         compile_threads: int = 1,
         compile_timeout_s: float = 30.0,
@@ -120,6 +125,7 @@ class Engine:
             page_size=page_size,
             pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
             mask_drafts=mask_drafts,
+            grammar_backend=grammar_backend,
             grammar_transport=grammar_transport,
             compile_threads=compile_threads,
             compile_timeout_s=compile_timeout_s,
@@ -238,7 +244,7 @@ class Engine:
         request, output = running.request, running.output
         if running.grammar is not None and running.matcher is None:
             compiled = running.grammar.result()
-            running.matcher = self._built.backend.matcher(compiled, running.stop_ids)
+            running.matcher = compiled.backend.matcher(compiled, running.stop_ids)
         slot, length = self._free[0], len(running.prompt)
         for i, cache in enumerate(self._built.caches):
             if not cache.allocate(slot, length + running.max_tokens):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from graft.grammar.matcher import Matcher
-from graft.grammar.xgrammar import CompiledGrammar
+from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.tokenizer import IncrementalDecoder
 

@@ -228,24 +228,25 @@ def test_an_internal_error_stays_in_its_slot(backend):
     """When XGrammar raises in one slot, that slot gets ROW_ERROR and the others go on."""
     exchange = ArrayExchange(2, 1, 64)
     fields = [exchange.field(n) for n in ("mask", "row_state", "committed", "drafted")]
-    # The worker is told a mask of 64 columns; XGrammar's own check refuses it for the first slot.
+    # The worker is told a mask of 64 columns; the backend's own check refuses it.
     worker = _native.guide.Worker(
         *((field.host_ptr, field.stride) for field in fields),
         slots=2, draft_length=1, vocab_size=64, ring=4,
     )  # fmt: skip
     matcher = backend.matcher(backend.compile(SPECS["regex"]))
-    handles = (matcher.handle, matcher.acceptable.ctypes.data)
-    assert worker.publish(1, [(0, 1, 5, *handles), (1, 1, 5, 0, 0)])
+    assert worker.publish(1, [(0, 1, 5, matcher.native), (1, 1, 5, None)])
     step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.guide.STEP)
     step(worker.record(0, 0))
     states = exchange.field("row_state").array
     assert states[0, 0].tolist() == [ERROR, 1, 5, 0]
     assert states[1, 0, 0] == FREE
     assert worker.counters()["errors"] == 1 and worker.first_error()
-    with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
-        worker.publish(2, [(0, 1, 5, matcher.compiled.native.__chandle__(), handles[1])])
     with pytest.raises(IndexError):
-        worker.publish(2, [(2, 1, 5, *handles)])
+        worker.publish(2, [(2, 1, 5, matcher.native)])
+    with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
+        _native.guide.XGrammarMatcher(
+            matcher.compiled.native.__chandle__(), np.zeros(9, np.int32).ctypes.data, SIZE
+        )
 
 
 @both

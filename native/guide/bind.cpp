@@ -1,6 +1,8 @@
 #include "bind.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -9,7 +11,10 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "llguidance_abi.h"
+#include "marked.h"
 #include "worker.h"
+#include "xgrammar_abi.h"
 
 namespace nb = nanobind;
 
@@ -17,8 +22,8 @@ namespace graft::guide {
 namespace {
 
 using FieldTuple = std::pair<uintptr_t, int64_t>;  // address, stride
-// slot, epoch, position, matcher handle, address of its acceptable ids
-using RequestTuple = std::tuple<int32_t, int32_t, int32_t, uintptr_t, uintptr_t>;
+// slot, epoch, position, matcher or None
+using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
 
 Field field(const FieldTuple& tuple) {
   return {reinterpret_cast<int32_t*>(tuple.first), tuple.second};
@@ -27,15 +32,9 @@ Field field(const FieldTuple& tuple) {
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
-  for (const auto& [slot, epoch, position, handle, acceptable] : tuples) {
-    void* matcher = reinterpret_cast<void*>(handle);
+  for (const auto& [slot, epoch, position, matcher] : tuples) {
     if (slot < 0 || slot >= worker.shape().slots) throw std::out_of_range("slot");
-    if (matcher != nullptr && !xgrammar::is_matcher(matcher)) {
-      throw std::invalid_argument("the handle is not one of an XGrammar matcher");
-    }
-    if (matcher != nullptr && acceptable == 0) throw std::invalid_argument("acceptable is NULL");
-    requests.push_back(
-        {slot, epoch, position, matcher, reinterpret_cast<const uint32_t*>(acceptable)});
+    requests.push_back({slot, epoch, position, matcher});
   }
   return worker.publish(replay, requests);
 }
@@ -73,13 +72,99 @@ std::vector<std::tuple<int64_t, int, int64_t, int64_t>> timeline(const Worker& w
   return out;
 }
 
+[[noreturn]] void fail(const ErrorText& error) { throw std::runtime_error(error.text); }
+
+bool yes(Answer answer, const ErrorText& error) {
+  if (answer == Answer::kFailed) fail(error);
+  return answer == Answer::kYes;
+}
+
+using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void bind_matchers(nb::module_& guide) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<NativeMatcher>(guide, "NativeMatcher")
+      .def(
+          "accept",
+          [](NativeMatcher& matcher, int32_t token) {
+            ErrorText error;
+            return yes(matcher.accept(token, &error), error);
+          },
+          nb::arg("token"), Release())
+      .def(
+          "fill",
+          [](NativeMatcher& matcher, const Row& row) {
+            ErrorText error;
+            const Filled filled =
+                matcher.fill(row.data(), static_cast<int64_t>(row.shape(0)), &error);
+            if (filled == Filled::kFailed) fail(error);
+            return filled == Filled::kMask;
+          },
+          nb::arg("row").noconvert())
+      .def(
+          "rollback",
+          [](NativeMatcher& matcher, int32_t tokens) {
+            ErrorText error;
+            yes(matcher.rollback(tokens, &error), error);
+          },
+          nb::arg("tokens"), Release())
+      .def("is_terminated", [](NativeMatcher& matcher) {
+        ErrorText error;
+        return yes(matcher.is_terminated(&error), error);
+      });
+
+  nb::class_<xgrammar::Matcher, NativeMatcher>(guide, "XGrammarMatcher")
+      .def(
+          "__init__",
+          [](xgrammar::Matcher* self, uintptr_t handle, uintptr_t acceptable, int64_t vocab_size) {
+            new (self) xgrammar::Matcher(reinterpret_cast<void*>(handle),
+                                         reinterpret_cast<const uint32_t*>(acceptable), vocab_size);
+          },
+          nb::arg("handle"), nb::arg("acceptable"), nb::arg("vocab_size"));
+
+  nb::class_<llguidance::Tokenizer>(guide, "LLGuidanceTokenizer")
+      .def(
+          "__init__",
+          [](llguidance::Tokenizer* self, const std::vector<uint32_t>& lengths,
+             const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids) {
+            const std::string text(bytes.c_str(), bytes.size());
+            nb::gil_scoped_release release;
+            new (self) llguidance::Tokenizer(lengths, text, stop_ids);
+          },
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"));
+  nb::class_<llguidance::Matcher, NativeMatcher>(guide, "LLGuidanceMatcher")
+      .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&,
+                    const std::vector<uint32_t>&>(),
+           nb::arg("tokenizer"), nb::arg("grammar"), nb::arg("stop_ids"), Release());
+
+  nb::class_<Marker>(guide, "Marker")
+      .def(
+          "__init__",
+          [](Marker* self, const std::vector<int32_t>& ids, const nb::bytes& text,
+             const std::vector<nb::bytes>& tokens, int64_t vocab_size, bool required) {
+            std::vector<std::string> bytes;
+            bytes.reserve(tokens.size());
+            for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
+            new (self)
+                Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size, required);
+          },
+          nb::arg("ids"), nb::arg("text"), nb::arg("tokens"), nb::arg("vocab_size"),
+          nb::arg("required"));
+  nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
+      .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
+           nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());
+}
+
 }  // namespace
 }  // namespace graft::guide
 
 void bind_guide(nb::module_& module) {
   using namespace graft::guide;  // NOLINT
-  nb::module_ guide = module.def_submodule("guide", "The guided worker and its way to XGrammar.");
+  nb::module_ guide =
+      module.def_submodule("guide", "The guided worker and its ways to grammar backends.");
   guide.def("load_xgrammar", &xgrammar::load, nb::arg("tvm_ffi_library"));
+  guide.def("load_llguidance", &llguidance::load, nb::arg("library"));
+  bind_matchers(guide);
   guide.attr("STEP") = reinterpret_cast<uintptr_t>(&graft_guide_step);
 
   nb::class_<Worker>(guide, "Worker")

@@ -47,8 +47,6 @@ struct Shape {
   int vocab_size = 0;
   int rows() const { return draft_length + 1; }
   int words() const { return (vocab_size + 31) / 32; }
-  // Bits of a row's last word that stand for an id.
-  int32_t last_word() const { return static_cast<int32_t>(~0u >> (31 - (vocab_size - 1) % 32)); }
 };
 
 }  // namespace graft::guide

@@ -2,22 +2,23 @@
 //
 // 1. An entry belongs to the publisher until `replay` is stored with release order, then to the
 //    worker until retire(). publish() refuses to overwrite an entry that was not retired.
-// 2. Matcher handles and bit tables in an entry are borrowed: the publisher keeps the Python
-//    references until it retires the replay, so the worker never drops a reference.
+// 2. Matchers in an entry are borrowed: the publisher keeps the Python references until it retires
+//    the replay, so the worker never drops a reference.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
+#include "matcher.h"
+
 namespace graft::guide {
 
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;
-  int32_t position = 0;                  // position of `last` when the request joined
-  void* matcher = nullptr;               // null: unconstrained
-  const uint32_t* acceptable = nullptr;  // bit per id that is text or one of the matcher's stop ids
+  int32_t position = 0;              // position of `last` when the request joined
+  NativeMatcher* matcher = nullptr;  // null: unconstrained
 };
 
 struct Snapshot {

@@ -17,18 +17,7 @@ Worker::Worker(const Exchange& exchange, const Shape& shape, int ring)
   for (int s = 0; s < shape_.slots; ++s) {
     Slot& slot = slots_[static_cast<size_t>(s)];
     slot.index = s;
-    for (int j = 0; j < shape_.rows(); ++j) {
-      tvm_ffi::DLTensor tensor{};
-      tensor.data = exchange_.mask.row(s) + j * mask_words_;
-      tensor.device_type = tvm_ffi::kDLCPU;
-      tensor.ndim = 1;
-      tensor.type_code = tvm_ffi::kDLInt;
-      tensor.type_bits = 32;
-      tensor.type_lanes = 1;
-      tensor.shape = &mask_words_;
-      slot.tensors.push_back(tensor);
-      stamp(slot, j, kRowNotReady, 0);
-    }
+    for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
   }
   records_.push_back({this, Step::kOpen, 0});
   records_.push_back({this, Step::kCommit, 0});
@@ -138,7 +127,6 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.epoch = request.epoch;
   slot.n = request.position;
   slot.matcher = request.matcher;
-  slot.acceptable = request.acceptable;
   slot.scratch = 0;
   slot.chain_ended = slot.ended = slot.terminated = false;
   slot.applied = replay_ - 1;  // what is committed up to now was the previous owner's
@@ -206,16 +194,13 @@ bool Worker::advance(Slot& slot, int j, int32_t token) noexcept {
   return !slot.ended && !slot.chain_ended;
 }
 
-// XGrammar prints a warning for ids out of range, ids that are no text, and after termination:
-// these are refused here.
 bool Worker::accept(Slot& slot, int32_t token) noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= shape_.vocab_size) return false;
-  if (((slot.acceptable[token >> 5] >> (token & 31)) & 1u) == 0) return false;
   counters_.accepts.add();
-  const Answer accepted = xgrammar::accept(slot.matcher, token, &error_);
+  const Answer accepted = slot.matcher->accept(token, &error_);
   if (accepted == Answer::kFailed) fail(slot);
   if (accepted != Answer::kYes) return false;
-  const Answer terminated = xgrammar::is_terminated(slot.matcher, &error_);
+  const Answer terminated = slot.matcher->is_terminated(&error_);
   if (terminated == Answer::kFailed) {
     fail(slot);
     return false;
@@ -225,17 +210,21 @@ bool Worker::accept(Slot& slot, int32_t token) noexcept {
 }
 
 void Worker::fill(Slot& slot, int j) noexcept {
+  int32_t* words = exchange_.mask.row(slot.index) + j * mask_words_;
   counters_.fills.add();
-  tvm_ffi::DLTensor& tensor = slot.tensors[static_cast<size_t>(j)];
-  if (xgrammar::fill(slot.matcher, &tensor, &error_) == Answer::kFailed) {
+  const Filled filled = slot.matcher->fill(words, mask_words_, &error_);
+  if (filled == Filled::kFailed) {
     fail(slot);
     return;
   }
-  int32_t* words = static_cast<int32_t*>(tensor.data);
-  words[mask_words_ - 1] &= shape_.last_word();  // XGrammar sets bits beyond the vocabulary too
+  slot.rows = j + 1;
+  if (filled == Filled::kFree) {
+    counters_.free_rows.add();
+    stamp(slot, j, kRowFree, slot.n + j);
+    return;
+  }
   int32_t any = 0;
   for (int64_t w = 0; w < mask_words_; ++w) any |= words[w];
-  slot.rows = j + 1;
   if (any != 0) {
     stamp(slot, j, kRowReady, slot.n + j);
     return;
@@ -249,7 +238,7 @@ void Worker::fill(Slot& slot, int j) noexcept {
 void Worker::roll_back(Slot& slot) noexcept {
   if (slot.scratch == 0 || slot.ended) return;
   counters_.rollbacks.add();
-  if (xgrammar::rollback(slot.matcher, slot.scratch, &error_) == Answer::kFailed) fail(slot);
+  if (slot.matcher->rollback(slot.scratch, &error_) == Answer::kFailed) fail(slot);
   slot.scratch = 0;
   slot.terminated = false;
 }

@@ -21,10 +21,10 @@
 #include <vector>
 
 #include "counters.h"
+#include "matcher.h"
 #include "protocol.h"
 #include "snapshots.h"
 #include "token_log.h"
-#include "xgrammar_abi.h"
 
 namespace graft::guide {
 
@@ -64,9 +64,8 @@ class Worker {
     int index = 0;
     bool joined = false;
     int32_t epoch = 0;
-    int32_t n = 0;                         // position of the last committed token
-    void* matcher = nullptr;               // borrowed; used only under a snapshot that names it
-    const uint32_t* acceptable = nullptr;  // borrowed likewise
+    int32_t n = 0;                     // position of the last committed token
+    NativeMatcher* matcher = nullptr;  // borrowed; used only under a snapshot that names it
     int scratch = 0;           // drafts the matcher has accepted beyond the committed tokens
     int rows = 0;              // rows 0 .. rows-1 are stamped for the present state
     bool chain_ended = false;  // no row can follow: refused, terminating or dead-end draft
@@ -74,7 +73,6 @@ class Worker {
     bool terminated = false;   // of the matcher, scratch included
     int64_t applied = 0;       // last replay whose commit was considered
     int64_t drafts_of = 0;     // replay whose drafts follow the present state; 0: none
-    std::vector<tvm_ffi::DLTensor> tensors;
     TokenLog log;
   };
 

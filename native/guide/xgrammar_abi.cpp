@@ -82,11 +82,7 @@ void keep_message(ErrorText* error) {
   if (raised == nullptr) return;
   const auto* cell = reinterpret_cast<const tvm_ffi::ErrorCell*>(static_cast<const char*>(raised) +
                                                                  sizeof(Object));
-  if (error->text[0] == '\0') {
-    const size_t size = std::min(cell->message.size, sizeof(error->text) - 1);
-    std::memcpy(error->text, cell->message.data, size);
-    error->text[size] = '\0';
-  }
+  error->keep(cell->message.data, cell->message.size);
   api.dec_ref(raised);
 }
 
@@ -138,30 +134,54 @@ void load(const char* tvm_ffi_library) {
   api = loaded;
 }
 
-bool is_matcher(const void* handle) {
-  return static_cast<const Object*>(handle)->type_index == api.matcher_type;
+Matcher::Matcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
+    : handle_(handle), acceptable_(acceptable), vocab_size_(vocab_size) {
+  if (handle == nullptr || acceptable == nullptr || api.is_terminated == nullptr) {
+    throw std::invalid_argument("an XGrammar matcher needs a handle, ids and a loaded library");
+  }
+  if (static_cast<const Object*>(handle)->type_index != api.matcher_type) {
+    throw std::invalid_argument("the handle is not one of an XGrammar matcher");
+  }
 }
 
-Answer fill(void* matcher, DLTensor* row, ErrorText* error) noexcept {
-  Any tensor{};
-  tensor.type_index = tvm_ffi::kDLTensorPtr;
-  tensor.pointer = row;
-  Any arguments[4] = {self(matcher), tensor, integer(0), integer(0, tvm_ffi::kBool)};
-  return call(api.fill, arguments, 4, error);
-}
-
-Answer accept(void* matcher, int32_t token, ErrorText* error) noexcept {
-  Any arguments[3] = {self(matcher), integer(token), integer(0, tvm_ffi::kBool)};
+Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
+  // XGrammar prints a warning for these
+  if (token < 0 || token >= vocab_size_) return Answer::kNo;
+  if (((acceptable_[token >> 5] >> (token & 31)) & 1u) == 0) return Answer::kNo;
+  const Answer terminated = is_terminated(error);
+  if (terminated != Answer::kNo) {
+    return terminated == Answer::kYes ? Answer::kNo : Answer::kFailed;
+  }
+  Any arguments[3] = {self(handle_), integer(token), integer(0, tvm_ffi::kBool)};
   return call(api.accept, arguments, 3, error);
 }
 
-Answer rollback(void* matcher, int32_t tokens, ErrorText* error) noexcept {
-  Any arguments[2] = {self(matcher), integer(tokens)};
+Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
+  DLTensor tensor{};
+  tensor.data = row;
+  tensor.device_type = tvm_ffi::kDLCPU;
+  tensor.ndim = 1;
+  tensor.type_code = tvm_ffi::kDLInt;
+  tensor.type_bits = 32;
+  tensor.type_lanes = 1;
+  tensor.shape = &words;
+  Any any{};
+  any.type_index = tvm_ffi::kDLTensorPtr;
+  any.pointer = &tensor;
+  Any arguments[4] = {self(handle_), any, integer(0), integer(0, tvm_ffi::kBool)};
+  if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
+  // XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
+  for (int64_t w = 0; w < words; ++w) row[w] &= static_cast<int32_t>(acceptable_[w]);
+  return Filled::kMask;
+}
+
+Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
+  Any arguments[2] = {self(handle_), integer(tokens)};
   return call(api.rollback, arguments, 2, error);
 }
 
-Answer is_terminated(void* matcher, ErrorText* error) noexcept {
-  Any arguments[1] = {self(matcher)};
+Answer Matcher::is_terminated(ErrorText* error) noexcept {
+  Any arguments[1] = {self(handle_)};
   return call(api.is_terminated, arguments, 1, error);
 }
 

@@ -11,27 +11,31 @@
 
 #include <cstdint>
 
+#include "matcher.h"
 #include "tvm_ffi_abi.h"
 
 namespace graft::guide {
 
-// The result of a call that may fail inside XGrammar.
-enum class Answer { kNo = 0, kYes = 1, kFailed = -1 };
-
-// First failure's text, kept without allocating.
-struct ErrorText {
-  char text[256] = {};
-};
-
 namespace xgrammar {
 
 void load(const char* tvm_ffi_library);
-bool is_matcher(const void* handle);
+// A matcher made by XGrammar's Python-visible object, whose reference is borrowed.
+class Matcher final : public NativeMatcher {
+ public:
+  // `acceptable`, borrowed: a bit per id that is text or one of the matcher's stop ids.
+  // Throws std::invalid_argument when the handle is not one of a matcher.
+  Matcher(void* handle, const uint32_t* acceptable, int64_t vocab_size);
 
-Answer fill(void* matcher, tvm_ffi::DLTensor* row, ErrorText* error) noexcept;
-Answer accept(void* matcher, int32_t token, ErrorText* error) noexcept;
-Answer rollback(void* matcher, int32_t tokens, ErrorText* error) noexcept;
-Answer is_terminated(void* matcher, ErrorText* error) noexcept;
+  Answer accept(int32_t token, ErrorText* error) noexcept override;
+  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override;
+  Answer rollback(int32_t tokens, ErrorText* error) noexcept override;
+  Answer is_terminated(ErrorText* error) noexcept override;
+
+ private:
+  void* handle_;
+  const uint32_t* acceptable_;
+  int64_t vocab_size_;
+};
 
 }  // namespace xgrammar
 }  // namespace graft::guide

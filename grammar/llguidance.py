@@ -1,0 +1,343 @@
+"""LLGuidance through its C ABI, with the stock Python matcher as fallback and oracle."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .backend import ending_ids
+from .compile_child import stock_tokenizer
+from .errors import GrammarError, clean_message
+from .marker import marked
+from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher, row_limit
+from .spec import GrammarSpec
+from .vocabulary import Vocabulary
+
+__all__ = ["LLGuidanceBackend", "grammar_text", "library"]
+
+_RELEASE = "1.9."
+
+
+@functools.cache
+def library() -> Any:
+    """Import LLGuidance once and hand its module to the native worker too.
+
+    Raises
+    ------
+    GrammarError
+        If LLGuidance is not installed, is of another release, or its ABI is not the known one.
+    """
+    install = "install it with: pip install llguidance==1.9.1"
+    try:
+        release = importlib.metadata.version("llguidance")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise GrammarError(f"LLGuidance is not installed; {install}") from error
+    if not release.startswith(_RELEASE):
+        raise GrammarError(f"LLGuidance {release} is installed, graft needs {_RELEASE}x; {install}")
+    try:
+        import llguidance
+
+        from graft.native import _native
+
+        _native.guide.load_llguidance(llguidance._lib.__file__)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise GrammarError(f"LLGuidance {release} cannot be used: {error}") from error
+    return llguidance
+
+
+def grammar_text(spec: GrammarSpec) -> str:
+    """LLGuidance's JSON form of a grammar.
+
+    Raises
+    ------
+    GrammarError
+        If the grammar cannot be stated to LLGuidance.
+    """
+    if spec.kind == "json_schema":
+        return _lark("start: %json " + json.dumps(_schema(spec)))
+    if spec.kind == "regex":
+        # Slashes end a regex in Lark unless they are escaped.
+        return _lark("start: /" + _escape_slashes(spec.text) + "/")
+    if spec.kind == "lark":
+        return _lark(spec.text)
+    if spec.kind == "choice":
+        options = (json.dumps(option, ensure_ascii=False) for option in json.loads(spec.text))
+        return _lark("start: " + " | ".join(options))
+    if spec.kind == "structural_tag":
+        return _lark(_structural_tag(spec.text))
+    if spec.root != "root":
+        raise GrammarError(f"ebnf: LLGuidance starts from the rule root, not {spec.root!r}")
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return _lark(any_to_lark(spec.text))
+    except (GbnfToLarkError, ValueError, AssertionError, IndexError) as error:
+        raise GrammarError(f"ebnf: {clean_message(error)}") from error
+
+
+def _lark(text: str) -> str:
+    # see LLGuidanceBackend
+    return json.dumps({"grammars": [{"lark_grammar": '%llguidance {"no_forcing": true}\n' + text}]})
+
+
+def _escape_slashes(pattern: str) -> str:
+    escaped, out = False, []
+    for char in pattern:
+        out.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)
+        escaped = char == "\\" and not escaped
+    return "".join(out)
+
+
+def _schema(spec: GrammarSpec) -> Any:
+    schema = json.loads(spec.text)
+    if not isinstance(schema, dict):
+        schema = {}
+    if spec.strict:
+        schema = close_objects(schema)
+    options: dict[str, Any] = {"whitespace_flexible": spec.any_whitespace}
+    if not spec.any_whitespace:
+        options |= {"item_separator": ", ", "key_separator": ": "}
+    return {**schema, "x-guidance": options}
+
+
+_COMBINING = frozenset(
+    ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas")
+)
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema with ``additionalProperties: false`` where an object lists its properties.
+
+    An object that says anything about further properties is left as it is, and so is every object
+    of a schema that combines schemas with ``allOf``: closing one part would forbid what another
+    part requires.
+    """
+    if '"allOf"' in json.dumps(schema):
+        return schema
+    return _close(schema)
+
+
+def _close(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(out.get(key), dict):
+            out[key] = {name: _close(value) for name, value in out[key].items()}
+    for key in ("items", "additionalProperties", "contains"):
+        if key in out:
+            out[key] = _close(out[key])
+    for key in ("prefixItems", "items", "anyOf", "oneOf"):
+        if isinstance(out.get(key), list):
+            combined = key in ("anyOf", "oneOf") and "properties" in out
+            out[key] = out[key] if combined else [_close(value) for value in out[key]]
+    says = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+    if "properties" in out and not any(key in out for key in says) and not _COMBINING & set(out):
+        out["additionalProperties"] = False
+    return out
+
+
+def _structural_tag(text: str) -> str:
+    """Free text is a lazy lexeme that ends at a trigger; what follows is forced."""
+    spec = json.loads(text)
+    rules = [
+        f"start: ({' | '.join(f'tag_{i}' for i in range(len(spec['tags'])))})"
+        + ("+" if spec["at_least_one"] else "*")
+        + " rest",
+        "rest: FREE",
+        r"FREE: /(.|\n)*/",
+    ]
+    for i, tag in enumerate(spec["tags"]):
+        trigger = next(t for t in spec["triggers"] if tag["begin"].startswith(t))
+        schema = tag["schema"] if isinstance(tag["schema"], dict) else {}
+        closed = {**close_objects(schema), "x-guidance": {"whitespace_flexible": True}}
+        parts = [tag["begin"][len(trigger) :], closed, tag["end"]]
+        body = [
+            part if isinstance(part, str) else "%json " + json.dumps(part)
+            for part in (
+                json.dumps(part, ensure_ascii=False) if isinstance(part, str) else part
+                for part in parts
+                if part != ""
+            )
+        ]
+        rules.append(f"open_{i}[lazy]: FREE {json.dumps(trigger, ensure_ascii=False)}")
+        rules.append(f"tag_{i}: open_{i} " + " ".join(body))
+    return "\n".join(rules)
+
+
+class LLGuidanceBackend:
+    """Compiles grammars for one vocabulary and makes matchers.
+
+    Parameters
+    ----------
+    vocabulary
+        Token bytes, logit columns and stop ids.
+    native
+        Whether matchers are native ones, made through the C ABI; False makes LLGuidance's own
+        Python matchers, which hold the GIL: the oracle and fallback.
+
+    Notes
+    -----
+    Construction sorts the vocabulary, about 0.6 s for 128k tokens. A matcher is made from the
+    grammar's text (milliseconds), never cloned, since clones share a lock; the first one of each
+    grammar is made when it is compiled.
+    Every spelling of a text in tokens is legal: forced text is not narrowed to the tokens that the
+    model's tokenizer would choose. Neither LLGuidance's forcing nor its rollback is used: in
+    release 1.9.1, streams with rollbacks gave wrong masks now and then, and more often with forced
+    text narrowed. States that move forward only are right, and copying one takes microseconds.
+    """
+
+    name = "LLGuidance"
+    child: str | None = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
+        self.vocabulary = vocabulary
+        self._library = library()
+        self._native = native
+        self._tokenizer = self._native_tokenizer() if native else self._stock_tokenizer()
+
+    def _native_tokenizer(self) -> Any:
+        from graft.native import _native
+
+        vocabulary = self.vocabulary
+        tokens = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+        for name, token in vocabulary.names.items():
+            tokens[token] = b"\xff" + name.encode("utf-8")
+        try:
+            return _native.guide.LLGuidanceTokenizer(
+                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids
+            )
+        except RuntimeError as error:
+            raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
+
+    def _stock_tokenizer(self) -> Any:
+        v = self.vocabulary
+        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names)
+
+    def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
+        """The grammar as LLGuidance reads it."""
+        return (grammar_text(spec),)
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile on the calling thread, in this process.
+
+        Raises
+        ------
+        GrammarError
+            With LLGuidance's reason, if it refuses the grammar.
+        """
+        return self.load(spec, grammar_text(spec))
+
+    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
+        """The grammar of a text that was compiled before, with a first matcher in stock."""
+        compiled = CompiledGrammar(self, spec, _Grammar(text), len(text))
+        compiled.native.spare = self._handle(compiled, self.vocabulary.stop_ids)
+        return compiled
+
+    def _handle(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]) -> Any:
+        from graft.native import _native
+
+        text = compiled.native.text
+        if not self._native:
+            handle = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+            if handle.is_error():
+                raise GrammarError(f"{compiled.spec.kind}: {clean_message(handle.get_error())}")
+            return handle
+        try:
+            return _native.guide.LLGuidanceMatcher(self._tokenizer, text, stop_ids)
+        except RuntimeError as error:
+            raise GrammarError(f"{compiled.spec.kind}: {clean_message(error)}") from None
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """A new matcher at the start of the grammar, independent of all others.
+
+        Parameters
+        ----------
+        compiled
+            A grammar of this backend.
+        stop_ids
+            The request's stop ids, the vocabulary's if absent. Once the grammar is complete, each
+            of them that is no text is legal and terminates it.
+        """
+        if compiled.backend is not self:
+            raise GrammarError("matcher: the grammar was compiled for another vocabulary")
+        ending = ending_ids(self.vocabulary, stop_ids)
+        handle, compiled.native.spare = compiled.native.spare, None
+        if handle is None or ending != self.vocabulary.stop_ids:
+            handle = self._handle(compiled, ending)
+        matcher: Matcher
+        if self._native:
+            matcher = NativeBackedMatcher(compiled, ending, handle)
+        else:
+            matcher = StockMatcher(compiled, ending, handle)
+        return marked(matcher, compiled.spec.marker)
+
+
+class _Grammar:
+    """A grammar's text and a matcher in stock, made when there was time for it."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.spare: Any = None
+
+
+class StockMatcher(Matcher):
+    """LLGuidance's own Python matcher, with termination by stop ids kept here."""
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], handle: Any):
+        super().__init__(compiled, stop_ids)
+        self._start = handle  # never moved: LLGuidance's rollback is not relied upon
+        self._handle = handle.deep_copy()
+        self._history: list[int] = []
+        self._terminated = False
+        self._last_word = row_limit(self.size)
+
+    def accept(self, token: int) -> bool:
+        if self._terminated or not 0 <= token < self.size:
+            return False
+        if token in self.stop_ids:
+            self._terminated = self._handle.is_accepting()
+            return self._terminated
+        vocabulary = self.compiled.backend.vocabulary
+        if token in vocabulary.stop_ids or self._handle.validate_tokens([int(token)]) != 1:
+            return False
+        if not self._handle.consume_token(int(token)):
+            raise RuntimeError(self._handle.get_error())
+        self._history.append(int(token))
+        return True
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._require_running()
+        try:
+            self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        except ValueError as error:  # misuse, and LLGuidance's own errors
+            raise RuntimeError(str(error)) from error
+        words = row.view(np.uint32)
+        for stop in self.compiled.backend.vocabulary.stop_ids:
+            words[stop >> 5] &= ~np.uint32(1 << (stop & 31))
+        if self._handle.is_accepting():
+            for stop in self.stop_ids:
+                words[stop >> 5] |= np.uint32(1 << (stop & 31))
+        row[-1] &= self._last_word
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        if tokens <= 0:
+            return
+        if tokens > len(self._history) + self._terminated:
+            raise RuntimeError("rollback of more tokens than were accepted")
+        tokens -= self._terminated
+        self._terminated = False
+        if tokens:
+            del self._history[-tokens:]
+            self._handle = self._start.deep_copy()
+            if not self._handle.consume_tokens(self._history):
+                raise RuntimeError(self._handle.get_error())
+
+    def is_terminated(self) -> bool:
+        return self._terminated

@@ -1,0 +1,256 @@
+#include "llguidance_abi.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <utility>
+
+namespace graft::guide::llguidance {
+namespace {
+
+constexpr char kRelease[] = "llguidance@1.9.";
+
+// Options of a matcher; zeros in `limits` mean LLGuidance's defaults.
+struct Limits {
+  size_t max_items_in_row;
+  uint64_t initial_lexer_fuel;
+  uint64_t step_lexer_fuel;
+  size_t step_max_items;
+  size_t max_lexer_states;
+  size_t max_grammar_size;
+  bool precompute_large_lexemes;
+  bool verbose_errors;
+};
+
+struct MatcherOptions {
+  const void* tokenizer;
+  uint32_t log_buffer_level;
+  uint32_t log_stderr_level;
+  bool ff_tokens_ok;
+  bool backtrack_ok;
+  Limits limits;
+};
+
+using TokenizeFunction = size_t (*)(const void*, const uint8_t*, size_t, uint32_t*, size_t);
+
+struct TokenizerOptions {
+  size_t struct_size;
+  uint32_t vocab_size;
+  uint32_t tok_eos;
+  const uint32_t* token_lens;
+  const uint8_t* token_bytes;
+  const char* tokenizer_json;
+  bool tokenize_assumes_string;
+  TokenizeFunction tokenize_fn;
+  bool use_approximate_greedy_tokenize_fn;
+  const void* tokenize_user_data;
+  const char* const* slices;
+  const uint32_t* tok_eos_extra;
+  uint32_t tok_eos_extra_count;
+};
+
+static_assert(sizeof(MatcherOptions) == 80 && sizeof(TokenizerOptions) == 96,
+              "the C ABI is declared for 64-bit machines");
+
+struct Api {
+  const char* (*version)() = nullptr;
+  void* (*new_tokenizer)(const TokenizerOptions*, char*, size_t) = nullptr;
+  void (*free_tokenizer)(void*) = nullptr;
+  void (*set_defaults)(MatcherOptions*, const void*) = nullptr;
+  void* (*new_matcher)(const MatcherOptions*, const char*, const char*) = nullptr;
+  void (*free_matcher)(void*) = nullptr;
+  const char* (*get_error)(void*) = nullptr;
+  int32_t (*validate)(void*, const uint32_t*, size_t) = nullptr;
+  int32_t (*consume)(void*, uint32_t) = nullptr;
+  void* (*clone)(const void*) = nullptr;
+  int32_t (*compute_mask)(void*, uint32_t*, size_t) = nullptr;
+  bool (*is_accepting)(void*) = nullptr;
+};
+
+Api api;
+
+template <typename Function>
+void symbol(void* library, const char* name, Function* out) {
+  void* address = dlsym(library, name);
+  if (address == nullptr) throw std::runtime_error(std::string("LLGuidance has no symbol ") + name);
+  *out = reinterpret_cast<Function>(address);
+}
+
+// The options carry no size of their own: see where LLGuidance writes its defaults.
+void check_layout(const Api& loaded) {
+  std::array<unsigned char, 160> bytes{};
+  bytes.fill(0xCC);
+  auto* options = reinterpret_cast<MatcherOptions*>(bytes.data());
+  int tokenizer = 0;
+  loaded.set_defaults(options, &tokenizer);
+  const bool inside = std::all_of(bytes.begin() + sizeof(MatcherOptions), bytes.end(),
+                                  [](unsigned char byte) { return byte == 0xCC; });
+  const bool placed =
+      options->tokenizer == &tokenizer && options->log_stderr_level <= 2 && bytes[16] <= 1 &&
+      bytes[17] <= 1 && options->limits.max_items_in_row != 0xCCCCCCCCCCCCCCCC &&
+      options->limits.max_grammar_size != 0xCCCCCCCCCCCCCCCC && bytes[72] <= 1 && bytes[73] <= 1;
+  if (!inside || !placed) {
+    throw std::runtime_error("LLGuidance's matcher options have another layout than release 1.9");
+  }
+}
+
+bool contains(const std::vector<uint32_t>& ids, uint32_t id) {
+  return std::find(ids.begin(), ids.end(), id) != ids.end();
+}
+
+}  // namespace
+
+std::string load(const char* library) {
+  if (api.version != nullptr) return api.version();
+  void* module = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+  if (module == nullptr) {
+    throw std::runtime_error(std::string("LLGuidance is not loaded from ") + library);
+  }
+  Api loaded;
+  symbol(module, "llg_get_version", &loaded.version);
+  const std::string version = loaded.version();
+  if (version.rfind(kRelease, 0) != 0) {
+    throw std::runtime_error("LLGuidance's library is " + version + ", graft knows " + kRelease +
+                             "x");
+  }
+  symbol(module, "llg_new_tokenizer_v2", &loaded.new_tokenizer);
+  symbol(module, "llg_free_tokenizer", &loaded.free_tokenizer);
+  symbol(module, "llg_constraint_init_set_defaults", &loaded.set_defaults);
+  symbol(module, "llg_new_matcher", &loaded.new_matcher);
+  symbol(module, "llg_free_matcher", &loaded.free_matcher);
+  symbol(module, "llg_matcher_get_error", &loaded.get_error);
+  symbol(module, "llg_matcher_validate_tokens", &loaded.validate);
+  symbol(module, "llg_matcher_consume_token", &loaded.consume);
+  symbol(module, "llg_clone_matcher", &loaded.clone);
+  symbol(module, "llg_matcher_compute_mask_into", &loaded.compute_mask);
+  symbol(module, "llg_matcher_is_accepting", &loaded.is_accepting);
+  check_layout(loaded);
+  api = loaded;
+  return version;
+}
+
+Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
+                     const std::vector<uint32_t>& stop_ids)
+    : vocab_size_(static_cast<int64_t>(lengths.size())), stop_ids_(stop_ids) {
+  if (api.version == nullptr || stop_ids.empty()) {
+    throw std::runtime_error("an LLGuidance tokenizer needs a loaded library and a stop id");
+  }
+  uint64_t total = 0;
+  for (const uint32_t length : lengths) total += length;
+  if (total != bytes.size()) {
+    throw std::runtime_error("the tokens' lengths do not add up to their bytes");
+  }
+  TokenizerOptions options{};
+  options.struct_size = sizeof(options);
+  options.vocab_size = static_cast<uint32_t>(lengths.size());
+  options.tok_eos = stop_ids_.front();
+  options.token_lens = lengths.data();
+  options.token_bytes = reinterpret_cast<const uint8_t*>(bytes.data());
+  options.use_approximate_greedy_tokenize_fn = true;
+  options.tok_eos_extra = stop_ids_.data() + 1;
+  options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
+  char error[512] = {};
+  tokenizer_ = api.new_tokenizer(&options, error, sizeof(error));
+  if (tokenizer_ == nullptr) throw std::runtime_error(error);
+}
+
+Tokenizer::~Tokenizer() { api.free_tokenizer(tokenizer_); }
+
+void Matcher::Free::operator()(void* matcher) const { api.free_matcher(matcher); }
+
+Matcher::Matcher(std::shared_ptr<const Tokenizer> tokenizer, const std::string& grammar,
+                 const std::vector<uint32_t>& stop_ids)
+    : tokenizer_(std::move(tokenizer)), grammar_(grammar), stop_ids_(stop_ids) {
+  base_ = make();
+  if (const char* message = api.get_error(base_.get())) throw std::runtime_error(message);
+  live_.reset(api.clone(base_.get()));
+  history_.reserve(4096);
+}
+
+Matcher::Handle Matcher::make() const {
+  MatcherOptions options{};
+  api.set_defaults(&options, tokenizer_->get());
+  options.log_buffer_level = options.log_stderr_level = 0;
+  return Handle(api.new_matcher(&options, "llguidance", grammar_.c_str()));
+}
+
+Answer Matcher::failed(const Handle& handle, ErrorText* error) noexcept {
+  const char* message = api.get_error(handle.get());
+  error->keep(message != nullptr ? message : "LLGuidance failed without a reason");
+  return Answer::kFailed;
+}
+
+Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
+  if (terminated_ || token < 0 || token >= tokenizer_->vocab_size()) return Answer::kNo;
+  const uint32_t id = static_cast<uint32_t>(token);
+  if (contains(stop_ids_, id)) {
+    terminated_ = api.is_accepting(live_.get());
+    return terminated_ ? Answer::kYes : Answer::kNo;
+  }
+  if (contains(tokenizer_->stop_ids(), id)) return Answer::kNo;  // another request's
+  const int32_t valid = api.validate(live_.get(), &id, 1);
+  if (valid < 0) return failed(live_, error);
+  if (valid == 0) return Answer::kNo;
+  if (api.consume(live_.get(), id) != 0) return failed(live_, error);
+  history_.push_back(id);
+  if (++tail_ > kTail) return catch_up(kTail / 2, error);
+  return Answer::kYes;
+}
+
+Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
+  auto* bits = reinterpret_cast<uint32_t*>(row);
+  if (words != (tokenizer_->vocab_size() + 31) / 32) {
+    error->keep("the mask row is not one of this vocabulary");
+    return Filled::kFailed;
+  }
+  if (api.compute_mask(live_.get(), bits, static_cast<size_t>(words) * 4) != 0) {
+    failed(live_, error);
+    return Filled::kFailed;
+  }
+  for (const uint32_t stop : tokenizer_->stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
+  if (api.is_accepting(live_.get())) {
+    for (const uint32_t stop : stop_ids_) bits[stop >> 5] |= 1u << (stop & 31);
+  }
+  row[words - 1] &= last_word_bits(tokenizer_->vocab_size());
+  return Filled::kMask;
+}
+
+// Moves the base by the oldest `tokens` of the tail.
+Answer Matcher::catch_up(size_t tokens, ErrorText* error) noexcept {
+  const size_t first = history_.size() - tail_;
+  for (size_t i = 0; i < tokens; ++i) {
+    if (api.consume(base_.get(), history_[first + i]) != 0) return failed(base_, error);
+  }
+  tail_ -= tokens;
+  return Answer::kYes;
+}
+
+Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
+  if (tokens <= 0) return Answer::kYes;
+  size_t undone = static_cast<size_t>(tokens);
+  if (undone > history_.size() + (terminated_ ? 1 : 0)) {
+    error->keep("rollback of more tokens than were accepted");
+    return Answer::kFailed;
+  }
+  if (terminated_) --undone;
+  terminated_ = false;
+  if (undone == 0) return Answer::kYes;
+  history_.resize(history_.size() - undone);
+  if (undone > tail_) {
+    base_ = make();
+    tail_ = history_.size();
+  } else {
+    tail_ -= undone;
+  }
+  const Answer answer = catch_up(tail_, error);
+  live_.reset(api.clone(base_.get()));
+  return answer;
+}
+
+Answer Matcher::is_terminated(ErrorText*) noexcept {
+  return terminated_ ? Answer::kYes : Answer::kNo;
+}
+
+}  // namespace graft::guide::llguidance

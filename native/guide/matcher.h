@@ -1,0 +1,55 @@
+// One request's place in its grammar, as the worker drives it, whichever backend stands behind it.
+//
+// 1. A matcher is used by one thread at a time. No call takes the GIL, prints or throws.
+// 2. accept() answers kNo, and changes nothing, for any id that cannot be taken: illegal, no text,
+//    out of range, or after termination.
+// 3. fill() is not called after termination. Bits at and beyond the vocabulary's size are 0.
+// 4. rollback() undoes the last `tokens` accepted ones; a stop token counts as one.
+// 5. kFailed is an internal error of the backend: its text is kept, and the matcher is used no
+// more.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace graft::guide {
+
+// The result of a call that may fail inside a backend.
+enum class Answer { kNo = 0, kYes = 1, kFailed = -1 };
+
+// What fill() made of a row.
+enum class Filled { kMask, kFree, kFailed };  // kFree: no constraint here, the row is not written
+
+// First failure's text, kept without allocating.
+struct ErrorText {
+  char text[256] = {};
+
+  void keep(const char* message, size_t size) noexcept {
+    if (text[0] != '\0') return;
+    size = std::min(size, sizeof(text) - 1);
+    std::memcpy(text, message, size);
+    text[size] = '\0';
+  }
+  void keep(const char* message) noexcept { keep(message, std::strlen(message)); }
+};
+
+class NativeMatcher {
+ public:
+  NativeMatcher() = default;
+  NativeMatcher(const NativeMatcher&) = delete;
+  NativeMatcher& operator=(const NativeMatcher&) = delete;
+  virtual ~NativeMatcher() = default;
+
+  virtual Answer accept(int32_t token, ErrorText* error) noexcept = 0;
+  virtual Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept = 0;
+  virtual Answer rollback(int32_t tokens, ErrorText* error) noexcept = 0;
+  virtual Answer is_terminated(ErrorText* error) noexcept = 0;
+};
+
+// Bits of a row's last word that stand for an id.
+inline int32_t last_word_bits(int64_t vocab_size) {
+  return static_cast<int32_t>(~0u >> (31 - (vocab_size - 1) % 32));
+}
+
+}  // namespace graft::guide
