@@ -130,19 +130,21 @@ def compile_cost(schema: Any) -> list[Reason]:
 
 
 @functools.cache
-def _llguidance() -> Any:
-    from llguidance import LLMatcher  # type: ignore[import-not-found, unused-ignore]
+def _llguidance() -> tuple[Any, Any]:
+    """LLGuidance's matcher class, and limits for questions that may stay without an answer."""
+    from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
-    return LLMatcher
+    return LLMatcher, LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=50_000)
 
 
 def trial(schema: Any, *, lenient: bool = False) -> str:
     """LLGuidance's objection to a schema, empty if it takes it."""
-    matcher = _llguidance()
+    matcher, small = _llguidance()
     document = {} if schema is True else {"not": {}} if schema is False else schema
     options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
     text = matcher.grammar_from_json_schema(json.dumps(document), overrides=options)
-    failed, messages = matcher.validate_grammar_with_warnings(text)
+    limits = small if lenient else None
+    failed, messages = matcher.validate_grammar_with_warnings(text, limits=limits)
     return messages[0].split("\n")[0] if failed else ""
 
 

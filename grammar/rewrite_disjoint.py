@@ -15,6 +15,8 @@ __all__ = ["Disjointness"]
 Oracle = Callable[[dict[str, Any]], bool]
 
 _DEPTH = 6
+_LARGEST = 15_000  # characters; the oracle takes half a second for some larger documents
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 class Disjointness:
@@ -33,7 +35,7 @@ class Disjointness:
 
     def __init__(
         self, references: References, oracle: Oracle | None, definitions: dict[str, Any],
-        budget: int = 100,
+        budget: int = 60,
     ):  # fmt: skip
         self._references = references
         self._oracle = oracle
@@ -48,7 +50,26 @@ class Disjointness:
             return False
         self._budget -= 1
         typed = True if kinds == KINDS else {"type": sorted(kinds)}
-        return self._oracle({**self._definitions, "allOf": [base, one, other, typed]})
+        document = self._document([base, one, other, typed])
+        return len(json.dumps(document)) <= _LARGEST and self._oracle(document)
+
+    def _document(self, parts: list[Any]) -> dict[str, Any]:
+        """The intersection, with the definitions it refers to and no others."""
+        found: dict[str, Any] = {"allOf": parts}
+        if "$schema" in self._definitions:
+            found["$schema"] = self._definitions["$schema"]
+        pending = set(_REFERENCE.findall(json.dumps(parts)))
+        done: set[str] = set()
+        while pending - done:
+            reference = (pending - done).pop()
+            done.add(reference)
+            home, _, name = reference.removeprefix("#/").partition("/")
+            if home not in ("$defs", "definitions") or name not in self._definitions.get(home, {}):
+                return {**self._definitions, "allOf": parts}
+            target = self._definitions[home][name]
+            found.setdefault(home, {})[name] = target
+            pending |= set(_REFERENCE.findall(json.dumps(target)))
+        return found
 
     def _apart(self, one: Any, other: Any, kinds: Kinds, depth: int) -> bool:
         if one is False or other is False:

@@ -1,0 +1,316 @@
+"""The process in which `grammar_bench` tries one grammar backend: it may crash, hang or be killed.
+
+Run as ``python -m graft.tools.grammar_bench_child``. It reads pickled messages from its standard
+input and answers on its standard output (see `graft.grammar.compile_child.send`): first the setup
+``(subject, tokenizer path, memory bytes)``, answered by ``"ready"``; then one `Row` as a dict each,
+answered by a dict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+
+from graft.grammar.compile_child import receive, send
+from graft.grammar.errors import GrammarError
+from graft.grammar.router import route
+from graft.grammar.vocabulary import Vocabulary
+
+__all__ = ["SUBJECTS", "Refused", "try_row"]
+
+#: What can be measured: the stock Python APIs, and graft's router with what it chooses.
+SUBJECTS = ("llguidance", "xgrammar", "xgrammar-loose", "auto")
+_FILLED_TOKENS = 3000  # masks filled and timed per schema
+_SEARCH_STEPS = 4000  # pieces tried when looking for another order of an instance's keys
+
+
+class Refused(Exception):
+    """The backend does not take the schema; the text says why."""
+
+
+class Matching(Protocol):
+    """One text being matched."""
+
+    def fill(self) -> None: ...
+    def accept(self, token: int) -> bool: ...
+    def rollback(self, count: int) -> None: ...
+    def complete(self) -> bool: ...
+
+
+Compiled = Callable[[], Matching]
+
+
+class _Llguidance:
+    """LLGuidance's Python API, as its documentation uses it."""
+
+    #: The default ends texts of patterns with long counted repetitions early.
+    FUEL = 100_000_000
+
+    def __init__(self, vocabulary: Vocabulary, path: str, fuel: int | None = None):
+        import llguidance  # type: ignore[import-not-found, unused-ignore]
+
+        self._matcher = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(initial_lexer_fuel=fuel) if fuel else None
+        stop = vocabulary.stop_ids[0]
+        self._tokenizer = llguidance.LLTokenizer(path, n_vocab=vocabulary.size, eos_token=stop)
+        self._mask = np.zeros(vocabulary.words, np.int32)
+
+    def compile(self, schema: Any) -> Compiled:
+        options: Any = {
+            "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
+        }  # fmt: skip
+        try:
+            text = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        first = self._new(text)
+        if first.is_error():
+            raise Refused(first.get_error().split("\n")[0])
+        return lambda: _LlguidanceMatching(first.deep_copy(), self._mask)
+
+    def _new(self, text: str) -> Any:
+        return self._matcher(self._tokenizer, text, log_level=0, limits=self._limits)
+
+
+class _LlguidanceMatching:
+    def __init__(self, matcher: Any, mask: np.ndarray):
+        self._matcher = matcher
+        self._address, self._bytes = mask.ctypes.data, mask.nbytes
+        self._keep = mask
+
+    def fill(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
+
+    def accept(self, token: int) -> bool:
+        return bool(self._matcher.try_consume_tokens([token]) == 1)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def complete(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+
+class _Xgrammar:
+    """XGrammar's Python API (its TVM-FFI classes, which its own package wraps)."""
+
+    def __init__(self, vocabulary: Vocabulary, strict: bool):
+        from graft.grammar.compile_child import register_types, tokenizer_info
+
+        self._types = register_types()
+        self._strict = strict
+        self._stop = vocabulary.stop_ids[0]
+        self._info = tokenizer_info(
+            self._types, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids
+        )
+        self._mask = np.zeros((1, vocabulary.words), np.int32)
+
+    def compile(self, schema: Any) -> Compiled:
+        compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
+        try:
+            compiled = compiler.compile_json_schema(
+                json.dumps(schema), False, None, None, self._strict, None, False
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise Refused(str(error).strip().split("\n")[-1]) from error
+        return lambda: _XgrammarMatching(
+            self._types.GrammarMatcher(compiled, None, False, -1, None), self._mask, self._stop
+        )
+
+
+class _XgrammarMatching:
+    def __init__(self, matcher: Any, mask: np.ndarray, stop: int):
+        self._matcher, self._mask, self._stop = matcher, mask, stop
+
+    def fill(self) -> None:
+        self._matcher.fill_next_token_bitmask(self._mask, 0, False)
+
+    def accept(self, token: int) -> bool:
+        return bool(self._matcher.accept_token(token, False))
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def complete(self) -> bool:
+        return bool(self._matcher.accept_token(self._stop, False))
+
+
+class _Auto:
+    """graft's router; what it cannot have enforced exactly is taken loosely and marked."""
+
+    def __init__(self, vocabulary: Vocabulary, path: str):
+        self._backends: dict[str, Any] = {
+            "llguidance": _Llguidance(vocabulary, path, _Llguidance.FUEL),
+            "xgrammar": _Xgrammar(vocabulary, strict=True),
+        }
+
+    def compile(self, schema: Any, draft: int = 2020) -> tuple[Compiled, Any]:
+        found = route(schema, tuple(self._backends), draft=draft)
+        if found.backend is None:
+            raise Refused(found.refusal())
+        return self._backends[found.backend].compile(found.schema), found
+
+
+def _subject(name: str, vocabulary: Vocabulary, path: str) -> Any:
+    if name == "auto":
+        return _Auto(vocabulary, path)
+    if name == "llguidance":
+        return _Llguidance(vocabulary, path)
+    return _Xgrammar(vocabulary, strict=name == "xgrammar")
+
+
+def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]],
+            byte_ids: list[int]) -> dict[str, Any]:  # fmt: skip
+    """Compile one schema, walk its instances, fill masks along the valid ones.
+
+    Returns
+    -------
+    dict
+        ``outcome`` ("compiled" or "refused"), ``why``, ``keyword``, ``pointer``, ``backend``,
+        ``marked``, ``compile_s``, ``fill_ns`` (list), ``valid`` and ``invalid`` (accepted, one flag
+        an instance), ``spelling`` (valid ones accepted only in another order of their keys).
+    """
+    answer: dict[str, Any] = {"marked": False, "backend": None, "why": "", "keyword": ""}
+    begin = time.perf_counter()
+    try:
+        if isinstance(subject, _Auto):
+            compiled, found = subject.compile(row["schema"], row.get("draft", 2020))
+            answer.update(marked=not found.exact, backend=found.backend)
+            if not found.exact:
+                reason = found.reasons[0]
+                answer.update(why=reason.why, keyword=reason.keyword, pointer=reason.pointer)
+        else:
+            compiled = subject.compile(row["schema"])
+    except (Refused, GrammarError) as error:
+        keyword = str(error).split(": ")[2:3] if isinstance(subject, _Auto) else []
+        return {**answer, "outcome": "refused", "why": str(error)[:300], "keyword":
+                keyword[0] if keyword else ""}  # fmt: skip
+    compile_s = time.perf_counter() - begin
+    fills: list[int] = []
+    accepted: dict[str, list[bool]] = {"valid": [], "invalid": []}
+    spelling = 0
+    for label, flags in accepted.items():
+        for value in row[label]:
+            tokens = encode(json.dumps(value, ensure_ascii=False))
+            fits = _walk(compiled(), tokens, fills if label == "valid" else None)
+            flags.append(fits)
+            if label == "valid" and not fits:
+                spelling += _Search(compiled(), byte_ids).fits(value)
+    return {**answer, "outcome": "compiled", "compile_s": compile_s, "fill_ns": fills,
+            "spelling": spelling, **accepted}  # fmt: skip
+
+
+def _walk(matching: Matching, tokens: list[int], fills: list[int] | None) -> bool:
+    for token in tokens:
+        if fills is not None and len(fills) < _FILLED_TOKENS:
+            begin = time.perf_counter_ns()
+            matching.fill()
+            fills.append(time.perf_counter_ns() - begin)
+        if not matching.accept(token):
+            return False
+    return matching.complete()
+
+
+class _Search:
+    """Whether some order of an instance's keys (whole numbers written plainly) is accepted."""
+
+    def __init__(self, matching: Matching, byte_ids: list[int]):
+        self._matching, self._ids = matching, byte_ids
+        self._steps = _SEARCH_STEPS
+
+    def fits(self, value: Any) -> bool:
+        """Search depth first, a piece of text at a time."""
+        try:
+            return self._value(value, self._matching.complete)
+        except RecursionError:
+            return False
+
+    def _piece(self, text: str, then: Callable[[], bool]) -> bool:
+        self._steps -= 1
+        taken = 0
+        for byte in text.encode():
+            if self._steps < 0 or not self._matching.accept(self._ids[byte]):
+                break
+            taken += 1
+        else:
+            if then():
+                return True
+        if taken:
+            self._matching.rollback(taken)
+        return False
+
+    def _value(self, value: Any, then: Callable[[], bool]) -> bool:
+        if isinstance(value, dict):
+            return self._piece("{", lambda: self._members(value, list(value), True, then))
+        if isinstance(value, list):
+            return self._piece("[", lambda: self._items(value, 0, then))
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+            value = int(value)
+        return self._piece(json.dumps(value, ensure_ascii=False), then)
+
+    def _members(self, value: dict, keys: list[str], first: bool, then: Callable[[], bool]) -> bool:
+        if not keys:
+            return self._piece("}", then)
+        for key in keys:
+            rest = [other for other in keys if other != key]
+            text = ("" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+
+            def follow(key: str = key, rest: list[str] = rest) -> bool:
+                return self._value(value[key], lambda: self._members(value, rest, False, then))
+
+            if self._piece(text, follow):
+                return True
+        return False
+
+    def _items(self, value: list, index: int, then: Callable[[], bool]) -> bool:
+        if index == len(value):
+            return self._piece("]", then)
+        return self._piece(
+            ", " if index else "",
+            lambda: self._value(value[index], lambda: self._items(value, index + 1, then)),
+        )
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    name, path, memory = receive(sys.stdin.buffer)
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+    ends = [i for text, i in added.items() if "end" in text and "think" not in text]
+    end = ends[0] if ends else size - 1
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, size, [end])
+    ids = {text: token for token, text in enumerate(vocabulary.tokens) if len(text) == 1}
+    byte_ids = [ids.get(bytes([byte]), -1) for byte in range(256)]
+    subject = _subject(name, vocabulary, path)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+    sys.setrecursionlimit(20_000)
+    send(answers, "ready")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    while True:
+        try:
+            row = receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            send(answers, try_row(subject, row, encode, byte_ids))
+        except (MemoryError, RuntimeError, ValueError, RecursionError) as error:
+            send(answers, {"outcome": "crash", "why": repr(error)[:300]})
+
+
+if __name__ == "__main__":
+    main()
