@@ -238,7 +238,7 @@ def test_bad_structures_are_refused(soft, module, graph):
     soft.ok(soft.d.cuGraphRemoveDependencies(graph, [b], [a], None, 1))
     soft.ok(soft.d.cuGraphExecDestroy(soft.ok(soft.d.cuGraphInstantiate(graph, 0))))
     params = soft.d.CUgraphNodeParams()
-    params.type = soft.d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    params.type = soft.d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_ALLOC
     assert code(soft.d.cuGraphAddNode(graph, [], None, 0, params)) == "CUDA_ERROR_NOT_SUPPORTED"
     soft.ok(soft.d.cuGraphDestroy(other))
     assert code(soft.d.cuGraphAddEmptyNode(other, [], 0)) == "CUDA_ERROR_INVALID_HANDLE"

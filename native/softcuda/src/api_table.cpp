@@ -141,6 +141,7 @@ const Row kRows[] = {
     {"cuGraphExecBatchMemOpNodeSetParams", 11070, nullptr},
     {"cuGraphAddChildGraphNode", 10000, nullptr},
     {"cuGraphAddNode", 12030, "cuGraphAddNode_v2"},
+    {"cuGraphConditionalHandleCreate", 12030, nullptr},
     {"cuGraphAddDependencies", 12030, "cuGraphAddDependencies_v2"},
     {"cuGraphRemoveDependencies", 12030, "cuGraphRemoveDependencies_v2"},
     {"cuGraphDestroyNode", 10000, nullptr},

@@ -237,6 +237,17 @@ std::optional<CUresult> capture_fill(CUstream stream, const Work& work,
 
 // A graph launched on a capturing stream becomes a child graph, with the executable's parameters.
 std::optional<CUresult> capture_launch(CUstream stream, const Exec& exec) {
+  if (idle()) return std::nullopt;
+  bool capturing = false;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    capturing = state().streams.count(stream) != 0;
+  }
+  for (const FlatNode& node : exec.flat) {
+    if (!capturing || !node.condition) continue;
+    return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                  "a graph with conditional nodes cannot become a child of the captured one");
+  }
   return put(stream, [&](Node& node) {
     node.type = CU_GRAPH_NODE_TYPE_GRAPH;
     std::lock_guard<std::mutex> lock(graph_mutex());

@@ -96,6 +96,7 @@ enum CUgraphNodeType : int {
   CU_GRAPH_NODE_TYPE_GRAPH = 4,
   CU_GRAPH_NODE_TYPE_EMPTY = 5,
   CU_GRAPH_NODE_TYPE_BATCH_MEM_OP = 12,
+  CU_GRAPH_NODE_TYPE_CONDITIONAL = 13,
 };
 
 enum : int {
@@ -144,6 +145,21 @@ struct CUDA_CHILD_GRAPH_NODE_PARAMS {
   CUgraph graph;
   int ownership;
 };
+
+enum : int {
+  CU_GRAPH_COND_TYPE_IF = 0,
+  CU_GRAPH_COND_TYPE_WHILE = 1,
+  CU_GRAPH_COND_TYPE_SWITCH = 2,
+};
+
+struct CUDA_CONDITIONAL_NODE_PARAMS {
+  uint64_t handle;
+  int type;
+  unsigned size;
+  CUgraph* phGraph_out;
+  CUcontext ctx;
+};
+static_assert(sizeof(CUDA_CONDITIONAL_NODE_PARAMS) == 32, "driver ABI");
 
 struct CUDA_MEMCPY3D {
   size_t srcXInBytes, srcY, srcZ, srcLOD;
@@ -254,6 +270,7 @@ struct CUgraphNodeParams {
     CUDA_BATCH_MEM_OP_NODE_PARAMS memOp;
     CUDA_HOST_NODE_PARAMS_v2 host;
     CUDA_CHILD_GRAPH_NODE_PARAMS graph;
+    CUDA_CONDITIONAL_NODE_PARAMS conditional;
   };
   long long reserved2;
 };

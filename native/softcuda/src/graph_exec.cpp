@@ -1,7 +1,9 @@
 // Executables: flattening, launching, updating (invariants G3-G6).
 #include <algorithm>
+#include <functional>
 
 #include "capture.h"
+#include "conditionals.h"
 #include "graphs.h"
 #include "modules.h"
 
@@ -26,6 +28,13 @@ void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<
   std::vector<std::pair<const Node*, unsigned>> children;
   for (auto& node : graph.nodes) {
     FlatNode flat{node->type, node->work, true, node->handle, {}};
+    flat.condition = node->condition;
+    flat.condition_type = node->condition_type;
+    for (auto& body : node->bodies) {
+      std::map<const Node*, unsigned> inner;
+      flat.bodies.emplace_back();
+      place(*body, {}, &flat.bodies.back(), references, &inner);
+    }
     if (node->dependencies.empty()) flat.dependencies = before;
     head[node.get()] = static_cast<unsigned>(out->size());
     (*tail)[node.get()] = static_cast<unsigned>(out->size());
@@ -59,12 +68,78 @@ bool acyclic(const std::vector<FlatNode>& flat) {
       if (--left[n] == 0) ready.push_back(n);
     }
   }
-  return ready.size() == flat.size();
+  if (ready.size() != flat.size()) return false;
+  for (const FlatNode& node : flat) {
+    for (const auto& body : node.bodies) {
+      if (!acyclic(body)) return false;
+    }
+  }
+  return true;
+}
+
+bool has_kernel(const std::vector<FlatNode>& flat) {
+  for (const FlatNode& node : flat) {
+    if (node.type == CU_GRAPH_NODE_TYPE_KERNEL) return true;
+    for (const auto& body : node.bodies) {
+      if (has_kernel(body)) return true;
+    }
+  }
+  return false;
+}
+
+// What a conditional node does; its bodies' conditions get their defaults from `top`.
+Work conditional_work(const FlatNode& node, Program* top) {
+  auto made = std::make_shared<ConditionalWork>();
+  made->type = node.condition_type;
+  made->cell = node.condition->cell;
+  made->endless = node.condition_type == CU_GRAPH_COND_TYPE_WHILE && !has_kernel(node.bodies[0]);
+  if (node.condition->assign) {
+    top->defaults.emplace_back(&node.condition->cell->value, node.condition->initial);
+  }
+  for (const auto& body : node.bodies) made->bodies.push_back(make_program(body, nullptr, top));
+  Work work;
+  work.kind = WorkKind::conditional;
+  work.conditional = std::move(made);
+  return work;
+}
+
+// Whether an executable of `now` can take over what `after` does, and which node is to blame.
+int same_shape(const std::vector<FlatNode>& after, const std::vector<FlatNode>& now, void** blame) {
+  *blame = nullptr;
+  if (after.size() != now.size()) return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
+  for (size_t i = 0; i < after.size(); ++i) {
+    *blame = after[i].source;
+    if (after[i].dependencies != now[i].dependencies) {
+      return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
+    }
+    if (after[i].type != now[i].type) return CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED;
+    if (after[i].condition_type != now[i].condition_type ||
+        after[i].bodies.size() != now[i].bodies.size()) {
+      return CU_GRAPH_EXEC_UPDATE_ERROR_NOT_SUPPORTED;
+    }
+    for (size_t b = 0; b < after[i].bodies.size(); ++b) {
+      const int r = same_shape(after[i].bodies[b], now[i].bodies[b], blame);
+      if (r != CU_GRAPH_EXEC_UPDATE_SUCCESS) return r;
+    }
+  }
+  return CU_GRAPH_EXEC_UPDATE_SUCCESS;
+}
+
+// Enabled states and node identities stay.
+void take_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
+  for (size_t i = 0; i < now->size(); ++i) {
+    (*now)[i].work = std::move((*after)[i].work);
+    (*now)[i].condition = std::move((*after)[i].condition);
+    for (size_t b = 0; b < (*now)[i].bodies.size(); ++b) {
+      take_work(&(*now)[i].bodies[b], &(*after)[i].bodies[b]);
+    }
+  }
 }
 
 }  // namespace
 
 CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references) {
+  if (CUresult r = check_conditions(graph, false); r != CUDA_SUCCESS) return r;
   std::map<const Node*, unsigned> tail;
   place(graph, {}, out, references, &tail);
   if (acyclic(*out)) return CUDA_SUCCESS;
@@ -72,13 +147,14 @@ CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* ref
 }
 
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
-                                      const std::shared_ptr<References>& references) {
+                                      const std::shared_ptr<References>& references, Program* top) {
   auto program = std::make_shared<Program>();
   program->keep = references;
+  if (top == nullptr) top = program.get();
   program->nodes.reserve(flat.size());
   for (const FlatNode& node : flat) {
     auto op = std::make_unique<Op>();
-    if (node.enabled) op->work = node.work;
+    if (node.enabled) op->work = node.condition ? conditional_work(node, top) : node.work;
     op->program = program.get();
     op->indegree = static_cast<int>(node.dependencies.size());
     program->nodes.push_back(std::move(op));
@@ -137,55 +213,65 @@ static CUresult instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
 
 // Launches already queued keep the plan they were queued with (G5): while one does, an update
 // makes a new plan; otherwise the node is changed in place.
-static void replace_work(Exec& exec, unsigned index) {
-  if (exec.program.use_count() > 1) {
+static void replace_work(Exec& exec, const FlatNode& changed) {
+  const std::less<const FlatNode*> before;
+  const FlatNode* const first = exec.flat.data();
+  const bool nested = before(&changed, first) || !before(&changed, first + exec.flat.size());
+  if (nested || exec.program.use_count() > 1) {
     exec.program = make_program(exec.flat, exec.references);
     return;
   }
   std::atomic_thread_fence(std::memory_order_acquire);  // after the workers that let go of it
-  const FlatNode& node = exec.flat[index];
-  exec.program->nodes[index]->work = node.enabled ? node.work : Work();
+  exec.program->nodes[static_cast<size_t>(&changed - first)]->work =
+      changed.enabled ? changed.work : Work();
+}
+
+static FlatNode* find_source(std::vector<FlatNode>* flat, const void* source) {
+  for (FlatNode& node : *flat) {
+    if (node.source == source) return &node;
+    for (auto& body : node.bodies) {
+      if (FlatNode* found = find_source(&body, source)) return found;
+    }
+  }
+  return nullptr;
 }
 
 // The executable's copy of a definition's node, checked to be of `type`.
 static CUresult find_flat(CUgraphExec handle, CUgraphNode node, int type,
-                          std::shared_ptr<Exec>* exec, unsigned* index) {
+                          std::shared_ptr<Exec>* exec, FlatNode** out) {
   *exec = graph_execs().get(handle);
   if (!*exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
-  for (unsigned i = 0; i < (*exec)->flat.size(); ++i) {
-    if ((*exec)->flat[i].source != node || node == nullptr) continue;
-    if (type >= 0 && (*exec)->flat[i].type != type) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "the node has another type");
-    }
-    *index = i;
-    return CUDA_SUCCESS;
+  *out = node == nullptr ? nullptr : find_source(&(*exec)->flat, node);
+  if (*out == nullptr) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the executable was not made from this node's graph");
   }
-  return refuse(CUDA_ERROR_INVALID_VALUE, "the executable was not made from this node's graph");
+  if (type < 0 || (*out)->type == type) return CUDA_SUCCESS;
+  return refuse(CUDA_ERROR_INVALID_VALUE, "the node has another type");
 }
 
 template <class Params, class Build>
 static CUresult set_exec(CUgraphExec handle, CUgraphNode node, int type, const Params* params,
                          const Build& build) {
   std::shared_ptr<Exec> exec;
-  unsigned index = 0;
+  FlatNode* flat = nullptr;
   Work work;
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, type, &exec, &index); r != CUDA_SUCCESS) return r;
+  if (CUresult r = find_flat(handle, node, type, &exec, &flat); r != CUDA_SUCCESS) return r;
   if (CUresult r = build(params, &work); r != CUDA_SUCCESS) return r;
-  exec->flat[index].work = std::move(work);
-  replace_work(*exec, index);
+  flat->work = std::move(work);
+  replace_work(*exec, *flat);
   return CUDA_SUCCESS;
 }
 
 CUresult set_exec_work(CUgraphExec handle, CUgraphNode node, int type, Work work,
                        CUresult (*check)(const Work& old, const Work& now)) {
   std::shared_ptr<Exec> exec;
-  unsigned index = 0;
+  FlatNode* flat = nullptr;
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, type, &exec, &index); r != CUDA_SUCCESS) return r;
-  if (CUresult r = check(exec->flat[index].work, work); r != CUDA_SUCCESS) return r;
-  exec->flat[index].work = std::move(work);
-  replace_work(*exec, index);
+  if (CUresult r = find_flat(handle, node, type, &exec, &flat); r != CUDA_SUCCESS) return r;
+  if (CUresult r = check(flat->work, work); r != CUDA_SUCCESS) return r;
+  flat->work = std::move(work);
+  replace_work(*exec, *flat);
   return CUDA_SUCCESS;
 }
 
@@ -276,21 +362,18 @@ SC_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph_handle
     info->errorNode = static_cast<CUgraphNode>(node);
     return refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, why);
   };
-  if (flat.size() != exec->flat.size()) {
-    return failed(CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, nullptr, "the node count changed");
+  void* blame = nullptr;
+  const int shape = same_shape(flat, exec->flat, &blame);
+  if (shape == CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED) {
+    return failed(shape, blame, "the number of nodes or an edge changed");
   }
-  for (size_t i = 0; i < flat.size(); ++i) {
-    if (flat[i].dependencies != exec->flat[i].dependencies) {
-      return failed(CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, flat[i].source, "an edge changed");
-    }
-    if (flat[i].type != exec->flat[i].type) {
-      return failed(CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED, flat[i].source,
-                    "a node's type changed");
-    }
+  if (shape == CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED) {
+    return failed(shape, blame, "a node's type changed");
   }
-  for (size_t i = 0; i < flat.size(); ++i) {
-    exec->flat[i].work = std::move(flat[i].work);  // enabled states and node identities stay
+  if (shape != CU_GRAPH_EXEC_UPDATE_SUCCESS) {
+    return failed(shape, blame, "a conditional's type or number of bodies changed");
   }
+  take_work(&exec->flat, &flat);
   old = std::move(exec->program);
   old_references = std::move(exec->references);
   exec->references = references;
@@ -333,24 +416,24 @@ SC_EXPORT CUresult cuGraphExecHostNodeSetParams(CUgraphExec exec, CUgraphNode no
 SC_EXPORT CUresult cuGraphNodeSetEnabled(CUgraphExec handle, CUgraphNode node, unsigned enabled) {
   SC_API(cuGraphNodeSetEnabled, 0);
   std::shared_ptr<Exec> exec;
-  unsigned index = 0;
+  FlatNode* flat = nullptr;
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, -1, &exec, &index); r != CUDA_SUCCESS) return r;
-  if (exec->flat[index].type > CU_GRAPH_NODE_TYPE_MEMSET) {
+  if (CUresult r = find_flat(handle, node, -1, &exec, &flat); r != CUDA_SUCCESS) return r;
+  if (flat->type > CU_GRAPH_NODE_TYPE_MEMSET) {
     return refuse(CUDA_ERROR_INVALID_VALUE, "only kernel, memcpy and memset nodes can be disabled");
   }
-  exec->flat[index].enabled = enabled != 0;
-  replace_work(*exec, index);
+  flat->enabled = enabled != 0;
+  replace_work(*exec, *flat);
   return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuGraphNodeGetEnabled(CUgraphExec handle, CUgraphNode node, unsigned* enabled) {
   SC_API(cuGraphNodeGetEnabled, 0);
   std::shared_ptr<Exec> exec;
-  unsigned index = 0;
+  FlatNode* flat = nullptr;
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, -1, &exec, &index); r != CUDA_SUCCESS) return r;
+  if (CUresult r = find_flat(handle, node, -1, &exec, &flat); r != CUDA_SUCCESS) return r;
   if (enabled == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *enabled = exec->flat[index].enabled;
+  *enabled = flat->enabled;
   return CUDA_SUCCESS;
 }

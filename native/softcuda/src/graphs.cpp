@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "conditionals.h"
 #include "copies.h"
 #include "modules.h"
 
@@ -83,6 +84,10 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
 // Child graphs are reachable through handles of their own; forget those first.
 static void forget_children(Graph& graph) {
   for (auto& node : graph.nodes) {
+    for (auto& body : node->bodies) {
+      forget_children(*body);
+      graphs().take(body->handle);
+    }
     if (!node->child) continue;
     forget_children(*node->child);
     graphs().take(node->child->handle);
@@ -114,6 +119,7 @@ CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependenc
     }
     known.push_back(dependency.get());
   }
+  if (CUresult r = check_body(*graph, *node); r != CUDA_SUCCESS) return r;
   node->graph = graph.get();
   node->handle = graph_nodes().add(node);
   *out = static_cast<CUgraphNode>(node->handle);
@@ -152,6 +158,9 @@ SC_EXPORT CUresult cuGraphClone(CUgraph* out, CUgraph handle) {
   if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::lock_guard<std::mutex> lock(graph_mutex());
+  if (has_conditional(*graph)) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "graphs with conditional nodes cannot be cloned");
+  }
   std::shared_ptr<Graph> clone = clone_graph(*graph);
   clone->handle = graphs().add(clone);
   *out = static_cast<CUgraph>(clone->handle);
@@ -228,6 +237,10 @@ SC_EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode* out, CUgraph graph,
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   {
     std::lock_guard<std::mutex> lock(graph_mutex());
+    if (has_conditional(*original)) {
+      return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                    "a graph with conditional nodes cannot be added as a cloned child");
+    }
     node->child = clone_graph(*original);
   }
   std::shared_ptr<Graph> made = node->child;
@@ -260,6 +273,8 @@ SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgr
       return cuGraphAddMemcpyNode(out, graph, deps, n, &params->memcpy.copyParams, nullptr);
     case CU_GRAPH_NODE_TYPE_MEMSET:
       return cuGraphAddMemsetNode(out, graph, deps, n, &params->memset, nullptr);
+    case CU_GRAPH_NODE_TYPE_CONDITIONAL:
+      return add_conditional(out, graph, deps, n, &params->conditional);
     case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
       return cuGraphAddBatchMemOpNode(out, graph, deps, n, &params->memOp);
     case CU_GRAPH_NODE_TYPE_GRAPH: {

@@ -44,6 +44,7 @@ std::shared_ptr<UserObject> find_user_object(CUuserObject handle);
 
 // ---- graphs (invariants G1-G6) ----------------------------------------------------------------
 struct Graph;
+struct Condition;
 
 struct Node {
   void* handle = nullptr;
@@ -55,6 +56,11 @@ struct Node {
   CUDA_MEMSET_NODE_PARAMS fill_params{};
   std::vector<void*> param_pointers;  // what cuGraphKernelNodeGetParams hands out
   std::shared_ptr<Graph> child;
+  // Of a conditional node.
+  std::shared_ptr<Condition> condition;
+  int condition_type = 0;
+  std::vector<std::shared_ptr<Graph>> bodies;
+  std::vector<CUgraph> body_handles;
   std::vector<Node*> dependencies;
 };
 
@@ -64,6 +70,8 @@ struct Graph {
   void* handle = nullptr;
   std::vector<std::shared_ptr<Node>> nodes;
   std::shared_ptr<References> references = std::make_shared<References>();
+  Graph* body_of = nullptr;  // of a conditional's body: the graph the conditional is in
+  std::vector<std::shared_ptr<Condition>> conditions;
   std::atomic<int> captures{0};  // stream captures that go on into this graph
 };
 
@@ -74,6 +82,10 @@ struct FlatNode {
   bool enabled = true;
   void* source = nullptr;  // handle of the definition's node, for SetParams
   std::vector<unsigned> dependencies;
+  // Of a conditional node.
+  std::shared_ptr<Condition> condition{};
+  int condition_type = 0;
+  std::vector<std::vector<FlatNode>> bodies{};
 };
 
 struct Exec {
@@ -109,6 +121,7 @@ CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependenc
                   std::shared_ptr<Node> node);
 CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references);
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
-                                      const std::shared_ptr<References>& references);
+                                      const std::shared_ptr<References>& references,
+                                      Program* top = nullptr);
 
 }  // namespace softcuda

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <condition_variable>
 
+#include "conditionals.h"
 #include "memops.h"
 
 namespace softcuda {
@@ -142,6 +143,23 @@ CUresult wait_idle(const char* what) {
 
 namespace {
 
+// Makes the first nodes of a program ready; `op` is finished when all of them are.
+void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
+  program.launch = op;
+  program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
+  for (auto& node : program.nodes) node->pending.store(node->indegree, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());
+}
+
+// Runs a conditional node's body; false when the node is finished.
+bool begin_body(Op* op, std::vector<Op*>* ready, bool first) {
+  Program* body = next_body(*op->work.conditional, first);
+  if (body == nullptr) return false;
+  begin_program(*body, op, ready);
+  return true;
+}
+
 // Completes one op; what became ready goes to `ready`.
 void finish(Op* op, std::vector<Op*>* ready) {
   while (op->program != nullptr) {
@@ -157,6 +175,7 @@ void finish(Op* op, std::vector<Op*>* ready) {
     // After this decrement another worker may finish the launch and free the program.
     if (program->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     op = launch;
+    if (op->work.kind == WorkKind::conditional && begin_body(op, ready, false)) return;
   }
   // Operands are released before anybody can see the op done, so that counters read after a
   // synchronise are settled (S5).
@@ -182,11 +201,10 @@ void begin_launch(Op* op, std::vector<Op*>* ready) {
     finish(op, ready);
     return;
   }
-  program.launch = op;
-  program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
-  for (auto& node : program.nodes) node->pending.store(node->indegree, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
-  for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());
+  for (auto& item : program.defaults) {
+    __atomic_store_n(item.first, item.second, __ATOMIC_RELEASE);
+  }
+  begin_program(program, op, ready);
 }
 
 }  // namespace
@@ -205,6 +223,9 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
         break;
       case WorkKind::graph:
         begin_launch(op, ready);
+        break;
+      case WorkKind::conditional:
+        if (!begin_body(op, ready, true)) finish(op, ready);
         break;
       case WorkKind::host:
         push_host(op);

@@ -15,6 +15,7 @@ struct Program;
 struct Event;
 struct Op;
 struct MemopWork;
+struct ConditionalWork;
 
 size_t total_memory();
 CUcontext primary_context();
@@ -48,7 +49,7 @@ struct HostWork {
   void* data = nullptr;
 };
 
-enum class WorkKind : uint8_t { none, kernel, copy, fill, host, graph, memop };
+enum class WorkKind : uint8_t { none, kernel, copy, fill, host, graph, memop, conditional };
 
 // What one op does. A graph node's Work is built when the node is added or updated and shared.
 struct Work {
@@ -57,6 +58,7 @@ struct Work {
   std::shared_ptr<const CopyWork> copy;
   std::shared_ptr<const FillWork> fill;
   std::shared_ptr<const MemopWork> memop;
+  std::shared_ptr<const ConditionalWork> conditional;
   HostWork host;
   std::shared_ptr<Program> program;
 };
@@ -117,7 +119,8 @@ struct Program {
   std::vector<std::unique_ptr<Op>> nodes;
   std::vector<unsigned> roots;
   std::atomic<int> remaining{0};
-  Op* launch = nullptr;
+  Op* launch = nullptr;  // the stream operation, or the conditional node whose body this is
+  std::vector<std::pair<unsigned*, unsigned>> defaults;  // stored when a launch begins
   std::shared_ptr<void> keep;  // user-object references held for this plan
 };
 

@@ -1,0 +1,20 @@
+// The condition of a graph's IF, WHILE or SWITCH node, which kernels set. A handle is the address
+// of such a cell; cells are never freed, so that a stale handle is harmless.
+#pragma once
+
+struct softcuda_condition {
+  unsigned magic;
+  unsigned value;
+};
+#define SOFTCUDA_CONDITION_MAGIC 0x50c0d17eu
+
+#ifdef __SOFTCUDA__
+static inline void cudaGraphSetConditional(unsigned long long handle, unsigned int value) {
+  softcuda_condition* cell = reinterpret_cast<softcuda_condition*>(handle);
+  if (cell == nullptr || cell->magic != SOFTCUDA_CONDITION_MAGIC) {
+    softcuda_hook->trap(&softcuda_self, 719, "cudaGraphSetConditional: no conditional handle");
+    return;
+  }
+  __atomic_store_n(&cell->value, value, __ATOMIC_RELEASE);
+}
+#endif

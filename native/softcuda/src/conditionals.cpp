@@ -1,0 +1,160 @@
+// Conditional nodes and their handles (invariants N1-N4 of conditionals.h).
+#include "conditionals.h"
+
+namespace softcuda {
+namespace {
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_map<uint64_t, std::weak_ptr<Condition>> conditions;
+};
+Table& table() {
+  static Table& t = *new Table;
+  return t;
+}
+
+std::shared_ptr<Condition> find_condition(uint64_t handle) {
+  std::lock_guard<std::mutex> lock(table().mutex);
+  auto it = table().conditions.find(handle);
+  return it == table().conditions.end() ? nullptr : it->second.lock();
+}
+
+bool below(const Graph* graph, const Graph* top) {
+  while (graph != nullptr && graph != top) graph = graph->body_of;
+  return graph != nullptr;
+}
+
+bool allowed_in_body(CUgraphNodeType type) {
+  return type == CU_GRAPH_NODE_TYPE_KERNEL || type == CU_GRAPH_NODE_TYPE_MEMCPY ||
+         type == CU_GRAPH_NODE_TYPE_MEMSET || type == CU_GRAPH_NODE_TYPE_EMPTY ||
+         type == CU_GRAPH_NODE_TYPE_GRAPH || type == CU_GRAPH_NODE_TYPE_CONDITIONAL;
+}
+
+CUresult check_in_body(const Node& node) {
+  if (!allowed_in_body(node.type)) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED,
+                  "a conditional body holds kernel, copy, fill, empty, child and conditional nodes "
+                  "only");
+  }
+  if (node.work.kind == WorkKind::copy &&
+      (!node.work.copy->src.owner || !node.work.copy->dst.owner))
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "a copy in a conditional body touches pageable memory");
+  if (!node.child) return CUDA_SUCCESS;
+  for (auto& inner : node.child->nodes) {
+    if (CUresult r = check_in_body(*inner); r != CUDA_SUCCESS) return r;
+  }
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+bool has_conditional(const Graph& graph) {
+  for (auto& node : graph.nodes) {
+    if (node->type == CU_GRAPH_NODE_TYPE_CONDITIONAL) return true;
+    if (node->child && has_conditional(*node->child)) return true;
+  }
+  return false;
+}
+
+CUresult check_body(const Graph& where, const Node& node) {
+  return where.body_of == nullptr ? CUDA_SUCCESS : check_in_body(node);
+}
+
+CUresult check_conditions(const Graph& graph, bool in_body) {
+  for (auto& condition : graph.conditions) {
+    if (!condition->used) {
+      return refuse(CUDA_ERROR_INVALID_VALUE, "a conditional handle belongs to no node");
+    }
+  }
+  for (auto& node : graph.nodes) {
+    if (in_body) {
+      if (CUresult r = check_in_body(*node); r != CUDA_SUCCESS) return r;
+    }
+    if (node->child) {
+      if (CUresult r = check_conditions(*node->child, in_body); r != CUDA_SUCCESS) return r;
+    }
+    for (auto& body : node->bodies) {
+      if (CUresult r = check_conditions(*body, true); r != CUDA_SUCCESS) return r;
+    }
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, size_t n,
+                         CUDA_CONDITIONAL_NODE_PARAMS* p) {
+  std::shared_ptr<Graph> graph = graphs().get(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  std::shared_ptr<Condition> condition = find_condition(p->handle);
+  if (!condition || condition->used || !below(graph.get(), condition->graph)) {
+    return refuse(CUDA_ERROR_INVALID_VALUE,
+                  "the conditional handle is unknown, of another graph, or steers a node already");
+  }
+  const bool sized = p->type == CU_GRAPH_COND_TYPE_IF      ? p->size == 1 || p->size == 2
+                     : p->type == CU_GRAPH_COND_TYPE_WHILE ? p->size == 1
+                                                           : p->size > 0;
+  if (p->type < CU_GRAPH_COND_TYPE_IF || p->type > CU_GRAPH_COND_TYPE_SWITCH || !sized) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the conditional's type and number of bodies disagree");
+  }
+  if (p->ctx != nullptr && p->ctx != primary_context()) {
+    return refuse(CUDA_ERROR_INVALID_CONTEXT, "the conditional is of another context");
+  }
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
+  node->condition = condition;
+  node->condition_type = p->type;
+  for (unsigned i = 0; i < p->size; ++i) {
+    auto body = std::make_shared<Graph>();
+    body->body_of = graph.get();
+    node->bodies.push_back(std::move(body));
+  }
+  if (CUresult r = add_node(out, handle, deps, n, node); r != CUDA_SUCCESS) return r;
+  for (auto& body : node->bodies) {
+    body->handle = graphs().add(body);
+    node->body_handles.push_back(static_cast<CUgraph>(body->handle));
+  }
+  condition->used = true;
+  p->phGraph_out = node->body_handles.data();
+  return CUDA_SUCCESS;
+}
+
+Program* next_body(const ConditionalWork& work, bool first) {
+  const unsigned value = __atomic_load_n(&work.cell->value, __ATOMIC_ACQUIRE);
+  const bool loops = work.type == CU_GRAPH_COND_TYPE_WHILE;
+  if (sticky() != CUDA_SUCCESS || (!first && !loops)) return nullptr;
+  size_t which = value;
+  if (work.type != CU_GRAPH_COND_TYPE_SWITCH)
+    which = value != 0 ? 0 : loops ? work.bodies.size() : 1;
+  if (which >= work.bodies.size()) return nullptr;
+  if (loops && work.endless) {
+    fault(CUDA_ERROR_LAUNCH_FAILED, "a WHILE node whose body holds no kernel never ends");
+    return nullptr;
+  }
+  Program* body = work.bodies[which].get();
+  return body->nodes.empty() ? nullptr : body;
+}
+
+}  // namespace softcuda
+
+using namespace softcuda;
+
+SC_EXPORT CUresult cuGraphConditionalHandleCreate(uint64_t* out, CUgraph handle, CUcontext context,
+                                                  unsigned initial, unsigned flags) {
+  SC_API(cuGraphConditionalHandleCreate, 0);
+  std::shared_ptr<Graph> graph = graphs().get(handle);
+  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+  if (out == nullptr || flags > 1) return CUDA_ERROR_INVALID_VALUE;
+  if (context != nullptr && context != primary_context()) return CUDA_ERROR_INVALID_CONTEXT;
+  auto condition = std::make_shared<Condition>();
+  condition->graph = graph.get();
+  condition->cell = new softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial};  // never freed
+  condition->initial = initial;
+  condition->assign = flags == 1;
+  *out = reinterpret_cast<uint64_t>(condition->cell);
+  {
+    std::lock_guard<std::mutex> lock(table().mutex);
+    table().conditions[*out] = condition;
+  }
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  graph->conditions.push_back(std::move(condition));
+  return CUDA_SUCCESS;
+}
