@@ -12,6 +12,7 @@ still needed for ``--build``), and how mypy sees the package under its installed
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -56,6 +57,10 @@ def build(python: str) -> int:
     cmake = shutil.which("cmake")
     if cmake is None:
         print("graft: building the native part needs cmake and found none", file=sys.stderr)
+        return 1
+    if importlib.util.find_spec("nanobind") is None:
+        print(f"graft: building the native part needs nanobind, which {python} does not have",
+              file=sys.stderr)
         return 1
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
