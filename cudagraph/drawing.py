@@ -18,6 +18,8 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "copy": ("#dcfce7", "#16a34a"),
     "fill": ("#f3f4f6", "#6b7280"),
     "host": ("#fef3c7", "#d97706"),
+    "request": ("#ffe4e6", "#e11d48"),
+    "wait": ("#fce7f3", "#be185d"),
 }
 _PLAIN, _CROSS = "#9ca3af", "#dc2626"
 

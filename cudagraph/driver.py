@@ -98,6 +98,7 @@ def check_code(api: str, code: int) -> None:
     detail = _text(cu.cuGetErrorString(cu.CUresult(code))) if code in _CODES else ""
     if code in FAULTS:
         _native.abandon_eager()
+        _native.abandon_mailboxes()
     if _fault_text is not None and (said := _fault_text(code in FAULTS)):
         detail = f"{detail}: {said}" if detail else said
     message = f"{api} failed with {name}" + (f" ({detail})" if detail else "")

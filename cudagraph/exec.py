@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from graft.cudagraph.driver import call, check_code, cu, enter
@@ -160,8 +161,23 @@ class GraphExec:
             raise_failure(failure, f"of graph {self.name!r}")
 
     def clear(self, timeout_s: float | None = None) -> None:
-        """Wait until every launch has finished, forget the failure and let replays run again."""
+        """Wait until every launch has finished, forget the failure and let replays run again.
+
+        Raises
+        ------
+        DeadlineError
+            A launch has not finished, or work whose mailbox was released is still running: it may
+            write into what the next replay reads, so none is taken before it has returned.
+        """
+        begun = time.monotonic()
         self._wait(timeout_s)
+        while self._state.overrun:
+            if timeout_s is not None and time.monotonic() - begun > timeout_s:
+                raise DeadlineError(
+                    f"work of graph {self.name!r} that was given up is still "
+                    f"running{describe_running()}"
+                )
+            time.sleep(0.001)
         self._state.clear()
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.hostwork import HostWork, NativeWork, Spin, as_work, use_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
+from graft.cudagraph.mailbox import Limits, MailboxWorker
+from graft.cudagraph.mailbox_nodes import add_mailbox
 from graft.cudagraph.memory import PinnedArray, check_byte
 from graft.native import _native
 
@@ -102,6 +104,7 @@ class Graph:
         self._ends: dict[str, tuple[int, ...]] = {}
         self._handles: list[Any] = []
         self._recipes: dict[int, Recipe] = {}
+        self._worker: MailboxWorker | None = None
         # Serialises edits of the definition; never held while waiting for host work.
         self._lock = threading.RLock()
         self._exec: weakref.ref[GraphExec] | None = None
@@ -210,6 +213,22 @@ class Graph:
         for lane in self.lanes:
             made.depend(lane, self.end(lane))
         return made
+
+    def undo(self, ends: tuple[int, ...]) -> None:
+        """Take the last node out again; its lane then ends in ``ends``. Used by lanes."""
+        with self._lock:
+            call(cu.cuGraphDestroyNode, self._handles.pop())
+            node = self.nodes.pop()
+            self.edges = [edge for edge in self.edges if edge[1] != node.index]
+            self._ends[node.lane] = ends
+
+    @property
+    def worker(self) -> MailboxWorker:
+        """The thread that answers mailboxes for which no worker was named."""
+        with self._lock:
+            if self._worker is None:
+                self._worker = MailboxWorker(name="mailbox")
+            return self._worker
 
     def instantiate(self) -> GraphExec:
         """Make the executable. A definition has one at a time.
@@ -354,6 +373,68 @@ class GraphLane:
             return nodes.add_host(handle, after, attached[3], attached[4], spinning)
 
         graph.add("host", title, self.name, attach, make, ("host", (item,), {"spin": spin}))
+
+    def mailbox(
+        self,
+        work: HostWork,
+        *,
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None,
+        output: PinnedArray | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Add host work that a worker of ours answers: a request node and the wait for its answer.
+
+        The wait is a node of memory operations; see :meth:`spin` where there are none.
+
+        Parameters
+        ----------
+        work : callable, PythonWork or NativeWork
+            As for :meth:`host`.
+        worker : MailboxWorker, optional
+            Who answers; default one thread of this graph's own.
+        deadline_s : float
+            Seconds from the moment the request is seen. Then the wait is released, the replay
+            fails with this step's name, and no launch is taken before the work has returned.
+        replay_deadline_s : float, optional
+            Seconds from the launch to the request; the replay fails when they have passed.
+        output : PinnedArray, optional
+            Where results go. The work fills a private array instead (the last argument of a
+            callable, ``current_output()`` of native work), which is copied here only if it answers
+            in time.
+        name : str, optional
+
+        Raises
+        ------
+        DeviceError
+            The driver has no memory operations.
+        OptionError
+            A deadline is out of range, or the worker is none.
+        """
+        add_mailbox(
+            self, work, worker, Limits(deadline_s, replay_deadline_s, deadline_s), output, name
+        )
+
+    def spin(
+        self,
+        work: HostWork,
+        *,
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None,
+        device_deadline_s: float | None = None,
+        output: PinnedArray | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Add host work as :meth:`mailbox` does, with a one-thread kernel that spins as the wait.
+
+        The kernel ends by itself after ``device_deadline_s`` of the device's own clock (default
+        twice ``deadline_s``), even when no host thread runs any more. It occupies a place on a
+        multiprocessor meanwhile.
+        """
+        limits = Limits(deadline_s, replay_deadline_s, device_deadline_s or 2.0 * deadline_s)
+        add_mailbox(self, work, worker, limits, output, name, spinning=True)
 
     def record(self, name: str | None = None) -> GraphMark:
         """Mark this point; on an empty lane it is the start of the graph."""

@@ -13,7 +13,7 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.kernels import PackedArgs
 from graft.cudagraph.memory import Span
 
-__all__ = ["add_child", "add_copy", "add_fill", "add_host", "add_kernel"]
+__all__ = ["add_answer_wait", "add_child", "add_copy", "add_fill", "add_host", "add_kernel"]
 
 
 def add_kernel(
@@ -93,4 +93,31 @@ def add_host(graph: int, after: list[Any], function: int, data: int, spin: bool 
     params.userData = data
     node = call(cu.cuGraphAddHostNode, graph, after, len(after), params)
     del params
+    return node
+
+
+def add_answer_wait(graph: int, after: list[Any], address: int) -> Any:
+    """Add a node that waits until a word is 1 and sets it to 0; return its CUgraphNode.
+
+    One batch runs in the order of its array, so every replay waits for an answer of its own.
+    """
+    wait, reset = cu.CUstreamBatchMemOpParams(), cu.CUstreamBatchMemOpParams()
+    kinds, flags = cu.CUstreamBatchMemOpType, cu.CUstreamWaitValue_flags
+    wait.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+    wait.waitValue.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+    wait.waitValue.address = cu.CUdeviceptr(address)
+    wait.waitValue.value = cu.cuuint32_t(1)
+    wait.waitValue.flags = int(flags.CU_STREAM_WAIT_VALUE_EQ)
+    reset.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    reset.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    reset.writeValue.address = cu.CUdeviceptr(address)
+    reset.writeValue.value = cu.cuuint32_t(0)
+    reset.writeValue.flags = 0
+    params = cu.CUDA_BATCH_MEM_OP_NODE_PARAMS()
+    params.ctx = call(cu.cuCtxGetCurrent)
+    params.count = 2
+    params.paramArray = [wait, reset]
+    params.flags = 0
+    node = call(cu.cuGraphAddBatchMemOpNode, graph, after, len(after), params)
+    del params, wait, reset
     return node

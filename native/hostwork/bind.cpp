@@ -123,6 +123,11 @@ void bind_records(nb::module_& m) {
            nb::arg("status"))
       .def_prop_ro("failed", &GraphState::failed)
       .def_prop_ro("failures", &GraphState::failures)
+      .def_prop_ro("overrun",
+                   [](const GraphState& self) {
+                     const nb::gil_scoped_release release;
+                     return self.overrun();
+                   })
       .def("pending",
            [](const GraphState& self) -> nb::object {
              Failure failure;
@@ -333,6 +338,8 @@ void bind_waits(nb::module_& m) {
 
 }  // namespace
 
+void bind_mailboxes(nb::module_& m);  // bind_mailbox.cpp
+
 void bind_hostwork(nb::module_& m) {
   bind_driver_table(m);
   bind_lifetime(m);
@@ -341,4 +348,5 @@ void bind_hostwork(nb::module_& m) {
   bind_captured(m);
   bind_exec(m);
   bind_waits(m);
+  bind_mailboxes(m);
 }

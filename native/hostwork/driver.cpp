@@ -84,6 +84,7 @@ void bind_driver(const std::string& path, Handle context) {
   resolve(get, "cuUserObjectRelease", 11030, &d.user_object_release);
   resolve(get, "cuGraphRetainUserObject", 11030, &d.graph_retain_user_object);
   resolve(get, "cuGraphReleaseUserObject", 11030, &d.graph_release_user_object);
+  d.owe_answer = reinterpret_cast<void (*)(int)>(dlsym(library, "softcuda_owe_answer"));
   table = d;
   context_handle.store(context);
   bound = true;

@@ -52,6 +52,7 @@ struct Driver {
   Result (*graph_retain_user_object)(Handle graph, Handle object, unsigned int count,
                                      unsigned int flags);
   Result (*graph_release_user_object)(Handle graph, Handle object, unsigned int count);
+  void (*owe_answer)(int owes);  // of the soft device only; null on others
 };
 
 // Fills the table from the already loaded libcuda.so.1, which must be the library at `path`

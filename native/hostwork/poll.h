@@ -10,17 +10,11 @@
 #include <optional>
 #include <thread>
 
+#include "hostwork/relax.h"
+
 namespace graft::hostwork {
 
 using PollClock = std::chrono::steady_clock;
-
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  __asm__ volatile("yield");
-#endif
-}
 
 // Spins for 20 us, yields until 200 us, then sleeps: a machine with two cores needs them for the
 // work that is being waited for. Without the GIL. True when `done()` became true before `until`.

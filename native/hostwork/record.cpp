@@ -113,7 +113,10 @@ void HostRecord::run_python(std::int64_t replay) {
 void HostRecord::run() noexcept {
   const std::int64_t run = runs_.load(std::memory_order_relaxed) + 1;
   runs_.store(run, std::memory_order_relaxed);
-  const std::int64_t replay = state_ ? state_->base() + run : 0;
+  run_as(state_ ? state_->base() + run : 0);
+}
+
+void HostRecord::run_as(std::int64_t replay) noexcept {
   if (state_ && state_->failed()) {
     stood_down.fetch_add(1, std::memory_order_relaxed);
     return;

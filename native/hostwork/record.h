@@ -42,6 +42,8 @@ class HostRecord : public Record {
   // One run of the function. Nothing escapes: failures go to the state or, for eager work, to
   // the error list of the stream.
   void run() noexcept;
+  // The same for replay `replay`, which the caller counts.
+  void run_as(std::int64_t replay) noexcept;
 
   // Reports a failure of the current run. Takes ownership of `exception`.
   void fail(StatusCode code, std::int64_t replay, PyObject* exception, std::string message);

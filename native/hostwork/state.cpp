@@ -28,6 +28,28 @@ void drop_later(PyObject* reference) noexcept {
   if (reference != nullptr) retire(new ReferenceEnd(reference));
 }
 
+void GraphState::count_launch() noexcept {
+  launched_.fetch_add(1);
+  const std::lock_guard<std::mutex> lock(listeners_mutex_);
+  for (const auto& weak : listeners_) {
+    if (const std::shared_ptr<LaunchListener> listener = weak.lock()) listener->launched();
+  }
+}
+
+void GraphState::add_listener(std::weak_ptr<LaunchListener> listener) {
+  const std::lock_guard<std::mutex> lock(listeners_mutex_);
+  listeners_.push_back(std::move(listener));
+}
+
+bool GraphState::overrun() const {
+  const std::lock_guard<std::mutex> lock(listeners_mutex_);
+  for (const auto& weak : listeners_) {
+    const std::shared_ptr<LaunchListener> listener = weak.lock();
+    if (listener && listener->overrun()) return true;
+  }
+  return false;
+}
+
 GraphState::~GraphState() { drop_later(first_.exception); }
 
 bool GraphState::set_parent(std::shared_ptr<GraphState> parent) {

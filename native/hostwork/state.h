@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace graft::hostwork {
 
@@ -17,6 +18,7 @@ enum StatusCode : std::int32_t {
   kStatusPython = 1,    // a Python callable raised
   kStatusNative = 2,    // a native function reported failure or threw
   kStatusShutdown = 3,  // the interpreter is shutting down: Python is not entered any more
+  kStatusDeadline = 4,  // a mailbox was not answered, or not reached, in time
 };
 
 struct Failure {
@@ -24,6 +26,15 @@ struct Failure {
   std::int64_t replay = 0;        // 0: eager work, which has no replay
   PyObject* exception = nullptr;  // owned; null for native failures
   std::string message;
+};
+
+// Hears of every launch of a definition; called without the GIL.
+class LaunchListener {
+ public:
+  virtual ~LaunchListener() = default;
+  virtual void launched() noexcept = 0;
+  // Is host work of an ended replay still running?
+  virtual bool overrun() const = 0;
 };
 
 // Drops a Python reference from any thread, with or without the GIL.
@@ -67,7 +78,11 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
 
   // Launches of the definition by all of its executables.
   std::int64_t launched() const { return launched_.load(std::memory_order_relaxed); }
-  void count_launch() { launched_.fetch_add(1, std::memory_order_relaxed); }
+  void count_launch() noexcept;
+
+  void add_listener(std::weak_ptr<LaunchListener> listener);
+  // Is host work of a released replay still running? Replays must not begin before it is over.
+  bool overrun() const;
 
  private:
   bool note(StatusCode code, Failure failure) noexcept;
@@ -79,6 +94,8 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::atomic<GraphState*> parent_{nullptr};
   std::shared_ptr<GraphState> keep_parent_;
   void (*report_)(GraphState&) = nullptr;
+  mutable std::mutex listeners_mutex_;
+  std::vector<std::weak_ptr<LaunchListener>> listeners_;
   mutable std::mutex mutex_;  // never held while taking the GIL
   Failure first_;
   std::int64_t failures_ = 0;

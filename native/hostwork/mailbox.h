@@ -1,0 +1,125 @@
+// A mailbox: the device posts a request, a worker of ours answers, the device goes on.
+//
+// INVARIANTS.md states the rules: M1 to M10.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "hostwork/record.h"
+#include "hostwork/state.h"
+
+namespace graft::hostwork {
+
+class Worker;
+
+// Pinned words of one mailbox, each on a cache line of its own, private to one executable.
+struct MailboxWords {
+  std::uint32_t* request = nullptr;  // written by the device: number of the request; 0: none
+  std::uint32_t* ack = nullptr;      // written by the host: 1, or the number with `gave_up`
+  std::uint32_t* gave_up = nullptr;  // written by a spinning kernel at its own deadline; or null
+};
+
+// Where results go: the work fills `scratch`, whoever wins the answer copies it to `output`.
+struct MailboxOutput {
+  void* scratch = nullptr;
+  void* output = nullptr;
+  std::size_t bytes = 0;
+};
+
+struct MailboxLimits {
+  double answer_s = 0;  // from the moment the request was seen
+  double replay_s = 0;  // from the launch to the request; 0: none
+};
+
+// The host's side of one mailbox. Shared by its worker's threads and the watchdog.
+class Port final : public LaunchListener, public std::enable_shared_from_this<Port> {
+ public:
+  // Owns `record`.
+  Port(HostRecord* record, std::shared_ptr<GraphState> state, std::shared_ptr<Worker> worker,
+       MailboxWords words, MailboxOutput output, MailboxLimits limits, int parts);
+  ~Port() override;
+  Port(const Port&) = delete;
+  Port& operator=(const Port&) = delete;
+
+  // Number of the request that is posted now; 0: none.
+  std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
+  // Is a request coming that is newer than `last` and than the last one answered?
+  bool expecting(std::uint32_t last) const;
+  // Does part `part` of a request; the last part to come answers. Called by worker threads.
+  void serve(std::uint32_t seq, int part) noexcept;
+  // Called by the watchdog only: releases what is overdue. Returns whether it must look again.
+  bool check(std::int64_t now_ns);
+
+  void launched() noexcept override;
+  // Is a worker still inside a request that the watchdog has released?
+  bool overrun() const override;
+  const std::shared_ptr<Worker>& worker() const { return worker_; }
+  double shortest_limit_s() const;
+
+ private:
+  enum Who : std::uint64_t { kOpen = 0, kWorker = 1, kWatchdog = 2 };
+  static std::uint64_t pack(std::uint32_t seq, Who who) { return std::uint64_t{seq} << 2 | who; }
+  static std::uint32_t seq_of(std::uint64_t owner) {
+    return static_cast<std::uint32_t>(owner >> 2);
+  }
+
+  void open(std::uint32_t seq) noexcept;
+  bool claim(std::uint32_t seq, Who who) noexcept;
+  void acknowledge(std::uint32_t seq) noexcept;
+  bool last_part(std::uint32_t seq) noexcept;
+  void release(std::uint32_t seq, const std::string& why);
+  void fail(std::uint32_t seq, std::string why) noexcept;
+  std::uint32_t closed() const;
+  std::int64_t replay_of(std::uint32_t seq) const { return state_->base() + before_ + seq; }
+
+  HostRecord* const record_;
+  const std::shared_ptr<GraphState> state_;
+  const std::shared_ptr<Worker> worker_;
+  const MailboxWords words_;
+  const MailboxOutput output_;
+  const MailboxLimits limits_;
+  const std::uint64_t parts_;
+  const std::int64_t before_;  // launches of the definition before this step was part of it
+  std::atomic<std::uint64_t> owner_{kWorker};  // (request 0, answered)
+  std::atomic<std::uint64_t> arrived_{0};      // (request, parts done)
+  std::atomic<int> inside_{0};                 // worker threads in serve()
+  std::atomic<std::int64_t> due_since_ns_{0};  // since when the next request is expected
+  // The watchdog's own notes.
+  std::uint32_t watched_ = 0;
+  std::int64_t watched_since_ns_ = 0;
+};
+
+// Keeps a port on its worker for as long as the graph can run.
+class PortHold final : public Record {
+ public:
+  explicit PortHold(std::shared_ptr<Port> port) : Record(nullptr), port_(std::move(port)) {}
+  void reap(std::vector<PyObject*>& references) noexcept override;
+
+ private:
+  std::shared_ptr<Port> port_;
+};
+
+// Which part of how many the calling worker thread does, and its scratch; {0, 1, null} elsewhere.
+struct CurrentPart {
+  int index = 0;
+  int count = 1;
+  void* scratch = nullptr;
+};
+CurrentPart current_part();
+void* current_output();
+
+// The one thread that keeps deadlines (no GIL, no driver call).
+void watch(const std::shared_ptr<Port>& port);
+void wake_watchdog() noexcept;
+
+// After a context fault no request comes any more: workers and watchdog park for good.
+void abandon_mailboxes();
+bool mailboxes_abandoned();
+
+std::int64_t monotonic_ns();
+
+}  // namespace graft::hostwork

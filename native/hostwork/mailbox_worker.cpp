@@ -1,0 +1,178 @@
+#include "hostwork/mailbox_worker.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+
+#include "hostwork/mailbox.h"
+#include "hostwork/relax.h"
+
+namespace graft::hostwork {
+
+struct Worker::Core {
+  explicit Core(WorkerOptions o) : options(std::move(o)) {}
+  const WorkerOptions options;
+  mutable std::mutex mutex;
+  std::condition_variable wake;
+  std::uint64_t wakes = 0;  // guarded by the mutex, like the three below
+  std::vector<std::shared_ptr<Port>> ports;
+  int parked = 0;
+  bool stop = false;
+  std::atomic<std::uint64_t> version{1};  // of `ports` and `stop`
+  std::atomic<std::uint64_t> kicks{0};
+  std::atomic<std::int64_t> served{0};
+  std::atomic<int> affinity_error{0};
+};
+
+namespace {
+
+using Core = Worker::Core;
+
+struct Served {
+  std::shared_ptr<Port> port;
+  std::uint32_t last = 0;
+};
+
+void place(Core& core, int index) {
+  const std::string name = core.options.name.substr(0, 12) + std::to_string(index);
+  pthread_setname_np(pthread_self(), name.c_str());
+  if (core.options.cpus.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int cpu : core.options.cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
+  const int error = pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+  if (error != 0) core.affinity_error.store(error);
+}
+
+// Takes over the list of ports; false when the thread must end.
+bool refresh(Core& core, std::vector<Served>* mine, std::uint64_t* version) {
+  std::vector<Served> before = std::move(*mine);  // dropped after the mutex
+  const std::lock_guard<std::mutex> lock(core.mutex);
+  *version = core.version.load();
+  mine->clear();
+  for (const auto& port : core.ports) {
+    const auto known =
+        std::find_if(before.begin(), before.end(), [&](const Served& s) { return s.port == port; });
+    mine->push_back({port, known == before.end() ? 0 : known->last});
+  }
+  return !core.stop;
+}
+
+// Sleeps until something changed since `kicks` was read.
+void park(Core& core, std::uint64_t kicks) {
+  std::unique_lock<std::mutex> lock(core.mutex);
+  ++core.parked;
+  core.wake.wait(lock, [&] { return core.kicks.load() != kicks; });
+  --core.parked;
+}
+
+void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
+  const double idle = static_cast<double>(monotonic_ns() - idle_since_ns) * 1e-9;
+  if (options.spin || idle < options.spin_s) {
+    for (int i = 0; i < 16; ++i) cpu_relax();
+    return;
+  }
+  const double whole = std::floor(options.sleep_s);
+  timespec t{static_cast<time_t>(whole), static_cast<long>((options.sleep_s - whole) * 1e9)};
+  nanosleep(&t, nullptr);
+}
+
+void serve_forever(const std::shared_ptr<Core>& shared, int index) {
+  Core& core = *shared;
+  place(core, index);
+  std::vector<Served> mine;
+  std::uint64_t version = 0;
+  std::int64_t idle_since = monotonic_ns();
+  while (true) {
+    const std::uint64_t kicks = core.kicks.load();
+    if (version != core.version.load() && !refresh(core, &mine, &version)) return;
+    bool any = false, expecting = false;
+    for (Served& s : mine) {
+      const std::uint32_t seq = s.port->request();
+      if (seq != 0 && seq != s.last) {
+        s.last = seq;
+        s.port->serve(seq, index);
+        if (index == 0) core.served.fetch_add(1, std::memory_order_relaxed);
+        any = true;
+      }
+      expecting = expecting || s.port->expecting(s.last);
+    }
+    if (any) {
+      idle_since = monotonic_ns();
+    } else if (expecting) {
+      pause_briefly(core.options, idle_since);
+    } else {
+      park(core, kicks);
+      idle_since = monotonic_ns();
+    }
+  }
+}
+
+void kick(Core& core, bool changed) {
+  {
+    const std::lock_guard<std::mutex> lock(core.mutex);
+    if (changed) core.version.fetch_add(1);
+    core.kicks.fetch_add(1);
+  }
+  core.wake.notify_all();
+}
+
+}  // namespace
+
+Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(options))) {
+  for (int i = 0; i < core_->options.threads; ++i) {
+    std::thread([core = core_, i] { serve_forever(core, i); }).detach();
+  }
+}
+
+Worker::~Worker() {
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    core_->stop = true;
+  }
+  kick(*core_, true);
+}
+
+void Worker::add(const std::shared_ptr<Port>& port) {
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    core_->ports.push_back(port);
+  }
+  kick(*core_, true);
+}
+
+void Worker::remove(const Port* port) noexcept {
+  std::shared_ptr<Port> dropped;  // its end may be the worker's: not under the mutex
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    auto& ports = core_->ports;
+    const auto it =
+        std::find_if(ports.begin(), ports.end(), [&](const auto& p) { return p.get() == port; });
+    if (it == ports.end()) return;
+    dropped = std::move(*it);
+    ports.erase(it);
+  }
+  kick(*core_, true);
+}
+
+void Worker::wake() noexcept { kick(*core_, false); }
+int Worker::threads() const { return core_->options.threads; }
+std::int64_t Worker::served() const { return core_->served.load(); }
+int Worker::affinity_error() const { return core_->affinity_error.load(); }
+
+std::int64_t Worker::parked() const {
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  return core_->parked;
+}
+
+bool Worker::stuck() const {
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  return std::any_of(core_->ports.begin(), core_->ports.end(),
+                     [](const auto& port) { return port->overrun(); });
+}
+
+}  // namespace graft::hostwork

@@ -1,0 +1,50 @@
+// Persistent threads of ours that answer mailboxes.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace graft::hostwork {
+
+class Port;
+
+struct WorkerOptions {
+  int threads = 1;         // they share every request: each does one part
+  std::vector<int> cpus;   // cores the threads may run on; empty: any
+  bool spin = false;       // never sleep while a replay is in flight
+  double spin_s = 50e-6;   // otherwise spin so long,
+  double sleep_s = 50e-6;  // then sleep so long between looks
+  std::string name;
+};
+
+// One or more threads and the ports they serve. The threads park while no launch of any of their
+// graphs is in flight (M7), and end when the last owner of this object is gone.
+class Worker {
+ public:
+  explicit Worker(WorkerOptions options);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  void add(const std::shared_ptr<Port>& port);
+  void remove(const Port* port) noexcept;
+  void wake() noexcept;
+  int threads() const;
+  std::int64_t served() const;
+  std::int64_t parked() const;  // threads that wait for a launch now
+  // Is a thread inside a request that the watchdog has released?
+  bool stuck() const;
+  int affinity_error() const;  // errno of the last failed placement; 0: none
+
+  struct Core;  // shared with the threads
+
+ private:
+  const std::shared_ptr<Core> core_;
+};
+
+}  // namespace graft::hostwork
