@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any, BinaryIO, cast
@@ -73,6 +74,7 @@ class CompileService:
         )
         self._closed = False
         self._children: set[_Child] = set()
+        self._warm = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._work, name=f"graft-compile-{i}", daemon=True)
             for i in range(threads)
@@ -101,6 +103,18 @@ class CompileService:
         self._jobs.put((spec, future))
         return future
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until every child has been started; False when that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        for taken in range(len(self._threads)):
+            if not self._warm.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                for _ in range(taken):
+                    self._warm.release()
+                return False
+        for _ in self._threads:
+            self._warm.release()
+        return True
+
     def close(self) -> None:
         """Kill the children; what has not been compiled fails with ``GrammarError``."""
         with self._lock:
@@ -115,6 +129,7 @@ class CompileService:
 
     def _work(self) -> None:
         child = self._warm_child()
+        self._warm.release()
         while (job := self._jobs.get()) is not None:
             spec, future = job
             try:

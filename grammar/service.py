@@ -70,6 +70,10 @@ class GrammarService:
             service = self._services[spec.backend] = self._service(made)
         return service.submit(spec)
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the default backend compiles without further preparation."""
+        return self._default.wait_ready(timeout_s)
+
     def close(self) -> None:
         """Close every compile service."""
         for service in {id(s): s for s in (self._default, *self._services.values())}.values():

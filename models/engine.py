@@ -153,6 +153,8 @@ class Engine:
         self.rounds: dict[int, RoundGraph] = {}
         try:
             self._build_rounds()
+            # The first request should not pay for the start of the compiling children.
+            built.compiler.wait_ready(options.compile_timeout_s)
         except BaseException:
             built.compiler.close()
             raise
