@@ -33,7 +33,8 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
 }
 
 // Lays out the drafter's extend: row b * width + i pairs the target's feature at old_n + i with the
-// committed token i, for i < count[b]. `gather[b]` is the row whose output predicts the first draft.
+// committed token i, for i < count[b]. `gather[b]` is the row whose output predicts the first
+// draft.
 extern "C" __global__ void extend_rows(const int* row_slot, const int* active, const int* count,
                                        const int* committed, const int* old_n, int batch, int width,
                                        int* token, int* slot, int* pos, int* gather) {
