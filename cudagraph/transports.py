@@ -99,7 +99,7 @@ def choose_transport(wanted: str, device: Device) -> tuple[str, str]:
     cores = usable_cores()
     if cores < SPIN_CORES:
         return "native", f"{cores} usable cores, fewer than {SPIN_CORES}"
-    reasons = []
+    reasons: list[str] = []
     for transport in ("mailbox", "spinkernel"):
         why = probe_transport(transport, device.kind, device.ordinal)
         if not why:

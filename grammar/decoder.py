@@ -13,7 +13,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 from .errors import GuideError
@@ -21,6 +23,9 @@ from .matcher import Matcher
 from .pyguide import STEPS, PythonWorker
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
+
+#: Ways a step can be part of a graph.
+STEP_TRANSPORTS = ("native", "mailbox", "spinkernel", "python")
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,14 @@ class GuidedDecoder:
     draft_rows
         ``"round"``: rows after drafts are filled in the round that uses them. The only form yet.
     transport
-        ``"native"``: C++ without the GIL; ``"python"``: the same steps as Python callables.
+        ``"native"``: C++ without the GIL, in host nodes; ``"mailbox"`` and ``"spinkernel"``: the
+        same on a worker thread, waited for by memory operations or by a spinning kernel;
+        ``"python"``: the same steps as Python callables in host nodes.
+    worker
+        Who answers ``"mailbox"`` and ``"spinkernel"``: one thread, since steps run in order.
+        Default: a worker of the decoder's own.
+    deadline_s
+        Seconds that a worker has for one step; see :meth:`graft.cudagraph.graph.GraphLane.mailbox`.
     ring
         Replays that may be published and not yet retired.
 
@@ -105,7 +117,9 @@ class GuidedDecoder:
         vocab_size: int,
         masked_drafts: bool,
         draft_rows: Literal["round"] = "round",
-        transport: Literal["native", "python"] = "native",
+        transport: str = "native",
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
         ring: int = 8,
     ):
         for name, value, low in (
@@ -118,10 +132,13 @@ class GuidedDecoder:
                 raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
         if draft_rows != "round":
             raise OptionError(f"guided decoder: draft_rows is {draft_rows!r}, must be 'round'")
-        if transport not in ("native", "python"):
+        if transport not in STEP_TRANSPORTS:
             raise OptionError(
-                f"guided decoder: transport is {transport!r}, must be 'native' or 'python'"
+                f"guided decoder: transport is {transport!r}, must be one of "
+                f"{', '.join(STEP_TRANSPORTS)}"
             )
+        if worker is not None and worker.threads != 1:
+            raise OptionError(f"guided decoder: steps run in order, on one thread, not {worker!r}")
         rows, words = draft_length + 1, (vocab_size + 31) // 32
         shapes = {
             "mask": (slots, rows, words),
@@ -143,8 +160,12 @@ class GuidedDecoder:
         self._live: dict[int, tuple[GuidedRequest, ...]] = {}
         self._owners: dict[int, tuple[int, int, Matcher | None]] = {}
         self._closed = False
+        self._deadline_s = deadline_s
+        self._answers = worker
+        if worker is None and transport in ("mailbox", "spinkernel"):
+            self._answers = MailboxWorker(name="grammar")
         self._worker: Any
-        if transport == "native":
+        if self.native:
             fields = (exchange.field(name) for name in shapes)
             self._worker = _native.guide.Worker(
                 *((field.host_ptr, field.stride) for field in fields),
@@ -177,7 +198,7 @@ class GuidedDecoder:
             )
         owners = self._check(requests)
         snapshot = tuple(requests)
-        if self.transport == "native":
+        if self.native:
             published = self._worker.publish(
                 replay,
                 [_native_request(request) for request in snapshot],
@@ -196,6 +217,20 @@ class GuidedDecoder:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
         del self._live[replay]
+
+    @property
+    def native(self) -> bool:
+        """Whether the steps are C++."""
+        return self.transport != "python"
+
+    def add(self, lane: GraphLane, work: NativeWork | PythonWork, *, name: str) -> None:
+        """Add a step to a lane by the decoder's transport; what follows on the lane follows it."""
+        if self.transport == "mailbox":
+            lane.mailbox(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
+        elif self.transport == "spinkernel":
+            lane.spin(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
+        else:
+            lane.host(work, name=name)
 
     def open_work(self) -> NativeWork | PythonWork:
         """First step of a replay: rows 0..v for the drafts at hand, scratch rolled back."""
@@ -297,7 +332,7 @@ class GuidedDecoder:
                         f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
                         f"the decoder's {self.vocab_size}"
                     )
-                if self.transport == "native" and matcher.native is None:
+                if self.native and matcher.native is None:
                     raise GuideError(
                         f"slot {slot}: a matcher of {matcher.compiled.backend.name} without a "
                         "native side needs the python transport"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.transports import TRANSPORTS
 from graft.grammar.backend import BACKENDS, GrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.service import GrammarService
@@ -43,7 +43,7 @@ class Options:
     pages: int
     mask_drafts: bool
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
-    grammar_transport: Literal["native", "python"]
+    grammar_transport: str
     compile_threads: int
     compile_timeout_s: float
 
@@ -103,7 +103,7 @@ def assemble(
     compiler = GrammarService(
         vocabulary,
         options.grammar_backend,
-        native=options.grammar_transport == "native",
+        native=options.grammar_transport != "python",
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
     )
@@ -243,7 +243,8 @@ def check_options(options: Options, drafter: Path | None) -> None:
             f"grammar_backend must be one of {tuple(BACKENDS)} or make a GrammarBackend, "
             f"got {options.grammar_backend!r}"
         )
-    if options.grammar_transport not in ("native", "python"):
+    if options.grammar_transport not in TRANSPORTS:
         raise OptionError(
-            f"grammar_transport must be 'native' or 'python', got {options.grammar_transport!r}"
+            f"grammar_transport must be one of {', '.join(TRANSPORTS)}, "
+            f"got {options.grammar_transport!r}"
         )

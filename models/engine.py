@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.transports import Transport, choose_transport
 from graft.grammar.backend import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.admission import Admission
@@ -73,7 +74,9 @@ class Engine:
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "xgrammar", "llguidance", or a callable that makes a `GrammarBackend` for a
         `Vocabulary`; for grammars that do not name their backend themselves.
-    grammar_transport : "native", or "python" (the slow path and oracle).
+    grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
+        "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
+        mailbox, spinkernel and native that works, given 4 usable cores; else native.
     compile_threads, compile_timeout_s : the pool that compiles grammars off the critical path.
     device : "cuda", "soft" or None for the environment's choice.
 
@@ -101,7 +104,7 @@ class Engine:
         mask_drafts: bool = True,
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
-        grammar_transport: Literal["native", "python"] = "native",
+        grammar_transport: Transport = "auto",
         compile_threads: int = 1,
         compile_timeout_s: float = 30.0,
         device: str | None = None,
@@ -131,9 +134,11 @@ class Engine:
             compile_timeout_s=compile_timeout_s,
         )
         check_options(options, drafter_dir)
-        self.options = options
         self.verify = verify
         self.device = open_device(device, ordinal)
+        transport, self.transport_reason = choose_transport(grammar_transport, self.device)
+        options = replace(options, grammar_transport=transport)
+        self.options = options
         built = assemble(
             self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph.graph import Graph, GraphExec, GraphLane
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.slots import PinnedSlots, Ring
@@ -114,7 +114,7 @@ class RoundGraph:
         self.graph = Graph(parts.device, name=f"round of {batch}")
         model, grammar = self.graph.lane("model"), self.graph.lane("grammar")
 
-        grammar.host(parts.decoder.open_work(), name="open: missing rows")
+        parts.decoder.add(grammar, parts.decoder.open_work(), name="open: missing rows")
         masks_ready = grammar.record("masks ready")
         self._begin(model)
         self._target(model)
@@ -125,12 +125,12 @@ class RoundGraph:
             self._draft(model, grammar, parts.drafter)
         self.exec: GraphExec = self.graph.instantiate()
 
-    def _draft(self, model: Lane, grammar: Lane, drafter: Eagle3Drafter) -> None:
+    def _draft(self, model: Lane, grammar: GraphLane, drafter: Eagle3Drafter) -> None:
         """Commit what was accepted, and draft the next K tokens under their masks."""
         parts, masked = self.parts, self.parts.masked_drafts
         tokens_known = model.record("tokens known")
         grammar.wait(tokens_known)
-        grammar.host(parts.decoder.commit_work(), name="commit, fill row 0")
+        parts.decoder.add(grammar, parts.decoder.commit_work(), name="commit, fill row 0")
         row_ready = grammar.record("row 0 ready")
         hidden = self._extend(model, drafter)
         if masked:
@@ -141,7 +141,8 @@ class RoundGraph:
             if masked:
                 drafted = model.record(f"draft {step - 1} known")
                 grammar.wait(drafted)
-                grammar.host(parts.decoder.draft_work(step - 1), name=f"fill row {step - 1}")
+                row_work = parts.decoder.draft_work(step - 1)
+                parts.decoder.add(grammar, row_work, name=f"fill row {step - 1}")
                 row_ready = grammar.record(f"row {step - 1} ready")
             hidden = self._step(model, drafter, hidden, step)
             if masked:

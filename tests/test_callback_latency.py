@@ -36,12 +36,12 @@ def test_a_slow_host_step_shows(device, monkeypatch):
 
 
 def test_the_tool_writes_all_cells(tmp_path, capsys):
-    """Both transports and the floor, idle and busy, are in table and JSON with their device."""
+    """Every transport and the floor, idle and busy, are in table and JSON with their device."""
     path = tmp_path / "latency.json"
     assert callback_latency.main(["--samples", "10", "--json", str(path)]) == 0
     said = json.loads(path.read_text())
     cells = {(cell["transport"], cell["python"]) for cell in said["cells"]}
-    assert cells == {(t, p) for t in ("none", "native", "python") for p in ("idle", "busy")}
+    assert cells == {(t, p) for t in callback_latency.TRANSPORTS for p in ("idle", "busy")}
     for cell in said["cells"]:
         values = list(cell["us"].values())
         assert values == sorted(values) and cell["samples"] == 10

@@ -1,8 +1,10 @@
 """How long a replayed graph waits for host work: kernel, host step, kernel, by the device's clock.
 
 Each transport runs an empty body between two kernels that stamp the device's time; the same graph
-without a host step is the floor. "idle": no other Python code runs. "busy": another thread runs
-Python bytecode, so a Python body has to wait for the GIL. Usage::
+without a host step is the floor. Mailbox and spinning kernel are answered by one worker, which
+spins where 4 cores are usable and otherwise sleeps 50 us between looks. "idle": no other Python
+code runs. "busy": another thread runs Python bytecode, so a Python body has to wait for the GIL.
+Usage::
 
     python -m graft.tools.callback_latency [--samples 1000] [--json build/callback_latency.json]
 """
@@ -29,7 +31,7 @@ from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork, PythonWork
 
 KERNELS = Path(__file__).parent / "kernels" / "clock.cu"
-TRANSPORTS = ("none", "native", "python")
+TRANSPORTS = ("none", "native", "mailbox", "spinkernel", "python")
 WARM_UP = 20
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -51,7 +53,10 @@ def measure(device: Device, transport: str, samples: int) -> np.ndarray:
     graph = Graph(device, f"latency {transport}")
     lane = graph.lane("main")
     lane.kernel(stamp, 1, 1, (stamps, 0), name="before")
-    if transport != "none":
+    if transport in ("mailbox", "spinkernel"):
+        add = lane.mailbox if transport == "mailbox" else lane.spin
+        add(empty_work(transport), name="host work")
+    elif transport != "none":
         lane.host(empty_work(transport), name="host work")
     lane.kernel(stamp, 1, 1, (stamps, 1), name="after")
     run = graph.instantiate()

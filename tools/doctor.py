@@ -131,6 +131,25 @@ def check_device() -> Finding:
     return Finding("device", "ok", device.describe())
 
 
+def check_transports() -> Finding:
+    """How host work can be part of graphs here; each way is tried in a child process."""
+    from graft.cudagraph.device import open_device
+    from graft.cudagraph.transports import choose_transport, probe_transport
+
+    try:
+        device = open_device()
+    except GraftError:
+        return Finding("host work", "missing", "no device", "see the line of the device")
+    lacking = {t: why for t in ("mailbox", "spinkernel")
+               if (why := probe_transport(t, device.kind, device.ordinal))}
+    chosen, reason = choose_transport("auto", device)
+    detail = f"the grammar takes {chosen} ({reason})"
+    if lacking:
+        said = "; ".join(f"no {transport}: {why}" for transport, why in lacking.items())
+        return Finding("host work", "absent", detail, said)
+    return Finding("host work", "ok", f"{detail}; mailbox and spinkernel answered")
+
+
 def check_cupy() -> Finding:
     """CuPy, which compiles kernels on CUDA; it is not imported here."""
     for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
@@ -193,7 +212,8 @@ def check_demo_model() -> Finding:
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_python, check_packages, check_native, check_compiler, check_driver, check_cupy,
-    check_nvrtc, check_xgrammar, check_tvm_ffi, check_demo_model, check_device)
+    check_nvrtc, check_xgrammar, check_tvm_ffi, check_demo_model, check_device,
+    check_transports)
 
 
 def examine() -> list[Finding]:

@@ -1,0 +1,106 @@
+"""The grammar's transports: same outputs by each, chosen by what the machine has."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from engine_util import demo_engine, mixed_requests
+
+from graft.cudagraph import transports
+from graft.cudagraph.errors import HostWorkError, OptionError
+from graft.cudagraph.transports import choose_transport, probe_transport
+from graft.grammar.decoder import GuidedDecoder
+from graft.models.engine import Engine
+
+
+def run(transport: str, **options) -> tuple[list[tuple], Engine]:
+    """Tokens and reasons of a few constrained requests, and the engine, still open."""
+    engine = demo_engine(max_batch_size=2, grammar_transport=transport, **options)
+    outputs = engine.generate(mixed_requests(3, max_tokens=24, temperature=0.0))
+    return [(o.tokens, o.reason, o.accepted, o.rounds) for o in outputs], engine
+
+
+@pytest.fixture(scope="module")
+def native() -> list[tuple]:
+    """What host nodes give."""
+    outputs, engine = run("native")
+    engine.close()
+    return outputs
+
+
+@pytest.mark.parametrize("transport", ["mailbox", "spinkernel"])
+def test_every_transport_gives_the_same_rounds(native, transport):
+    """Tokens, reasons, acceptances and rounds do not depend on how the steps are called."""
+    outputs, engine = run(transport)
+    try:
+        assert outputs == native
+        kinds = {node.kind for graph in engine.rounds.values() for node in graph.graph.nodes}
+        assert {"request", "wait"} <= kinds and "host" not in kinds
+        counters = engine.counters()["grammar"]
+        assert counters["commits"] > 0 and counters["errors"] == counters["desyncs"] == 0
+    finally:
+        engine.close()
+
+
+def test_auto_takes_host_nodes_on_few_cores_and_the_mailbox_on_many(device, monkeypatch):
+    """The rule looks at usable cores first, then at the probes, in order."""
+    monkeypatch.setattr(transports, "usable_cores", lambda: 3)
+    assert choose_transport("auto", device)[0] == "native"
+    assert "3 usable cores" in choose_transport("auto", device)[1]
+    monkeypatch.setattr(transports, "usable_cores", lambda: 4)
+    answers = {"mailbox": "", "spinkernel": ""}
+    monkeypatch.setattr(transports, "probe_transport", lambda t, kind, ordinal: answers[t])
+    assert choose_transport("auto", device)[0] == "mailbox"
+    answers["mailbox"] = "no memory operations"
+    chosen, why = choose_transport("auto", device)
+    assert chosen == "spinkernel" and "no memory operations" in why
+    answers["spinkernel"] = "no kernels"
+    assert choose_transport("auto", device)[0] == "native"
+    with pytest.raises(OptionError, match="no memory operations"):
+        choose_transport("mailbox", device)
+    with pytest.raises(OptionError, match="carrier pigeon"):
+        choose_transport("carrier pigeon", device)
+    assert [choose_transport(t, device)[0] for t in ("native", "python")] == ["native", "python"]
+
+
+def test_the_probe_tells_what_the_soft_device_was_told_to_lack(monkeypatch):
+    """Three replays in a child process: they pass, or the driver's refusal is the reason."""
+    probe_transport.cache_clear()
+    assert probe_transport("mailbox", "soft") == ""
+    probe_transport.cache_clear()
+    monkeypatch.setitem(os.environ, "SOFTCUDA_MEMOPS", "0")
+    assert "NOT_SUPPORTED" in probe_transport("mailbox", "soft")
+    assert probe_transport("spinkernel", "soft") == ""
+    probe_transport.cache_clear()
+
+
+def test_a_step_that_is_late_ends_the_engine_with_its_name(monkeypatch):
+    """A grammar step that never answers is released; the round accepts nothing that it owed."""
+    stuck, go = threading.Event(), threading.Event()
+    plain = GuidedDecoder.commit_work
+
+    def commit_work(self):
+        work = plain(self)
+        if self.transport != "mailbox":
+            return work
+
+        def late() -> None:
+            if stuck.is_set():
+                go.wait(20.0)
+
+        return late
+
+    monkeypatch.setattr(GuidedDecoder, "commit_work", commit_work)
+    monkeypatch.setattr(GuidedDecoder.__init__, "__kwdefaults__",
+                        {**GuidedDecoder.__init__.__kwdefaults__, "deadline_s": 0.3})  # fmt: skip
+    engine = demo_engine(max_batch_size=1, grammar_transport="mailbox")
+    try:
+        stuck.set()
+        with pytest.raises(HostWorkError, match=r"no answer within 0\.3 s") as failed:
+            engine.generate(mixed_requests(1, max_tokens=8))
+        assert failed.value.node == "commit, fill row 0"
+    finally:
+        go.set()
+        engine.close()
