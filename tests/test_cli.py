@@ -25,7 +25,7 @@ def requests_of(*arguments: str):
 def test_options_become_a_request(tmp_path):
     """Every sampling option of the command line reaches the request."""
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
-    ((request, _),) = requests_of(
+    ((request, _, _),) = requests_of(
         "--prompt", "hello", "--schema", str(tmp_path / "s.json"), "--max-tokens", "9",
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1",
         "--seed", "3", "--verify", "coupled")
@@ -40,7 +40,7 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n\n{"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, '
                     '"id": "mine"}\n')
-    (first, none), (second, choices) = requests_of(
+    (first, none, _), (second, choices, _) = requests_of(
         "--prompts", str(rows), "--regex", "[0-9]+", "--seed", "10")
     assert first.grammar is not None and first.grammar.kind == "regex"
     assert none is None and choices == ["x", "y"]
@@ -62,6 +62,17 @@ def test_a_wrong_row_is_refused_with_its_line(tmp_path, line, words):
     rows.write_text(line + "\n")
     with pytest.raises(OptionError, match=words):
         requests_of("--prompts", str(rows))
+
+
+def test_a_bad_grammar_in_a_row_fails_alone(tmp_path):
+    """A row whose grammar is refused keeps its sentence; the rows beside it are requests."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "schema": {"type": "object", "not": {}}}\n{"prompt": "b"}\n')
+    bad, good = requests_of("--prompts", str(rows))
+    assert bad.refusal is not None and "not" in bad.refusal
+    assert good.refusal is None
+    allowed, _ = requests_of("--prompts", str(rows), "--partial")
+    assert allowed.refusal is None and allowed.request.grammar.partial
 
 
 def test_two_grammars_in_a_row_are_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graft.cudagraph.errors import OptionError
+from graft.grammar.errors import GrammarError
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
@@ -41,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                               "schema, regex, ebnf or choice, and sampling options by name")
 
     guide = parser.add_argument_group("grammar").add_mutually_exclusive_group()
+    parser.add_argument("--partial", action="store_true",
+                        help="take a schema of which a part cannot be enforced; --json says "
+                             "whether the output is valid")
     guide.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
     guide.add_argument("--regex", metavar="R", help="regular expression of the whole output")
     guide.add_argument("--ebnf", type=Path, metavar="F", help="grammar file; starts at root")
@@ -75,6 +80,7 @@ class Asked(NamedTuple):
 
     request: Request
     choices: list[str] | None
+    refusal: str | None = None
 
     def is_valid(self, text: str) -> bool | None:
         """Whether an output obeys the grammar; None when nothing independent can tell."""
@@ -91,7 +97,9 @@ def _choices(value: object) -> list[str]:
     return value
 
 
-def make_grammar(given: Mapping[str, Any]) -> tuple[GrammarSpec | None, list[str] | None]:
+def make_grammar(
+    given: Mapping[str, Any], partial: bool
+) -> tuple[GrammarSpec | None, list[str] | None]:
     """The grammar named by at most one of schema, regex, ebnf and choice; and the choices."""
     named = [name for name in GRAMMARS if given.get(name) is not None]
     if len(named) > 1:
@@ -103,7 +111,10 @@ def make_grammar(given: Mapping[str, Any]) -> tuple[GrammarSpec | None, list[str
         choices = _choices(value)
         return GrammarSpec.choice(choices), choices
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
-        "schema": GrammarSpec.json_schema, "regex": GrammarSpec.regex, "ebnf": GrammarSpec.ebnf}
+        "schema": functools.partial(GrammarSpec.json_schema, partial=partial),
+        "regex": GrammarSpec.regex,
+        "ebnf": GrammarSpec.ebnf,
+    }
     return makers[named[0]](value), None
 
 
@@ -151,7 +162,13 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
             fields.setdefault("seed", options.seed + index)
         fields.setdefault("id", str(index))
         own = {name: row[name] for name in GRAMMARS if row.get(name) is not None}
-        spec, choices = make_grammar(own or grammar)
+        try:
+            spec, choices = make_grammar(own or grammar, options.partial)
+        except GrammarError as error:
+            if options.prompts is None:
+                raise
+            asked.append(Asked(Request(**fields), None, str(error)))  # the other rows go on
+            continue
         asked.append(Asked(Request(**fields, grammar=spec), choices))
     return asked
 
@@ -165,7 +182,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
         target, drafter = demo_model()
     if options.no_speculation:
         drafter = None
-    return Engine(target, drafter, max_batch_size=min(options.max_batch_size, batch),
+    return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
                   verify=options.verify)
 
@@ -217,10 +234,15 @@ def run(options: argparse.Namespace) -> int:
     if options.json and options.stream:
         raise OptionError("--json prints once at the end; --stream prints on the way; use one")
     asked = read_requests(options)
-    requests = [one.request for one in asked]
+    requests = [one.request for one in asked if one.refusal is None]
     with open_engine(options, len(requests)) as engine:
         begun = time.perf_counter()
-        outputs = run_requests(engine, requests, options.stream)
+        served = iter(run_requests(engine, requests, options.stream))
+        outputs = [
+            next(served) if one.refusal is None
+            else Output(id=str(one.request.id), reason="refused", error=one.refusal)
+            for one in asked
+        ]  # fmt: skip
         figures = report(engine, asked, outputs, time.perf_counter() - begun)
     if options.json:
         print(json.dumps(figures, indent=1, ensure_ascii=False))
