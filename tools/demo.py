@@ -92,8 +92,8 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
     if on_soft_device:
         print("\nThe soft device's forward pass is bound by compute, not by memory: each row it "
               "verifies costs time of its own.\nWhat speculation saves here is rounds and not "
-              "time: where seconds differ, that is launches saved\nwith a tiny model. None of these "
-              "times is a GPU's.")
+              "time: where seconds differ, that is launches saved\nwith a tiny model. None of "
+              "these times is a GPU's.")
 
 
 def main() -> int:
