@@ -156,13 +156,25 @@ def unsatisfiable(schema: dict[str, Any]) -> bool:
 def refusals(schema: Any, backend: str) -> list[Reason]:
     """Why a backend cannot enforce a schema exactly as it stands; empty if it can."""
     if backend == "xgrammar":
-        found = []
-        for line in unenforced_keywords(schema):
-            pointer, _, why = line.partition(": ")
-            found.append(Reason(pointer, why.split(" ")[0], f"XGrammar ignores {why}"))
-        return found + compile_cost(schema)
+        return _xgrammar_refusals(schema)
     objection = trial(schema)
     return [_located(schema, objection)] if objection else []
+
+
+def _xgrammar_refusals(schema: Any) -> list[Reason]:
+    found = []
+    for line in unenforced_keywords(schema):
+        pointer, _, why = line.partition(": ")
+        found.append(Reason(pointer, why.split(" ")[0], f"XGrammar ignores {why}"))
+    for finding in preflight(schema, "xgrammar"):
+        if finding.level == "loose":
+            why = "XGrammar enforces it loosely or not at all"
+            found.append(Reason(finding.pointer, finding.keyword, why))
+    for pointer, part in subschemas(schema):
+        target = part.get("$ref")
+        if isinstance(target, str) and not target.startswith("#"):
+            found.append(Reason(pointer, "$ref", f"{target!r} is not in this schema"))
+    return found + compile_cost(schema)
 
 
 def _located(schema: Any, objection: str) -> Reason:

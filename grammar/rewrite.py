@@ -161,6 +161,8 @@ class _Rewriter(Tools):
             if keyword == "patternProperties":
                 made = {ecma_pattern(pattern): part for pattern, part in made.items()}
             out[keyword] = made
+        elif keyword in _LISTS and not (isinstance(value, list) and value):
+            raise Cannot(keyword, "must be a list of schemas")
         elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
             inner = site.kinds if keyword in ("allOf", "anyOf") else KINDS
             out[keyword] = [self.schema(p, f"{here}/{i}", inner) for i, p in enumerate(value)]

@@ -22,6 +22,7 @@ from .rewrite_terms import (
 __all__ = ["Negation"]
 
 _DEPTH = 12
+_OBJECT = frozenset(("object",))
 _KNOWN_FORMATS = word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
     iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
@@ -59,7 +60,10 @@ class Negation:
         self._draft = draft
         self._depth = 0
 
-    def of(self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None) -> Any:
+    def of(
+        self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None,
+        listed: frozenset[str] = frozenset(),
+    ) -> Any:  # fmt: skip
         """Everything that ``schema`` refuses.
 
         Parameters
@@ -70,6 +74,9 @@ class Negation:
             Only values of these types matter; what the complement says of others is free.
         names
             If given, only objects whose property names are among these matter.
+        listed
+            Properties that the schema beside the complement lists: an object with a property that
+            is none of some others is then one of these, or has a property that none lists.
 
         Raises
         ------
@@ -84,19 +91,22 @@ class Negation:
             raise Cannot("not", "is nested too deeply or refers to itself")
         self._depth += 1
         try:
-            return any_of(list(self._options(schema, kinds, names)))
+            return any_of(list(self._options(schema, kinds, names, listed)))
         finally:
             self._depth -= 1
 
-    def _options(self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None) -> Any:
+    def _options(
+        self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None,
+        listed: frozenset[str],
+    ) -> Any:  # fmt: skip
         yield from _other_types(schema, kinds)
         # Values that the schema's own type already excludes need not be excluded twice.
         kinds = meet(kinds, kinds_of(schema) if "type" in schema else KINDS)
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if values is not None:
-                yield from self._other_values(values, kinds)
+                yield from self._other_values(values, kinds, listed)
         if "object" in kinds:
-            yield from self._objects(schema, names)
+            yield from self._objects(schema, names, listed)
         if "array" in kinds:
             yield from self._arrays(schema)
         if kinds & {"number", "integer"}:
@@ -106,11 +116,11 @@ class Negation:
                 continue
             about = _ABOUT.get(keyword)
             if about is None or about in kinds or (about == "number" and "integer" in kinds):
-                yield from self._keyword(keyword, value, schema, kinds, names)
+                yield from self._keyword(keyword, value, schema, kinds, names, listed)
 
     def _keyword(
         self, keyword: str, value: Any, schema: dict[str, Any], kinds: Kinds,
-        names: frozenset[str] | None,
+        names: frozenset[str] | None, listed: frozenset[str],
     ) -> Any:  # fmt: skip
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
@@ -126,29 +136,29 @@ class Negation:
             if value in _KNOWN_FORMATS:
                 raise Cannot("format", f"the complement of {value!r} is not known")
         elif keyword == "allOf":
-            yield from (self.of(part, kinds, names) for part in value)
+            yield from (self.of(part, kinds, names, listed) for part in value)
         elif keyword == "anyOf":
-            yield {"allOf": [self.of(part, kinds, names) for part in value]}
+            yield {"allOf": [self.of(part, kinds, names, listed) for part in value]}
         elif keyword == "oneOf":
             if len(value) > 6:
                 raise Cannot("oneOf", f"the complement of {len(value)} options is too long")
-            yield {"allOf": [self.of(part, kinds, names) for part in value]}
+            yield {"allOf": [self.of(part, kinds, names, listed) for part in value]}
             yield from ({"allOf": list(two)} for two in itertools.combinations(value, 2))
         elif keyword == "not":
             yield value
         elif keyword == "$ref":
-            yield self.of(self._references.resolve(value), kinds, names)
+            yield self.of(self._references.resolve(value), kinds, names, listed)
         elif keyword == "if":
             if "then" in schema:
-                yield {"allOf": [value, self.of(schema["then"], kinds, names)]}
+                yield {"allOf": [value, self.of(schema["then"], kinds, names, listed)]}
             if "else" in schema:
-                yield {"allOf": [self.of(value, kinds, names),
-                                 self.of(schema["else"], kinds, names)]}  # fmt: skip
+                yield {"allOf": [self.of(value, kinds, names, listed),
+                                 self.of(schema["else"], kinds, names, listed)]}  # fmt: skip
         elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, wanted in value.items():
                 has = {"type": "object", "required": [name]}
                 if isinstance(wanted, (dict, bool)):
-                    yield {"allOf": [has, self.of(wanted, frozenset(("object",)), names)]}
+                    yield {"allOf": [has, self.of(wanted, _OBJECT, names, listed)]}
                 else:
                     wanted = [wanted] if isinstance(wanted, str) else wanted
                     yield from ({**has, "properties": {n: False}} for n in wanted if n != name)
@@ -158,7 +168,7 @@ class Negation:
             raise Cannot(keyword, "its complement cannot be said in JSON schema")
         # Anything else is no assertion.
 
-    def _other_values(self, values: Any, kinds: Kinds) -> Any:
+    def _other_values(self, values: Any, kinds: Kinds, listed: frozenset[str]) -> Any:
         by_kind: dict[str, list[Any]] = {}
         for value in values:
             by_kind.setdefault(value_kind(value), []).append(value)
@@ -178,10 +188,10 @@ class Negation:
             yield {"type": kind, **low}
         for kind in ("array", "object"):
             if kind in kinds and kind in by_kind:
-                apart = [self._other_than(value) for value in by_kind[kind]]
+                apart = [self._other_than(value, listed) for value in by_kind[kind]]
                 yield apart[0] if len(apart) == 1 else {"allOf": apart}
 
-    def _other_than(self, value: Any) -> Any:
+    def _other_than(self, value: Any, listed: frozenset[str]) -> Any:
         """Arrays (or objects) that differ from this one."""
         options: list[Any] = []
         if isinstance(value, list):
@@ -190,8 +200,7 @@ class Negation:
             options.append({"type": "array", "minItems": len(value) + 1})
             options += (self._item(i, self.of({"const": v})) for i, v in enumerate(value))
         else:
-            listed = {"properties": {name: True for name in value}, "required": list(value)}
-            options.append({"type": "object", **listed, "minProperties": len(value) + 1})
+            options += _and_another(tuple(value), tuple(value), listed)
             for name, part in value.items():
                 options.append({"type": "object", "properties": {name: False}})
                 options.append(_property(name, self.of({"const": part})))
@@ -221,7 +230,9 @@ class Negation:
         complement = self.of(rest)
         yield from (self._item(index, complement) for index in range(len(prefix), int(bound)))
 
-    def _objects(self, schema: dict[str, Any], names: frozenset[str] | None) -> Any:
+    def _objects(
+        self, schema: dict[str, Any], names: frozenset[str] | None, listed: frozenset[str]
+    ) -> Any:
         properties = schema.get("properties") or {}
         required = schema.get("required")
         for name in required if isinstance(required, list) else ():
@@ -247,7 +258,7 @@ class Negation:
                 if not any(re.search(pattern, name) for pattern in patterns):
                     yield _property(name, complement)
         elif rest is False and not patterns and len(properties) <= 5:
-            yield from _with_another(list(properties))
+            yield from _with_another(tuple(properties), listed)
         else:
             raise Cannot(
                 "additionalProperties", "that some property differs cannot be said in JSON schema"
@@ -261,16 +272,27 @@ def _property(name: str, schema: Any) -> Any:
     return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
-def _with_another(names: list[str]) -> Any:
+def _with_another(names: tuple[str, ...], listed: frozenset[str]) -> Any:
     """Objects with a property that is none of these, by which of these they have."""
     for count in range(len(names) + 1):
         for present in itertools.combinations(names, count):
-            yield {
-                "type": "object",
-                "properties": {name: name in present for name in names},
-                "required": list(present),
-                "minProperties": count + 1,
-            }
+            yield from _and_another(present, names, listed)
+
+
+def _and_another(
+    present: tuple[str, ...], names: tuple[str, ...], listed: frozenset[str]
+) -> Any:
+    """Objects with just ``present`` of the names and a property that is none of the names."""
+    properties = {name: name in present for name in names}
+    others = sorted(listed - set(names))
+    for other in others:
+        yield {"type": "object", "properties": properties, "required": [*present, other]}
+    yield {
+        "type": "object",
+        "properties": {**properties, **dict.fromkeys(others, False)},
+        "required": list(present),
+        "minProperties": len(present) + 1,
+    }
 
 
 def _other_types(schema: dict[str, Any], kinds: Kinds) -> Any:

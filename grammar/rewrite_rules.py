@@ -94,6 +94,8 @@ class Tools:
 
 
 def _one_of(tools: Tools, value: Any, site: Site) -> None:
+    if not isinstance(value, list) or not value:
+        raise Cannot("oneOf", "must be a list of schemas")
     here = f"{site.at}/oneOf"
     made = [tools.schema(part, f"{here}/{i}", site.kinds) for i, part in enumerate(value)]
     base = {k: part for k, part in site.out.items() if k not in _NOT_ABOUT_VALUES}
@@ -168,9 +170,14 @@ def _share_only_empty(tools: Tools, one: Any, other: Any) -> dict[str, Any] | No
     return {least: 1} if tools.disjoint.proved(one[part], other[part]) else None
 
 
+def _listed(site: Site) -> frozenset[str]:
+    properties = site.schema.get("properties")
+    return frozenset(properties) if isinstance(properties, dict) else frozenset()
+
+
 def _not(tools: Tools, value: Any, site: Site) -> None:
     names = _closed_names(site.schema, tools.references)
-    complement = tools.negation.of(value, site.kinds, names)
+    complement = tools.negation.of(value, site.kinds, names, _listed(site))
     site.extra.append(tools.fresh(complement, f"{site.at}/not", site.kinds))
     tools.note(site.at, "not", "is spelled out as what remains")
 
@@ -184,7 +191,7 @@ def _if(tools: Tools, value: Any, site: Site) -> None:
     else:
         options = [{"allOf": [value, then]}]
         names = _closed_names(site.schema, tools.references)
-        rest = tools.negation.of(value, site.kinds, names)
+        rest = tools.negation.of(value, site.kinds, names, _listed(site))
         options.append(rest if other is True else {"allOf": [rest, other]})
     site.extra.append(tools.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
     tools.note(site.at, "if", "is spelled out as both of its cases")

@@ -9,14 +9,19 @@ from .rewrite_terms import Cannot
 
 __all__ = ["FORMATS", "ecma_pattern", "literals", "none_of", "quote"]
 
-ANY = r"[\x00-\u{10FFFF}]"
-_SPACE = r"\t-\r \xA0\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}\u{FEFF}"
-_LINE = r"[^\n\r\u{2028}\u{2029}]"
+ANY = r"[\x00-\U0010FFFF]"
+_SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
+_LINE = r"[^\n\r\u2028\u2029]"
+
+
+def code_point(code: int) -> str:
+    """A character in a form that Rust's and Python's expressions share."""
+    return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
 
 
 def quote(text: str) -> str:
     """A pattern of exactly this text."""
-    return "".join(c if c.isalnum() and c.isascii() else f"\\u{{{ord(c):X}}}" for c in text)
+    return "".join(c if c.isalnum() and c.isascii() else code_point(ord(c)) for c in text)
 
 
 def ecma_pattern(pattern: str) -> str:
@@ -31,7 +36,7 @@ def ecma_pattern(pattern: str) -> str:
         For look-around and back-references, which describe no regular language here.
     """
     out: list[str] = []
-    at, inside = 0, False
+    at, inside, start = 0, False, 0
     while at < len(pattern):
         char, pair = pattern[at], pattern[at : at + 2]
         if char == "\\":
@@ -42,12 +47,15 @@ def ecma_pattern(pattern: str) -> str:
         if inside:
             if char == "]":
                 inside = False
+                out[start:] = [_quotable("".join(out[start:]) + char)]
+                at += 1
+                continue
             elif char == "[" and not pattern.startswith("[:", at):
                 char = "\\["
             elif pair in ("&&", "--", "~~"):
                 char = "\\" + char
         elif char == "[":
-            inside = True
+            inside, start = True, len(out)
             if pattern.startswith(("[]", "[^]"), at):
                 raise Cannot("pattern", f"the empty class in {pattern!r} is not supported")
         elif pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
@@ -61,6 +69,25 @@ def ecma_pattern(pattern: str) -> str:
         out.append(char)
         at += 1
     return "".join(out)
+
+
+def _quotable(characters: str) -> str:
+    """A class without U+0000 where LLGuidance would otherwise let quotes and backslashes in.
+
+    When a class has all of U+0000 to U+001F, LLGuidance 1.9 allows every escape sequence of JSON
+    for it, so also those of the quote and the backslash, which the class may exclude.
+    """
+    try:
+        has = re.compile(characters).fullmatch
+    except re.error:
+        has = None
+    if has is not None:
+        controls = all(has(chr(code)) for code in range(0x20))
+        if not controls or (has('"') and has("\\")):
+            return characters
+    if characters.startswith("[^"):
+        return "[^\\x00" + characters[2:]
+    return f"[{characters}&&[^\\x00]]"
 
 
 def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
@@ -84,7 +111,7 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
     surrogates = re.match(r"\\u([Dd][89ABab]..)\\u([Dd][C-Fc-f]..)", pattern[at:])
     if surrogates:
         high, low = int(surrogates[1], 16), int(surrogates[2], 16)
-        return f"\\u{{{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):X}}}", 12
+        return code_point(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)), 12
     braced = re.match(r"\\[uxpP]\{[^}]*\}", pattern[at:])
     if braced:
         return braced[0], len(braced[0])
@@ -101,7 +128,7 @@ def _not_space(inside: bool) -> str:
     )  # fmt: skip
     for code in [*spaces, 0x110000]:
         if code > start:
-            ranges.append(f"\\u{{{start:X}}}-\\u{{{code - 1:X}}}")
+            ranges.append(f"{code_point(start)}-{code_point(code - 1)}")
         start = code + 1
     text = "".join(ranges)
     return text if inside else f"[{text}]"
@@ -194,7 +221,7 @@ def _formats() -> dict[str, tuple[str, ...]]:
 def _uris(v4: str, v6: str) -> dict[str, tuple[str, ...]]:
     """RFC 3986 references, RFC 3987's with the characters beyond ASCII, RFC 6570 templates."""
     made: dict[str, tuple[str, ...]] = {}
-    for name, more in (("uri-reference", ""), ("iri", r"\xA0-\u{10FFFF}")):
+    for name, more in (("uri-reference", ""), ("iri", r"\xA0-\U0010FFFF")):
         free = rf"A-Za-z0-9._~!$&'()*+,;=\-{more}"
         pct = "%[0-9A-Fa-f]{2}"
         char = f"(?:[{free}:@]|{pct})"

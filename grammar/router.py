@@ -142,15 +142,17 @@ def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
 
 
 def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
-    """With XGrammar; a rewritten schema only where no pattern has been translated in it."""
+    """With XGrammar, which is trusted only with keywords that it is known to enforce."""
     if schema is False or rewritten is False:
         return Route(None, schema, False, (Reason("#", "schema", "allows no output"),))
-    translated = _patterns(rewritten) - _patterns(schema)
-    if not lost and not translated and not refusals(rewritten, "xgrammar"):
+    reasons = list(lost)
+    if _patterns(rewritten) - _patterns(schema):
+        reasons.append(Reason("#", "pattern", "XGrammar may read a pattern or format differently"))
+    reasons += refusals(rewritten, "xgrammar")
+    if not reasons:
         return Route("xgrammar", rewritten, True)
-    reasons = tuple(refusals(schema, "xgrammar"))
     backend = None if compile_cost(schema) else "xgrammar"
-    return Route(backend, schema, not reasons, reasons)
+    return Route(backend, schema, False, tuple(reasons))
 
 
 def _patterns(schema: Any) -> set[str]:

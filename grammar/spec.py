@@ -95,7 +95,7 @@ class GrammarSpec:
         schema: dict[str, Any] | bool | str,
         *,
         any_whitespace: bool = False,
-        strict: bool = True,
+        strict: bool | None = None,
         partial: bool = False,
         backend: str = "",
     ) -> GrammarSpec:
@@ -104,7 +104,9 @@ class GrammarSpec:
         ``backend="auto"`` lets the router choose among the installed backends, rewriting the schema
         where an equivalent one can be enforced; ``"llguidance"`` does the same for that one.
         ``"xgrammar"``, or nothing, takes the schema as it stands. With a router, `partial` of the
-        result says whether something was left out, not whether that was allowed.
+        result says whether something was left out, not whether that was allowed. ``strict`` is
+        the default without a router; with one, schemas mean what the standard says unless it is
+        asked for.
 
         Raises
         ------
@@ -136,6 +138,7 @@ class GrammarSpec:
                 + "; ".join(unenforced[:5])
                 + " (partial=True takes the schema all the same)"
             )
+        strict = strict is not False
         return cls(
             "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial,
             backend=backend,
@@ -143,11 +146,15 @@ class GrammarSpec:
 
     @classmethod
     def _routed(
-        cls, value: Any, backend: str, any_whitespace: bool, strict: bool, partial: bool
+        cls, value: Any, backend: str, any_whitespace: bool, strict: bool | None, partial: bool
     ) -> GrammarSpec:
         try:
             source = json.dumps(value, ensure_ascii=False, allow_nan=False)
             _check_text("JSON schema", source)
+            if strict:
+                from .llguidance import close_objects  # which itself builds on this module
+
+                value = close_objects(value)
             found = route_named(value, backend)
             text = json.dumps(found.schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -156,7 +163,8 @@ class GrammarSpec:
             hint = "" if found.backend is None else " (partial=True takes the schema all the same)"
             raise GrammarError(f"JSON schema: {found.refusal()}{hint}")
         return cls(
-            "json_schema", text, any_whitespace=any_whitespace, strict=strict,
+            "json_schema", text, any_whitespace=any_whitespace,
+            strict=found.backend == "xgrammar",  # which is known to be safe then
             partial=not found.exact, backend=found.backend, source=source,
         )  # fmt: skip
 

@@ -1,0 +1,205 @@
+"""Rewritten schemas mean what the original schemas mean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from router_util import Grammar
+
+from graft.grammar.preflight import unsatisfiable
+from graft.grammar.rewrite import rewrite
+from graft.grammar.rewrite_negate import Negation
+from graft.grammar.rewrite_strings import FORMATS, none_of
+from graft.grammar.rewrite_terms import Cannot, References
+
+ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
+OBJECTS: list[Any] = [
+    dict(items)
+    for size in range(4)
+    for items in itertools.combinations([("a", 1), ("b", "x"), ("c", True), ("zz", None)], size)
+] + [{"a": "s"}, {"a": 5, "b": 1}, {"b": "y", "zz": 7}]
+ARRAYS: list[Any] = [[], [1], ["a"], [1, 1], [1, 2], ["a", "b"], ["b", "a"], ["a", "a"], [[]], [{}]]
+VALUES = [*ATOMS, *OBJECTS, *ARRAYS]
+PROPERTIES = {"a": {}, "b": {}, "c": {}, "zz": {}}
+
+SCHEMAS: list[Any] = [
+    {"not": {"type": "string"}},
+    {"not": {"type": ["object", "array", "null"]}},
+    {"type": "string", "not": {"enum": ["a", "ab", ""]}},
+    {"type": ["string", "boolean"], "not": {"const": True}},
+    {"type": "number", "not": {"minimum": 1, "maximum": 5}},
+    {"type": "integer", "not": {"enum": [0, 12]}},
+    {"not": {"const": {"a": 1}}, "type": "object", "properties": PROPERTIES},
+    {"not": {"enum": [[1], ["a", "b"]]}, "type": "array"},
+    {"type": "object", "properties": PROPERTIES, "not": {"required": ["a", "b"]}},
+    {"type": "object", "properties": PROPERTIES, "not": {"properties": {"a": {"type": "number"}}}},
+    {"type": "object", "properties": PROPERTIES, "not": {"anyOf": [{"required": ["a"]},
+                                                                   {"required": ["b"]}]}},
+    {"type": "array", "not": {"minItems": 1, "maxItems": 1}},
+    {"type": "string", "not": {"maxLength": 2}},
+    {"not": {"not": {"type": "integer"}}},
+    {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 2}]},
+    {"type": "object", "properties": PROPERTIES, "oneOf": [{"required": ["a"]},
+                                                          {"required": ["b"]},
+                                                          {"required": ["c"]}]},
+    {"properties": PROPERTIES, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"oneOf": [{"type": "array", "items": {"type": "integer"}},
+               {"type": "array", "items": {"type": "string"}}]},
+    {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", 1]}, {"const": None}]},
+    {"type": "object", "oneOf": [
+        {"properties": {"a": {"const": 1}}, "additionalProperties": False},
+        {"properties": {"b": {"type": "string"}}, "additionalProperties": False}]},
+    {"type": "object", "properties": PROPERTIES, "if": {"required": ["a"]},
+     "then": {"required": ["b"]}, "else": {"required": ["c"]}},
+    {"type": "object", "properties": PROPERTIES, "if": {"required": ["a"]},
+     "else": {"required": ["c"]}},
+    {"properties": PROPERTIES, "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+     "then": {"properties": {"b": {"type": "string"}}}},
+    {"type": "object", "properties": PROPERTIES, "dependentRequired": {"a": ["b", "c"]}},
+    {"type": "object", "properties": PROPERTIES, "dependentRequired": {"a": ["b"], "b": ["a"]}},
+    {"properties": PROPERTIES,
+     "dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}}}},
+    {"type": "object", "properties": PROPERTIES, "minProperties": 2},
+    {"type": "object", "properties": PROPERTIES, "maxProperties": 1},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False,
+     "minProperties": 1},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False,
+     "maxProperties": 1},
+    {"properties": {"a": {}}, "required": ["a"], "minProperties": 2},
+    {"type": "object", "properties": PROPERTIES, "propertyNames": {"maxLength": 1}},
+    {"type": "object", "properties": PROPERTIES, "propertyNames": {"enum": ["a", "zz"]}},
+    {"type": "object", "properties": PROPERTIES, "propertyNames": {"pattern": "^[ab]"}},
+    {"propertyNames": False},
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b"]}},
+    {"type": "array", "uniqueItems": True, "items": {}, "maxItems": 1},
+    {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, "a"]}, "minItems": 2},
+    {"type": "string", "format": "no-such-format"},
+    {"$defs": {"s": {"type": "string"}}, "not": {"$ref": "#/$defs/s"}},
+    {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+                    "b": {"$ref": "#/properties/a/oneOf/1"}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
+def test_a_rewritten_schema_accepts_exactly_the_same_values(schema):
+    """LLGuidance on the rewritten schema agrees with jsonschema on the original one."""
+    new = rewrite(schema, oracle=unsatisfiable)
+    assert not new.lost
+    grammar = Grammar(new.schema)
+    judge = jsonschema.Draft202012Validator(schema)
+    assert any(judge.is_valid(value) for value in VALUES)
+    for value in VALUES:
+        assert grammar.takes(value) == judge.is_valid(value), (value, new.schema)
+
+
+def test_a_complement_is_the_complement():
+    """Of every value, a schema or its negation holds, and never both."""
+    schemas = [
+        {"type": ["string", "null"]}, {"enum": [1, "a", [1], {"a": 1}]}, {"required": ["a"]},
+        {"properties": {"a": {"type": "number"}, "b": False}}, {"minimum": 1}, {"maxLength": 1},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+        {"oneOf": [{"required": ["a"]}, {"minProperties": 2}]}, {"exclusiveMaximum": 2.5},
+        {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"minItems": 2},
+        {"dependentRequired": {"a": ["b"]}}, {"prefixItems": [{"type": "number"}]},
+    ]  # fmt: skip
+    for schema in schemas:
+        complement = Negation(References(schema), 2020).of(schema)
+        for value in VALUES:
+            holds = jsonschema.Draft202012Validator(schema).is_valid(value)
+            other = jsonschema.Draft202012Validator(complement).is_valid(value)
+            assert holds != other, (schema, complement, value)
+
+
+def test_what_has_no_complement_says_so():
+    """Inexpressible complements raise, naming the keyword."""
+    for schema, keyword in [
+        ({"pattern": "a+b"}, "pattern"), ({"multipleOf": 3}, "multipleOf"),
+        ({"items": {"type": "string"}}, "items"), ({"type": "integer"}, "type"),
+        ({"format": "email"}, "format"), ({"contains": {}}, "contains"),
+    ]:  # fmt: skip
+        with pytest.raises(Cannot) as caught:
+            Negation(References(schema), 2020).of(schema)
+        assert caught.value.keyword == keyword
+
+
+@pytest.mark.parametrize("words", [["a"], ["a", "ab", "abc"], ["", "x"], ["[", "\\", "é", "a-b"]])
+def test_none_of_excludes_exactly_the_words(words):
+    """A complement pattern accepts every string but the words."""
+    grammar = Grammar(rewrite({"type": "string", "pattern": none_of(words)}).schema)
+    for text in {*words, "", "a", "ab", "abc", "abcd", "b", "x", "xx", "[", "[[", "é", "a-"}:
+        assert grammar.takes(text) == (text not in words), text
+
+
+LEAP = ["23:59:60Z", "00:29:60+00:30", "01:29:60+01:30", "15:59:60-08:00", "23:29:60-00:30"]
+NO_LEAP = ["22:59:60Z", "23:58:60Z", "23:59:60+00:30", "01:30:60+01:30", "15:59:60-07:00"]
+
+
+@pytest.mark.parametrize(
+    "name, good, bad",
+    [
+        ("date", ["2024-02-29", "2000-02-29", "2023-12-31"],
+         ["2023-02-29", "1900-02-29", "2023-04-31", "2023-13-01", "2023-1-01"]),
+        ("time", ["00:00:00Z", "23:59:59.25+01:30", *LEAP], ["24:00:00Z", "12:00:00", *NO_LEAP]),
+        ("date-time", ["2024-02-29T12:00:00Z", "1998-12-31T23:59:60Z"],
+         ["2023-02-29T12:00:00Z", "1998-12-31T23:58:60Z", "2024-02-29"]),
+        ("ipv6", ["::", "::1", "1::8", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4", "1:2::192.168.0.1",
+                  "1:2:3:4:5:6:1.2.3.4", "1:2:3:4:5:6:7::"],
+         ["", ":", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "::256.0.0.1", "12345::"]),
+        ("json-pointer", ["", "/a~0b/~1", "/"], ["a", "/~2", "/~"]),
+        ("relative-json-pointer", ["0", "1/a", "12#"], ["", "01", "-1", "/a", "0##"]),
+        ("uri-reference", ["", "a/b", "//h/p", "http://x/?q#f", "#f"], ["a b", "\\a", "%zz", ":x"]),
+        ("iri", ["http://ä.example/ö"], ["ö", "http://a b"]),
+        ("uri-template", ["a{x}/b", "{+a,b*}", "x"], ["{", "a}b", "{a,}", "a b"]),
+    ],
+)  # fmt: skip
+def test_formats_of_the_standard_are_exact(name, good, bad):
+    """A format that is enforced as patterns takes the good strings and no bad one."""
+    assert name in FORMATS
+    grammar = Grammar(rewrite({"type": "string", "format": name}).schema)
+    assert [text for text in good if not grammar.takes(text)] == []
+    assert [text for text in bad if grammar.takes(text)] == []
+
+
+def test_a_schema_is_left_unchanged_by_its_rewriting():
+    """Rewriting works on copies."""
+    for schema in SCHEMAS:
+        before = json.dumps(schema)
+        rewrite(schema)
+        assert json.dumps(schema) == before
+
+
+def test_old_drafts_ignore_what_stands_beside_a_reference_and_newer_keywords():
+    """Up to draft 7 only $ref counts; if is an annotation in draft 4; both are reported."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "definitions": {"n": {"type": "integer"}},
+        "properties": {"a": {"$ref": "#/definitions/n", "minimum": 5}},
+        "if": True, "then": False,
+    }  # fmt: skip
+    new = rewrite(schema)
+    assert not new.lost
+    assert {(r.pointer, r.keyword) for r in new.changed} >= {("#/properties/a", "minimum"),
+                                                             ("#", "if")}  # fmt: skip
+    grammar = Grammar(new.schema)
+    assert grammar.takes({"a": 1}) and not grammar.takes({"a": "x"})
+    newer = rewrite({**schema, "$schema": "https://json-schema.org/draft/2020-12/schema",
+                     "if": {"required": ["a"]}, "then": {"required": ["b"]}})  # fmt: skip
+    grammar = Grammar(newer.schema)
+    assert not grammar.takes({"a": 1}) and grammar.takes({"a": 7, "b": 1})
+
+
+def test_classes_that_exclude_quotes_or_backslashes_exclude_them():
+    """Escaped quotes and backslashes stay out of strings whose pattern has no place for them."""
+    for pattern, good, bad in [
+        (r"^[^\\]+$", ["a", '"', "\n"], ["\\", "a\\b"]), (r'^[^"]+$', ["a\\", "\t"], ['"', 'a"']),
+        (r"^[^\\/]*$", ["", "é"], ["/", "\\"]), (r"^[\x00-\x21]$", ["!", "\n"], ['"', "\\"]),
+        (r"^[^a]$", ["\\", '"', "b"], ["a"]), (r"^\S+$", ["\\", '"'], [" ", "\ufeff"]),
+    ]:  # fmt: skip
+        grammar = Grammar(rewrite({"type": "string", "pattern": pattern}).schema)
+        assert [text for text in good if not grammar.takes(text)] == [], pattern
+        assert [text for text in bad if grammar.takes(text)] == [], pattern
