@@ -294,11 +294,11 @@ class StockMatcher(Matcher):
         self._start = handle  # never moved: LLGuidance's rollback is not relied upon
         self._handle = handle.deep_copy()
         self._history: list[int] = []
-        self._terminated = False
+        self._terminated = self._dead = False
         self._last_word = row_limit(self.size)
 
     def accept(self, token: int) -> bool:
-        if self._terminated or not 0 <= token < self.size:
+        if self._terminated or self._dead or not 0 <= token < self.size:
             return False
         if token in self.stop_ids:
             self._terminated = self._handle.is_accepting()
@@ -313,10 +313,16 @@ class StockMatcher(Matcher):
 
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
-        try:
-            self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        except ValueError as error:  # misuse, and LLGuidance's own errors
-            raise RuntimeError(str(error)) from error
+        if not self._dead:
+            try:
+                self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            except ValueError as error:  # also where no token is legal
+                self._dead = "NoExtensionBias" in str(error)
+                if not self._dead:
+                    raise RuntimeError(str(error)) from error
+        if self._dead:
+            row[:] = 0
+            return True
         words = row.view(np.uint32)
         for stop in self.compiled.backend.vocabulary.stop_ids:
             words[stop >> 5] &= ~np.uint32(1 << (stop & 31))
@@ -332,7 +338,7 @@ class StockMatcher(Matcher):
         if tokens > len(self._history) + self._terminated:
             raise RuntimeError("rollback of more tokens than were accepted")
         tokens -= self._terminated
-        self._terminated = False
+        self._terminated = self._dead = False
         if tokens:
             del self._history[-tokens:]
             self._handle = self._start.deep_copy()

@@ -18,24 +18,25 @@ import numpy as np
 from graft.cudagraph.hostwork import PythonWork
 from graft.grammar import (
     CompiledGrammar,
+    GrammarBackend,
     GrammarSpec,
     GuidedDecoder,
     GuidedRequest,
     Matcher,
     Vocabulary,
-    XGrammarBackend,
 )
 
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
 STOP, OTHER_STOP = 256, 257
+MARKER_TOKENS = [*b'a":', 261, 265]
 
 
-def byte_vocabulary(size: int = 270) -> Vocabulary:
+def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Vocabulary:
     """All bytes but ``Z``, two stop ids and some longer tokens; the size is no multiple of 32."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens[ord("Z")] = b""
     tokens += [b"", b"", b'{"', b"ab", b"true", b'": ', b"abc", b"}"]
-    return Vocabulary(tokens, size, [STOP, OTHER_STOP])
+    return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
 
 
 class ArrayExchange:
@@ -78,7 +79,10 @@ def bits(row: np.ndarray) -> np.ndarray:
 
 
 def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:
-    """The mask row after ``tokens``, of a matcher that has just met them; None if there is none."""
+    """The mask row after ``tokens``, of a matcher that has just met them; None if there is none.
+
+    Where nothing is constrained the row has every bit, those beyond the vocabulary too.
+    """
     matcher = start()
     for token in tokens:
         if not matcher.accept(token):
@@ -86,7 +90,8 @@ def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarra
     if matcher.is_terminated():
         return None
     row = np.zeros(matcher.compiled.backend.vocabulary.words, np.int32)
-    matcher.fill(row)
+    if not matcher.fill(row):
+        row[:] = -1
     return row
 
 
@@ -112,8 +117,9 @@ class Device:
 
     def __init__(
         self,
-        backend: XGrammarBackend,
+        backend: GrammarBackend,
         *,
+        oracle: GrammarBackend | None = None,
         slots: int,
         draft_length: int,
         masked: bool,
@@ -124,6 +130,8 @@ class Device:
         wrong: float = 0.0,
     ):
         self.backend, self.k, self.masked = backend, draft_length, masked
+        self.oracle = oracle or backend
+        self.oracle_grammars: dict[GrammarSpec, CompiledGrammar] = {}
         self.rng = np.random.default_rng(seed)
         self.size = backend.vocabulary.size
         self.illegal, self.stall, self.wrong = illegal, stall, wrong
@@ -160,10 +168,15 @@ class Device:
         """Put a new request into a slot; it takes part from the next published replay on."""
         self.epoch += 1
         position = int(self.rng.integers(0, 50))
-        start = None if compiled is None else (lambda: self.backend.matcher(compiled))
+        start = None
+        if compiled is not None:
+            if compiled.spec not in self.oracle_grammars:
+                self.oracle_grammars[compiled.spec] = self.oracle.compile(compiled.spec)
+            known = self.oracle_grammars[compiled.spec]
+            start = lambda: self.oracle.matcher(known)  # noqa: E731
         self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
         for matchers in self.matchers:
-            matchers[slot] = start() if start else None
+            matchers[slot] = None if compiled is None else self.backend.matcher(compiled)
 
     def is_idle(self, slot: int) -> bool:
         """Whether the slot may be given to a new request: no replay in flight names it."""
@@ -257,6 +270,8 @@ class Device:
         if row is None:
             # the history has ended (row 0), or drafts no row can follow
             assert state == (DEAD_END if j == 0 else NOT_READY), (slot, j, state)
+        elif (row == -1).all():
+            assert state == FREE, (slot, j, state)
         else:
             assert state == (READY if row.any() else DEAD_END), (slot, j, state)
             np.testing.assert_array_equal(self.exchanges[0].field("mask").array[slot, j], row)
@@ -322,9 +337,16 @@ class Device:
                 tokens.append(int(self.rng.choice(illegal)))
                 truth.confused = True
             else:
-                tokens.append(int(self.rng.choice(legal)))
+                tokens.append(self._choose(legal))
             break
         return tokens
+
+    def _choose(self, legal: np.ndarray) -> int:
+        """One of the legal ids; often one that a marker is made of, where those are legal."""
+        likely = np.intersect1d(MARKER_TOKENS, legal)
+        if len(likely) and len(legal) > 200:
+            return int(self.rng.choice(likely if self.rng.random() < 0.8 else legal))
+        return int(self.rng.choice(legal))
 
     def _draft(self, slot: int, j: int) -> None:
         truth = self.slots[slot]
@@ -344,7 +366,7 @@ class Device:
             row = oracle_row(truth.start, truth.history + truth.drafts)
             if row is not None and row.any():
                 choices = bits(row)
-        token = int(self.rng.choice(choices))
+        token = self._choose(choices)
         if self.rng.random() < self.illegal:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
         truth.drafts.append(token)
@@ -364,4 +386,6 @@ SPECS = {
     ),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*"),
     "dead end": GrammarSpec.ebnf('root ::= "a" ("b" "Z" | "c"*)'),
+    "text, then choice": GrammarSpec.choice(["abab", "abc"]).after('a":'),
+    "id, then regex": GrammarSpec.regex("(ab|c)+[0-9]*").after(265, required=True),
 }

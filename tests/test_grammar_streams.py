@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
 
-from graft.grammar import GrammarSpec, LLGuidanceBackend, StructuralTag, XGrammarBackend
+from graft.grammar import (
+    GrammarSpec,
+    LLGuidanceBackend,
+    StructuralTag,
+    Vocabulary,
+    XGrammarBackend,
+)
 
 SIZE = 270
-STREAMS = 1000
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
 SCHEMA = {
     "type": "object",
@@ -40,10 +45,20 @@ SPECS = {
 }
 
 
-def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> int:
-    """Feed both the same tokens, a tenth of them illegal, with rollbacks; returns the endings."""
+# The first marker ends inside or with a token, the second is a token, the third comes by name.
+FREE = {
+    "text": SPECS["regex"].after('a":'),
+    "required": SPECS["choice"].after('a":', required=True),
+    "token": SPECS["schema"].after(265),
+    "named": SPECS["lark"].after("<end>", required=True),
+}
+LIKELY = [*b'a":<end>', 259, 261, 265, 266]  # tokens that markers are made of
+
+
+def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> tuple[int, int]:
+    """Feed both the same tokens, some illegal, with rollbacks; returns endings and rows."""
     rows = [np.full((SIZE + 31) // 32, seed, np.int32) for seed in (-1, 0)]
-    ends, taken = 0, 0
+    ends, taken, started = 0, 0, 0
     for _ in range(length):
         assert native.is_terminated() == stock.is_terminated()
         if native.is_terminated():
@@ -54,17 +69,23 @@ def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> i
             stock.rollback(back)
             taken -= back
             continue
-        assert [native.fill(rows[0]), stock.fill(rows[1])] == [True, True]
-        np.testing.assert_array_equal(rows[0], rows[1])
-        bits = np.unpackbits(rows[0].view(np.uint8), bitorder="little")
-        assert not bits[SIZE:].any()
-        legal = np.flatnonzero(bits)
+        constrained = native.fill(rows[0])
+        assert constrained == stock.fill(rows[1])
+        if constrained:
+            np.testing.assert_array_equal(rows[0], rows[1])
+            bits = np.unpackbits(rows[0].view(np.uint8), bitorder="little")
+            assert not bits[SIZE:].any()
+            legal = np.flatnonzero(bits)
+            started += 1
+        else:
+            legal = np.arange(SIZE)
         if rng.random() < 0.1 or not len(legal):
             illegal = np.setdiff1d(np.arange(-3, SIZE + 3), legal)
             token = int(rng.choice([-(2**31), 2**31 - 1, *rng.choice(illegal, 5)]))
             assert not native.accept(token) and not stock.accept(token)
         else:
-            token = int(rng.choice(legal))
+            likely = np.intersect1d(LIKELY, legal) if kind in FREE else []
+            token = int(rng.choice(likely if len(likely) and rng.random() < 0.6 else legal))
             assert native.accept(token) and stock.accept(token), (token, legal, kind)
             taken += 1
         if taken and rng.random() < 0.15:
@@ -72,27 +93,81 @@ def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> i
             native.rollback(back)
             stock.rollback(back)
             taken -= back
-    return ends
+    return ends, started
+
+
+def vocabulary() -> Vocabulary:
+    return byte_vocabulary(SIZE, {"<end>": 266})
+
+
+def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> tuple[int, int]:
+    """Random streams over the grammars with both matchers of a backend; endings and rows."""
+    native = BACKENDS[name](vocabulary())
+    stock = BACKENDS[name](vocabulary(), native=False)
+    rng = np.random.default_rng(seed)
+    ends, rows = 0, 0
+    for kind, spec in specs.items():
+        grammars = [backend.compile(spec) for backend in (native, stock)]
+        for _ in range(streams // len(specs)):
+            stops = [(STOP,), (OTHER_STOP,), None][rng.integers(3)]
+            pair = [g.backend.matcher(g, stops) for g in grammars]
+            assert pair[0].native is not None and pair[1].native is None
+            more = stream(NativeSide(pair[0]), pair[1], rng, int(rng.integers(5, 30)), kind)
+            ends, rows = ends + more[0], rows + more[1]
+    return ends, rows
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_native_and_stock_masks_are_equal_at_every_step(name, capfd):
     """Of 1,000 streams with illegal ids, rollbacks and endings, every mask and answer is equal."""
-    vocabulary = byte_vocabulary(SIZE)
-    native = BACKENDS[name](vocabulary)
-    stock = BACKENDS[name](vocabulary, native=False)
-    rng = np.random.default_rng(11)
-    ends = 0
-    for kind, spec in SPECS.items():
-        grammars = [backend.compile(spec) for backend in (native, stock)]
-        for _ in range(STREAMS // len(SPECS)):
-            stops = [(STOP,), (OTHER_STOP,), None][rng.integers(3)]
-            pair = [g.backend.matcher(g, stops) for g in grammars]
-            assert pair[0].native is not None and pair[1].native is None
-            ends += stream(NativeSide(pair[0]), pair[1], rng, int(rng.integers(5, 30)), kind)
-    assert ends > STREAMS // 10
-    printed = capfd.readouterr()
-    assert printed.err == ""
+    ends, rows = play(name, SPECS, 1000, seed=11)
+    assert ends > 100 and rows > 5000
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_markers_are_found_alike_by_scanner_and_search(name):
+    """The native byte scanner and a search in the text agree where free text ends, both ways."""
+    ends, rows = play(name, FREE, 400, seed=5)
+    assert ends > 10 and rows > 1000
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("native", [True, False])
+def test_masks_after_rollbacks_are_those_of_a_new_matcher(name, native):
+    """Tokens taken with or without a mask between them, and undone, leave no trace in masks."""
+    backend = BACKENDS[name](vocabulary(), native=native)
+    spec = GrammarSpec.json_schema(
+        {
+            "type": "object",
+            "properties": {key: {"type": "string"} for key in ("ab", "abc", "n")},
+            "required": ["ab", "n"],
+        }
+    )
+    grammar, rng = backend.compile(spec), np.random.default_rng(2)
+    rows = np.zeros((2, (SIZE + 31) // 32), np.int32)
+    checked = 0
+    for _ in range(60):
+        matcher, history = backend.matcher(grammar), []
+        for _ in range(40):
+            if matcher.is_terminated():
+                break
+            again = backend.matcher(grammar)
+            assert all(again.accept(token) for token in history)
+            again.fill(rows[0])
+            if rng.random() < 0.6:
+                matcher.fill(rows[1])
+                np.testing.assert_array_equal(rows[0], rows[1])
+                checked += 1
+            legal = np.flatnonzero(np.unpackbits(rows[0].view(np.uint8), bitorder="little"))
+            structure = [t for t in legal if t > 255 or t in b'"abn:, }']
+            history.append(int(rng.choice(structure or legal)))
+            assert matcher.accept(history[-1])
+            if rng.random() < 0.3:
+                back = int(rng.integers(1, min(4, len(history)) + 1))
+                matcher.rollback(back)
+                del history[-back:]
+    assert checked > 500
 
 
 class NativeSide:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 from guide_util import SPECS, Device, byte_vocabulary
 
-from graft.grammar import XGrammarBackend
+from graft.grammar import GrammarBackend, make_backend
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request) -> GrammarBackend:
+    return make_backend(request.param, byte_vocabulary())
 
 
 @pytest.fixture(scope="module")
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(byte_vocabulary())
+def oracle(backend) -> GrammarBackend:
+    """The same library by its Python API alone."""
+    return make_backend(backend.child, byte_vocabulary(), native=False)
 
 
 def play(device: Device, requests: int) -> int:
@@ -35,10 +41,13 @@ def play(device: Device, requests: int) -> int:
 
 
 @pytest.mark.parametrize("draft_length, masked", [(0, False), (1, True), (3, True), (3, False)])
-def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, draft_length, masked):
+def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, oracle, draft_length, masked):
     """After every step each row's mask and stamp are those of a fresh matcher; transports agree."""
-    device = Device(backend, slots=4, draft_length=draft_length, masked=masked, seed=draft_length)
-    play(device, 500)
+    device = Device(
+        backend, oracle=oracle, slots=4, draft_length=draft_length, masked=masked,
+        seed=draft_length,
+    )  # fmt: skip
+    play(device, 400 if backend.child == "xgrammar" else 100)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         if not name.endswith("_ns"):
@@ -50,10 +59,10 @@ def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, draft_length, ma
 def test_committed_tokens_the_grammar_refuses_fail_their_slot_alone(backend):
     """An illegal committed token (illegal, special, out of range) gives ROW_ERROR in that slot."""
     device = Device(backend, slots=3, draft_length=2, masked=True, seed=5, wrong=0.05)
-    play(device, 300)
+    play(device, 300 if backend.child == "xgrammar" else 150)
     counters = device.decoders[0].counters()
     confused = [truth for truth in device.ended if truth.confused]
-    assert len(confused) > 20
+    assert len(confused) > 10
     assert {truth.reason for truth in confused} <= {1, 2, 4}
     assert any(truth.reason == 4 for truth in confused)
     assert counters["desyncs"] == counters["errors"] > 0
@@ -75,7 +84,7 @@ def test_a_masked_round_fills_at_most_k_plus_one_rows(backend, transport):
     device.join(0, grammar, limit=10_000)
     device.publish()
     fills = []
-    for _ in range(200):
+    for _ in range(100):
         device.publish()
         before = device.decoders[0].counters()["fills"]
         device.run()

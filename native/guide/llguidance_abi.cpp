@@ -11,6 +11,8 @@ namespace graft::guide::llguidance {
 namespace {
 
 constexpr char kRelease[] = "llguidance@1.9.";
+// How LLGuidance fails where no token is legal.
+constexpr char kDeadEnd[] = "NoExtensionBias";
 
 // Options of a matcher; zeros in `limits` mean LLGuidance's defaults.
 struct Limits {
@@ -183,7 +185,7 @@ Answer Matcher::failed(const Handle& handle, ErrorText* error) noexcept {
 }
 
 Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
-  if (terminated_ || token < 0 || token >= tokenizer_->vocab_size()) return Answer::kNo;
+  if (terminated_ || dead_ || token < 0 || token >= tokenizer_->vocab_size()) return Answer::kNo;
   const uint32_t id = static_cast<uint32_t>(token);
   if (contains(stop_ids_, id)) {
     terminated_ = api.is_accepting(live_.get());
@@ -205,9 +207,17 @@ Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
     error->keep("the mask row is not one of this vocabulary");
     return Filled::kFailed;
   }
-  if (api.compute_mask(live_.get(), bits, static_cast<size_t>(words) * 4) != 0) {
-    failed(live_, error);
-    return Filled::kFailed;
+  if (!dead_ && api.compute_mask(live_.get(), bits, static_cast<size_t>(words) * 4) != 0) {
+    const char* message = api.get_error(live_.get());
+    dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
+    if (!dead_) {
+      failed(live_, error);
+      return Filled::kFailed;
+    }
+  }
+  if (dead_) {
+    std::fill(row, row + words, 0);
+    return Filled::kMask;
   }
   for (const uint32_t stop : tokenizer_->stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
   if (api.is_accepting(live_.get())) {
@@ -235,7 +245,7 @@ Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
     return Answer::kFailed;
   }
   if (terminated_) --undone;
-  terminated_ = false;
+  terminated_ = dead_ = false;
   if (undone == 0) return Answer::kYes;
   history_.resize(history_.size() - undone);
   if (undone > tail_) {

@@ -79,6 +79,7 @@ class Matcher final : public NativeMatcher {
   Handle live_;                    // the present state
   std::vector<uint32_t> history_;  // every consumed token
   size_t tail_ = 0;
+  bool dead_ = false;        // no token is legal: LLGuidance has given up on `live_`
   bool terminated_ = false;  // by a stop token, beyond the consumed ones
 };
 

@@ -1,0 +1,170 @@
+"""Grammar backends, markers and tags through the engine on the demo model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_util import demo_engine, mixed_requests
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, StructuralTag
+from graft.grammar.backend import ending_ids
+from graft.models.request import Request
+from graft.tools.validity import is_valid
+
+
+def generate(requests, **options):
+    engine = demo_engine(max_batch_size=4, **options)
+    try:
+        outputs = engine.generate(requests)
+        assert engine._parts.decoder.counters()["desyncs"] == 0
+        return outputs
+    finally:
+        engine.close()
+
+
+def schema_requests(**options):
+    """Requests whose prompts show a schema that no grammar enforces."""
+    return [
+        Request(prompt=request.prompt, schema=request.grammar.schema, **options)
+        for request in mixed_requests(7, seed=5)
+        if request.grammar is not None and request.grammar.schema
+    ]
+
+
+def test_llguidance_serves_the_demo_on_both_transports():
+    """Outputs satisfy their grammars; the native and the Python path give the same tokens."""
+    requests = mixed_requests(8, seed=3)
+    native, python = (
+        generate(requests, grammar_backend="llguidance", grammar_transport=transport)
+        for transport in ("native", "python")
+    )
+    assert [o.tokens for o in native] == [o.tokens for o in python]
+    assert sum(o.finished for o in native) >= 6
+    for request, output in zip(requests, native, strict=True):
+        if output.finished and request.grammar is not None:
+            assert is_valid(request.grammar, output.text) is not False
+
+
+def test_backends_share_a_batch():
+    """Grammars that name their backend get it, beside others in the same rounds."""
+    options = ["red", "green", "blue"]
+    requests = [
+        Request(prompt="Colour?", grammar=GrammarSpec.choice(options)),
+        Request(
+            prompt="A number.",
+            grammar=GrammarSpec.json_schema({"type": "integer"}, backend="llguidance"),
+            max_tokens=6,
+        ),
+        Request(prompt="Sum?", grammar=GrammarSpec.lark('start: NUM "+" NUM\nNUM: /[0-9]{1,2}/')),
+    ]
+    colour, number, total = generate(requests)
+    assert colour.finished and colour.text in options
+    assert re.fullmatch(r"-?[0-9]+", number.text) and total.finished
+    assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", total.text)
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_free_text_ends_where_the_marker_does(backend):
+    """Text up to the marker is what the model writes unconstrained; then comes a choice.
+
+    Drafts cross the boundary, so the same must come out without a drafter.
+    """
+    free = schema_requests(max_tokens=60)
+    grammar = GrammarSpec.choice(["alpha", "beta", "gamma"]).after('": "', required=True)
+    marked = [replace(request, grammar=grammar) for request in free]
+    plain = generate(free, grammar_backend=backend)
+    outputs = generate(marked, grammar_backend=backend)
+    alone = generate(marked, grammar_backend=backend, speculation=False)
+    assert [o.tokens for o in outputs] == [o.tokens for o in alone]
+    crossed = 0
+    for expected, output in zip(plain, outputs, strict=True):
+        if '": "' not in output.text:
+            continue
+        before, after = output.text.split('": "', 1)
+        assert output.finished and after in ("alpha", "beta", "gamma")
+        assert expected.text.startswith(before)
+        crossed += 1
+    assert crossed >= 3
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_a_trigger_opens_a_tag(backend):
+    """Free text that reaches a trigger goes on as one of the tags, with content by its schema."""
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    tags = [StructuralTag.of('{"call": ', schema, "}!")]
+    spec = GrammarSpec.structural_tag(tags, ['{"'])
+    opened = 0
+    for output in generate(schema_requests(max_tokens=40, grammar=spec), grammar_backend=backend):
+        for match in re.finditer(r'(?s)\{"call": (.*?)\}!', output.text):
+            assert json.loads(match[1]) == {"n": 7}
+            opened += 1
+        assert '{"' not in re.sub(r'(?s)\{"call": (.*?)(\}!|$)', "", output.text)
+    assert opened >= 2
+
+
+class Countdown:
+    """A backend in Python alone: a regex grammar ``N`` allows N digits, then a stop id."""
+
+    name, child = "Countdown", None
+
+    def __init__(self, vocabulary):
+        self.vocabulary = vocabulary
+
+    def compile(self, spec):
+        return CompiledGrammar(self, spec, int(spec.text), 8)
+
+    def load(self, spec, text):
+        raise AssertionError("nothing is compiled elsewhere")
+
+    def request(self, spec):
+        raise AssertionError("nothing is compiled elsewhere")
+
+    def matcher(self, compiled, stop_ids=None):
+        return CountdownMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
+
+
+class CountdownMatcher(Matcher):
+    def __init__(self, compiled, stop_ids):
+        super().__init__(compiled, stop_ids)
+        self.taken: list[int] = []
+
+    def accept(self, token):
+        if self.is_terminated() or token not in self.legal():
+            return False
+        self.taken.append(token)
+        return True
+
+    def fill(self, row):
+        done = len(self.taken) == self.compiled.native
+        tokens = self.compiled.backend.vocabulary.tokens
+        digits = [i for i, t in enumerate(tokens) if len(t) == 1 and t.isdigit()]
+        bits = np.zeros(len(row) * 32, np.uint8)
+        bits[list(self.stop_ids) if done else digits] = 1
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        return True
+
+    def rollback(self, tokens):
+        del self.taken[len(self.taken) - tokens :]
+
+    def is_terminated(self):
+        return bool(self.taken) and self.taken[-1] in self.stop_ids
+
+
+def test_a_backend_in_python_alone_serves_requests():
+    """A user's backend runs on the Python transport, with speculation and rollbacks."""
+    requests = [Request(prompt="Digits.", grammar=GrammarSpec.regex(str(n))) for n in (1, 5, 9)]
+    outputs = generate(requests, grammar_backend=Countdown, grammar_transport="python")
+    assert [len(o.text) for o in outputs] == [1, 5, 9]
+    assert all(o.finished and o.text.isdigit() for o in outputs)
+
+
+def test_unknown_backends_are_refused_by_name():
+    """A backend that does not exist, or a factory of something else, stops the engine's start."""
+    for choice, message in (("guidance", "guidance"), (lambda v: v, "no GrammarBackend")):
+        with pytest.raises(OptionError, match=message):
+            demo_engine(grammar_backend=choice)
