@@ -378,6 +378,32 @@ def test_a_definition_with_a_mailbox_has_one_executable(device, stream):
     again.close()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_updated_executable_asks_the_new_definition(device, stream, transport):
+    """After update() requests go to the new work, and replays are numbered on."""
+    seen: list[tuple[str, int]] = []
+
+    def definition(name: str) -> Graph:
+        graph = Graph(device, name)
+
+        def work() -> None:
+            seen.extend((name, n[1]) for n in _native.running_host_work() if n[0] == "number")
+
+        add(graph.lane("main"), transport, work, name="number")
+        return graph
+
+    first, second = definition("first"), definition("second")
+    run = first.instantiate()
+    for _ in range(2):
+        run.launch(stream)
+    run.update(second)
+    for _ in range(2):
+        run.launch(stream)
+    run.synchronize(LIMIT_S)
+    assert seen == [("first", 1), ("first", 2), ("second", 3), ("second", 4)]
+    run.close()
+
+
 def test_a_graph_with_a_mailbox_is_neither_cloned_nor_a_child(device):
     """Both would share its words: refused by an OptionError that names the step."""
     graph, parent = Graph(device, "not shared"), Graph(device, "parent")
@@ -476,3 +502,38 @@ def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
     assert child("spin", SOFTCUDA_MEMOPS="0") == ["120"]
     off = {f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in (92, 93, 94, 98, 122, 123, 148)}
     assert child("mailbox", **off) == ["120"]
+
+
+FAULT = """
+import time
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.mailbox import MailboxWorker
+device = open_device()
+bad = load_text(device, 'extern "C" __global__ void bad(int* p) { p[1 << 24] = 1; }', "bad.cu")
+stream, graph, worker = device.stream(), Graph(device, "faults"), MailboxWorker(wait="spin")
+lane = graph.lane("main")
+lane.kernel(bad["bad"], 1, 1, [device.zeros((1,), "int32")])
+lane.mailbox(lambda: None, worker=worker, name="never asked")
+run = graph.instantiate()
+try:
+    run.launch(stream)
+    run.synchronize(20.0)
+except DeviceError as error:
+    print(error.code_name)
+end = time.monotonic() + 20.0
+while not worker.parked and time.monotonic() < end:
+    time.sleep(0.001)
+print(worker.parked, worker.served)
+"""
+
+
+def test_a_fault_wakes_everybody_and_workers_sleep():
+    """The wait ends with the fault's error, and a spinning worker spins no longer."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "GRAFT_DEVICE": "soft"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "1", "0"], done.stderr

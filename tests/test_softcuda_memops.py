@@ -325,7 +325,7 @@ BAD = 'extern "C" __global__ void bad(int* p) { p[1 << 20] = 1; }'
 w, waits, other = Words(s, 1), s.stream(), s.stream()
 s.ok(d.cuStreamWaitValue32(waits, w.address(0), 1, EQ))
 module = s.module(BAD)
-s.ok(s.launch(s.function(module, "bad"), 1, 1, s.alloc(64), stream=other))
+s.launch(s.function(module, "bad"), 1, 1, s.alloc(64), stream=other)  # may know it already
 print(int(d.cuStreamSynchronize(waits)[0]))
 """
 

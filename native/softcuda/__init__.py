@@ -14,6 +14,10 @@ SOFTCUDA_LOCK_MODEL    sum of 1 (a lock is held while a host function runs), 2 (
 SOFTCUDA_WATCHDOG      seconds after which a stuck call or host function ends the process with
                        status 86 and a description of who waits for whom
 SOFTCUDA_POISON        1 fills fresh device memory with 0xff (NaN, -1)
+SOFTCUDA_MEMOPS        0 makes every memory operation NOT_SUPPORTED
+SOFTCUDA_ATTRIBUTE_<n> 0 makes device attribute n (92, 93, 94, 98, 122, 123, 148) 0, and what it
+                       stands for NOT_SUPPORTED
+SOFTCUDA_QUEUES        1 models one hardware queue: what becomes ready behind a pending wait waits
 SOFTCUDA_LOG           1 prints refusals, faults and what is left at exit to standard error
 ====================== ==========================================================================
 """
