@@ -24,10 +24,10 @@ RUN_TESTS = $(PY) -m pytest $(TESTS) $(PYTEST)
 
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
 
-.PHONY: help setup packages native demo test test-full soak test-cuda lint clean
+.PHONY: help setup packages native demo test test-full test-sanitize soak test-cuda lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: ## build .venv, the pinned packages and the native part (what is missing or changed)
 ifeq ($(VENV),none)
@@ -59,6 +59,9 @@ test-full: setup ## also what takes longer
 
 soak: setup ## endurance runs only
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --soak -o faulthandler_timeout=0
+
+test-sanitize: setup ## stress tests of the native parts under address, undefined and thread sanitizers
+	@GRAFT_DEVICE=soft $(PY) -m pytest tests/test_sanitize.py --full $(PYTEST)
 
 test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=python3 VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS)

@@ -31,7 +31,10 @@ void flush_denormals() {
 #endif
 }
 
-void fiber_entry() { t_executor->fiber_loop(); }
+void fiber_entry() {
+  entered_stack();
+  t_executor->fiber_loop();
+}
 
 std::string triple(const softcuda_dim3& v) {
   return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
@@ -89,6 +92,7 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
                    static_cast<unsigned>(first / work.grid.x / work.grid.y)};
   running_kernel_.store(function.name.c_str(), std::memory_order_relaxed);
   if (sigsetjmp(recover_, 0) != 0) {
+    jumped_to(&main_);
     report_fault("kernel '" + work.function->name + "'", &work);
     return false;
   }

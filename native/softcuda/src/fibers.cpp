@@ -7,6 +7,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(SOFTCUDA_ASAN_FIBERS)
+#include <sanitizer/common_interface_defs.h>
+#elif defined(SOFTCUDA_TSAN_FIBERS)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace softcuda {
 namespace {
 constexpr size_t kStack = 512 << 10;  // touched lazily; CUDA's own limit of local memory a thread
@@ -23,7 +29,7 @@ static void prepare(Context* context, char* stack, size_t size, void (*entry)())
   context->stack_pointer = top;
 }
 #else
-void switch_context(Context* from, Context* to) { swapcontext(&from->machine, &to->machine); }
+void switch_stacks(Context* from, Context* to) { swapcontext(&from->machine, &to->machine); }
 
 static void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
   getcontext(&context->machine);
@@ -32,6 +38,49 @@ static void prepare(Context* context, char* stack, size_t size, void (*entry)())
   context->machine.uc_link = nullptr;
   makecontext(&context->machine, entry, 0);
 }
+#endif
+
+#if defined(SOFTCUDA_ASAN_FIBERS)
+namespace {
+// The context that the running stack was entered from. Only the worker's own stack has bounds that
+// are unknown until it is left.
+thread_local Context* t_left = nullptr;
+
+void learn_bounds(void* fake_stack) {
+  const void* bottom = nullptr;
+  size_t size = 0;
+  __sanitizer_finish_switch_fiber(fake_stack, &bottom, &size);
+  if (t_left != nullptr && t_left->bottom == nullptr) {
+    t_left->bottom = bottom;
+    t_left->size = size;
+  }
+}
+}  // namespace
+
+__attribute__((noinline, no_sanitize_address)) void switch_context(Context* from, Context* to) {
+  t_left = from;
+  __sanitizer_start_switch_fiber(&from->fake_stack, to->bottom, to->size);
+  switch_stacks(from, to);
+  learn_bounds(from->fake_stack);
+}
+
+void entered_stack() { learn_bounds(nullptr); }
+
+void jumped_to(Context* main) {
+  if (main->bottom == nullptr) return;
+  void* lost = nullptr;
+  __sanitizer_start_switch_fiber(&lost, main->bottom, main->size);
+  __sanitizer_finish_switch_fiber(main->fake_stack, nullptr, nullptr);
+}
+#elif defined(SOFTCUDA_TSAN_FIBERS)
+__attribute__((noinline, no_sanitize_thread)) void switch_context(Context* from, Context* to) {
+  if (from->fiber == nullptr) from->fiber = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(to->fiber, 0);
+  switch_stacks(from, to);
+}
+
+void entered_stack() {}
+void jumped_to(Context* main) { __tsan_switch_to_fiber(main->fiber, 0); }
 #endif
 
 void FiberPool::grow() {
@@ -52,6 +101,12 @@ void FiberPool::grow() {
     auto* fiber = new Fiber;
     // Tops at different cache sets: equal offsets would make every switch miss the first cache.
     prepare(&fiber->context, stack, kStack - (i + 1) * kColour, entry_);
+#if defined(SOFTCUDA_ASAN_FIBERS)
+    fiber->context.bottom = stack;
+    fiber->context.size = kStack;
+#elif defined(SOFTCUDA_TSAN_FIBERS)
+    fiber->context.fiber = __tsan_create_fiber(0);
+#endif
     free_.push_back(fiber);
   }
 }

@@ -1,6 +1,7 @@
 // Stacks that suspended threads of a block keep, and the switch between them.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "softcuda_abi.h"
@@ -12,6 +13,9 @@
 #include <ucontext.h>
 #endif
 
+// SOFTCUDA_ASAN_FIBERS and SOFTCUDA_TSAN_FIBERS: built with a sanitizer that follows stacks, so
+// each switch is announced to it (native/tests/CMakeLists.txt).
+
 namespace softcuda {
 
 // A suspended point of execution.
@@ -20,6 +24,13 @@ struct Context {
   void* stack_pointer = nullptr;
 #else
   ucontext_t machine;
+#endif
+#if defined(SOFTCUDA_ASAN_FIBERS)
+  const void* bottom = nullptr;  // of the stack; of a worker's own stack once it was left
+  size_t size = 0;
+  void* fake_stack = nullptr;
+#elif defined(SOFTCUDA_TSAN_FIBERS)
+  void* fiber = nullptr;
 #endif
 };
 
@@ -45,11 +56,22 @@ class FiberPool {
   std::vector<char*> slabs_;
 };
 
+#if defined(SOFTCUDA_ASAN_FIBERS) || defined(SOFTCUDA_TSAN_FIBERS)
+void switch_context(Context* from, Context* to);
+// First thing on a stack that was never left before.
+void entered_stack();
+// A fault's handler jumped to the worker's own stack.
+void jumped_to(Context* main);
+#else
+inline void entered_stack() {}
+inline void jumped_to(Context*) {}
+#endif
+
 #ifdef SOFTCUDA_OWN_SWITCH
 // Inline, so that one return address is mispredicted per switch instead of one per call level.
 // Everything a call would preserve is either saved here or named as clobbered; the 128 bytes below
 // the stack pointer (the red zone) are stepped over.
-inline __attribute__((always_inline)) void switch_context(Context* from, Context* to) {
+inline __attribute__((always_inline)) void switch_stacks(Context* from, Context* to) {
   void** save = &from->stack_pointer;
   void* load = to->stack_pointer;
   asm volatile(
@@ -71,7 +93,13 @@ inline __attribute__((always_inline)) void switch_context(Context* from, Context
         "xmm12", "xmm13", "xmm14", "xmm15", "memory", "cc");
 }
 #else
-void switch_context(Context* from, Context* to);
+void switch_stacks(Context* from, Context* to);
+#endif
+
+#if !defined(SOFTCUDA_ASAN_FIBERS) && !defined(SOFTCUDA_TSAN_FIBERS)
+inline __attribute__((always_inline)) void switch_context(Context* from, Context* to) {
+  switch_stacks(from, to);
+}
 #endif
 
 }  // namespace softcuda

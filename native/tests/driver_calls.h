@@ -1,0 +1,63 @@
+// The driver's entry points that the stress test calls, and what it wants of every answer.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "softcuda/src/cuda_api.h"
+
+extern "C" {
+CUresult cuInit(unsigned);
+CUresult cuDevicePrimaryCtxRetain(CUcontext*, CUdevice);
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice);
+CUresult cuCtxSetCurrent(CUcontext);
+CUresult cuCtxSynchronize();
+CUresult cuMemHostAlloc(void**, size_t, unsigned);
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr*, void*, unsigned);
+CUresult cuMemFreeHost(void*);
+CUresult cuModuleLoadData(CUmodule*, const void*);
+CUresult cuModuleUnload(CUmodule);
+CUresult cuModuleGetFunction(CUfunction*, CUmodule, const char*);
+CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                        unsigned, CUstream, void**, void**);
+CUresult cuStreamCreate(CUstream*, unsigned);
+CUresult cuStreamDestroy_v2(CUstream);
+CUresult cuStreamSynchronize(CUstream);
+CUresult cuEventCreate(CUevent*, unsigned);
+CUresult cuGraphCreate(CUgraph*, unsigned);
+CUresult cuGraphDestroy(CUgraph);
+CUresult cuGraphAddKernelNode_v2(CUgraphNode*, CUgraph, const CUgraphNode*, size_t,
+                                 const CUDA_KERNEL_NODE_PARAMS*);
+CUresult cuGraphAddMemcpyNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t,
+                              const CUDA_MEMCPY3D*, CUcontext);
+CUresult cuGraphAddMemsetNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t,
+                              const CUDA_MEMSET_NODE_PARAMS*, CUcontext);
+CUresult cuGraphAddHostNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t,
+                            const CUDA_HOST_NODE_PARAMS*);
+CUresult cuGraphAddEmptyNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t);
+CUresult cuGraphAddChildGraphNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, CUgraph);
+CUresult cuGraphInstantiateWithFlags(CUgraphExec*, CUgraph, unsigned long long);
+CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec, CUgraphNode,
+                                           const CUDA_KERNEL_NODE_PARAMS*);
+CUresult cuGraphLaunch(CUgraphExec, CUstream);
+CUresult cuGraphNodeSetEnabled(CUgraphExec, CUgraphNode, unsigned);
+int64_t softcuda_live(const char* kind);
+size_t softcuda_last_fault(char* text, size_t size);
+size_t softcuda_last_refusal(char* text, size_t size);
+}
+
+namespace stress {
+
+[[noreturn]] inline void give_up(const char* what, const char* file, int line) {
+  char reason[512] = "";
+  softcuda_last_refusal(reason, sizeof reason);
+  std::fprintf(stderr, "stress: %s:%d: %s\n%s\n", file, line, what, reason);
+  std::exit(1);
+}
+
+#define WANT(condition) \
+  if (!(condition)) stress::give_up(#condition, __FILE__, __LINE__)
+#define CALL(expression) \
+  if ((expression) != CUDA_SUCCESS) stress::give_up(#expression, __FILE__, __LINE__)
+
+}  // namespace stress

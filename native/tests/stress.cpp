@@ -1,0 +1,149 @@
+// Stress test of the soft device and of the host-work room, built with sanitizers.
+//
+//   stress graphs IMAGE SEED GRAPHS THREADS [no-barriers]   random graphs against a model
+//   stress faults IMAGE                                     a kernel that writes out of bounds
+//   stress rings SECONDS                                    lock-free parts between two threads
+//   stress broken                                           a race and a use after free, on purpose
+//
+// IMAGE is kernels.cu as built by softcuda/compile.py. Exit status 1 and a line say what differs.
+#include <dlfcn.h>
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <thread>
+
+#include "graph_case.h"
+#include "rings.h"
+
+namespace stress {
+namespace {
+
+CUcontext open_device() {
+  CUcontext context = nullptr;
+  CALL(cuInit(0));
+  CALL(cuDevicePrimaryCtxRetain(&context, 0));
+  CALL(cuCtxSetCurrent(context));
+  Dl_info info{};
+  WANT(dladdr(reinterpret_cast<void*>(&cuInit), &info) != 0);
+  graft::hostwork::bind_driver(info.dli_fname, context);
+  graft::hostwork::start_reaper();
+  return context;
+}
+
+Kernels load(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> image{std::istreambuf_iterator<char>(file), {}};
+  WANT(!image.empty());
+  Kernels kernels;
+  CALL(cuModuleLoadData(&kernels.module, image.data()));
+  CALL(cuModuleGetFunction(&kernels.plain, kernels.module, "plain_cell"));
+  CALL(cuModuleGetFunction(&kernels.barrier, kernels.module, "barrier_cell"));
+  CALL(cuModuleGetFunction(&kernels.warp, kernels.module, "warp_cell"));
+  CALL(cuModuleGetFunction(&kernels.stray, kernels.module, "stray_cell"));
+  return kernels;
+}
+
+int graphs(const char* image, unsigned seed, unsigned count, unsigned threads, bool barriers) {
+  CUcontext context = open_device();
+  Kernels kernels = load(image);
+  kernels.barriers = barriers;
+  std::vector<std::thread> running;
+  for (unsigned t = 0; t < threads; ++t) {
+    running.emplace_back([&, t] {
+      CALL(cuCtxSetCurrent(context));
+      for (unsigned i = t; i < count; i += threads) {
+        Random random(seed + i);  // a failure is repeated by its seed alone, on one thread
+        GraphCase(random, kernels).run();
+      }
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+  CALL(cuCtxSynchronize());
+  WANT(graft::hostwork::flush(20.0));
+  CALL(cuModuleUnload(kernels.module));
+  WANT(graft::hostwork::live_records() == 0);
+  const auto released = graft::hostwork::released_records();
+  for (const char* kind : {"graph", "graph_exec", "user_object", "stream", "event", "module",
+                           "pinned_memory", "device_memory"}) {
+    if (softcuda_live(kind) != 0) std::fprintf(stderr, "%s: %ld left\n", kind, softcuda_live(kind));
+    WANT(softcuda_live(kind) == 0);
+  }
+  const auto runs = graft::hostwork::run_counts();
+  std::printf("%u graphs on %u threads; host steps: %ld ran, %ld stood down; %ld records\n", count,
+              threads, runs.native, runs.stood_down, released);
+  WANT(count < 20 || (runs.native > 0 && runs.stood_down > 0));
+  CALL(cuDevicePrimaryCtxRelease_v2(0));
+  return 0;
+}
+
+// The fault must be told by name, and everything afterwards must be refused, not crash.
+int faults(const char* image) {
+  open_device();
+  Kernels kernels = load(image);
+  void* memory = nullptr;
+  CUdeviceptr alias = 0;
+  CALL(cuMemHostAlloc(&memory, 4096, CU_MEMHOSTALLOC_DEVICEMAP));
+  CALL(cuMemHostGetDevicePointer_v2(&alias, memory, 0));
+  int out = 1 << 10;  // the first word past the page
+  void* params[] = {&alias, &out};
+  CALL(cuLaunchKernel(kernels.stray, 1, 1, 1, 1, 1, 1, 0, nullptr, params, nullptr));
+  WANT(cuCtxSynchronize() == CUDA_ERROR_ILLEGAL_ADDRESS);
+  char text[512] = "";
+  softcuda_last_fault(text, sizeof text);
+  WANT(std::strstr(text, "stray_cell") != nullptr);
+  WANT(cuLaunchKernel(kernels.stray, 1, 1, 1, 1, 1, 1, 0, nullptr, params, nullptr) ==
+       CUDA_ERROR_ILLEGAL_ADDRESS);
+  CALL(cuDevicePrimaryCtxRelease_v2(0));
+  std::printf("%s\n", text);
+  return 0;
+}
+
+// Whether the sanitizer finds what it is there to find, also on a thread of the soft device.
+int broken() {
+  open_device();
+  static int shared = 0;
+  const auto touch = [](void*) { ++shared; };
+  CUgraph graph = nullptr;
+  CUgraphExec exec = nullptr;
+  CUstream stream = nullptr;
+  CALL(cuGraphCreate(&graph, 0));
+  for (CUhostFn step : {CUhostFn(touch), CUhostFn([](void* data) {
+                          int* freed = new int(*static_cast<int*>(data));
+                          delete freed;
+                          shared += *freed;
+                        })}) {
+    CUgraphNode node = nullptr;
+    const CUDA_HOST_NODE_PARAMS params{step, &shared};
+    CALL(cuGraphAddHostNode(&node, graph, nullptr, 0, &params));
+  }
+  CALL(cuGraphInstantiateWithFlags(&exec, graph, 0));
+  CALL(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+  CALL(cuGraphLaunch(exec, stream));
+  for (int i = 0; i < 1000; ++i) touch(nullptr);
+  CALL(cuStreamSynchronize(stream));
+  std::printf("nothing was found: %d\n", shared);
+  return 0;
+}
+
+int usage() {
+  std::fprintf(stderr, "usage: stress graphs|faults|rings|broken ...; see stress.cpp\n");
+  return 2;
+}
+
+int run(int count, char** arguments) {
+  const std::string what = count > 1 ? arguments[1] : "";
+  if (what == "graphs" && count >= 6) {
+    const auto number = [&](int i) { return static_cast<unsigned>(std::atoi(arguments[i])); };
+    return graphs(arguments[2], number(3), number(4), number(5), count == 6);
+  }
+  if (what == "faults" && count == 3) return faults(arguments[2]);
+  if (what == "rings" && count == 3) return rings(std::atof(arguments[2]));
+  if (what == "broken") return broken();
+  return usage();
+}
+
+}  // namespace
+}  // namespace stress
+
+int main(int count, char** arguments) { return stress::run(count, arguments); }

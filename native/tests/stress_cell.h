@@ -1,0 +1,25 @@
+// What kernels and host steps of the stress test compute; plain C++ on the host's side.
+#pragma once
+
+#ifdef __SOFTCUDA__
+#define CELL_CODE __device__ inline
+#else
+#define CELL_CODE inline
+#endif
+
+constexpr int kWords = 128, kBlock = 64;
+
+CELL_CODE unsigned mix_word(unsigned hash, unsigned word) {
+  hash = (hash ^ word) * 0x9e3779b1u;
+  return hash ^ (hash >> 15);
+}
+
+// a, b and c are cells, or -1.
+CELL_CODE unsigned gather_word(const unsigned* cells, int out, unsigned salt, int a, int b, int c,
+                               int word) {
+  unsigned hash = mix_word(salt, cells[out * kWords + word]);
+  if (a >= 0) hash = mix_word(hash, cells[a * kWords + word]);
+  if (b >= 0) hash = mix_word(hash, cells[b * kWords + word]);
+  if (c >= 0) hash = mix_word(hash, cells[c * kWords + word]);
+  return hash;
+}

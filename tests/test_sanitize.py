@@ -1,0 +1,140 @@
+"""The native parts under sanitizers: random graphs against a sequential model, faults, rings.
+
+``make test`` runs the short form (address and undefined-behaviour sanitizers, some hundred graphs);
+``make test-sanitize`` adds more graphs, other settings, and the thread sanitizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from graft.native.softcuda.compile import compile_cpu, compiler
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "native" / "tests"
+BUILD = ROOT / "build" / "sanitize"
+
+
+@functools.cache
+def has_sanitizer(kind: str) -> bool:
+    """Whether the compiler can build and link with a sanitizer."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    command = [*compiler(), f"-fsanitize={kind}", "-x", "c++", "-", "-o", str(BUILD / f"try-{kind}")]
+    done = subprocess.run(command, input="int main() {}", capture_output=True, text=True, check=False)
+    return done.returncode == 0
+
+
+@functools.cache
+def stress(kind: str) -> Path:
+    """The stress program, built with one sanitizer; skips where the compiler has none."""
+    if not has_sanitizer(kind):
+        pytest.skip(f"{' '.join(compiler())} has no {kind} sanitizer")
+    beside = Path(sys.executable).parent
+    path = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
+    ninja = ["-G", "Ninja"] if shutil.which("ninja", path=path) else []
+    folder = BUILD / kind
+    for command in (
+        ["cmake", "-S", str(TESTS), "-B", str(folder), *ninja, f"-DGRAFT_SANITIZE={kind}",
+         f"-DPython_EXECUTABLE={sys.executable}"],
+        ["cmake", "--build", str(folder), "--parallel", "2"],
+    ):
+        done = subprocess.run(["nice", *command], capture_output=True, text=True, check=False,
+                              env=os.environ | {"PATH": path})
+        if done.returncode != 0 and "Development.Embed" in done.stderr:
+            pytest.skip("there is no libpython to link the stress program with")
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return folder / "stress"
+
+
+@functools.cache
+def image() -> Path:
+    """The stress kernels as an image for the soft device."""
+    text = TESTS / "kernels.cu"
+    built = compile_cpu(text.read_text(), text.name, include_dirs=[TESTS],
+                        cache_dir=BUILD / "kernels")
+    path = BUILD / "kernels.image"
+    path.write_bytes(built)
+    return path
+
+
+def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -> str:
+    """Run the stress program and return what it said; a finding fails the test."""
+    command = [str(stress(kind)), *map(str, arguments)]
+    done = execute(command, timeout_s, settings)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+def execute(command: list[str], timeout_s: float, settings: dict[str, str]
+            ) -> subprocess.CompletedProcess[str]:
+    """Run a command without the caller's own settings of device and sanitizers."""
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith(("SOFTCUDA_", "ASAN_", "TSAN_", "UBSAN_", "LSAN_"))}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s,
+                          env=environment | settings)
+
+
+def graphs(kind: str, seed: int, count: int, threads: int, *more: str, timeout_s: float = 60,
+           **settings: str) -> None:
+    """Run random graphs; the program checks cells, failures, and that nothing is left."""
+    said = run(kind, "graphs", image(), seed, count, threads, *more, timeout_s=timeout_s,
+               **settings)
+    assert re.match(rf"{count} graphs on {threads} threads; ", said)
+
+
+def test_random_graphs_agree_with_a_sequential_model():
+    """Forks, joins, host steps, failures, updates and drops: right, and no memory error or leak."""
+    graphs("address", 1, 400, 3, SOFTCUDA_WORKERS="3")
+
+
+def test_a_fault_is_named_and_everything_later_is_refused():
+    """A kernel that writes out of bounds costs the context, and no sanitizer finds more."""
+    assert "stray_cell" in run("address", "faults", image())
+
+
+def test_lock_free_parts_of_the_guide_lose_and_mix_nothing():
+    """Snapshots, the timeline and the token log between a publisher, a worker and a reader."""
+    assert int(run("address", "rings", 1).split()[0]) > 0
+
+
+@pytest.mark.parametrize("kind, finding", [
+    ("address", "AddressSanitizer: heap-use-after-free"),
+    pytest.param("thread", "ThreadSanitizer: data race", marks=pytest.mark.full),
+])
+def test_the_sanitizers_find_what_is_wrong(kind, finding):
+    """A race and a use after free in a host step of a graph are reported, and fail the run."""
+    done = execute([str(stress(kind)), "broken"], 60, {})
+    assert done.returncode != 0
+    assert finding in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [
+    {}, {"SOFTCUDA_WORKERS": "4"}, {"SOFTCUDA_DESTRUCTORS": "inline"}, {"SOFTCUDA_STRICT": "0"},
+], ids=lambda settings: " ".join(settings) or "default")
+def test_random_graphs_have_no_data_race(settings):
+    """Random graphs on four threads under the thread sanitizer, fibers and barriers included."""
+    graphs("thread", 50_000, 1500, 4, timeout_s=600, **settings)
+
+
+@pytest.mark.full
+def test_lock_free_parts_of_the_guide_have_no_data_race():
+    """The same rings under the thread sanitizer."""
+    assert int(run("thread", "rings", 5).split()[0]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [
+    {}, {"SOFTCUDA_WORKERS": "1"}, {"SOFTCUDA_WORKERS": "6"}, {"SOFTCUDA_DESTRUCTORS": "inline"},
+    {"SOFTCUDA_STRICT": "0"}, {"SOFTCUDA_LOCK_MODEL": "1"}, {"SOFTCUDA_POISON": "1"},
+], ids=lambda settings: " ".join(settings) or "default")
+def test_many_random_graphs_under_other_settings(settings):
+    """The same under every way in which the soft device can free, order and lock."""
+    graphs("address", 10_000, 4000, 4, timeout_s=600, **settings)
