@@ -19,9 +19,13 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from graft.grammar.backend import make_backend
 from graft.grammar.compile_child import receive, send
 from graft.grammar.errors import GrammarError
+from graft.grammar.matcher import Matcher
+from graft.grammar.preflight import available_backends
 from graft.grammar.router import route
+from graft.grammar.spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["SUBJECTS", "Refused", "try_row"]
@@ -51,14 +55,10 @@ Compiled = Callable[[], Matching]
 class _Llguidance:
     """LLGuidance's Python API, as its documentation uses it."""
 
-    #: The default ends texts of patterns with long counted repetitions early.
-    FUEL = 100_000_000
-
-    def __init__(self, vocabulary: Vocabulary, path: str, fuel: int | None = None):
+    def __init__(self, vocabulary: Vocabulary, path: str):
         import llguidance  # type: ignore[import-not-found, unused-ignore]
 
         self._matcher = llguidance.LLMatcher
-        self._limits = llguidance.LLParserLimits(initial_lexer_fuel=fuel) if fuel else None
         stop = vocabulary.stop_ids[0]
         self._tokenizer = llguidance.LLTokenizer(path, n_vocab=vocabulary.size, eos_token=stop)
         self._mask = np.zeros(vocabulary.words, np.int32)
@@ -77,7 +77,7 @@ class _Llguidance:
         return lambda: _LlguidanceMatching(first.deep_copy(), self._mask)
 
     def _new(self, text: str) -> Any:
-        return self._matcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        return self._matcher(self._tokenizer, text, log_level=0)
 
 
 class _LlguidanceMatching:
@@ -144,24 +144,45 @@ class _XgrammarMatching:
 
 
 class _Auto:
-    """graft's router; what it cannot have enforced exactly is taken loosely and marked."""
+    """graft's router and backends; what cannot be enforced exactly is taken loosely and marked."""
 
-    def __init__(self, vocabulary: Vocabulary, path: str):
-        self._backends: dict[str, Any] = {
-            "llguidance": _Llguidance(vocabulary, path, _Llguidance.FUEL),
-            "xgrammar": _Xgrammar(vocabulary, strict=True),
-        }
+    def __init__(self, vocabulary: Vocabulary):
+        self._backends = {name: make_backend(name, vocabulary) for name in available_backends()}
+        self._mask = np.zeros(vocabulary.words, np.int32)
 
     def compile(self, schema: Any, draft: int = 2020) -> tuple[Compiled, Any]:
         found = route(schema, tuple(self._backends), draft=draft)
         if found.backend is None:
             raise Refused(found.refusal())
-        return self._backends[found.backend].compile(found.schema), found
+        backend = self._backends[found.backend]
+        spec = GrammarSpec(
+            "json_schema", json.dumps(found.schema, ensure_ascii=False),
+            strict=found.backend == "xgrammar", partial=not found.exact, backend=found.backend,
+        )  # fmt: skip
+        compiled = backend.compile(spec)
+        return lambda: _GraftMatching(backend.matcher(compiled), self._mask), found
+
+
+class _GraftMatching:
+    def __init__(self, matcher: Matcher, mask: np.ndarray):
+        self._matcher, self._mask = matcher, mask
+
+    def fill(self) -> None:
+        self._matcher.fill(self._mask)
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.accept(token)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def complete(self) -> bool:
+        return self._matcher.accept(self._matcher.stop_ids[0])
 
 
 def _subject(name: str, vocabulary: Vocabulary, path: str) -> Any:
     if name == "auto":
-        return _Auto(vocabulary, path)
+        return _Auto(vocabulary)
     if name == "llguidance":
         return _Llguidance(vocabulary, path)
     return _Xgrammar(vocabulary, strict=name == "xgrammar")
@@ -190,9 +211,9 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         else:
             compiled = subject.compile(row["schema"])
     except (Refused, GrammarError) as error:
-        keyword = str(error).split(": ")[2:3] if isinstance(subject, _Auto) else []
-        return {**answer, "outcome": "refused", "why": str(error)[:300], "keyword":
-                keyword[0] if keyword else ""}  # fmt: skip
+        parts = str(error).split(": ")  # "cannot be enforced: pointer: keyword: why"
+        keyword = parts[2] if isinstance(subject, _Auto) and len(parts) > 3 else ""
+        return {**answer, "outcome": "refused", "why": str(error)[:300], "keyword": keyword}
     compile_s = time.perf_counter() - begin
     fills: list[int] = []
     accepted: dict[str, list[bool]] = {"valid": [], "invalid": []}
