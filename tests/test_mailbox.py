@@ -108,6 +108,46 @@ def test_native_work_answers_without_python(device, stream, transport):
     run.close()
 
 
+class Api(ctypes.Structure):
+    """What the native function below is given."""
+
+    _fields_ = (("output", ctypes.c_void_p), ("part", ctypes.c_void_p), ("runs", ctypes.c_int))
+
+
+SOURCE = """
+struct Api { int* (*output)(); void (*part)(int*, int*); int runs; };
+extern "C" void answer(void* data) {
+  auto* api = static_cast<Api*>(data);
+  int index = 0, count = 0;
+  api->part(&index, &count);
+  if (index == 0) ++api->runs;
+  const int runs = __atomic_load_n(&api->runs, __ATOMIC_RELAXED);
+  for (int i = index; i < 4; i += count) api->output()[i] = 10 * index + (index == 0 ? runs : 1);
+}
+"""
+
+
+def test_native_work_writes_its_part_of_the_output(device, stream, tmp_path):
+    """Two threads of C++ share the rows of one answer, and only their output is published."""
+    (tmp_path / "work.cpp").write_text(SOURCE)
+    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(tmp_path / "work.so"),
+               str(tmp_path / "work.cpp")]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip(f"no C++ compiler ({command[0]})")
+    library, offered = ctypes.CDLL(str(tmp_path / "work.so")), _native.mailbox_api()
+    api = Api(output=offered["current_output"], part=offered["read_part"])
+    address = ctypes.cast(library.answer, ctypes.c_void_p).value or 0
+    work = NativeWork(address, ctypes.addressof(api), keep=(library, api), name="answer")
+    run, result = answered(device, "mailbox", work, worker=MailboxWorker(threads=2))
+    for i in range(1, 101):
+        run.launch(stream)
+        run.synchronize(LIMIT_S)
+        assert result.to_host().tolist() == [i, 11, i, 11]
+    run.close()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device, transport):
     """What the lane holds before is an ancestor of the request, and the request of the wait."""

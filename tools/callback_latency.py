@@ -118,10 +118,10 @@ def measure_all(device: Device, samples: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
     lines = [f"device: {result['device']}",
-             f"{'transport':<10}{'python':<7}" + "".join(f"{q:>10}" for q in QUANTILES) + "  us"]
+             f"{'transport':<12}{'python':<7}" + "".join(f"{q:>10}" for q in QUANTILES) + "  us"]
     for cell in result["cells"]:
         figures = "".join(f"{cell['us'][q]:>10.1f}" for q in QUANTILES)
-        lines.append(f"{cell['transport']:<10}{cell['python']:<7}{figures}")
+        lines.append(f"{cell['transport']:<12}{cell['python']:<7}{figures}")
     if result["kind"] == "soft":
         lines.append("these are times of the soft device, a CPU; a GPU's are not these")
     return "\n".join(lines)

@@ -15,6 +15,12 @@ using namespace graft::hostwork;
 
 namespace {
 
+void read_part(int* index, int* count) {
+  const CurrentPart part = current_part();
+  *index = part.index;
+  *count = part.count;
+}
+
 template <typename T>
 T* pointer(std::uint64_t address) {
   return reinterpret_cast<T*>(address);
@@ -110,10 +116,12 @@ void bind_mailboxes(nb::module_& m) {
     const CurrentPart part = current_part();
     return std::make_pair(part.index, part.count);
   });
+  // For native work that is compiled elsewhere: void* current_output() is where its results go,
+  // void read_part(int* index, int* count) which part of how many it does.
   m.def("mailbox_api", [] {
     nb::dict out;
     out["current_output"] = reinterpret_cast<std::uint64_t>(&current_output);
-    out["current_part"] = reinterpret_cast<std::uint64_t>(&current_part);
+    out["read_part"] = reinterpret_cast<std::uint64_t>(&read_part);
     return out;
   });
   m.def("abandon_mailboxes", &abandon_mailboxes);
