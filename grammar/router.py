@@ -23,6 +23,7 @@ from .rewrite_terms import Reason
 __all__ = ["Reason", "Route", "check_output", "route", "route_named"]
 
 _MOST_REASONS = 20
+_EMPTY = "allows no output"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
         for name in names
     ]
     best = min(attempts, key=lambda attempt: (not attempt.exact, attempt.backend is None))
+    empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
+    if empty:  # proved by one backend, whatever another would let through
+        best = empty[0]
     return Route(
         best.backend, best.schema, best.exact, best.reasons[:_MOST_REASONS], new.changed
     )
@@ -125,7 +129,7 @@ def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
     """With LLGuidance; keywords that it refuses are taken out one by one, and named."""
     reasons = list(lost)
     if schema is False:
-        return Route(None, schema, False, (Reason("#", "schema", "allows no output"),))
+        return Route(None, schema, False, (Reason("#", "schema", _EMPTY),))
     if schema is True:
         schema = {}
     loose = schema
@@ -144,7 +148,7 @@ def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
 def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
     """With XGrammar, which is trusted only with keywords that it is known to enforce."""
     if schema is False or rewritten is False:
-        return Route(None, schema, False, (Reason("#", "schema", "allows no output"),))
+        return Route(None, schema, False, (Reason("#", "schema", _EMPTY),))
     reasons = list(lost)
     if _patterns(rewritten) - _patterns(schema):
         reasons.append(Reason("#", "pattern", "XGrammar may read a pattern or format differently"))
