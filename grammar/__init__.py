@@ -7,6 +7,7 @@ from .errors import GrammarError, GuideError
 from .llguidance import LLGuidanceBackend
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
+from .router import Reason, Route, check_output, route
 from .service import GrammarService
 from .spec import GrammarSpec, StructuralTag
 from .vocabulary import Vocabulary
@@ -26,8 +27,12 @@ __all__ = [
     "LLGuidanceBackend",
     "Marker",
     "Matcher",
+    "Reason",
+    "Route",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
+    "check_output",
     "make_backend",
+    "route",
 ]

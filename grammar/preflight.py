@@ -56,10 +56,11 @@ _PARTS = word_set(
 _LARGE = 512  # XGrammar spells bounds out: beyond this its compile takes seconds
 _KEYWORD_OF = (
     (r"Unknown format", "format"),
+    (r"range: min=None", "maximum"),
+    (r"float range|integer range", "minimum"),
     (r"patternPropert", "patternProperties"),
     (r"regex|lookaround", "pattern"),
     (r"Resource|Anchor|circular references|Pointer|not found", "$ref"),
-    (r"float range|integer range", "minimum"),
     (r"oneOf", "oneOf"),
     (r"min/maxProperties", "minProperties"),
 )
