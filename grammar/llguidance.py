@@ -66,7 +66,7 @@ def grammar_text(spec: GrammarSpec) -> str:
     if spec.kind == "lark":
         return _lark(spec.text)
     if spec.kind == "choice":
-        options = (json.dumps(option, ensure_ascii=False) for option in json.loads(spec.text))
+        options = (_literal(option) for option in json.loads(spec.text))
         return _lark("start: " + " | ".join(options))
     if spec.kind == "structural_tag":
         return _lark(_structural_tag(spec.text))
@@ -83,6 +83,12 @@ def grammar_text(spec: GrammarSpec) -> str:
 def _lark(text: str) -> str:
     # see LLGuidanceBackend
     return json.dumps({"grammars": [{"lark_grammar": '%llguidance {"no_forcing": true}\n' + text}]})
+
+
+def _literal(text: str) -> str:
+    """A Lark string."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)
 
 
 def _escape_slashes(pattern: str) -> str:
@@ -158,14 +164,11 @@ def _structural_tag(text: str) -> str:
         closed = {**close_objects(schema), "x-guidance": {"whitespace_flexible": True}}
         parts = [tag["begin"][len(trigger) :], closed, tag["end"]]
         body = [
-            part if isinstance(part, str) else "%json " + json.dumps(part)
-            for part in (
-                json.dumps(part, ensure_ascii=False) if isinstance(part, str) else part
-                for part in parts
-                if part != ""
-            )
+            _literal(part) if isinstance(part, str) else "%json " + json.dumps(part)
+            for part in parts
+            if part != ""
         ]
-        rules.append(f"open_{i}[lazy]: FREE {json.dumps(trigger, ensure_ascii=False)}")
+        rules.append(f"open_{i}[lazy]: FREE {_literal(trigger)}")
         rules.append(f"tag_{i}: open_{i} " + " ".join(body))
     return "\n".join(rules)
 

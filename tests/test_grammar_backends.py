@@ -1,0 +1,193 @@
+"""Every way to state a constraint, on every backend, and what is refused when stated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from test_grammar_spec import OPTIONS
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar import (
+    GrammarError,
+    GrammarService,
+    GrammarSpec,
+    StructuralTag,
+    Vocabulary,
+    make_backend,
+)
+
+STOP, THINK = 256, 257
+ANYTHING: Any = 3  # what a type checker would not let pass
+
+
+def vocabulary(names: dict[str, int] | None = None) -> Vocabulary:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"", b"", b"</t>{"]
+    return Vocabulary(tokens, 270, [STOP], {"</think>": THINK} if names is None else names)
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request):
+    return make_backend(request.param, vocabulary())
+
+
+def accepts(backend, spec: GrammarSpec, *parts: str | int) -> bool:
+    """Whether text byte by byte, ids as they are, and then the stop id are accepted."""
+    matcher = backend.matcher(backend.compile(spec))
+    tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
+    return all(matcher.accept(token) for token in tokens) and matcher.accept(STOP)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_choice_is_taken_literally(backend, option):
+    """A choice accepts exactly its strings, whatever characters they contain."""
+    spec = GrammarSpec.choice([option, "other"])
+    assert accepts(backend, spec, option) and accepts(backend, spec, "other")
+    assert not accepts(backend, spec, option + "x") and not accepts(backend, spec, option[:-1])
+
+
+def test_json_is_one_line_with_spaces_after_separators(backend):
+    """Without any_whitespace separators are `", "` and `": "`, with it whatever JSON allows."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "array"}},
+        "required": ["a", "b"],
+    }
+    line = GrammarSpec.json_schema(schema)
+    assert accepts(backend, line, '{"a": 1, "b": [1, 2]}')
+    assert not accepts(backend, line, '{"a":1,"b":[]}')
+    loose = GrammarSpec.json_schema(schema, any_whitespace=True)
+    assert accepts(backend, loose, '{\n  "a":1,\n  "b": []}')
+
+
+def test_strict_objects_take_no_further_properties(backend):
+    """Strict closes objects that list their properties; without it others may follow."""
+    schema = {
+        "type": "object",
+        "properties": {"o": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+    text = '{"o": {"a": 1, "z": 2}}'
+    assert not accepts(backend, GrammarSpec.json_schema(schema), text)
+    assert accepts(backend, GrammarSpec.json_schema(schema, strict=False), text)
+
+
+def test_slashes_and_newlines_in_a_regex(backend):
+    """Characters that end or break a regex elsewhere are taken as they are."""
+    assert accepts(backend, GrammarSpec.regex(r"a/b\/c"), "a/b/c")
+    assert accepts(backend, GrammarSpec.regex("a\nb"), "a\nb")
+
+
+def test_markers_by_name_by_id_and_as_text(backend):
+    """A marker that names an added token is that token or its text; an id is that token alone."""
+    yes = GrammarSpec.choice(["yes"])
+    assert accepts(backend, yes.after("</think>"), "so... ", THINK, "yes")
+    assert accepts(backend, yes.after("</think>"), "so... </think>yes")
+    assert accepts(backend, yes.after(THINK), "a </think> b", THINK, "yes")
+    assert not accepts(backend, yes.after(THINK), "</think>yes", THINK)
+    assert not accepts(backend, yes.after("</think>"), "so", THINK, "no")
+    # a stop id in the free text ends it, unless the marker is required
+    assert accepts(backend, yes.after("</think>"), "so")
+    assert not accepts(backend, yes.after("</think>", required=True), "so")
+
+
+def test_no_token_carries_the_marker_and_more(backend):
+    """A token with the marker's end inside is illegal, so the grammar sees every later byte."""
+    matcher = backend.matcher(backend.compile(GrammarSpec.choice(["{yes"]).after("</t>")))
+    assert 258 not in matcher.legal() and not matcher.accept(258)
+    for token in b"x</t":
+        assert matcher.accept(token)
+    assert 258 not in matcher.legal()  # "</t" and then "</t>{" holds the marker too
+    matcher.accept(ord(">"))
+    assert matcher.legal().tolist() == [ord("{")]
+    matcher.rollback(2)
+    assert matcher.legal().size > 200  # the matcher is un-started
+
+
+def test_free_text_is_undone_as_far_as_it_is_kept(backend):
+    """The scanner keeps the last 64 free tokens; a deeper rollback is an error, not a guess."""
+    matcher = backend.matcher(backend.compile(GrammarSpec.choice(["yes"]).after("</t>")))
+    for token in (b"abcd" * 50) + b"</t":
+        assert matcher.accept(token)
+    matcher.rollback(60)
+    for token in b"</t>":
+        assert matcher.accept(token)
+    assert matcher.legal().tolist() == [ord("y")]
+    with pytest.raises(RuntimeError, match="more free text than is kept"):
+        matcher.rollback(9)
+
+
+TAG = StructuralTag.of("<f>", {"type": "integer"}, "</f>")
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        (lambda: GrammarSpec.lark(""), "empty"),
+        (lambda: GrammarSpec.structural_tag([], ["<f"]), "at least one"),
+        (lambda: GrammarSpec.structural_tag([TAG], []), "at least one"),
+        (lambda: GrammarSpec.structural_tag([TAG], "<f"), "lists"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<g"]), "begins with 0"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<f", "<"]), "begins with 2"),
+        (lambda: GrammarSpec.structural_tag([TAG], ["<f", "["]), r"no tag begins.*\["),
+        (lambda: GrammarSpec.structural_tag([ANYTHING], ["<f"]), "a tag is a int"),
+        (lambda: StructuralTag.of("", {}, ""), "begin: is empty"),
+        (lambda: StructuralTag.of("<f>", False, ""), "schema false"),
+        (lambda: GrammarSpec.regex("a").after(""), "marker: is empty"),
+        (lambda: GrammarSpec.regex("a").after(-1), "token -1 is negative"),
+        (lambda: GrammarSpec.regex("a").after(True), "not bool"),
+    ],
+)
+def test_bad_statements_are_refused_at_once(state, message):
+    """What makes no sense raises GrammarError, naming it, when it is stated."""
+    with pytest.raises(GrammarError, match=message):
+        state()
+
+
+def test_markers_that_are_no_markers_are_refused(backend):
+    """A marker token out of range, or one that ends the request, is refused with the matcher."""
+    for token, message in ((270, "outside"), (STOP, "stop id")):
+        grammar = backend.compile(GrammarSpec.regex("a").after(token))
+        with pytest.raises(GrammarError, match=message):
+            backend.matcher(grammar)
+    grammar = backend.compile(GrammarSpec.regex("a").after(THINK))
+    with pytest.raises(GrammarError, match="one of the request's stop ids"):
+        backend.matcher(grammar, [STOP, THINK])
+
+
+def test_grammars_that_a_backend_refuses(backend):
+    """A grammar with an error is refused in one sentence, here and by the compile service."""
+    service = GrammarService(vocabulary(), backend.child)
+    try:
+        for spec in (GrammarSpec.regex("(a"), GrammarSpec.lark("start: missing_rule")):
+            with pytest.raises(GrammarError) as here:
+                backend.compile(spec)
+            there = service.submit(spec).exception()
+            assert isinstance(there, GrammarError)
+            for text in (str(here.value), str(there)):
+                assert text.startswith(spec.kind) and "\n" not in text
+    finally:
+        service.close()
+
+
+def test_unknown_backends_and_names_are_refused():
+    """A backend that is not there, and a named token that is text or out of range."""
+    service = GrammarService(vocabulary())
+    with pytest.raises(OptionError, match="nonesuch"):
+        make_backend("nonesuch", vocabulary())
+    service.close()
+    for token, message in ((97, "is text"), (270, "outside")):
+        with pytest.raises(GrammarError, match=message):
+            vocabulary({"<x>": token})
+
+
+def test_llguidance_must_be_the_module_that_python_loaded():
+    """The worker looks its symbols up in a library already loaded, and loads none."""
+    code = (
+        "from graft.native import _native\n"
+        "try:\n    _native.guide.load_llguidance('/nowhere/_lib.so')\n"
+        "except RuntimeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "LLGuidance is not loaded from /nowhere/_lib.so\n", done.stderr
