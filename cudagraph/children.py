@@ -42,8 +42,7 @@ def rebuild(source: Graph, target: Graph, why: str) -> None:
     OptionError
         A node cannot be built a second time; names it and ``why`` that was needed.
     """
-    with source.editing():
-        recipes = [source.recipe(index) for index in range(len(source.nodes))]
+    recipes = source.recipes()
     for node, recipe in zip(source.nodes, recipes, strict=True):
         if recipe is None:
             raise OptionError(

@@ -18,9 +18,15 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "copy": ("#dcfce7", "#16a34a"),
     "fill": ("#f3f4f6", "#6b7280"),
     "host": ("#fef3c7", "#d97706"),
+    "child": ("#ede9fe", "#7c3aed"),
+    "if": ("#fce7f3", "#db2777"),
+    "while": ("#fce7f3", "#db2777"),
     "request": ("#ffe4e6", "#e11d48"),
     "wait": ("#fce7f3", "#be185d"),
 }
+_OTHER = ("#ffffff", "#374151")
+#: Kinds that a legend always explains; others where they occur.
+_LEGEND_KINDS = ("kernel", "copy", "fill", "host")
 _PLAIN, _CROSS = "#9ca3af", "#dc2626"
 
 _BOX_HEIGHT, _ROW, _TOP, _MARGIN = 26, 40, 78, 24
@@ -48,7 +54,7 @@ def dot(
         lines.append(f"    label={_quoted(lane)};")
         for node in nodes:
             if node.lane == lane:
-                fill, stroke = COLOURS[node.kind]
+                fill, stroke = COLOURS.get(node.kind, _OTHER)
                 lines.append(
                     f"    n{node.index} [label={_quoted(node.name)}, tooltip={_quoted(node.kind)}, "
                     f'fillcolor="{fill}", color="{stroke}"];'
@@ -78,7 +84,7 @@ def svg(
         _arrow("cross", _CROSS),
         "</defs>",
         f'<text x="{_MARGIN}" y="28" font-size="16" font-weight="bold">{escape(name)}</text>',
-        *_legend(layout.width),
+        *_legend(layout.width, layout.kinds),
     ]
     for lane in lanes:
         x = layout.centre[lane]
@@ -99,6 +105,8 @@ class _Layout:
 
     def __init__(self, name: str, lanes: Sequence[str], nodes: Sequence[_Node]) -> None:
         self.nodes = nodes
+        used = {node.kind for node in nodes}
+        self.kinds = [kind for kind in COLOURS if kind in used or kind in _LEGEND_KINDS]
         self.box_width: dict[str, float] = {}
         self.centre: dict[str, float] = {}
         x = float(_MARGIN)
@@ -108,7 +116,7 @@ class _Layout:
             self.box_width[lane] = width
             self.centre[lane] = x + width / 2
             x += width + _GAP
-        title = 2.0 * _MARGIN + 10 * len(name) + _LEGEND * len(COLOURS)
+        title = 2.0 * _MARGIN + 10 * len(name) + _LEGEND * len(self.kinds)
         self.width = max(x - _GAP + _MARGIN, title)
         self.height = float(_TOP + _ROW * max(len(nodes), 1) + _MARGIN)
 
@@ -116,7 +124,7 @@ class _Layout:
         return _TOP + _ROW * index + _BOX_HEIGHT / 2
 
     def box(self, node: _Node) -> str:
-        fill, stroke = COLOURS[node.kind]
+        fill, stroke = COLOURS.get(node.kind, _OTHER)
         width = self.box_width[node.lane]
         x, y = self.centre[node.lane] - width / 2, self.y(node.index) - _BOX_HEIGHT / 2
         room = int((width - 18) / _CHAR)
@@ -167,10 +175,11 @@ def _arrow(name: str, colour: str) -> str:
     )
 
 
-def _legend(width: float) -> list[str]:
+def _legend(width: float, kinds: Sequence[str]) -> list[str]:
     parts = []
-    x = width - _MARGIN - _LEGEND * len(COLOURS)
-    for kind, (fill, stroke) in COLOURS.items():
+    x = width - _MARGIN - _LEGEND * len(kinds)
+    for kind in kinds:
+        fill, stroke = COLOURS[kind]
         parts.append(
             f'<rect x="{x:.1f}" y="18" width="12" height="12" rx="3" fill="{fill}" '
             f'stroke="{stroke}"/><text x="{x + 17:.1f}" y="28" fill="#374151">{kind}</text>'

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from graft.cudagraph.cells import Cell, address_of
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
 from graft.cudagraph.hostwork import describe_running, raise_failure
+from graft.cudagraph.memory import check_byte
+from graft.cudagraph.nodes import fill_params
+from graft.cudagraph.nodeupdate import (
+    COPY,
+    FILL,
+    KERNEL,
+    Kept,
+    find_node,
+    kernel_change,
+    set_copy,
+)
 from graft.native import _native
 
 if TYPE_CHECKING:
-    from graft.cudagraph.graph import Graph
+    from graft.cudagraph.conditional import GraphBody
+    from graft.cudagraph.graph import Graph, Node
+    from graft.cudagraph.kernels import Kernel
+    from graft.cudagraph.lanes import Array, Dims
     from graft.cudagraph.streams import Stream
 
 __all__ = ["GraphExec"]
@@ -45,12 +62,13 @@ class GraphExec:
         The status words of the definition that runs now; see :class:`Graph`.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, priorities: bool = False) -> None:
         self.name = graph.name
         self.device = graph.device
         self._state = graph.state
         self.status = graph.status
-        handle = call(cu.cuGraphInstantiate, graph.handle, 0)
+        flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        handle = call(cu.cuGraphInstantiate, graph.handle, int(flag) if priorities else 0)
         try:
             event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         except BaseException:
@@ -58,6 +76,11 @@ class GraphExec:
             raise
         self._native = _native.Exec(int(handle), int(event), graph.state)
         self._closed = False
+        self._definition = weakref.ref(graph)
+        self._cells = graph.cells
+        for cell in self._cells:
+            cell.native.restart()  # replays of this executable count from 1
+        self._kept: Kept | None = None
 
     @property
     def closed(self) -> bool:
@@ -125,8 +148,89 @@ class GraphExec:
             raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
         self._check((code, "cuGraphExecUpdate"))
         self._native.adopt(graph.state)
+        self._cells = graph.cells
         self._state, self.status, self.name = graph.state, graph.status, graph.name
         graph.adopted_by(self)
+
+    def set(self, cell: Cell, value: object) -> None:
+        """Give a cell of this graph another value, for the launches from now on."""
+        self._require_open()
+        if cell not in self._cells:
+            raise OptionError(f"{cell.name!r} is no cell of graph {self.name!r}")
+        self._native.set_payload(cell.native, value, address_of(value))
+
+    def update_kernel(
+        self,
+        node: Node | str,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        within: GraphBody | None = None,
+    ) -> None:
+        """Change a kernel node of the definition (or of a body, ``within``) for later launches.
+
+        Raises
+        ------
+        OptionError
+            There is no such kernel node, or the definition was dropped.
+        KernelError
+            The arguments do not fit the kernel.
+        """
+        handle = find_node(within or self._definition(), node, "update the", ("kernel",))
+        params, during, owners = kernel_change(kernel, grid, block, args, shared)
+        self._set(KERNEL, handle, params, owners)
+        del during
+
+    def update_copy(
+        self, node: Node | str, dst: Array, src: Array, *, within: GraphBody | None = None
+    ) -> None:
+        """Change a copy node for later launches; see :meth:`update_kernel`."""
+        handle = find_node(within or self._definition(), node, "update the", ("copy",))
+        self._set(COPY, handle, *set_copy(dst, src))
+
+    def update_fill(
+        self, node: Node | str, dst: Array, byte: int = 0, *, within: GraphBody | None = None
+    ) -> None:
+        """Change a fill node for later launches; see :meth:`update_kernel`."""
+        handle = find_node(within or self._definition(), node, "update the", ("fill",))
+        self._set(FILL, handle, fill_params(dst.ptr, check_byte(byte), dst.nbytes), (dst.owner,))
+
+    def set_enabled(
+        self, node: Node | str, enabled: bool, *, within: GraphBody | None = None
+    ) -> None:
+        """Let a kernel, copy or fill node do its work in later launches, or nothing.
+
+        The driver knows no such switch for other nodes: a host step that should rest reads a flag
+        in its cell.
+        """
+        kinds = ("kernel", "copy", "fill")
+        handle = find_node(within or self._definition(), node, "enable or disable the", kinds)
+        self._require_open()
+        enter("cuGraphNodeSetEnabled")
+        self._check(self._native.set_enabled(handle, enabled))
+
+    def is_enabled(self, node: Node | str, *, within: GraphBody | None = None) -> bool:
+        """Return whether a kernel, copy or fill node works in later launches."""
+        kinds = ("kernel", "copy", "fill")
+        handle = find_node(within or self._definition(), node, "ask about the", kinds)
+        self._require_open()
+        enter("cuGraphNodeGetEnabled")
+        code, api, enabled = self._native.get_enabled(handle)
+        self._check((code, api))
+        return bool(enabled)
+
+    def _set(self, kind: int, node: int, params: Any, owners: object) -> None:
+        self._require_open()
+        enter("cuGraphExecNodeSetParams")
+        if self._kept is None:
+            self._kept = Kept()
+            self._native.keep(self._kept)
+        # Held before the change is made, so that a launch from another thread is safe.
+        self._kept.put(node, owners, self.query, lambda: self._wait(None))
+        self._check(self._native.set_node(kind, node, params.getPtr()))
 
     def query(self) -> bool:
         """Return whether every launch has finished."""

@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from graft.cudagraph import drawing, nodes
-from graft.cudagraph.children import Recipe, child_maker, rebuild
+from graft.cudagraph import drawing
+from graft.cudagraph.cells import Cell
+from graft.cudagraph.children import Recipe, rebuild
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.hostwork import HostWork, NativeWork, Spin, as_work, use_spin
-from graft.cudagraph.kernels import Kernel
-from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
-from graft.cudagraph.mailbox import Limits, MailboxWorker
-from graft.cudagraph.mailbox_nodes import add_mailbox
-from graft.cudagraph.memory import PinnedArray, check_byte
+from graft.cudagraph.graphlane import Again, GraphLane, GraphMark
+from graft.cudagraph.mailbox import MailboxWorker
+from graft.cudagraph.memory import PinnedArray
 from graft.native import _native
 
 if TYPE_CHECKING:
+    from graft.cudagraph.conditional import Condition
     from graft.cudagraph.device import Device
 
 __all__ = ["Graph", "GraphExec", "GraphLane", "GraphMark", "Node"]
@@ -54,15 +53,6 @@ class Node:
     index: int
 
 
-@dataclass(frozen=True)
-class GraphMark:
-    """A point in a graph lane: the nodes that what waits for it will depend on."""
-
-    graph: Graph
-    name: str
-    nodes: tuple[int, ...]
-
-
 class Graph:
     """A graph definition.
 
@@ -83,22 +73,30 @@ class Graph:
         until ``GraphExec.clear()``; kernels that must do nothing in a failed replay read it.
     """
 
+    _resource: _native.Resource | None
+
     def __init__(
         self, device: Device, name: str = "graph", *, part_of: Graph | None = None
+    ) -> None:
+        if part_of is None:
+            status = device.pinned((STATUS_WORDS,), "int32")
+            self._init_definition(device, name, status, _native.GraphState(status.host_ptr))
+        else:  # a child graph: its host steps count and fail with the parent's
+            self._init_definition(device, name, part_of.status, part_of.state)
+        handle = int(call(cu.cuGraphCreate, 0))
+        self._resource = _native.Resource(_native.ResourceKind.GRAPH, handle)
+
+    def _init_definition(
+        self, device: Device, name: str, status: PinnedArray, state: _native.GraphState
     ) -> None:
         self.device = device
         self.name = name
         self.nodes: list[Node] = []
         self.edges: list[tuple[int, int]] = []
-        if part_of is None:
-            self.status: PinnedArray = device.pinned((STATUS_WORDS,), "int32")
-            self.state = _native.GraphState(self.status.host_ptr)
-        else:  # a child graph: its host steps count and fail with the parent's
-            self.status, self.state = part_of.status, part_of.state
-        handle = int(call(cu.cuGraphCreate, 0))
-        self._resource: _native.Resource | None = _native.Resource(
-            _native.ResourceKind.GRAPH, handle
-        )
+        self.status, self.state = status, state
+        self._resource = None
+        self._conditions: list[Condition] = []
+        self.cells: list[Cell] = []
         # Lane name -> nodes that its next node depends on. Lanes are handles on this, so that a
         # graph is freed as soon as it is dropped, with no reference cycle to be collected.
         self._ends: dict[str, tuple[int, ...]] = {}
@@ -115,6 +113,14 @@ class Graph:
         if self._resource is None:
             raise OptionError(f"graph {self.name!r} is closed")
         return self._resource.handle
+
+    @property
+    def records(self) -> int:
+        """The CUgraph that keeps what the nodes use."""
+        return self.handle
+
+    def refuse(self, kind: str, name: str, inner: Graph | None = None) -> None:
+        """Raise for a node that may not stand here; every kind may stand in a whole graph."""
 
     def lane(self, name: str) -> GraphLane:
         """Return the lane of this name; it begins at the start of the graph."""
@@ -140,6 +146,17 @@ class Graph:
                 return index
         return None
 
+    def node_handle(self, index: int) -> int:
+        """Return the CUgraphNode of a node as an integer."""
+        self.handle  # noqa: B018  (raises when the graph is closed)
+        return int(self._handles[index])
+
+    def cell(self, value: object = None, *, name: str = "cell") -> Cell:
+        """Make a payload that changes between replays, for host steps of this graph."""
+        made = Cell(self, value, name)
+        self.cells.append(made)
+        return made
+
     def add(
         self,
         kind: str,
@@ -147,7 +164,7 @@ class Graph:
         lane: str,
         attach: Callable[[int], tuple],
         make: Callable[[int, list[Any], tuple], Any],
-        again: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None,
+        again: Again | None = None,
     ) -> int:
         """Add one node: attach what it needs, then make it, undoing the first if that fails.
 
@@ -156,16 +173,18 @@ class Graph:
         and options that add such a node to another graph; without it the graph has no copies.
         Returns the node's index.
         """
+        self.refuse(kind, name)
         with self.editing() as graph:
             enter("cuGraphAddNode")
             depends = self._ends[lane]
-            attached = attach(graph)
+            keeper = self.records
+            attached = attach(keeper)
             code, api, user_object = attached[:3]
             check_code(api, code)
             try:
                 node = make(graph, [self._handles[i] for i in depends], attached)
             except BaseException:
-                _native.detach(graph, user_object)
+                _native.detach(keeper, user_object)
                 raise
             index = len(self.nodes)
             self._handles.append(node)
@@ -185,10 +204,47 @@ class Graph:
         with self._lock:
             self._ends[lane] = tuple(sorted({*self._ends[lane], *nodes}))
 
+    def keep(self, owners: tuple[object, ...]) -> Callable[[int], tuple]:
+        """Return what keeps objects for a node, as :meth:`add` wants it."""
+
+        def attach(graph: int) -> tuple:
+            return _native.attach_keep(graph, owners)
+
+        return attach
+
+    def condition(self, default: int | None = None, *, name: str = "condition") -> Condition:
+        """Make the condition of one IF or WHILE node in this graph or in a body of it.
+
+        Parameters
+        ----------
+        default : int, optional
+            Value it has when a replay begins; without it, what the last replay left.
+        name : str
+            Name for errors.
+
+        Returns
+        -------
+        Condition
+            Pass it to kernels as an ``unsigned long long``; they set it with
+            ``cudaGraphSetConditional`` (``conditional.cuh``).
+        """
+        from graft.cudagraph.conditional import make_condition
+
+        made = make_condition(self, default, name)
+        self._conditions.append(made)
+        return made
+
     def depend(self, lane: str, nodes: tuple[int, ...]) -> None:
         """Let the next node of a lane depend on these nodes and no others."""
         with self._lock:
             self._ends[lane] = nodes
+
+    def recipes(self) -> list[Recipe | None]:
+        """Return how each node was added; OptionError when the graph is closed."""
+        with self._lock:
+            if self.nodes and not self._recipes and self._resource is None:
+                raise OptionError(f"graph {self.name!r} is closed")
+            return [self.recipe(index) for index in range(len(self.nodes))]
 
     def recipe(self, index: int) -> Recipe | None:
         """Return how a node was added; None for one that cannot be added a second time."""
@@ -230,13 +286,19 @@ class Graph:
                 self._worker = MailboxWorker(name="mailbox")
             return self._worker
 
-    def instantiate(self) -> GraphExec:
+    def instantiate(self, *, priorities: bool = False) -> GraphExec:
         """Make the executable. A definition has one at a time.
+
+        Parameters
+        ----------
+        priorities : bool
+            Let kernel nodes run with the priorities they were given, not with the stream's.
 
         Raises
         ------
         OptionError
-            An executable of this definition is still open: two would share the replay status.
+            An executable of this definition is still open: two would share the replay status. Or a
+            condition steers no node.
         DeviceError
             The driver refused.
         """
@@ -246,7 +308,12 @@ class Graph:
             if self._exec is not None:
                 # Launches of an earlier executable still count in the shared records.
                 self.device.synchronize()
-            made = GraphExec(self)
+            for condition in self._conditions:
+                if not condition.used:
+                    raise OptionError(
+                        f"condition {condition.name!r} of graph {self.name!r} steers no node"
+                    )
+            made = GraphExec(self, priorities)
             self._exec = weakref.ref(made)
             return made
 
@@ -282,186 +349,3 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._ends)} lanes>"
-
-
-class GraphLane:
-    """A lane that adds nodes to a graph. Made by :meth:`Graph.lane`."""
-
-    def __init__(self, graph: Graph, name: str) -> None:
-        self.graph = graph
-        self.name = name
-
-    def kernel(
-        self,
-        kernel: Kernel,
-        grid: Dims,
-        block: Dims,
-        args: Iterable[object],
-        *,
-        shared: int = 0,
-        name: str | None = None,
-    ) -> None:
-        """Add a kernel node; argument values are copied now."""
-        dims = check_launch(kernel, grid, block, shared)
-        values = tuple(args)
-        packed = kernel.pack(values)
-        kernel.allow_shared(shared)
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
-
-        again = ("kernel", (kernel, *dims, values), {"shared": shared})
-        self._add("kernel", name or kernel.name, packed.owners, make, again)
-
-    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
-        """Add a copy node between device and pinned arrays."""
-        to, source = check_copy(dst, src)
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return nodes.add_copy(graph, after, to, source)
-
-        self._add("copy", name or "copy", (to.owner, source.owner), make, ("copy", (dst, src), {}))
-
-    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
-        """Add a node that sets every byte of an array."""
-        value, address, nbytes = check_byte(byte), dst.ptr, dst.nbytes
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return nodes.add_fill(graph, after, address, value, nbytes)
-
-        self._add("fill", name or "fill", (dst.owner,), make, ("fill", (dst, byte), {}))
-
-    def child(self, child: Graph | object, *, name: str | None = None) -> None:
-        """Add another graph as one node.
-
-        Parameters
-        ----------
-        child : Graph, or a captured graph
-            A Graph is copied as it is now; its copy's host steps count, fail and stand down with
-            this graph. A captured graph is the CUgraph of a finished capture (or CuPy's Graph, or
-            torch's CUDAGraph that kept its graph); the driver copies it, and its host work belongs
-            to this graph from now on.
-
-        Raises
-        ------
-        OptionError
-            It is no graph, has a node of which there is no copy, or is part of another graph.
-        DeviceError
-            The driver refused, as it does for captured graphs with conditionals.
-        """
-        title = name or getattr(child, "name", None) or "child"
-        make, part = child_maker(self.graph, child, title)
-        again = None if part is None else ("child", (part,), {})
-        self._add("child", title, (), make, again)
-
-    def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
-        """Add a host node; see :mod:`graft.cudagraph.hostwork`, and hostfunc() for ``spin``."""
-        item = as_work(work)
-        spinning = use_spin(spin)
-        graph = self.graph
-        title = name or item.title
-        keep = (graph.status.owner, item.keep if isinstance(item, NativeWork) else None)
-
-        def attach(handle: int) -> tuple:
-            if isinstance(item, NativeWork):
-                return _native.attach_native(
-                    handle, graph.state, title, item.address, item.data, keep
-                )
-            return _native.attach_python(handle, graph.state, title, item.fn, item.args, keep)
-
-        def make(handle: int, after: list[Any], attached: tuple) -> Any:
-            return nodes.add_host(handle, after, attached[3], attached[4], spinning)
-
-        graph.add("host", title, self.name, attach, make, ("host", (item,), {"spin": spin}))
-
-    def mailbox(
-        self,
-        work: HostWork,
-        *,
-        worker: MailboxWorker | None = None,
-        deadline_s: float = 10.0,
-        replay_deadline_s: float | None = None,
-        output: PinnedArray | None = None,
-        name: str | None = None,
-    ) -> None:
-        """Add host work that a worker of ours answers: a request node and the wait for its answer.
-
-        The wait is a node of memory operations; see :meth:`spin` where there are none.
-
-        Parameters
-        ----------
-        work : callable, PythonWork or NativeWork
-            As for :meth:`host`.
-        worker : MailboxWorker, optional
-            Who answers; default one thread of this graph's own.
-        deadline_s : float
-            Seconds from the moment the request is seen. Then the wait is released, the replay
-            fails with this step's name, and no launch is taken before the work has returned.
-        replay_deadline_s : float, optional
-            Seconds from the launch to the request; the replay fails when they have passed.
-        output : PinnedArray, optional
-            Where results go. The work fills a private array instead (the last argument of a
-            callable, ``current_output()`` of native work), which is copied here only if it answers
-            in time.
-        name : str, optional
-
-        Raises
-        ------
-        DeviceError
-            The driver has no memory operations.
-        OptionError
-            A deadline is out of range, or the worker is none.
-        """
-        add_mailbox(
-            self, work, worker, Limits(deadline_s, replay_deadline_s, deadline_s), output, name
-        )
-
-    def spin(
-        self,
-        work: HostWork,
-        *,
-        worker: MailboxWorker | None = None,
-        deadline_s: float = 10.0,
-        replay_deadline_s: float | None = None,
-        device_deadline_s: float | None = None,
-        output: PinnedArray | None = None,
-        name: str | None = None,
-    ) -> None:
-        """Add host work as :meth:`mailbox` does, with a one-thread kernel that spins as the wait.
-
-        The kernel ends by itself after ``device_deadline_s`` of the device's own clock (default
-        twice ``deadline_s``), even when no host thread runs any more. It occupies a place on a
-        multiprocessor meanwhile.
-        """
-        limits = Limits(deadline_s, replay_deadline_s, device_deadline_s or 2.0 * deadline_s)
-        add_mailbox(self, work, worker, limits, output, name, spinning=True)
-
-    def record(self, name: str | None = None) -> GraphMark:
-        """Mark this point; on an empty lane it is the start of the graph."""
-        return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.end(self.name))
-
-    def wait(self, mark: Any) -> None:
-        """Let the next node of this lane depend on a mark of this graph too."""
-        if not isinstance(mark, GraphMark) or mark.graph is not self.graph:
-            name = getattr(mark, "name", mark)
-            raise OptionError(
-                f"lane {self.name!r} of graph {self.graph.name!r} cannot wait for {name!r}, "
-                "which is no mark of this graph"
-            )
-        self.graph.join(self.name, mark.nodes)
-
-    def _add(
-        self,
-        kind: str,
-        name: str,
-        owners: tuple[object, ...],
-        make: Callable[[int, list[Any], tuple], Any],
-        again: tuple[str, tuple[Any, ...], dict[str, Any]] | None,
-    ) -> None:
-        def attach(graph: int) -> tuple:
-            return _native.attach_keep(graph, owners)
-
-        self.graph.add(kind, name, self.name, attach, make, again)
-
-    def __repr__(self) -> str:
-        return f"<GraphLane {self.name!r} of {self.graph!r}>"

@@ -13,7 +13,19 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.kernels import PackedArgs
 from graft.cudagraph.memory import Span
 
-__all__ = ["add_answer_wait", "add_child", "add_copy", "add_fill", "add_host", "add_kernel"]
+__all__ = [
+    "add_answer_wait",
+    "add_child",
+    "add_conditional",
+    "add_copy",
+    "add_fill",
+    "add_host",
+    "add_kernel",
+    "copy_params",
+    "fill_params",
+    "kernel_params",
+    "set_priority",
+]
 
 
 def add_kernel(
@@ -26,19 +38,40 @@ def add_kernel(
     packed: PackedArgs,
 ) -> Any:
     """Add a kernel node and return its CUgraphNode."""
+    params = kernel_params(function, grid, block, shared, packed)
+    node = call(cu.cuGraphAddKernelNode, graph, after, len(after), params)
+    del packed, params  # not before the call has returned
+    return node
+
+
+def kernel_params(
+    function: Any,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared: int,
+    packed: PackedArgs,
+) -> Any:
+    """Return a kernel's structure; ``packed`` must live until the driver has read it."""
     params = cu.CUDA_KERNEL_NODE_PARAMS()
     params.func = function
     params.gridDimX, params.gridDimY, params.gridDimZ = grid
     params.blockDimX, params.blockDimY, params.blockDimZ = block
     params.sharedMemBytes = shared
     params.kernelParams = packed.address
-    node = call(cu.cuGraphAddKernelNode, graph, after, len(after), params)
-    del packed, params  # not before the call has returned
-    return node
+    return params
 
 
 def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
     """Add a one-dimensional copy node and return its CUgraphNode."""
+    params = copy_params(dst, src)
+    context = call(cu.cuCtxGetCurrent)
+    node = call(cu.cuGraphAddMemcpyNode, graph, after, len(after), params, context)
+    del params
+    return node
+
+
+def copy_params(dst: Span, src: Span) -> Any:
+    """Return the structure of a one-dimensional copy."""
     params = cu.CUDA_MEMCPY3D()
     host, device = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.srcMemoryType = host if src.pinned else device
@@ -54,29 +87,57 @@ def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
     params.WidthInBytes = dst.nbytes
     params.Height = 1
     params.Depth = 1
-    context = call(cu.cuCtxGetCurrent)
-    node = call(cu.cuGraphAddMemcpyNode, graph, after, len(after), params, context)
-    del params
-    return node
+    return params
 
 
 def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int) -> Any:
     """Add a fill node and return its CUgraphNode."""
-    params = cu.CUDA_MEMSET_NODE_PARAMS()
-    params.dst = cu.CUdeviceptr(address)
-    params.value = byte
-    params.elementSize = 1
-    params.width = nbytes
-    params.height = 1
+    params = fill_params(address, byte, nbytes)
     context = call(cu.cuCtxGetCurrent)
     node = call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
     del params
     return node
 
 
+def fill_params(address: int, byte: int, nbytes: int) -> Any:
+    """Return the structure of a fill with one byte."""
+    params = cu.CUDA_MEMSET_NODE_PARAMS()
+    params.dst = cu.CUdeviceptr(address)
+    params.value = byte
+    params.elementSize = 1
+    params.width = nbytes
+    params.height = 1
+    return params
+
+
+def set_priority(node: Any, priority: int) -> None:
+    """Give a kernel node a priority."""
+    value = cu.CUkernelNodeAttrValue()
+    value.priority = priority
+    which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+    call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
+
+
 def add_child(graph: int, after: list[Any], child: int) -> Any:
     """Add a copy of another graph as one node and return its CUgraphNode."""
     return call(cu.cuGraphAddChildGraphNode, graph, after, len(after), child)
+
+
+def add_conditional(
+    graph: int, after: list[Any], condition: int, kind: str, bodies: int
+) -> tuple[Any, list[int]]:
+    """Add an "if" or "while" node; return its CUgraphNode and the CUgraphs of its bodies."""
+    any_node = cu.CUgraphNodeParams()
+    any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    types = cu.CUgraphConditionalNodeType
+    any_node.conditional.handle = cu.CUgraphConditionalHandle(condition)
+    any_node.conditional.type = (
+        types.CU_GRAPH_COND_TYPE_IF if kind == "if" else types.CU_GRAPH_COND_TYPE_WHILE
+    )
+    any_node.conditional.size = bodies
+    any_node.conditional.ctx = call(cu.cuCtxGetCurrent)
+    node = call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
+    return node, [int(body) for body in any_node.conditional.phGraph_out]
 
 
 def add_host(graph: int, after: list[Any], function: int, data: int, spin: bool = False) -> Any:

@@ -46,9 +46,11 @@ std::tuple<int, std::string, std::uint64_t> attach_record(std::uint64_t graph, R
 
 // Adds (code, api, user object, function, data) for a host node.
 template <typename... Body>
-nb::object attach_host(std::uint64_t graph, std::shared_ptr<GraphState> state, Body&&... body) {
+nb::object attach_host(std::uint64_t graph, std::shared_ptr<GraphState> state,
+                       std::shared_ptr<PayloadCell> cell, Body&&... body) {
   auto* record = new HostRecord(std::forward<Body>(body)...);
   record->set_state(std::move(state));
+  record->set_cell(std::move(cell));
   const std::uint64_t data = as_int(record);
   auto [code, api, object] = attach_record(graph, record);
   return nb::make_tuple(code, api, object, reinterpret_cast<std::uint64_t>(&run_host_record), data);
@@ -146,22 +148,23 @@ void bind_records(nb::module_& m) {
   m.def(
       "attach_python",
       [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name, nb::object fn,
-         nb::tuple args, nb::object keep) {
-        return attach_host(graph, std::move(state), std::move(name), fn.ptr(), args.ptr(),
-                           keep.ptr());
+         nb::tuple args, nb::object keep, std::shared_ptr<PayloadCell> cell) {
+        return attach_host(graph, std::move(state), std::move(cell), std::move(name), fn.ptr(),
+                           args.ptr(), keep.ptr());
       },
       nb::arg("graph"), nb::arg("state"), nb::arg("name"), nb::arg("fn"), nb::arg("args"),
-      nb::arg("keep").none(),
+      nb::arg("keep").none(), nb::arg("cell").none() = nb::none(),
       "Record of a Python host node: (code, api, user object, function, data).");
   m.def(
       "attach_native",
       [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name,
-         std::uint64_t function, std::uint64_t data, nb::object keep) {
-        return attach_host(graph, std::move(state), std::move(name),
+         std::uint64_t function, std::uint64_t data, nb::object keep,
+         std::shared_ptr<PayloadCell> cell) {
+        return attach_host(graph, std::move(state), std::move(cell), std::move(name),
                            reinterpret_cast<HostFunction>(function), as_handle(data), keep.ptr());
       },
       nb::arg("graph"), nb::arg("state"), nb::arg("name"), nb::arg("function"), nb::arg("data"),
-      nb::arg("keep").none(),
+      nb::arg("keep").none(), nb::arg("cell").none() = nb::none(),
       "Record of a native host node: (code, api, user object, function, data).");
   m.def(
       "detach",
@@ -229,6 +232,15 @@ void bind_eager(nb::module_& m) {
 }
 
 void bind_exec(nb::module_& m) {
+  nb::class_<PayloadCell>(m, "PayloadCell", "A value that changes between replays.")
+      .def(nb::new_([](nb::object value, std::uint64_t address) {
+             auto cell = std::make_shared<PayloadCell>();
+             cell->set(0, value.release().ptr(), address);
+             return cell;
+           }),
+           nb::arg("value").none(), nb::arg("address"))
+      .def_prop_ro("size", &PayloadCell::size)
+      .def("restart", &PayloadCell::restart);
   const auto pair = [](Outcome outcome) {
     return std::make_pair(outcome.result, std::string(outcome.api));
   };
@@ -255,6 +267,46 @@ void bind_exec(nb::module_& m) {
             return pair(self.upload(stream));
           },
           nb::arg("stream"))
+      .def(
+          "set_node",
+          [pair](Exec& self, int kind, std::uint64_t node, std::uint64_t params) {
+            const nb::gil_scoped_release release;
+            return pair(self.set_node(static_cast<Exec::NodeKind>(kind), node, params));
+          },
+          nb::arg("kind"), nb::arg("node"), nb::arg("params"), "0 kernel, 1 copy, 2 fill")
+      .def(
+          "set_enabled",
+          [pair](Exec& self, std::uint64_t node, bool enabled) {
+            const nb::gil_scoped_release release;
+            return pair(self.set_enabled(node, enabled));
+          },
+          nb::arg("node"), nb::arg("enabled"))
+      .def(
+          "get_enabled",
+          [](Exec& self, std::uint64_t node) {
+            bool enabled = false;
+            const nb::gil_scoped_release release;
+            const Outcome outcome = self.get_enabled(node, &enabled);
+            return std::make_tuple(outcome.result, std::string(outcome.api), enabled);
+          },
+          nb::arg("node"))
+      .def(
+          "keep",
+          [](Exec& self, nb::object owners) {
+            PyObject* reference = owners.release().ptr();
+            const nb::gil_scoped_release release;
+            self.keep(reference);
+          },
+          nb::arg("owners"))
+      .def(
+          "set_payload",
+          [](Exec& self, std::shared_ptr<PayloadCell> cell, nb::object value,
+             std::uint64_t address) {
+            PyObject* reference = value.release().ptr();
+            const nb::gil_scoped_release release;
+            self.set_payload(*cell, reference, address);
+          },
+          nb::arg("cell"), nb::arg("value").none(), nb::arg("address"))
       .def("query",
            [pair](Exec& self) {
              const nb::gil_scoped_release release;

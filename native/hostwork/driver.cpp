@@ -77,6 +77,11 @@ void bind_driver(const std::string& path, Handle context) {
   resolve(get, "cuModuleUnload", 2000, &d.module_unload);
   resolve(get, "cuGraphDestroy", 10000, &d.graph_destroy);
   resolve(get, "cuGraphExecDestroy", 10000, &d.graph_exec_destroy);
+  resolve(get, "cuGraphExecKernelNodeSetParams", 12000, &d.graph_exec_kernel_set);
+  resolve(get, "cuGraphExecMemcpyNodeSetParams", 10020, &d.graph_exec_memcpy_set);
+  resolve(get, "cuGraphExecMemsetNodeSetParams", 10020, &d.graph_exec_memset_set);
+  resolve(get, "cuGraphNodeSetEnabled", 11060, &d.graph_node_set_enabled);
+  resolve(get, "cuGraphNodeGetEnabled", 11060, &d.graph_node_get_enabled);
   resolve(get, "cuGraphLaunch", 10000, &d.graph_launch);
   resolve(get, "cuGraphUpload", 11010, &d.graph_upload);
   resolve(get, "cuGraphExecUpdate", 12000, &d.graph_exec_update);

@@ -43,6 +43,11 @@ struct Driver {
   Result (*module_unload)(Handle module);
   Result (*graph_destroy)(Handle graph);
   Result (*graph_exec_destroy)(Handle exec);
+  Result (*graph_exec_kernel_set)(Handle exec, Handle node, const void* params);
+  Result (*graph_exec_memcpy_set)(Handle exec, Handle node, const void* params, Handle context);
+  Result (*graph_exec_memset_set)(Handle exec, Handle node, const void* params, Handle context);
+  Result (*graph_node_set_enabled)(Handle exec, Handle node, unsigned int enabled);
+  Result (*graph_node_get_enabled)(Handle exec, Handle node, unsigned int* enabled);
   Result (*graph_launch)(Handle exec, Handle stream);
   Result (*graph_upload)(Handle exec, Handle stream);
   Result (*graph_exec_update)(Handle exec, Handle graph, UpdateInfo* info);

@@ -1,5 +1,7 @@
 #include "hostwork/exec.h"
 
+#include <unistd.h>
+
 #include <utility>
 
 namespace graft::hostwork {
@@ -8,13 +10,21 @@ class ExecEnd final : public Reapable {
  public:
   ExecEnd(Handle exec, Handle event) : exec_(exec), event_(event) {}
 
-  // An executable in flight is freed by the driver when its launches end; an event likewise.
-  void reap(std::vector<PyObject*>&) noexcept override {
+  // An executable in flight is freed by the driver when its launches end; an event likewise. What
+  // changed nodes use is not the driver's, so that is waited for here (L3).
+  void reap(std::vector<PyObject*>& references) noexcept override {
+    if (owners != nullptr) {
+      while (driver().event_query(event_) == kNotReady) usleep(kPollMicroseconds);
+      references.push_back(owners);
+    }
     driver().graph_exec_destroy(exec_);
     driver().event_destroy(event_);
   }
 
+  PyObject* owners = nullptr;  // set before the hand-over
+
  private:
+  static constexpr unsigned kPollMicroseconds = 200;
   const Handle exec_;
   const Handle event_;
 };
@@ -55,6 +65,58 @@ Result Exec::update(std::uint64_t graph, UpdateInfo* info) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (end_ == nullptr) return kClosed;
   return driver().graph_exec_update(exec_, reinterpret_cast<Handle>(graph), info);
+}
+
+Outcome Exec::set_node(NodeKind kind, std::uint64_t node, std::uint64_t params) {
+  static constexpr const char* kNames[] = {"cuGraphExecKernelNodeSetParams",
+                                           "cuGraphExecMemcpyNodeSetParams",
+                                           "cuGraphExecMemsetNodeSetParams"};
+  const char* name = kNames[static_cast<int>(kind)];
+  const Driver& d = driver();
+  const Handle which = reinterpret_cast<Handle>(node);
+  const void* with = reinterpret_cast<const void*>(params);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (end_ == nullptr) return {kClosed, name};
+  switch (kind) {
+    case NodeKind::kKernel:
+      return {d.graph_exec_kernel_set(exec_, which, with), name};
+    case NodeKind::kCopy:
+      return {d.graph_exec_memcpy_set(exec_, which, with, primary_context()), name};
+    case NodeKind::kFill:
+      return {d.graph_exec_memset_set(exec_, which, with, primary_context()), name};
+  }
+  return {kClosed, name};
+}
+
+Outcome Exec::set_enabled(std::uint64_t node, bool enabled) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (end_ == nullptr) return {kClosed, "cuGraphNodeSetEnabled"};
+  return {driver().graph_node_set_enabled(exec_, reinterpret_cast<Handle>(node), enabled ? 1 : 0),
+          "cuGraphNodeSetEnabled"};
+}
+
+Outcome Exec::get_enabled(std::uint64_t node, bool* enabled) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (end_ == nullptr) return {kClosed, "cuGraphNodeGetEnabled"};
+  unsigned int value = 0;
+  const Result result =
+      driver().graph_node_get_enabled(exec_, reinterpret_cast<Handle>(node), &value);
+  *enabled = value != 0;
+  return {result, "cuGraphNodeGetEnabled"};
+}
+
+void Exec::keep(PyObject* owners) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (end_ == nullptr || end_->owners != nullptr) {
+    drop_later(owners);
+  } else {
+    end_->owners = owners;
+  }
+}
+
+void Exec::set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  cell.set(launches_ + 1, value, address);
 }
 
 Outcome Exec::query() {

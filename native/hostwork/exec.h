@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "hostwork/cell.h"
 #include "hostwork/driver.h"
 #include "hostwork/reaper.h"
 #include "hostwork/state.h"
@@ -38,6 +39,20 @@ class Exec {
 
   // cuGraphExecUpdate; `info` says which node is to blame when it fails.
   Result update(std::uint64_t graph, UpdateInfo* info);
+
+  // Changes one node for later launches; launches in flight keep what they had. `params` is the
+  // driver's structure of that kind of node.
+  enum class NodeKind : int { kKernel, kCopy, kFill };
+  Outcome set_node(NodeKind kind, std::uint64_t node, std::uint64_t params);
+  Outcome set_enabled(std::uint64_t node, bool enabled);
+  Outcome get_enabled(std::uint64_t node, bool* enabled);
+
+  // Keeps what changed nodes use until the launches in flight have ended. Takes over a reference;
+  // called once.
+  void keep(PyObject* owners);
+
+  // The value that launches from now on see. Takes over a reference.
+  void set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address);
 
   // Takes over the state of the definition that the executable runs from now on.
   void adopt(std::shared_ptr<GraphState> state);

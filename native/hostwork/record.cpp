@@ -43,6 +43,24 @@ PyObject* take_exception() {
 #endif
 }
 
+// callable(payload, *arguments); the GIL is held from pick() on, so the payload is still there.
+PyObject* call_with_payload(PyObject* callable, PyObject* arguments, PyObject* payload) {
+  if (payload == nullptr) payload = Py_None;
+  const Py_ssize_t count = PyTuple_GET_SIZE(arguments);
+  PyObject* all = PyTuple_New(count + 1);
+  if (all == nullptr) return nullptr;
+  Py_INCREF(payload);
+  PyTuple_SET_ITEM(all, 0, payload);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PyTuple_GET_ITEM(arguments, i);
+    Py_INCREF(item);
+    PyTuple_SET_ITEM(all, i + 1, item);
+  }
+  PyObject* result = PyObject_CallObject(callable, all);
+  Py_DECREF(all);
+  return result;
+}
+
 // The interpreter ended while this thread was in Python, after the gate's time limit, and now
 // makes the thread exit. It must unwind neither through the guards here nor into the driver, so
 // it waits for the end of the process.
@@ -99,7 +117,8 @@ void HostRecord::run_python(std::int64_t replay) {
   }
   PyObject* result = nullptr;
   try {
-    result = PyObject_CallObject(callable_, arguments_);
+    result = cell_ == nullptr ? PyObject_CallObject(callable_, arguments_)
+                              : call_with_payload(callable_, arguments_, cell_->pick(replay).value);
   } catch (abi::__forced_unwind&) {
     park();
   }
@@ -129,7 +148,7 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
       run_python(replay);
     } else {
       native_runs.fetch_add(1, std::memory_order_relaxed);
-      function_(data_);
+      function_(cell_ == nullptr ? data_ : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
     park();

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "hostwork/cell.h"
 #include "hostwork/driver.h"
 #include "hostwork/reaper.h"
 #include "hostwork/state.h"
@@ -35,6 +36,9 @@ class HostRecord : public Record {
   HostRecord(std::string name, PyObject* callable, PyObject* arguments, PyObject* keep);
   HostRecord(std::string name, HostFunction function, void* data, PyObject* keep);
 
+  // The work then gets the cell's payload of its replay: native work instead of its data, Python
+  // work before its arguments.
+  void set_cell(std::shared_ptr<PayloadCell> cell) { cell_ = std::move(cell); }
   void set_state(std::shared_ptr<GraphState> state) { state_ = std::move(state); }
   const std::string& name() const { return name_; }
   void reap(std::vector<PyObject*>& references) noexcept override;
@@ -59,6 +63,7 @@ class HostRecord : public Record {
   PyObject* const arguments_ = nullptr;
   const HostFunction function_ = nullptr;
   void* const data_ = nullptr;
+  std::shared_ptr<PayloadCell> cell_;
   std::shared_ptr<GraphState> state_;  // null: eager
   std::atomic<std::int64_t> runs_{0};  // written only by the run itself
 };

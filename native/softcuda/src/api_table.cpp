@@ -152,6 +152,8 @@ const Row kRows[] = {
     {"cuGraphNodeGetType", 10000, nullptr},
     {"cuGraphKernelNodeGetParams", 12000, "cuGraphKernelNodeGetParams_v2"},
     {"cuGraphKernelNodeSetParams", 12000, "cuGraphKernelNodeSetParams_v2"},
+    {"cuGraphKernelNodeGetAttribute", 10000, nullptr},
+    {"cuGraphKernelNodeSetAttribute", 10000, nullptr},
     {"cuGraphMemcpyNodeGetParams", 10000, nullptr},
     {"cuGraphMemcpyNodeSetParams", 10000, nullptr},
     {"cuGraphMemsetNodeGetParams", 10000, nullptr},

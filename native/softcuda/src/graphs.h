@@ -1,6 +1,7 @@
 // Graph definitions, executables and user objects.
 #pragma once
 
+#include <array>
 #include <map>
 
 #include "scheduler.h"
@@ -46,6 +47,8 @@ std::shared_ptr<UserObject> find_user_object(CUuserObject handle);
 struct Graph;
 struct Condition;
 
+constexpr size_t kAttributeBytes = 64;  // CUlaunchAttributeValue
+
 struct Node {
   void* handle = nullptr;
   void* origin = nullptr;  // of a clone: the node it was made from
@@ -55,6 +58,7 @@ struct Node {
   CUDA_MEMCPY3D copy_params{};
   CUDA_MEMSET_NODE_PARAMS fill_params{};
   std::vector<void*> param_pointers;  // what cuGraphKernelNodeGetParams hands out
+  std::map<int, std::array<char, kAttributeBytes>> attributes;  // of a kernel node
   std::shared_ptr<Graph> child;
   // Of a conditional node.
   std::shared_ptr<Condition> condition;

@@ -1,0 +1,167 @@
+"""IF and WHILE nodes of explicit graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.kernels import load_text
+
+TEXT = """
+#include "conditional.cuh"
+extern "C" __global__ void add(int* data, int value) { *data += value; }
+extern "C" __global__ void below(unsigned long long condition, const int* data, int limit) {
+  cudaGraphSetConditional(condition, *data < limit ? 1u : 0u);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module(device: Device):
+    """Kernels add and below."""
+    return load_text(device, TEXT, "conditional_test.cu")
+
+
+def test_a_loop_runs_as_long_as_a_kernel_says(device: Device, stream: Stream, module) -> None:
+    """One launch runs the body the data's number of times; every replay begins anew."""
+    data, after = device.zeros((1,), "int32"), device.zeros((1,), "int32")
+    graph = Graph(device, "loop")
+    lane = graph.lane("main")
+    more = graph.condition(1, name="more")
+    body = lane.while_(more, name="rounds").lane("inside")
+    body.kernel(module["add"], 1, 1, [data, 4])
+    body.kernel(module["below"], 1, 1, [more, data, 30])
+    lane.kernel(module["add"], 1, 1, [after, 1])
+    assert [n.kind for n in graph.nodes] == ["while", "kernel"] and "while" in graph.svg()
+    executable = graph.instantiate()
+    for total in (32, 36):
+        executable.launch(stream)
+        executable.synchronize(60)
+        assert data.to_host()[0] == total
+    assert after.to_host()[0] == 2
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, 1), (50, 150)])
+def test_if_else_takes_one_branch(
+    device: Device, stream: Stream, module, start: int, expected: int
+) -> None:
+    """The first body runs for a condition that is not 0, the second for 0."""
+    data = device.from_host(np.array([start], np.int32))
+    graph = Graph(device, "branch")
+    lane = graph.lane("main")
+    small = graph.condition()
+    lane.kernel(module["below"], 1, 1, [small, data, 10])
+    then, otherwise = lane.if_else(small, name="small")
+    then.lane("a").kernel(module["add"], 1, 1, [data, 1])
+    otherwise.lane("a").kernel(module["add"], 1, 1, [data, 100])
+    executable = graph.instantiate()
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert data.to_host()[0] == expected
+
+
+def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
+    """Operands of a body live as long as the executable, and a body may hold a child graph."""
+    import gc
+
+    from graft.native import _native
+
+    own = load_text(device, TEXT + "// another image\n", "conditional_keep.cu")
+    data, result = device.zeros((1,), "int32"), device.pinned((1,), "int32")
+    seen = result.array
+    inner = Graph(device, "inner")
+    inner.lane("x").kernel(own["add"], 1, 1, [data, 7])
+    graph = Graph(device, "outer")
+    lane = graph.lane("main")
+    body = lane.if_(graph.condition(1)).lane("inside")
+    body.child(inner)
+    body.copy(result, data)
+    executable = graph.instantiate()
+    del own, data, result, inner, graph, lane, body
+    gc.collect()
+    _native.flush(5.0)
+    others = [device.zeros((1,), "int32") for _ in range(20)]
+    for _ in range(2):
+        executable.launch(stream)
+    executable.synchronize(60)
+    assert seen[0] == 14 and not any(o.to_host().any() for o in others)
+
+
+def test_host_work_is_refused_in_bodies(device: Device) -> None:
+    """Host steps are refused by name, also inside child graphs; nothing is added."""
+    graph = Graph(device, "g")
+    body = graph.lane("main").while_(graph.condition(0), name="loop")
+    with pytest.raises(OptionError, match=r"host node 'masks'.*'loop'"):
+        body.lane("inside").host(print, name="masks")
+    child = Graph(device, "child")
+    child.lane("x").host(print, name="fill")
+    middle = Graph(device, "middle")
+    middle.add_child(child, name="deep")
+    for inner, path in ((child, "child/fill"), (middle, "middle/deep/fill")):
+        with pytest.raises(OptionError, match=f"host node '{path}'.*'loop'"):
+            body.lane("inside").child(inner)
+    assert body.nodes == []
+    with pytest.raises(OptionError, match="body"):
+        body.instantiate()
+
+
+def test_copies_of_conditionals_are_refused(device: Device, module) -> None:
+    """Clone and child of a graph with conditionals are refused by the node's name."""
+    data = device.zeros((1,), "int32")
+    graph = Graph(device, "original")
+    graph.lane("main").if_(graph.condition(1), name="choice").lane("x").fill(data)
+    with pytest.raises(OptionError, match=r"cloned.*'choice'.*conditional"):
+        graph.clone()
+    parent = Graph(device, "parent")
+    with pytest.raises(OptionError, match=r"child graph.*'choice'.*conditional"):
+        parent.add_child(graph)
+    assert parent.nodes == []
+
+
+def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> None:
+    """A condition used twice, elsewhere, or not at all is refused by its name."""
+    first, second = Graph(device, "first"), Graph(device, "second")
+    condition = first.condition(1, name="go")
+    with pytest.raises(OptionError, match=r"'go'.*'second'"):
+        second.lane("main").if_(condition)
+    with pytest.raises(OptionError, match=r"'go'.*'first'.*no node"):
+        first.instantiate()
+    first.lane("main").if_(condition)
+    with pytest.raises(OptionError, match="'go' steers a node already"):
+        first.lane("main").if_(condition)
+    with pytest.raises(OptionError, match="default"):
+        first.condition(-1)
+    with pytest.raises(OptionError, match=r"Graph.condition\(\)"):
+        first.lane("main").while_(1)  # type: ignore[arg-type]
+
+
+def test_a_wrong_handle_is_a_fault_of_the_kernel(device: Device) -> None:
+    """(Checked in a child process: it costs the context.)"""
+    import subprocess
+    import sys
+
+    if device.kind != "soft":
+        pytest.skip("hardware does not check conditional handles")
+    script = f"""
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
+device = open_device()
+kernel = load_text(device, {TEXT!r}, "wrong.cu")["below"]
+stream = device.stream()
+data = device.zeros((1,), "int32")
+StreamLane(stream).kernel(kernel, 1, 1, [0, data, 3])
+try:
+    stream.synchronize(60)
+except DeviceError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert "no conditional handle" in done.stdout and "below" in done.stdout, done.stderr
+    assert done.returncode == 0
