@@ -63,7 +63,7 @@ def draw(path: Path, batch: int, draft_length: int, masked: bool, folded: bool) 
     """Write the picture and return its number of boxes; the suffix chooses SVG or DOT."""
     target, drafter = demo_model()
     with Engine(target, drafter, max_batch_size=batch, draft_length=draft_length,
-                mask_drafts=masked) as engine:
+                mask_drafts=masked, grammar_transport="native") as engine:
         graph = engine.rounds[batch].graph
         nodes, edges = fold(graph) if folded else (graph.nodes, graph.edges)
         title = f"a round: {len(graph.nodes)} nodes"
