@@ -70,7 +70,8 @@ class Graph:
     status : PinnedArray
         int32 [16]: word 0 is 0, or why a replay failed (1 a Python host step raised, 2 a native
         one failed, 3 the interpreter is ending, 4 a mailbox missed its deadline), word 1 the number
-        of that replay. It stays set until ``GraphExec.clear()``; kernels that must do nothing in a failed replay read it.
+        of that replay. It stays set until ``GraphExec.clear()``; kernels that must do nothing in a
+        failed replay read it.
     """
 
     _resource: _native.Resource | None
