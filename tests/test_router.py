@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router_util import Grammar
 
-from graft.grammar import GrammarError, GrammarSpec
+from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
 from graft.grammar.preflight import ENFORCEMENT, preflight, trial
 from graft.grammar.router import check_output, route
 
@@ -146,3 +146,23 @@ def test_hostile_schemas_are_refused_in_a_sentence():
             assert Grammar(found.schema).takes(1) == (schema != {"type": "nothing"}), schema
         else:
             assert found.refusal()
+
+
+def test_a_routed_spec_means_what_the_standard_says():
+    """backend="auto" compiles on the chosen backend; further properties are legal unless strict."""
+    vocabulary = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [256])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}},
+              "dependentRequired": {"a": ["b"]}}  # fmt: skip
+    for strict, open_end in ((None, True), (True, False)):
+        spec = GrammarSpec.json_schema(schema, backend="auto", strict=strict)
+        backend = make_backend(spec.backend, vocabulary)
+        compiled = backend.compile(spec)
+
+        def fits(text: str, backend: Any = backend, compiled: Any = compiled) -> bool:
+            matcher = backend.matcher(compiled)
+            return all(matcher.accept(byte) for byte in [*text.encode(), 256])
+
+        assert spec.backend == "llguidance" and not spec.partial and spec.schema == schema
+        assert fits('{"a": 1, "b": 2}') and fits("{}") and fits('{"b": 2}')
+        assert not fits('{"a": 1}') and not fits('{"a": "x", "b": 2}')
+        assert fits('{"c": 3}') == open_end
