@@ -7,6 +7,7 @@ the primary context, refuses calls from inside host functions, and turns result 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +32,20 @@ __all__ = [
 FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
 
 _context: Any = None
+_forked = False
 _reopen: Callable[[], None] | None = None
 _fault_text: Callable[[bool], str] | None = None
 _local = threading.local()
+
+
+def _after_fork() -> None:
+    """In the child of a fork: refuse driver calls; its reaper does not exist, so nothing waits."""
+    global _forked
+    _forked = True
+    _native.close_gate(0.0)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
@@ -60,6 +72,12 @@ def enter(api: str) -> None:
     """Prepare this thread for a driver call, or raise because it must not make one."""
     if _native.in_host_work():
         raise DeviceError(f"{api}: a host function must not call the driver", api=api)
+    if _forked:
+        raise DeviceError(
+            f"{api}: this process was forked from one with an open device, and drivers do not "
+            "survive that; start it with the multiprocessing method 'spawn'",
+            api=api,
+        )
     if _context is None and _reopen is not None:
         _reopen()
     if _context is None:
