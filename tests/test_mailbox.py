@@ -454,6 +454,17 @@ def test_a_graph_with_a_mailbox_is_neither_cloned_nor_a_child(device):
         parent.add_child(graph)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_mailbox_stands_outside_of_conditionals(device, transport):
+    """A worker expects one request a launch, so neither pair is taken in a body."""
+    graph = Graph(device, "branches")
+    body = graph.lane("main").if_(graph.condition(0, name="once"))
+    with pytest.raises(OptionError, match="cannot stand in the conditional"):
+        add(body.lane("main"), transport, lambda: None, name="inside")
+    assert body.nodes == []
+    graph.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"threads": 0}, {"threads": 65}, {"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"},
