@@ -175,7 +175,9 @@ void run_host_function(CUhostFn fn, void* data) {
   g_host.since = now_ns();
   g_host.fn = reinterpret_cast<void*>(fn);
   t_forbidden = "host function";
+  const uint64_t entered = now_ns();
   fn(data);
+  record_hop(entered, now_ns());
   t_forbidden = nullptr;
   g_host.fn = nullptr;
 }

@@ -13,6 +13,8 @@ using CUdeviceptr = unsigned long long;
 struct CUctx_opaque;
 struct CUmod_opaque;
 struct CUfunc_opaque;
+struct CUkern_opaque;
+struct CUlib_opaque;
 struct CUstream_opaque;
 struct CUevent_opaque;
 struct CUgraph_opaque;
@@ -22,6 +24,8 @@ struct CUobject_opaque;
 using CUcontext = CUctx_opaque*;
 using CUmodule = CUmod_opaque*;
 using CUfunction = CUfunc_opaque*;
+using CUkernel = CUkern_opaque*;
+using CUlibrary = CUlib_opaque*;
 using CUstream = CUstream_opaque*;
 using CUevent = CUevent_opaque*;
 using CUgraph = CUgraph_opaque*;
@@ -40,6 +44,7 @@ enum : CUresult {
   CUDA_ERROR_INVALID_IMAGE = 200,
   CUDA_ERROR_INVALID_CONTEXT = 201,
   CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
+  CUDA_ERROR_FILE_NOT_FOUND = 301,
   CUDA_ERROR_INVALID_HANDLE = 400,
   CUDA_ERROR_ILLEGAL_STATE = 401,
   CUDA_ERROR_NOT_FOUND = 500,

@@ -31,11 +31,10 @@ Graph::~Graph() {
 
 CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* p, Work* out) {
   if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (p->func == nullptr && p->kern != nullptr) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "CUkernel handles are not implemented");
-  }
+  // A kernel of a library is named by the other field; both hold one handle (library.cpp).
+  const CUfunction function = p->func != nullptr ? p->func : static_cast<CUfunction>(p->kern);
   out->kind = WorkKind::kernel;
-  return make_kernel(find_function(p->func), softcuda_dim3{p->gridDimX, p->gridDimY, p->gridDimZ},
+  return make_kernel(find_function(function), softcuda_dim3{p->gridDimX, p->gridDimY, p->gridDimZ},
                      softcuda_dim3{p->blockDimX, p->blockDimY, p->blockDimZ}, p->sharedMemBytes,
                      p->kernelParams, p->extra, &out->kernel);
 }

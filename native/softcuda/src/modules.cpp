@@ -70,7 +70,9 @@ void* load_copy(const void* image, size_t size, std::string* why) {
   return library;
 }
 
-CUresult load(const void* image, CUmodule* out) {
+}  // namespace
+
+CUresult load_module(const void* image, CUmodule* out) {
   if (out == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
   size_t size = 0;
   if (CUresult r = image_size(image, &size); r != CUDA_SUCCESS) return r;
@@ -108,7 +110,17 @@ CUresult load(const void* image, CUmodule* out) {
   return CUDA_SUCCESS;
 }
 
-}  // namespace
+CUresult unload_module(CUmodule handle, const char* waiting) {
+  if (settings().strict) wait_idle(waiting);
+  if (sticky() != CUDA_SUCCESS) return sticky();
+  std::shared_ptr<Module> module = modules().take(handle);
+  if (!module) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a loaded module");
+  module->live = false;
+  for (auto& function : module->functions) functions().take(function->handle);
+  module->functions.clear();  // a function keeps its module: break the circle
+  live_add(Kind::module, -1);
+  return CUDA_SUCCESS;
+}
 
 Module::~Module() {
   for (void* library : libraries) dlclose(library);
@@ -122,25 +134,17 @@ using namespace softcuda;
 
 SC_EXPORT CUresult cuModuleLoadData(CUmodule* out, const void* image) {
   SC_API(cuModuleLoadData, kContext | kUnsafe);
-  return load(image, out);
+  return load_module(image, out);
 }
 
 SC_EXPORT CUresult cuModuleLoadDataEx(CUmodule* out, const void* image, unsigned, int*, void**) {
   SC_API(cuModuleLoadDataEx, kContext | kUnsafe);
-  return load(image, out);
+  return load_module(image, out);
 }
 
 SC_EXPORT CUresult cuModuleUnload(CUmodule handle) {
   SC_API(cuModuleUnload, kContext | kUnsafe);
-  if (settings().strict) wait_idle("cuModuleUnload: all work to finish");
-  if (sticky() != CUDA_SUCCESS) return sticky();
-  std::shared_ptr<Module> module = modules().take(handle);
-  if (!module) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a loaded module");
-  module->live = false;
-  for (auto& function : module->functions) functions().take(function->handle);
-  module->functions.clear();  // a function keeps its module: break the circle
-  live_add(Kind::module, -1);
-  return CUDA_SUCCESS;
+  return unload_module(handle, "cuModuleUnload: all work to finish");
 }
 
 SC_EXPORT CUresult cuModuleGetFunction(CUfunction* out, CUmodule handle, const char* name) {

@@ -29,6 +29,9 @@ struct Module {
 
 extern const softcuda_hooks kHooks;
 std::shared_ptr<Function> find_function(CUfunction handle);
+CUresult load_module(const void* image, CUmodule* out);
+// `waiting` says what a strict unload waits for.
+CUresult unload_module(CUmodule handle, const char* waiting);
 // Checks the geometry and translates the parameters; refuses by name.
 CUresult make_kernel(const std::shared_ptr<Function>& function, softcuda_dim3 grid,
                      softcuda_dim3 block, unsigned shared_bytes, void* const* params,

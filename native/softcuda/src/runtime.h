@@ -106,6 +106,8 @@ class Waiting {
 extern thread_local const char* t_forbidden;
 // Runs a user's host function, visible to softcuda_describe; honours lock model bit 1.
 void run_host_function(CUhostFn fn, void* data);
+// Keeps when a host function was entered and when it returned, for softcuda_hops.
+void record_hop(uint64_t entered, uint64_t returned);
 void describe_workers(std::string* out);
 void start_watchdog();
 

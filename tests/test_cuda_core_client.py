@@ -1,0 +1,187 @@
+"""cuda.core, unmodified, as a client of the soft device."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.core", reason="cuda.core is not installed (pip install cuda-core==1.2.2)")
+
+from cuda.core import LaunchConfig, LegacyPinnedMemoryResource, ObjectCode, launch
+from cuda.core._utils.cuda_utils import CUDAError
+from cuda.core.graph import GraphDefinition, GraphNode
+
+from graft.cudagraph.driver import call, cu
+
+ONE = LaunchConfig(grid=1, block=1)
+TEXT = """
+extern "C" __global__ void add(int* p, int n) { p[0] += n; }
+extern "C" __global__ void twice(int* p) { p[0] *= 2; }
+"""
+
+
+@pytest.fixture
+def core(device):
+    """cuda.core's Device on the soft device."""
+    if device.kind != "soft":
+        pytest.skip("NVIDIA's own driver is not what is tested here")
+    from cuda.core import Device
+
+    made = Device(device.ordinal)
+    made.set_current()
+    return made
+
+
+@pytest.fixture
+def queue(core):
+    """A stream of cuda.core's."""
+    made = core.create_stream()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory):
+    """Object code of two kernels."""
+    from graft.native.softcuda.compile import compile_cpu
+
+    return compile_cpu(TEXT, "core.cu", cache_dir=tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture
+def word(core):
+    """One int32 in pinned memory: (its value as a view, its address on the device)."""
+    buffer = LegacyPinnedMemoryResource().allocate(64)
+    view = np.from_dlpack(buffer).view(np.int32)
+    view[:] = 0
+    yield view, np.uint64(int(call(cu.cuMemHostGetDevicePointer, buffer.handle, 0)))
+    del view
+    buffer.close()
+
+
+def test_device_streams_and_events(core, queue):
+    """The device says what it is; events of streams order and finish."""
+    assert core.name == "graft soft device" and core.compute_capability == (9, 0)
+    other = core.create_stream()
+    event = queue.record()
+    other.wait(event)
+    event.sync()
+    other.sync()
+    assert event.is_done
+    event.close()
+    other.close()
+
+
+def test_kernels_from_object_code(queue, image, word):
+    """Kernels are found by name, know their parameters and run with what they are given."""
+    view, address = word
+    code = ObjectCode.from_cubin(image)
+    add, twice = code.get_kernel("add"), code.get_kernel("twice")
+    assert [(p.offset, p.size) for p in add.arguments_info] == [(0, 8), (8, 4)]
+    assert twice.num_arguments == 1 and add.attributes.max_threads_per_block == 1024
+    for _ in range(3):
+        launch(queue, ONE, add, address, np.int32(2))
+        launch(queue, ONE, twice, address)
+    queue.sync()
+    assert view[0] == 28
+    with pytest.raises(CUDAError, match="NOT_FOUND"):
+        code.get_kernel("absent")
+
+
+def test_object_code_from_a_file(queue, image, word, tmp_path):
+    """Object code is read from a file; a missing file and a GPU's code are refused by name."""
+    view, address = word
+    path = tmp_path / "core.so"
+    path.write_bytes(image)
+    launch(queue, ONE, ObjectCode.from_cubin(str(path)).get_kernel("add"), address, np.int32(5))
+    queue.sync()
+    assert view[0] == 5
+    with pytest.raises(CUDAError, match="FILE_NOT_FOUND"):
+        ObjectCode.from_cubin(str(tmp_path / "absent")).get_kernel("add")
+    foreign = bytearray(image)
+    foreign[18:20] = (190).to_bytes(2, "little")
+    with pytest.raises(CUDAError, match="NO_BINARY_FOR_GPU"):
+        ObjectCode.from_cubin(bytes(foreign)).get_kernel("add")
+
+
+def test_explicit_graphs_with_callbacks(queue, image, word):
+    """Kernels and Python callbacks run in the graph's order, in every replay."""
+    view, address = word
+    code = ObjectCode.from_cubin(image)
+    add, twice = code.get_kernel("add"), code.get_kernel("twice")
+    seen: list[int] = []
+    graph = GraphDefinition()
+    node = graph.launch(ONE, add, address, np.int32(1))
+    node = node.callback(lambda: seen.append(int(view[0])))
+    node = GraphNode.callback(node, lambda: seen.append(-1))
+    node = GraphNode.launch(node, ONE, twice, address)
+    assert len(graph.nodes()) == 4 and len(graph.edges()) == 3
+    run = graph.instantiate()
+    run.upload(queue)
+    for _ in range(3):
+        run.launch(queue)
+    queue.sync()
+    assert seen == [1, -1, 3, -1, 7, -1] and view[0] == 14
+    run.close()
+
+
+def test_captured_graphs_with_callbacks(queue, image, word):
+    """A graph builder captures launches and callbacks; nothing runs before the replay."""
+    view, address = word
+    add = ObjectCode.from_cubin(image).get_kernel("add")
+    seen: list[int] = []
+    builder = queue.create_graph_builder()
+    builder.begin_building()
+    launch(builder, ONE, add, address, np.int32(3))
+    builder.callback(lambda: seen.append(int(view[0])))
+    launch(builder, ONE, add, address, np.int32(4))
+    run = builder.end_building().complete()
+    queue.sync()
+    assert seen == [] and view[0] == 0
+    for _ in range(2):
+        run.launch(queue)
+    queue.sync()
+    assert seen == [3, 10] and view[0] == 14
+    run.close()
+    builder.close()
+
+
+def test_a_failing_callback_does_not_stop_the_graph(queue, monkeypatch):
+    """cuda.core reports what a callback raised as unraisable; the next callback runs."""
+    seen: list[int] = []
+    graph = GraphDefinition()
+    node = graph.callback(lambda: 1 // 0)
+    GraphNode.callback(node, lambda: seen.append(1))
+    run = graph.instantiate()
+    told: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_type))
+    run.launch(queue)
+    queue.sync()
+    assert told == [ZeroDivisionError] and seen == [1]
+
+
+def test_libraries_name_their_kernels(core, image):
+    """The library calls agree with each other, and handles are refused once it is unloaded."""
+    library = call(cu.cuLibraryLoadData, image, [], [], 0, [], [], 0)
+    assert call(cu.cuLibraryGetKernelCount, library) == 2
+    kernels = call(cu.cuLibraryEnumerateKernels, 2, library)
+    assert {call(cu.cuKernelGetName, kernel) for kernel in kernels} == {b"add", b"twice"}
+    add = call(cu.cuLibraryGetKernel, library, b"add")
+    assert int(call(cu.cuKernelGetLibrary, add)) == int(library)
+    function = call(cu.cuKernelGetFunction, add)
+    module = call(cu.cuLibraryGetModule, library)
+    assert int(call(cu.cuModuleGetFunction, module, b"add")) == int(function)
+    call(cu.cuLibraryUnload, library)
+    invalid = cu.CUresult.CUDA_ERROR_INVALID_HANDLE
+    assert cu.cuLibraryUnload(library)[0] == invalid
+    assert cu.cuKernelGetFunction(add)[0] == invalid
+    assert cu.cuLibraryGetKernelCount(library)[0] == invalid
+
+
+def test_what_the_soft_device_has_not_is_refused(core):
+    """Memory pools are NOT_SUPPORTED."""
+    unsupported = cu.CUresult.CUDA_ERROR_NOT_SUPPORTED
+    assert cu.cuDeviceGetDefaultMemPool(0)[0] == unsupported
+    assert cu.cuDeviceGetMemPool(0)[0] == unsupported
