@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graft.cudagraph.device import Stream
@@ -49,6 +49,7 @@ class Replays:
     number : of the last replay launched; the device counts the same.
     launched : graph launches so far.
     pending : who sits in the rows of the replay whose results were not read yet, else None.
+    on_parts : told each replay's number and stamps, by name, on the device's clock.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream):
@@ -56,6 +57,7 @@ class Replays:
         self.number = 0
         self.launched = 0
         self.pending: list[Running] | None = None
+        self.on_parts: Callable[[int, dict[str, int]], None] | None = None
 
     def launch(self, graph: RoundGraph, rows: list[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -135,6 +137,8 @@ class Replays:
         timeline = self._parts.timeline
         row: Sequence[int] = timeline.field("ns").array[replay % timeline.slots].tolist()
         ns = dict(zip(STAMPS, row, strict=True))
+        if self.on_parts is not None:
+            self.on_parts(replay, ns)
         for name, start, end in PARTS:
             if ns[start] > 0 and ns[end] > 0:
                 stats.part_ns[name] = stats.part_ns.get(name, 0) + ns[end] - ns[start]

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from graft.native.softcuda.compile import compile_cpu, compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +27,9 @@ BUILD = ROOT / "build" / "sanitize"
 def has_sanitizer(kind: str) -> bool:
     """Whether the compiler can build and link with a sanitizer."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    command = [*compiler(), f"-fsanitize={kind}", "-x", "c++", "-", "-o", str(BUILD / f"try-{kind}")]
-    done = subprocess.run(command, input="int main() {}", capture_output=True, text=True, check=False)
+    out = str(BUILD / f"try-{kind}")
+    command = [*compiler(), f"-fsanitize={kind}", "-x", "c++", "-", "-o", out]
+    done = subprocess.run(command, input=b"int main() {}", capture_output=True, check=False)
     return done.returncode == 0
 
 

@@ -8,7 +8,8 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
+from graft.models.tracing import trace_rounds
 from graft.tools.demo_model import demo_model
+from graft.tools.timeline import check_trace_path, write_trace
 from graft.tools.validity import is_valid
 
 #: Fields of a row of --prompts that go into the request as they are.
@@ -62,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
 
     output = parser.add_argument_group("output")
+    output.add_argument("--trace", type=Path, metavar="FILE.json",
+                        help="write the rounds' timeline for Perfetto, and one round as FILE.svg")
     output.add_argument("--json", action="store_true", help="outputs and figures as JSON")
     output.add_argument("--stream", action="store_true", help="print text as rounds bring it")
     parser.set_defaults(run=run)
@@ -205,6 +210,17 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
     return [done[str(request.id)] for request in requests]
 
 
+@contextmanager
+def tracing(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Trace what runs inside, and write it when a path is given."""
+    if path is None:
+        yield
+        return
+    with trace_rounds(engine) as trace:
+        yield
+    write_trace(trace, path)
+
+
 def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
            seconds: float) -> dict[str, Any]:
     """Everything ``--json`` prints."""
@@ -233,11 +249,14 @@ def run(options: argparse.Namespace) -> int:
     """Generate and print; returns 2 when a request was refused, 1 when one failed otherwise."""
     if options.json and options.stream:
         raise OptionError("--json prints once at the end; --stream prints on the way; use one")
+    if options.trace is not None:
+        check_trace_path(options.trace)
     asked = read_requests(options)
     requests = [one.request for one in asked if one.refusal is None]
     with open_engine(options, len(requests)) as engine:
         begun = time.perf_counter()
-        served = iter(run_requests(engine, requests, options.stream))
+        with tracing(engine, options.trace):
+            served = iter(run_requests(engine, requests, options.stream))
         outputs = [
             next(served) if one.refusal is None
             else Output(id=str(one.request.id), reason="refused", error=one.refusal)

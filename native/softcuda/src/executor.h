@@ -1,4 +1,4 @@
-// One worker's block executor: runs the threads of a block as lazy fibers (invariants X1-X8).
+// One worker's block executor: runs the threads of a block as lazy fibers (invariants X1-X10).
 #pragma once
 
 #include <csetjmp>

@@ -11,6 +11,7 @@
 #endif
 
 #include "executor.h"
+#include "trace.h"
 
 namespace softcuda {
 namespace {
@@ -149,6 +150,7 @@ void worker_main(unsigned index) {
     if (op == nullptr) op = take(p, &helping);
     bool finished = true;
     const bool run = sticky() == CUDA_SUCCESS;
+    TraceSpan span(op);
     switch (op->work.kind) {
       case WorkKind::kernel:
         if (!helping && run) count_add(What::kernel_launch);
@@ -163,6 +165,7 @@ void worker_main(unsigned index) {
       default:
         break;
     }
+    span.end(index);
     op = finished ? complete(op, true) : nullptr;
   }
 }
@@ -181,7 +184,9 @@ void host_main() {
     // Host functions are not called after a fault (E2).
     if (sticky() == CUDA_SUCCESS) {
       count_add(What::host_func);
+      TraceSpan span(op);
       run_host_function(op->work.host.fn, op->work.host.data);
+      span.end(kHostWorker);
     }
     complete(op, false);
   }

@@ -1,0 +1,106 @@
+// The trace's buffer and its exported functions (invariants T1-T3).
+#include "trace.h"
+
+#include "graphs.h"
+
+namespace softcuda {
+
+std::atomic<bool> g_tracing{false};
+
+namespace {
+
+struct Span {
+  const Program* program;
+  unsigned node, worker;
+  WorkKind kind;
+  uint64_t begin_ns, end_ns;
+};
+
+struct Buffer {
+  std::mutex mutex;
+  std::vector<Span> spans;
+  size_t capacity = 0;
+  int64_t lost = 0;
+};
+// Leaked on purpose: workers outlive static destruction.
+Buffer& buffer() {
+  static Buffer& b = *new Buffer;
+  return b;
+}
+
+}  // namespace
+
+void TraceSpan::begin(const Op* op) {
+  program_ = op->program;
+  kind_ = op->work.kind;
+  if (program_ != nullptr) {
+    while (node_ < program_->nodes.size() && program_->nodes[node_].get() != op) ++node_;
+  }
+  begin_ns_ = now_ns();
+}
+
+void TraceSpan::record(unsigned worker) {
+  const uint64_t end_ns = now_ns();
+  Buffer& b = buffer();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  if (!g_tracing.load(std::memory_order_relaxed)) return;
+  if (b.spans.size() == b.capacity) {
+    ++b.lost;
+    return;
+  }
+  b.spans.push_back(Span{program_, node_, worker, kind_, begin_ns_, end_ns});
+}
+
+}  // namespace softcuda
+
+using namespace softcuda;
+
+extern "C" {
+struct softcuda_span {
+  uint64_t exec;              // CUgraphExec; 0: work of a stream, or a plan that is no longer
+  uint64_t node;              // CUgraphNode of the definition, 0 likewise
+  uint32_t worker;            // 0xffffffff: the thread of host functions
+  uint32_t kind;              // 1 kernel, 2 copy, 3 fill, 4 host function
+  uint64_t begin_ns, end_ns;  // CLOCK_MONOTONIC, as %globaltimer of this device
+};
+}
+
+// Forgets what was recorded and records up to `capacity` spans from now on; 0 ends the recording.
+SC_EXPORT void softcuda_trace(size_t capacity) {
+  Buffer& b = buffer();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  g_tracing.store(capacity > 0, std::memory_order_relaxed);
+  if (capacity == 0) return;
+  b.spans.clear();
+  b.spans.reserve(capacity);
+  b.capacity = capacity;
+  b.lost = 0;
+}
+
+// Copies up to `n` spans, in order of their ends, and returns how many there are.
+SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
+  Buffer& b = buffer();
+  const std::vector<std::shared_ptr<Exec>> execs = graph_execs().all();
+  std::lock_guard<std::mutex> graphs_lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(b.mutex);
+  for (size_t i = 0; i < b.spans.size() && i < n; ++i) {
+    const Span& span = b.spans[i];
+    out[i] = softcuda_span{
+        0, 0, span.worker, static_cast<uint32_t>(span.kind), span.begin_ns, span.end_ns};
+    for (auto& exec : execs) {
+      if (span.program == nullptr || exec->program.get() != span.program) continue;
+      out[i].exec = reinterpret_cast<uint64_t>(exec->handle);
+      if (span.node < exec->flat.size()) {
+        out[i].node = reinterpret_cast<uint64_t>(exec->flat[span.node].source);
+      }
+    }
+  }
+  return b.spans.size();
+}
+
+// Spans that found the buffer full.
+SC_EXPORT int64_t softcuda_trace_lost() {
+  Buffer& b = buffer();
+  std::lock_guard<std::mutex> lock(b.mutex);
+  return b.lost;
+}

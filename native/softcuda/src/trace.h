@@ -1,0 +1,30 @@
+// Begin and end of device and host work, recorded while a trace is on (invariant T1).
+#pragma once
+
+#include "scheduler.h"
+
+namespace softcuda {
+
+extern std::atomic<bool> g_tracing;
+constexpr unsigned kHostWorker = 0xffffffffu;
+
+// One worker's share of one op. Made before the op runs: afterwards the op may be gone.
+class TraceSpan {
+ public:
+  explicit TraceSpan(const Op* op) {
+    if (__builtin_expect(g_tracing.load(std::memory_order_relaxed), 0)) begin(op);
+  }
+  void end(unsigned worker) {
+    if (__builtin_expect(begin_ns_ != 0, 0)) record(worker);
+  }
+
+ private:
+  void begin(const Op* op);
+  void record(unsigned worker);
+  const Program* program_ = nullptr;
+  unsigned node_ = 0;
+  WorkKind kind_ = WorkKind::none;
+  uint64_t begin_ns_ = 0;
+};
+
+}  // namespace softcuda
