@@ -165,3 +165,21 @@ except DeviceError as error:
     )
     assert "no conditional handle" in done.stdout and "below" in done.stdout, done.stderr
     assert done.returncode == 0
+
+
+def test_the_setter_compiles_for_real_architectures() -> None:
+    """NVRTC takes the text without CUDA headers and leaves the setter to the device runtime."""
+    from graft.cudagraph.kernels import nvrtc_options
+
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    code, program = nvrtc.nvrtcCreateProgram(TEXT.encode(), b"conditional_test.cu", 0, [], [])
+    assert int(code) == 0
+    options = [*nvrtc_options(), "--gpu-architecture=compute_90"]
+    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    size = nvrtc.nvrtcGetProgramLogSize(program)[1]
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert int(code) == 0, log.decode()
+    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, text)
+    assert b".extern .func cudaGraphSetConditional" in text
