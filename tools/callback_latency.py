@@ -1,12 +1,17 @@
-"""How long a replayed graph waits for host work: kernel, host step, kernel, by the device's clock.
+"""The latency laboratory: what host work in a replayed graph costs, transport by transport.
 
-Each transport runs an empty body between two kernels that stamp the device's time; the same graph
-without a host step is the floor. Mailbox and spinning kernel are answered by one worker, which
-spins where 4 cores are usable and otherwise sleeps 50 us between looks. "idle": no other Python
-code runs. "busy": another thread runs Python bytecode, so a Python body has to wait for the GIL.
+Two figures. The *join*: from the kernel before the host steps to the kernel after them, by the
+device's clock, less the median of the same graph with empty nodes. The *hop*: from the entry of the
+C function that the driver's thread calls to the first instruction of the user's body, and back; it
+leaves out how the thread was woken, which is the same for all. Only the soft device records hops.
+
+All arms live in one process and take turns in random order, so that a change of the machine's mood
+meets all of them; the first 100 replays of each are dropped. Python is "idle", "busy" (another
+thread runs bytecode) or "held" (another thread keeps the GIL through C calls of 2 ms).
 Usage::
 
-    python -m graft.tools.callback_latency [--samples 1000] [--json build/callback_latency.json]
+    python -m graft.tools.callback_latency [--samples 10000] [--callbacks 1 8 64]
+        [--json build/callback_latency.json] [--svg build/callback_latency.svg]
 """
 
 from __future__ import annotations
@@ -16,82 +21,80 @@ import ctypes
 import json
 import os
 import platform
+import random
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graft.cudagraph.device import Device, open_device
+from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import GraftError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.tools.latency_arms import ARMS, BASELINE, Arm, Hops, empty_work, make_arm, unavailable
+from graft.tools.latency_plot import histograms
 
-KERNELS = Path(__file__).parent / "kernels" / "clock.cu"
-TRANSPORTS = ("none", "native", "mailbox", "spinkernel", "python")
-WARM_UP = 20
+__all__ = ["empty_work", "main", "measure_all", "quantiles"]
+
+CALLBACKS = (1, 8, 64)
+PYTHON = ("idle", "busy", "held")
+DROPPED = 100
+HELD_US = 2000
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+WARNING = "times of the soft device, a CPU; a GPU's are not these"
 
 
-def empty_work(transport: str) -> NativeWork | PythonWork:
-    """Host work that does nothing, by either transport."""
-    if transport == "python":
-        return PythonWork(lambda: None)
-    # free(NULL) is a C function of the right type that does nothing.
-    address = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
-    return NativeWork(address, 0, name="free(NULL)")
+@dataclass
+class Cell:
+    """The samples of one arm in one state of Python, in nanoseconds."""
 
+    arm: Arm
+    python: str
+    join: list[int] = field(default_factory=list)
+    cpu: list[int] = field(default_factory=list)
+    hops: list[np.ndarray] = field(default_factory=list)
 
-def measure(device: Device, transport: str, samples: int) -> np.ndarray:
-    """Nanoseconds from the kernel before the host step to the kernel after it, per replay."""
-    stamp = device.load(KERNELS)["stamp_ns"]
-    stamps = device.pinned((2,), "uint64")
-    stream = device.stream(f"latency {transport}")
-    graph = Graph(device, f"latency {transport}")
-    lane = graph.lane("main")
-    lane.kernel(stamp, 1, 1, (stamps, 0), name="before")
-    if transport in ("mailbox", "spinkernel"):
-        add = lane.mailbox if transport == "mailbox" else lane.spin
-        add(empty_work(transport), name="host work")
-    elif transport != "none":
-        lane.host(empty_work(transport), name="host work")
-    lane.kernel(stamp, 1, 1, (stamps, 1), name="after")
-    run = graph.instantiate()
-    run.upload(stream)
-    taken = np.empty(samples, np.int64)
-    for i in range(-WARM_UP, samples):
-        run.launch(stream)
-        run.synchronize(timeout_s=60.0)
-        if i >= 0:
-            taken[i] = int(stamps.array[1]) - int(stamps.array[0])
-    run.close()
-    graph.close()
-    stamps.close()
-    stream.close()
-    return taken
+    def take(self) -> None:
+        """Replay once and keep what it took."""
+        join, cpu, hops = self.arm.replay()
+        self.join.append(join)
+        self.cpu.append(cpu)
+        if hops is not None:
+            self.hops.append(hops)
+
+    @property
+    def hop(self) -> np.ndarray | None:
+        """Every host step's way there and back, or None where nobody recorded it."""
+        return np.concatenate(self.hops).sum(axis=1) if self.hops else None
 
 
 @contextmanager
-def busy_python(busy: bool) -> Iterator[None]:
-    """While open, another thread runs Python bytecode all the time, if asked to."""
+def python_is(state: str) -> Iterator[None]:
+    """While open, another thread uses the GIL as the state says."""
     stop = threading.Event()
+    usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call
 
-    def spin() -> None:
+    def hog() -> None:
         while not stop.is_set():
-            sum(range(200))
+            if state == "held":
+                usleep(HELD_US)
+            else:
+                sum(range(200))
 
-    hog = threading.Thread(target=spin, name="busy Python")
-    if busy:
-        hog.start()
+    thread = threading.Thread(target=hog, name=f"{state} Python")
+    if state != "idle":
+        thread.start()
     try:
         yield
     finally:
         stop.set()
-        if busy:
-            hog.join()
+        if state != "idle":
+            thread.join()
 
 
 def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
@@ -101,49 +104,156 @@ def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
     return {name: float(ordered[round(q * last)]) for name, q in QUANTILES.items()}
 
 
-def measure_all(device: Device, samples: int) -> dict[str, Any]:
-    """Every transport, idle and busy, with what a reader needs to judge the figures."""
-    cells = []
-    for busy in (False, True):
-        for transport in TRANSPORTS:
-            with busy_python(busy):
-                taken = measure(device, transport, samples)
-            cells.append({"transport": transport, "python": "busy" if busy else "idle",
-                          "samples": samples, "us": quantiles(taken)})
-    return {"device": device.describe(), "kind": device.kind, "cores": os.cpu_count(),
+def measure(cells: Sequence[Cell], samples: int, dropped: int, limit_s: float,
+            rng: random.Random) -> None:
+    """Take every cell's samples, all cells once per turn, in a new random order each turn.
+
+    After ``limit_s`` seconds of turns that count, the cells keep the samples they have.
+    """
+    order, begun = list(cells), time.monotonic()
+    for turn in range(dropped + samples):
+        rng.shuffle(order)
+        for cell in order:
+            cell.take()
+        if turn < dropped:
+            begun = time.monotonic()
+            for cell in cells:
+                cell.join.clear()
+                cell.cpu.clear()
+                cell.hops.clear()
+        elif time.monotonic() - begun > limit_s:
+            break
+
+
+def measure_all(device: Device, samples: int, *, callbacks: Sequence[int] = CALLBACKS,
+                python: Sequence[str] = PYTHON, arms: Sequence[str] = ARMS,
+                dropped: int = DROPPED, limit_s: float = 900.0, seed: int = 0) -> list[Cell]:
+    """Measure arms x callbacks x states of Python; the baseline is always among the arms."""
+    rng, hops, done = random.Random(seed), Hops(device), []
+    names = [name for name in dict.fromkeys([BASELINE, *arms]) if not unavailable(name)]
+    built: list[Arm] = []
+    try:
+        for n in callbacks:
+            built.extend(make_arm(device, name, n, hops) for name in names)
+        for state in python:
+            cells = [Cell(arm, state) for arm in built]
+            with python_is(state):
+                measure(cells, samples, dropped, limit_s, rng)
+            done.extend(cells)
+    finally:
+        for arm in built:
+            arm.close()
+    return done
+
+
+def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The figures with what a reader needs to judge them."""
+    floors = {(c.python, c.arm.callbacks): float(np.median(c.join))
+              for c in cells if c.arm.name == BASELINE}
+    rows = []
+    for cell in cells:
+        floor = floors[cell.python, cell.arm.callbacks]
+        joins = np.array(cell.join, np.float64)
+        rows.append({
+            "transport": cell.arm.name, "callbacks": cell.arm.callbacks, "python": cell.python,
+            "samples": len(joins), "join_us": quantiles(joins - floor),
+            "baseline_p50_us": floor / 1000.0,
+            "hop_us": None if cell.hop is None else quantiles(cell.hop),
+            "cpu_us_per_replay": float(np.mean(cell.cpu)) / 1000.0,
+        })
+    return {"device": device.describe(), "kind": device.kind,
+            "warning": WARNING if device.kind == "soft" else "",
+            "driver": int(call(cu.cuDriverGetVersion)), "machine": platform.machine(),
+            "processor": processor(), "system": platform.platform(), "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)), "load": os.getloadavg(),
             "python": platform.python_version(),
-            "switch_interval_us": sys.getswitchinterval() * 1e6, "cells": cells}
+            "switch_interval_us": sys.getswitchinterval() * 1e6, "held_us": HELD_US,
+            "unavailable": {name: why for name in ARMS if (why := unavailable(name))},
+            "ratios": ratios(rows), "cells": rows}
+
+
+def processor() -> str:
+    """The CPU's name, as the kernel tells it; else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median hops of graft's host steps as parts of cuda.core's, where both were recorded."""
+    hop = {(row["transport"], row["callbacks"], row["python"]): row["hop_us"]["p50"]
+           for row in rows if row["hop_us"] is not None}
+    return [{"transport": name, "callbacks": n, "python": state,
+             "of_cuda_core": value / hop["cuda.core", n, state]}
+            for (name, n, state), value in hop.items()
+            if name != "cuda.core" and ("cuda.core", n, state) in hop]
 
 
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
+    heads = "".join(f"{q:>9}" for q in QUANTILES)
     lines = [f"device: {result['device']}",
-             f"{'transport':<12}{'python':<7}" + "".join(f"{q:>10}" for q in QUANTILES) + "  us"]
-    for cell in result["cells"]:
-        figures = "".join(f"{cell['us'][q]:>10.1f}" for q in QUANTILES)
-        lines.append(f"{cell['transport']:<12}{cell['python']:<7}{figures}")
-    if result["kind"] == "soft":
-        lines.append("these are times of the soft device, a CPU; a GPU's are not these")
+             f"{'':<35}{'hop there and back, us':^45} {'join less empty nodes, us':^45}",
+             f"{'transport':<12}{'steps':>5} {'python':<7}{'samples':>9} {heads} {heads}   cpu us"]
+    for row in result["cells"]:
+        figures = [" " * 8 + "-" if row[what] is None else f"{row[what][q]:>9.2f}"
+                   for what in ("hop_us", "join_us") for q in QUANTILES]
+        lines.append(f"{row['transport']:<12}{row['callbacks']:>5} {row['python']:<7}"
+                     f"{row['samples']:>9} {''.join(figures[:5])} {''.join(figures[5:])}"
+                     f"{row['cpu_us_per_replay']:>9.1f}")
+    for row in result["ratios"]:
+        lines.append(f"median hop of {row['transport']} / cuda.core, {row['callbacks']} steps, "
+                     f"python {row['python']}: {row['of_cuda_core']:.4f}")
+    for name, why in result["unavailable"].items():
+        lines.append(f"not measured: {name}: {why}")
+    if result["warning"]:
+        lines.append(result["warning"])
     return "\n".join(lines)
 
 
+def draw(result: dict[str, Any], cells: Sequence[Cell]) -> str:
+    """Histograms of the joins, nothing subtracted."""
+    title = f"Join, nothing subtracted. {result['device']}"
+    return histograms(title, {f"{c.arm.name}, {c.arm.callbacks} steps, {c.python}":
+                              np.array(c.join, np.float64) for c in cells})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and write the JSON."""
+    """Measure, print the table and write JSON and SVG."""
     parser = argparse.ArgumentParser(description="Latency of host work in a replayed graph.")
-    parser.add_argument("--samples", type=int, default=1000, help="replays per cell")
+    parser.add_argument("--samples", type=int, default=10_000, help="replays per cell")
+    parser.add_argument("--callbacks", type=int, nargs="+", default=CALLBACKS, metavar="N",
+                        help="host steps in a graph, 1 to 64")
+    parser.add_argument("--python", nargs="+", choices=PYTHON, default=PYTHON)
+    parser.add_argument("--transports", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--dropped", type=int, default=DROPPED, help="first replays left out")
+    parser.add_argument("--limit-s", type=float, default=900.0,
+                        help="seconds per state of Python; cells then have fewer samples")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--svg", type=Path, help="also draw histograms of the joins here")
     options = parser.parse_args(arguments)
-    if options.samples < 1:
-        parser.error("--samples must be at least 1")
+    if options.samples < 1 or options.dropped < 0:
+        parser.error("--samples must be at least 1 and --dropped at least 0")
+    if not all(1 <= n <= Hops.MOST for n in options.callbacks):
+        parser.error(f"--callbacks must be 1 to {Hops.MOST}")
     try:
-        result = measure_all(open_device(), options.samples)
+        device = open_device()
+        cells = measure_all(device, options.samples, callbacks=options.callbacks,
+                            python=options.python, arms=options.transports,
+                            dropped=options.dropped, limit_s=options.limit_s)
     except GraftError as error:
         print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    result = report(device, cells)
     print(table(result))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    for path, text in ((options.json, lambda: json.dumps(result, indent=1) + "\n"),
+                       (options.svg, lambda: draw(result, cells))):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text())
     return 0
 
 
