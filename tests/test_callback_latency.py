@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from xml.etree import ElementTree
 
@@ -102,14 +105,24 @@ def test_the_time_limit_leaves_fewer_samples_and_never_none():
     assert [len(cell.join) for cell in cells] == [1, 1]
 
 
-def test_the_tool_writes_all_cells(tmp_path, capsys):
-    """Every arm, number of steps and state of Python is in table, JSON and drawing."""
+def test_the_tool_writes_all_cells(device, tmp_path):
+    """Every arm, number of steps and state of Python is in table, JSON and drawing.
+
+    A process of its own: the thread is fresh only where no Python step ran before.
+    """
     path, picture = tmp_path / "latency.json", tmp_path / "latency.svg"
-    assert lab.main(["--samples", "5", "--dropped", "1", "--callbacks", "1", "2",
-                     "--json", str(path), "--svg", str(picture)]) == 0
-    said, shown = json.loads(path.read_text()), capsys.readouterr().out
-    cells = {(cell["transport"], cell["callbacks"], cell["python"]) for cell in said["cells"]}
-    assert cells == {(t, n, p) for t in MEASURABLE for n in (1, 2) for p in lab.PYTHON}
+    command = [sys.executable, "-m", "graft.tools.callback_latency", "--samples", "5",
+               "--dropped", "1", "--callbacks", "1", "2", "--json", str(path), "--svg",
+               str(picture)]
+    shown = subprocess.run(command, env={**os.environ, "GRAFT_DEVICE": device.kind}, check=True,
+                           text=True, capture_output=True, timeout=240).stdout
+    said = json.loads(path.read_text())
+    cells = {(cell["transport"], cell["callbacks"], cell["python"], cell["thread"])
+             for cell in said["cells"]}
+    peer = lab.PEER in MEASURABLE
+    names = {"kept": MEASURABLE, "fresh": lab.FRESH if peer else ()}
+    assert cells == {(t, n, p, thread) for thread in names for t in names[thread] for n in (1, 2)
+                     for p in lab.PYTHON}
     for cell in said["cells"]:
         for figures in filter(None, (cell["join_us"], cell["hop_us"])):
             assert list(figures.values()) == sorted(figures.values())
@@ -120,7 +133,12 @@ def test_the_tool_writes_all_cells(tmp_path, capsys):
     ElementTree.parse(picture)
     if said["kind"] == "soft":
         assert "a GPU's are not these" in shown and "no GPU" in picture.read_text()
-        compared = {row["transport"] for row in said["ratios"]}
-        assert compared == ({"native", "python"} if "cuda.core" in MEASURABLE else set())
+        compared = {(row["transport"], row["cuda_core_thread"]) for row in said["ratios"]}
+        pairs = {(t, thread) for t in ("native", "python") for thread in ("fresh", "kept")}
+        assert compared == (pairs if peer else set())
+
+
+def test_more_host_steps_than_hops_are_recorded_are_refused():
+    """The number of steps is checked before anything is built."""
     with pytest.raises(SystemExit):
         lab.main(["--callbacks", "65"])

@@ -8,6 +8,11 @@ leaves out how the thread was woken, which is the same for all. Only the soft de
 All arms live in one process and take turns in random order, so that a change of the machine's mood
 meets all of them; the first 100 replays of each are dropped. Python is "idle", "busy" (another
 thread runs bytecode) or "held" (another thread keeps the GIL through C calls of 2 ms).
+
+graft's Python steps leave the driver's thread its Python thread state, and whoever calls Python on
+that thread afterwards finds it: cuda.core too, which alone makes and drops one in every callback.
+So cuda.core is measured twice, on a "fresh" thread before any Python step of graft's, and on a
+"kept" one, among all arms. Only the first tells what cuda.core costs by itself.
 Usage::
 
     python -m graft.tools.callback_latency [--samples 10000] [--callbacks 1 8 64]
@@ -36,6 +41,7 @@ import numpy as np
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import GraftError
+from graft.native import live_thread_states
 from graft.tools.latency_arms import ARMS, BASELINE, Arm, Hops, empty_work, make_arm, unavailable
 from graft.tools.latency_plot import histograms
 
@@ -44,6 +50,9 @@ __all__ = ["empty_work", "main", "measure_all", "quantiles"]
 CALLBACKS = (1, 8, 64)
 PYTHON = ("idle", "busy", "held")
 DROPPED = 100
+PEER = "cuda.core"
+#: Arms of the phase in which no Python step of graft's has run on the driver's thread yet.
+FRESH = (BASELINE, "native", PEER)
 HELD_US = 2000
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 WARNING = "times of the soft device, a CPU; a GPU's are not these"
@@ -55,6 +64,7 @@ class Cell:
 
     arm: Arm
     python: str
+    thread: str = "kept"
     join: list[int] = field(default_factory=list)
     cpu: list[int] = field(default_factory=list)
     hops: list[np.ndarray] = field(default_factory=list)
@@ -128,18 +138,26 @@ def measure(cells: Sequence[Cell], samples: int, dropped: int, limit_s: float,
 def measure_all(device: Device, samples: int, *, callbacks: Sequence[int] = CALLBACKS,
                 python: Sequence[str] = PYTHON, arms: Sequence[str] = ARMS,
                 dropped: int = DROPPED, limit_s: float = 900.0, seed: int = 0) -> list[Cell]:
-    """Measure arms x callbacks x states of Python; the baseline is always among the arms."""
+    """Measure arms x callbacks x states of Python; the baseline is always among the arms.
+
+    Where cuda.core is an arm and the process ran no Python host step of graft's yet, it is measured
+    on a fresh thread first.
+    """
     rng, hops, done = random.Random(seed), Hops(device), []
     names = [name for name in dict.fromkeys([BASELINE, *arms]) if not unavailable(name)]
+    phases = {"kept": names}
+    if PEER in names and live_thread_states() == 0:
+        phases = {"fresh": [name for name in names if name in FRESH], **phases}
     built: list[Arm] = []
     try:
         for n in callbacks:
             built.extend(make_arm(device, name, n, hops) for name in names)
-        for state in python:
-            cells = [Cell(arm, state) for arm in built]
-            with python_is(state):
-                measure(cells, samples, dropped, limit_s, rng)
-            done.extend(cells)
+        for thread, wanted in phases.items():
+            for state in python:
+                cells = [Cell(arm, state, thread) for arm in built if arm.name in wanted]
+                with python_is(state):
+                    measure(cells, samples, dropped, limit_s, rng)
+                done.extend(cells)
     finally:
         for arm in built:
             arm.close()
@@ -148,15 +166,15 @@ def measure_all(device: Device, samples: int, *, callbacks: Sequence[int] = CALL
 
 def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures with what a reader needs to judge them."""
-    floors = {(c.python, c.arm.callbacks): float(np.median(c.join))
+    floors = {(c.thread, c.python, c.arm.callbacks): float(np.median(c.join))
               for c in cells if c.arm.name == BASELINE}
     rows = []
     for cell in cells:
-        floor = floors[cell.python, cell.arm.callbacks]
+        floor = floors[cell.thread, cell.python, cell.arm.callbacks]
         joins = np.array(cell.join, np.float64)
         rows.append({
             "transport": cell.arm.name, "callbacks": cell.arm.callbacks, "python": cell.python,
-            "samples": len(joins), "join_us": quantiles(joins - floor),
+            "thread": cell.thread, "samples": len(joins), "join_us": quantiles(joins - floor),
             "baseline_p50_us": floor / 1000.0,
             "hop_us": None if cell.hop is None else quantiles(cell.hop),
             "cpu_us_per_replay": float(np.mean(cell.cpu)) / 1000.0,
@@ -183,30 +201,34 @@ def processor() -> str:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median hops of graft's host steps as parts of cuda.core's, where both were recorded."""
-    hop = {(row["transport"], row["callbacks"], row["python"]): row["hop_us"]["p50"]
+    """Median hops of graft's steps, among all arms, as parts of cuda.core's on either thread."""
+    hop = {(row["transport"], row["callbacks"], row["python"], row["thread"]): row["hop_us"]["p50"]
            for row in rows if row["hop_us"] is not None}
-    return [{"transport": name, "callbacks": n, "python": state,
-             "of_cuda_core": value / hop["cuda.core", n, state]}
-            for (name, n, state), value in hop.items()
-            if name != "cuda.core" and ("cuda.core", n, state) in hop]
+    return [{"transport": name, "callbacks": n, "python": state, "cuda_core_thread": other,
+             "of_cuda_core": value / hop[PEER, n, state, other]}
+            for (name, n, state, thread), value in hop.items()
+            for other in ("fresh", "kept")
+            if name != PEER and thread == "kept" and (PEER, n, state, other) in hop]
 
 
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
     heads = "".join(f"{q:>9}" for q in QUANTILES)
     lines = [f"device: {result['device']}",
-             f"{'':<35}{'hop there and back, us':^45} {'join less empty nodes, us':^45}",
-             f"{'transport':<12}{'steps':>5} {'python':<7}{'samples':>9} {heads} {heads}   cpu us"]
+             f"{'':<41}{'hop there and back, us':^45} {'join less empty nodes, us':^45}",
+             f"{'transport':<12}{'steps':>5} {'python':<7}{'thread':<6}"
+             f"{'samples':>9} {heads} {heads}   cpu us"]
     for row in result["cells"]:
         figures = [" " * 8 + "-" if row[what] is None else f"{row[what][q]:>9.2f}"
                    for what in ("hop_us", "join_us") for q in QUANTILES]
         lines.append(f"{row['transport']:<12}{row['callbacks']:>5} {row['python']:<7}"
-                     f"{row['samples']:>9} {''.join(figures[:5])} {''.join(figures[5:])}"
+                     f"{row['thread']:<6}{row['samples']:>9} "
+                     f"{''.join(figures[:5])} {''.join(figures[5:])}"
                      f"{row['cpu_us_per_replay']:>9.1f}")
     for row in result["ratios"]:
-        lines.append(f"median hop of {row['transport']} / cuda.core, {row['callbacks']} steps, "
-                     f"python {row['python']}: {row['of_cuda_core']:.4f}")
+        lines.append(f"median hop of {row['transport']} / cuda.core on a "
+                     f"{row['cuda_core_thread']} thread, {row['callbacks']} steps, python "
+                     f"{row['python']}: {row['of_cuda_core']:.4f}")
     for name, why in result["unavailable"].items():
         lines.append(f"not measured: {name}: {why}")
     if result["warning"]:
@@ -217,7 +239,7 @@ def table(result: dict[str, Any]) -> str:
 def draw(result: dict[str, Any], cells: Sequence[Cell]) -> str:
     """Histograms of the joins, nothing subtracted."""
     title = f"Join, nothing subtracted. {result['device']}"
-    return histograms(title, {f"{c.arm.name}, {c.arm.callbacks} steps, {c.python}":
+    return histograms(title, {f"{c.arm.name}, {c.arm.callbacks} steps, {c.python}, {c.thread}":
                               np.array(c.join, np.float64) for c in cells})
 
 
