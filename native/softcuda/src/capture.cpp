@@ -7,53 +7,23 @@
 // T4 cuStreamEndCapture takes all streams of the capture out of it, whatever it answers.
 // T5 Dependencies never cross the border between captured and enqueued work.
 // T6 The graph belongs to the capture until it ends well; then to the caller.
-#include "capture.h"
-
-#include <pthread.h>
-
 #include <algorithm>
-#include <set>
+
+#include "capture_state.h"
 
 namespace softcuda {
-namespace {
+namespace capturing {
 
-enum Mode : int { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
-enum Status : int { kNone = 0, kActive = 1, kInvalidated = 2 };
-
-struct Capture {
-  uint64_t id = 0;
-  std::shared_ptr<Graph> graph;
-  bool given = false;  // into a graph of the caller
-  int mode = kGlobal;
-  pthread_t thread{};
-  CUstream origin = nullptr;
-  bool invalid = false;
-  bool ended = false;
-};
-using Ends = std::vector<CUgraphNode>;
-struct Member {
-  std::shared_ptr<Capture> capture;
-  Ends ends;
-  std::vector<CUgraphEdgeData> edges;  // all zero; as long as `ends` when it was asked for
-};
-
-struct State {
-  std::mutex mutex;  // taken before graph_mutex()
-  std::map<CUstream, Member> streams;
-  std::map<CUevent, Member> events;
-  std::set<std::shared_ptr<Capture>> active;
-  uint64_t next_id = 0;
-};
 State& state() {
   static State& s = *new State;  // leaked on purpose, as all state that detached threads may use
   return s;
 }
 // Members of both maps: 0 means that no hook has anything to do.
-std::atomic<int> g_members{0};
+static std::atomic<int> g_members{0};
 thread_local int t_mode = kGlobal;
 
-bool idle() { return g_members.load(std::memory_order_acquire) == 0; }
-void settle(State& s) {
+static bool idle() { return g_members.load(std::memory_order_acquire) == 0; }
+static void settle(State& s) {
   g_members.store(static_cast<int>(s.streams.size() + s.events.size()), std::memory_order_release);
 }
 
@@ -62,10 +32,10 @@ CUresult invalidate(Capture& capture, CUresult code, const std::string& why) {
   return refuse(code, why + "; the capture is invalidated");
 }
 
-bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
+static bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
 
 // Captures on streams that synchronise with the legacy stream.
-std::vector<std::shared_ptr<Capture>> blocking_captures(State& s) {
+static std::vector<std::shared_ptr<Capture>> blocking_captures(State& s) {
   std::vector<std::shared_ptr<Capture>> out;
   for (auto& item : s.streams) {
     std::shared_ptr<Stream> stream = find_stream(item.first);
@@ -74,7 +44,7 @@ std::vector<std::shared_ptr<Capture>> blocking_captures(State& s) {
   return out;
 }
 
-std::optional<CUresult> forbid_legacy(State& s) {
+static std::optional<CUresult> forbid_legacy(State& s) {
   const auto blocking = blocking_captures(s);
   if (blocking.empty()) return std::nullopt;
   for (auto& capture : blocking) capture->invalid = true;
@@ -90,7 +60,7 @@ void join(Ends* ends, const Ends& more) {
 
 // Makes the node with `make` when the stream captures.
 template <class Make>
-std::optional<CUresult> put(CUstream stream, const Make& make) {
+static std::optional<CUresult> put(CUstream stream, const Make& make) {
   if (idle()) return std::nullopt;
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -180,8 +150,7 @@ std::shared_ptr<Graph> leave(State& s, const std::shared_ptr<Capture>& capture, 
 }
 
 CUresult info(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
-              const CUgraphNode** dependencies, size_t* count,
-              const CUgraphEdgeData** edges = nullptr) {
+              const CUgraphNode** dependencies, size_t* count, const CUgraphEdgeData** edges) {
   if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
   if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *status = kNone;
@@ -207,7 +176,9 @@ CUresult info(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
   return CUDA_SUCCESS;
 }
 
-}  // namespace
+}  // namespace capturing
+
+using namespace capturing;
 
 bool capture_possible() { return !idle(); }
 
@@ -395,122 +366,3 @@ CUresult capture_forbids_unsafe(const char* api) {
 }
 
 }  // namespace softcuda
-
-using namespace softcuda;
-
-SC_EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
-  SC_API(cuStreamBeginCapture, kNoLock);
-  return begin(stream, nullptr, {}, mode);
-}
-
-SC_EXPORT CUresult cuStreamBeginCaptureToGraph(CUstream stream, CUgraph handle,
-                                               const CUgraphNode* dependencies,
-                                               const CUgraphEdgeData*, size_t count, int mode) {
-  SC_API(cuStreamBeginCaptureToGraph, kNoLock);
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (count > 0 && dependencies == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  Ends ends(dependencies, dependencies + count);
-  for (CUgraphNode node : ends) {
-    std::shared_ptr<Node> found = graph_nodes().get(node);
-    if (!found || found->graph != graph.get()) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "a dependency is not a node of the graph");
-    }
-  }
-  return begin(stream, std::move(graph), std::move(ends), mode);
-}
-
-SC_EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph* out) {
-  SC_API(cuStreamEndCapture, kNoLock);
-  ApiThread here;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = nullptr;
-  State& s = state();
-  std::shared_ptr<Graph> dead;
-  std::lock_guard<std::mutex> lock(s.mutex);
-  auto it = s.streams.find(stream);
-  if (it == s.streams.end()) {
-    return refuse(CUDA_ERROR_ILLEGAL_STATE, "the stream is not capturing");
-  }
-  const std::shared_ptr<Capture> capture = it->second.capture;
-  if (capture->origin != stream) {
-    return invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED,
-                      "the capture began on another stream");
-  }
-  if (capture->mode != kRelaxed && pthread_equal(capture->thread, pthread_self()) == 0) {
-    return refuse(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "the capture began on another thread");
-  }
-  CUresult r = CUDA_SUCCESS;
-  if (capture->invalid) {
-    r = refuse(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "the capture was invalidated before");
-  } else if (!joined(s, capture)) {
-    r = refuse(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "a forked stream was not joined again");
-  } else {
-    *out = static_cast<CUgraph>(capture->graph->handle);
-  }
-  dead = leave(s, capture, r == CUDA_SUCCESS);
-  return r;
-}
-
-SC_EXPORT CUresult cuStreamIsCapturing(CUstream stream, int* status) {
-  SC_API(cuStreamIsCapturing, kNoLock);
-  return info(stream, status, nullptr, nullptr, nullptr, nullptr);
-}
-
-static CUresult capture_info(CUstream stream, int* status, uint64_t* id, CUgraph* graph,
-                             const CUgraphNode** dependencies, const CUgraphEdgeData** edges,
-                             size_t* count) {
-  if (edges != nullptr && dependencies == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (id != nullptr) *id = 0;
-  if (graph != nullptr) *graph = nullptr;
-  if (dependencies != nullptr) *dependencies = nullptr;
-  if (edges != nullptr) *edges = nullptr;
-  if (count != nullptr) *count = 0;
-  return info(stream, status, id, graph, dependencies, count, edges);
-}
-
-SC_EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, int* status, uint64_t* id,
-                                             CUgraph* graph, const CUgraphNode** dependencies,
-                                             size_t* count) {
-  SC_API(cuStreamGetCaptureInfo, kNoLock);
-  return capture_info(stream, status, id, graph, dependencies, nullptr, count);
-}
-
-SC_EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int* status, uint64_t* id,
-                                             CUgraph* graph, const CUgraphNode** dependencies,
-                                             const CUgraphEdgeData** edges, size_t* count) {
-  SC_API(cuStreamGetCaptureInfo, kNoLock);
-  return capture_info(stream, status, id, graph, dependencies, edges, count);
-}
-
-SC_EXPORT CUresult cuStreamUpdateCaptureDependencies_v2(CUstream stream,
-                                                        const CUgraphNode* dependencies,
-                                                        const CUgraphEdgeData*, size_t count,
-                                                        unsigned flags) {
-  SC_API(cuStreamUpdateCaptureDependencies, kNoLock);
-  if (flags > 1 || (count > 0 && dependencies == nullptr)) return CUDA_ERROR_INVALID_VALUE;
-  State& s = state();
-  std::lock_guard<std::mutex> lock(s.mutex);
-  auto it = s.streams.find(stream);
-  if (it == s.streams.end()) {
-    return refuse(CUDA_ERROR_ILLEGAL_STATE, "the stream is not capturing");
-  }
-  if (it->second.capture->invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-  Ends given(dependencies, dependencies + count);
-  for (CUgraphNode node : given) {
-    std::shared_ptr<Node> found = graph_nodes().get(node);
-    if (!found || found->graph != it->second.capture->graph.get()) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "a dependency is not a node of the captured graph");
-    }
-  }
-  if (flags == 1) it->second.ends.clear();
-  join(&it->second.ends, given);
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
-  SC_API(cuThreadExchangeStreamCaptureMode, kNoLock);
-  if (mode == nullptr || *mode < kGlobal || *mode > kRelaxed) return CUDA_ERROR_INVALID_VALUE;
-  std::swap(*mode, t_mode);
-  return CUDA_SUCCESS;
-}
