@@ -28,8 +28,8 @@ lane.kernel(kernel, 1, 1, [data, 1 << 40])
 lane.host(lambda: ran.append("after"))
 executable = graph.instantiate()
 raised = []
-executable.launch(stream)
 try:
+    executable.launch(stream)  # the fault may come before the call has returned
     executable.synchronize(60)
 except DeviceError as error:
     raised.append(error.code)
