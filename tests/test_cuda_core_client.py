@@ -185,3 +185,23 @@ def test_what_the_soft_device_has_not_is_refused(core):
     unsupported = cu.CUresult.CUDA_ERROR_NOT_SUPPORTED
     assert cu.cuDeviceGetDefaultMemPool(0)[0] == unsupported
     assert cu.cuDeviceGetMemPool(0)[0] == unsupported
+
+
+def test_buffers_without_pools(core, queue):
+    """cuda.core allocates device memory though there are no pools, and copies to it and back."""
+    source = LegacyPinnedMemoryResource().allocate(64)
+    target = LegacyPinnedMemoryResource().allocate(64)
+    np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
+    middle = core.allocate(64, stream=queue)
+    middle.copy_from(source, stream=queue)
+    middle.copy_to(target, stream=queue)
+    queue.sync()
+    np.testing.assert_array_equal(np.from_dlpack(target).view(np.int32), np.arange(16) - 7)
+    for buffer in (source, middle, target):
+        buffer.close()
+
+
+def test_allocation_nodes_are_absent(core):
+    """Graph memory needs pools: cuda.core says which function the driver has not."""
+    with pytest.raises(RuntimeError, match="cuGraphAddMemAllocNode"):
+        GraphDefinition().allocate(64)
