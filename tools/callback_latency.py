@@ -213,13 +213,13 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
-    heads = "".join(f"{q:>9}" for q in QUANTILES)
+    heads = "".join(f"{q:>10}" for q in QUANTILES)
     lines = [f"device: {result['device']}",
-             f"{'':<41}{'hop there and back, us':^45} {'join less empty nodes, us':^45}",
+             f"{'':<41}{'hop there and back, us':^50} {'join less empty nodes, us':^50}",
              f"{'transport':<12}{'steps':>5} {'python':<7}{'thread':<6}"
              f"{'samples':>9} {heads} {heads}   cpu us"]
     for row in result["cells"]:
-        figures = [" " * 8 + "-" if row[what] is None else f"{row[what][q]:>9.2f}"
+        figures = [" " * 9 + "-" if row[what] is None else f"{row[what][q]:>10.2f}"
                    for what in ("hop_us", "join_us") for q in QUANTILES]
         lines.append(f"{row['transport']:<12}{row['callbacks']:>5} {row['python']:<7}"
                      f"{row['thread']:<6}{row['samples']:>9} "
