@@ -8,6 +8,7 @@
 // IMAGE is kernels.cu as built by softcuda/compile.py. Exit status 1 and a line say what differs.
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -69,6 +70,10 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads, b
   CALL(cuCtxSynchronize());
   WANT(graft::hostwork::flush(20.0));
   CALL(cuModuleUnload(kernels.module));
+  // Destructors of user objects run late, on a thread of the driver's.
+  for (int i = 0; i < 2000 && graft::hostwork::live_records() != 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
   WANT(graft::hostwork::live_records() == 0);
   const auto released = graft::hostwork::released_records();
   for (const char* kind : {"graph", "graph_exec", "user_object", "stream", "event", "module",
