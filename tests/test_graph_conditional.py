@@ -177,9 +177,9 @@ def test_the_setter_compiles_for_real_architectures() -> None:
     options = [*nvrtc_options(), "--gpu-architecture=compute_90"]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     size = nvrtc.nvrtcGetProgramLogSize(program)[1]
-    log = b" " * size
+    log = bytearray(size)  # b" " * 1 is a shared object, which NVRTC would write into
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(code) == 0, log.decode()
-    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
     assert b".extern .func cudaGraphSetConditional" in text
