@@ -330,8 +330,8 @@ print(int(d.cuStreamSynchronize(waits)[0]))
 """
 
 
-# Hung twice in some 300 runs on a loaded machine (a race between the fault and the poller, or at
-# exit; not yet found), so it does not decide over `make test`.
+# Fails in about one run of ten on a quiet machine: cuStreamSynchronize of the waiting stream then
+# does not return after the fault. The race is not found yet; it does not decide over `make test`.
 @pytest.mark.full
 def test_a_fault_ends_pending_waits(soft):
     """A wait that nobody will answer does not outlive the context's fault."""
