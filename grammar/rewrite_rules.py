@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ class Site:
     extra: list[Any] = field(default_factory=list)
 
 
-class Tools:
+class Tools(ABC):
     """What rules work with; the rewriter fills it in."""
 
     lost: list[Reason]
@@ -66,13 +67,13 @@ class Tools:
     negation: Negation
     disjoint: Disjointness
 
+    @abstractmethod
     def schema(self, schema: Any, at: str, kinds: Kinds) -> Any:
         """Rewrite a schema."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keyword_again(self, keyword: str, value: Any, site: Site) -> None:
         """Rewrite a keyword that a rule has replaced."""
-        raise NotImplementedError
 
     def lose(self, at: str, keyword: str, why: str) -> None:
         """Report what has no exact form."""
