@@ -3,8 +3,9 @@
 // 1. The worker appends and clears; it never allocates: reserve() is called beforehand by the
 //    publishing thread, for more tokens than the replays in flight can commit.
 // 2. Any thread may read: chunks are never moved or freed before the log dies, and `size` is stored
-//    with release order after the token. A reader that must not mix two owners compares `owner`
-//    before and after.
+//    with release order after the token. A restart makes `version_` odd, changes owner and size,
+//    and makes it even again: a reader that saw it odd, or changed, reads again. So nobody gets one
+//    owner's tokens under another's name.
 #pragma once
 
 #include <array>
@@ -38,8 +39,10 @@ class TokenLog {
   }
 
   void restart(int32_t owner) {
-    owner_.store(owner, std::memory_order_release);
+    version_.fetch_add(1, std::memory_order_acq_rel);
     size_.store(0, std::memory_order_release);
+    owner_.store(owner, std::memory_order_release);
+    version_.fetch_add(1, std::memory_order_release);
   }
 
   // False when nothing was reserved: the log then no longer equals the matcher.
@@ -55,7 +58,8 @@ class TokenLog {
 
   std::vector<int32_t> read(int32_t* owner) const {
     std::vector<int32_t> tokens;
-    do {
+    for (;;) {
+      const uint64_t version = version_.load(std::memory_order_acquire);
       *owner = owner_.load(std::memory_order_acquire);
       tokens.clear();
       const int64_t size = size_.load(std::memory_order_acquire);
@@ -63,17 +67,18 @@ class TokenLog {
         const Token* chunk = chunks_[static_cast<size_t>(i / kChunk)].load();
         tokens.push_back(chunk[i % kChunk].load(std::memory_order_acquire));
       }
-    } while (*owner != owner_.load(std::memory_order_acquire));
-    return tokens;
+      if (version % 2 == 0 && version == version_.load(std::memory_order_acquire)) return tokens;
+    }
   }
 
  private:
-  // A reader may see a new owner's token: it then sees the new owner as well, and reads again.
+  // A reader that sees a new owner's token sees the restart before it as well, and reads again.
   using Token = std::atomic<int32_t>;
 
   std::array<std::atomic<Token*>, kChunks> chunks_{};
   std::atomic<int64_t> size_{0};
   std::atomic<int32_t> owner_{0};
+  std::atomic<uint64_t> version_{0};
 };
 
 }  // namespace graft::guide
