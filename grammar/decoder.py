@@ -39,16 +39,20 @@ class GuidedRequest:
     epoch
         Number of this occupation of the slot; another number means another request.
     matcher
-        The request's matcher, at the start of its grammar when it joins; ``None``: unconstrained.
+        The request's matcher, at the end of ``before`` when it joins; ``None``: unconstrained.
     position
         Position of the last prompt token: the value of ``n`` when the request joined. It stays the
         same in all snapshots of an epoch.
+    before
+        Tokens that ``matcher`` had accepted already when the request joined: those of an earlier
+        stay, from which it was preempted.
     """
 
     slot: int
     epoch: int
     matcher: Matcher | None
     position: int
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class GuidedDecoder:
         self._exchange = exchange  # its memory is written by steps as long as they can run
         self._published = 0
         self._live: dict[int, tuple[GuidedRequest, ...]] = {}
-        self._owners: dict[int, tuple[int, int, Matcher | None]] = {}
+        self._owners: dict[int, GuidedRequest] = {}
         self._closed = False
         self._deadline_s = deadline_s
         self._answers = worker
@@ -265,7 +269,7 @@ class GuidedDecoder:
         return sorted(spans, key=lambda span: span.start_ns)
 
     def history(self, slot: int) -> list[int]:
-        """Tokens committed by the present request of a slot, in order."""
+        """Tokens committed by the present request of a slot since it joined, in order."""
         return list(self._worker.history(slot)[1])
 
     def rebuild(self, slot: int) -> Matcher:
@@ -278,10 +282,10 @@ class GuidedDecoder:
         """
         epoch, tokens = self._worker.history(slot)
         owner = self._owners.get(slot)
-        if owner is None or owner[0] != epoch or owner[2] is None:
+        if owner is None or owner.epoch != epoch or owner.matcher is None:
             raise GuideError(f"slot {slot} has no constrained request to rebuild")
-        matcher = owner[2].fresh()
-        for index, token in enumerate(tokens):
+        matcher = owner.matcher.fresh()
+        for index, token in enumerate((*owner.before, *tokens)):
             if not matcher.accept(token):
                 raise GuideError(f"slot {slot}: token {token} of its history (index {index})")
         return matcher
@@ -312,19 +316,18 @@ class GuidedDecoder:
             _native.guide.STEP, self._worker.record(kind, j), keep=self, name=f"grammar {name}"
         )
 
-    def _check(self, requests: Sequence[GuidedRequest]) -> dict[int, tuple[int, int, Any]]:
+    def _check(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
         """Owners that this snapshot brings in, by slot; refuses what the worker must not see."""
         seen: set[int] = set()
-        owners: dict[int, tuple[int, int, Any]] = {}
+        owners: dict[int, GuidedRequest] = {}
         for request in requests:
             slot, matcher = request.slot, request.matcher
             if not 0 <= slot < self.slots or slot in seen:
                 raise GuideError(f"slot {slot} is out of range or named twice")
             seen.add(slot)
-            owner = (request.epoch, request.position, matcher)
-            if self._owners.get(slot) == owner:
+            if self._owners.get(slot) == request:
                 continue
-            if slot in self._owners and self._owners[slot][0] == request.epoch:
+            if slot in self._owners and self._owners[slot].epoch == request.epoch:
                 raise GuideError(f"slot {slot}: epoch {request.epoch} has another request")
             if matcher is not None:
                 if matcher.size != self.vocab_size:
@@ -337,10 +340,12 @@ class GuidedDecoder:
                         f"slot {slot}: a matcher of {matcher.compiled.backend.name} without a "
                         "native side needs the python transport"
                     )
-                if matcher.claimed or any(matcher is taken[2] for taken in owners.values()):
+                if matcher.claimed or any(
+                    matcher is taken.matcher for taken in owners.values()
+                ):
                     raise GuideError(f"slot {slot}: the matcher already belongs to a request")
-            owners[slot] = owner
-        for _, _, matcher in owners.values():
-            if matcher is not None:
-                matcher.claimed = True
+            owners[slot] = request
+        for owner in owners.values():
+            if owner.matcher is not None:
+                owner.matcher.claimed = True
         return owners

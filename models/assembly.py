@@ -25,7 +25,7 @@ from graft.models.tokenizer import Tokenizer
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 
-#: Replays that may be known to the host and not yet retired; the rings are this deep.
+#: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
 RING_ENTRIES = 4
 PREFILL_ROWS = 256
 #: Positions per request unless the user asks for more: caches are reserved for every slot.
@@ -46,6 +46,12 @@ class Options:
     grammar_transport: str
     compile_threads: int
     compile_timeout_s: float
+    overlap: bool
+
+    @property
+    def slots(self) -> int:
+        """Two per row: a row is taken over while a replay still names its last owner's slot."""
+        return 2 * self.max_batch_size
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def _cache(device: Device, options: Options, *, layers: int, heads: int, dim: in
         kv_heads=heads,
         head_dim=dim,
         dtype=dtype,
-        slots=options.max_batch_size,
+        slots=options.slots,
         max_pages_per_slot=-(-options.max_length // options.page_size),
     )
 
@@ -127,8 +133,8 @@ def _assemble(
     tokenizer: Tokenizer,
     compiler: GrammarService,
 ) -> Assembly:
-    width, slots = options.draft_length + 1, options.max_batch_size
-    max_rows = max(slots * width, PREFILL_ROWS)
+    width, slots, batch = options.draft_length + 1, options.slots, options.max_batch_size
+    max_rows = max(batch * width, PREFILL_ROWS)
     checkpoint = Checkpoint(model)
     caches = [
         _cache(
@@ -175,7 +181,7 @@ def _assemble(
         draft_vocab=config.vocab_size if drafter is None else drafter.draft_vocab,
         d2t=None if drafter is None else drafter.d2t,
         t2d=None if drafter is None else drafter.t2d,
-        max_batch=slots,
+        max_batch=batch,
     )
     decoder = GuidedDecoder(
         exchange,
@@ -186,12 +192,12 @@ def _assemble(
         transport=options.grammar_transport,
         ring=2 * RING_ENTRIES,
     )
-    inputs = Ring(device, RING_ENTRIES, {"slot": ("int32", (slots,))})
+    inputs = Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))})
     outputs = Ring(
         device,
         RING_ENTRIES,
-        {name: ("int32", (slots,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
-        | {"tokens": ("int32", (slots, width))},
+        {name: ("int32", (batch,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
+        | {"tokens": ("int32", (batch, width))},
     )
     stream = device.stream("rounds")
     parts = RoundParts(
@@ -215,11 +221,12 @@ def _assemble(
         tokenizer=tokenizer,
         parts=parts,
         prefill=Prefill(
-            device, stream, target, drafter, chunk=PREFILL_ROWS, max_length=options.max_length
+            device, target, drafter,
+            slots=slots, chunk=PREFILL_ROWS, max_length=options.max_length,
         ),
         caches=tuple(caches),
         compiler=compiler,
-    )
+    )  # fmt: skip
 
 
 def check_options(options: Options, drafter: Path | None) -> None:

@@ -1,8 +1,8 @@
 """The engine: requests in, rounds replayed, outputs out.
 
-One round is one graph launch. The host publishes who sits in which row, launches, and reads the
-round's tokens from a ring as soon as verification has written them, while the device is still
-drafting; so its own bookkeeping runs beside the rest of the round.
+One round is one graph launch. The host publishes who sits in which row, launches, and reads a
+round's tokens from a ring as soon as verification has written them. With `overlap`, the next round
+was launched before that, so the device goes from round to round without the host.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,24 +32,15 @@ from graft.models.assembly import (
     check_options,
     read_configs,
 )
-from graft.models.errors import RequestError
+from graft.models.errors import EngineError, RequestError
 from graft.models.interrupt import Shield
 from graft.models.replay import Replays
-from graft.models.request import (
-    DEVICE_REASONS,
-    VERIFY_MODES,
-    Event,
-    Output,
-    Request,
-)
-from graft.models.round import RoundGraph, RoundScratch
-from graft.models.running import Running
+from graft.models.request import VERIFY_MODES, Event, Output, Request
+from graft.models.round import PARTS, STAMPS, RoundGraph, RoundScratch
+from graft.models.scheduler import Scheduler
+from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 from graft.models.tokenizer import Tokenizer
-
-#: A slot that commits nothing for so many rounds on end is stuck, not late.
-MAX_STALLS = 256
-REFUSED_TOKEN = "the grammar refused a token that verification had accepted"
 
 
 def buckets(max_batch_size: int) -> list[int]:
@@ -78,6 +69,8 @@ class Engine:
         "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
         mailbox, spinkernel and native that works, given 4 usable cores; else native.
     compile_threads, compile_timeout_s : the pool that compiles grammars off the critical path.
+    overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
+        greedy and coupled requests are the same either way.
     device : "cuda", "soft" or None for the environment's choice.
 
     Raises
@@ -107,6 +100,7 @@ class Engine:
         grammar_transport: Transport = "auto",
         compile_threads: int = 1,
         compile_timeout_s: float = 30.0,
+        overlap: bool = True,
         device: str | None = None,
         ordinal: int | None = None,
     ):
@@ -132,6 +126,7 @@ class Engine:
             grammar_transport=grammar_transport,
             compile_threads=compile_threads,
             compile_timeout_s=compile_timeout_s,
+            overlap=overlap,
         )
         check_options(options, drafter_dir)
         self.verify = verify
@@ -143,19 +138,25 @@ class Engine:
             self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
         )
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
-        self._lane = StreamLane(built.stream)
         self._admission = Admission(options, tokenizer, config.vocab_size, built.compiler)
-        self.stats = EngineStats(draft_length=options.draft_length)
-        self._replays = Replays(built.parts, built.stream)
-        self._bucket = 0
-        self._ids = itertools.count()
-        self._epochs = itertools.count(1)
-        self._waiting: list[Running] = []
-        self._active: dict[int, Running] = {}
-        self._free = list(range(max_batch_size))
-        self._events: list[Event] = []
-        self._closed = False
+        self._replays = Replays(built.parts, built.stream, STAMPS, PARTS)
         self.rounds: dict[int, RoundGraph] = {}
+        self.stats = EngineStats(draft_length=options.draft_length)
+        self._scheduler = Scheduler(
+            self._replays,
+            Seating(
+                options.slots, max_batch_size, built.caches, built.prefill, built.parts.state,
+                StreamLane(built.stream),
+            ),
+            self.rounds,
+            self.stats,
+            depth=2 if overlap else 1,
+            width=built.parts.width,
+            verify=verify,
+        )  # fmt: skip
+        self._ids = itertools.count()
+        self._failure: Exception | None = None
+        self._closed = False
         try:
             self._build_rounds()
             # The first request should not pay for the start of the compiling children.
@@ -187,188 +188,74 @@ class Engine:
         RequestError
             When a running request has the same id: its events could not be told apart.
         """
-        if self._closed:
-            raise OptionError("the engine is closed")
+        self._require_working()
         output = Output(id=f"request-{next(self._ids)}" if request.id is None else request.id)
-        if any(r.id == output.id for r in (*self._waiting, *self._active.values())):
+        if self._scheduler.find(output.id) is not None:
             raise RequestError(f"a request with id {output.id!r} is running already")
         try:
-            self._waiting.append(self._admission.take(request, output))
+            self._scheduler.waiting.append(self._admission.take(request, output))
         except GraftError as error:
-            self._refuse(output, error)
+            self._scheduler.refuse(output, error)
         return output.id
 
     def cancel(self, request_id: str) -> bool:
         """End a request with what it has so far; False when no such request is running."""
-        for running in [*self._waiting, *self._active.values()]:
-            if running.id == request_id:
-                self._end(running, "cancelled")
-                return True
-        return False
+        running = self._scheduler.find(request_id)
+        if running is not None:
+            self._scheduler.end(running, "cancelled", told=self._failure is not None)
+        return running is not None
+
+    def preempt(self, request_id: str) -> bool:
+        """Take a running request's slot and pages away; it goes on later, behind those waiting.
+
+        What it generated is kept, and it resumes by prefilling prompt and output; greedy and
+        coupled outputs are token for token what they would have been. Pages for a whole request
+        are reserved when it joins, so the engine itself never needs to preempt anybody.
+
+        Returns
+        -------
+        bool
+            False when no such request has a slot.
+        """
+        self._require_working()
+        running = self._scheduler.find(request_id)
+        if running is None or running.slot < 0:
+            return False
+        self._scheduler.preempt(running)
+        return True
 
     # Rounds -----------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished or has an event to deliver."""
-        return bool(self._waiting or self._active or self._events)
+        return self._scheduler.busy
 
     def step(self) -> list[Event]:
-        """Let ready requests join, run one round, and return what it brought.
+        """Let ready requests join, launch what may be in flight, and return what a round brought.
 
         Raises
         ------
         DeviceError, HostWorkError
-            When the device or the round itself failed; nothing can run on this engine then.
+            When the device or a round failed; every later call says so by an `EngineError`.
         KeyboardInterrupt
             While the device works; nothing is lost, and the next step goes on from there.
         """
+        self._require_working()
         with Shield() as shield:
-            self._admit()
-            if self._active or self._replays.pending is not None:
-                self._events[:0] = self._round(shield)
-            else:
-                pending = [r.grammar for r in self._waiting if r.grammar is not None]
-                if pending and not self._events:
-                    wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-        events, self._events = self._events, []
-        return events
-
-    def _admit(self) -> None:
-        """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
-        for running in [r for r in self._waiting if r.ready]:
-            if not self._free:
-                return
             try:
-                if not self._join(running):
-                    return
-            except GraftError as error:
-                self._waiting.remove(running)
-                self._refuse(running.output, error)
-
-    def _join(self, running: Running) -> bool:
-        """Give a request a slot and pages and prefill it; False while there are no pages."""
-        request, output = running.request, running.output
-        if running.grammar is not None and running.matcher is None:
-            compiled = running.grammar.result()
-            running.matcher = compiled.backend.matcher(compiled, running.stop_ids)
-        slot, length = self._free[0], len(running.prompt)
-        for i, cache in enumerate(self._built.caches):
-            if not cache.allocate(slot, length + running.max_tokens):
-                for earlier in self._built.caches[:i]:
-                    earlier.release(slot)
-                return False
-        self._free.pop(0)
-        self._waiting.remove(running)
-        running.slot, running.epoch = slot, next(self._epochs)
-        for cache in self._built.caches:
-            cache.set_table(self._lane, slot)
-        self._built.prefill.run(self._lane, slot, running.prompt)
-        mode = self.verify if request.verify is None else request.verify
-        self._parts.state.join(
-            self._lane,
-            slot,
-            position=length - 1,
-            last=running.prompt[-1],
-            epoch=running.epoch,
-            limit=length + running.max_tokens,
-            stop_ids=running.stop_ids,
-            seed=output.seed,
-            temperature=float(request.temperature),
-            top_k=request.top_k,
-            top_p=float(request.top_p),
-            min_p=float(request.min_p),
-            verify=VERIFY_MODES.index(mode),
-        )
-        self._active[slot] = running
-        self.stats.joins += 1
-        self.stats.prefills += 1
-        self.stats.prefill_tokens += length - 1
-        return True
-
-    def _round(self, shield: Shield) -> list[Event]:
-        """Launch a round and read it; after an interrupt, read the one that was launched."""
-        replays = self._replays
-        if replays.pending is None:
-            rows = list(self._active.values())
-            size = next(s for s in self.rounds if s >= len(rows))
-            self.stats.bucket_changes += size != self._bucket
-            self._bucket = size
-            before = replays.launched
-            replays.launch(self.rounds[size], rows)
-            self.stats.rounds += 1
-            self.stats.launches += replays.launched - before
-        replays.wait(self.stats, shield)
-        events = [
-            event
-            for b, running in enumerate(replays.pending or [])
-            if running.slot >= 0 and (event := self._collect(b, running)) is not None
-        ]
-        replays.finish()
+                self._scheduler.step(shield)
+            except Exception as failure:
+                self._failure = failure
+                raise
+        events, self._scheduler.events = self._scheduler.events, []
         return events
 
-    def _collect(self, b: int, running: Running) -> Event | None:
-        """Take row `b`'s results; ends the request when device or stop strings say so."""
-        row = self._replays.row(b)
-        if row.slot != running.slot:
-            raise GraftError(
-                f"row {b} of replay {self._replays.number} answered for slot {row.slot}, "
-                f"not {running.slot}"
-            )
-        tokens, output = row.tokens, running.output
-        self.stats.count_row(len(tokens), row.tested, row.accepted)
-        running.stalls = 0 if tokens or row.reason else running.stalls + 1
-        if tokens:
-            output.rounds += 1
-            output.drafted += row.tested
-            output.accepted += row.accepted
-        text, stopped = running.push(tokens)
-        if stopped:
-            self._end(running, "stop_string", text=text, tokens=tokens)
-        elif row.reason:
-            reason = DEVICE_REASONS[row.reason]
-            error = REFUSED_TOKEN if reason == "error" else None
-            self._end(running, reason, error, text=text, tokens=tokens)
-        elif running.stalls > MAX_STALLS:
-            self._end(running, "error", f"no mask row came for {MAX_STALLS} rounds")
-        elif tokens:
-            return Event(running.id, tuple(tokens), text)
-        return None
-
-    # Endings ----------------------------------------------------------------------------------
-
-    def _refuse(self, output: Output, error: GraftError) -> None:
-        output.reason, output.error = "refused", str(error)
-        self._events.append(Event(output.id, (), "", output))
-
-    def _end(
-        self,
-        running: Running,
-        reason: str,
-        error: str | None = None,
-        *,
-        text: str = "",
-        tokens: Iterable[int] = (),
-    ) -> None:
-        """Take a request out of the batch; its slot is free for the next replay.
-
-        The replay whose tail may still run drafts into the slot's pages and advances its matcher:
-        the pages are written again only by work that the stream orders behind it, and the replay's
-        snapshot holds the matcher until it has retired.
-        """
-        running.output.reason, running.output.error = reason, error
-        text += running.flush()
-        if running.slot >= 0:
-            if reason not in DEVICE_REASONS:
-                self._parts.state.leave(self._lane, running.slot)
-            for cache in self._built.caches:
-                cache.release(running.slot)
-            del self._active[running.slot]
-            self._free.append(running.slot)
-            running.slot, running.matcher = -1, None
-        else:
-            self._waiting.remove(running)
-        self._events.append(Event(running.id, tuple(tokens), text, running.output))
+    def _require_working(self) -> None:
+        if self._closed:
+            raise OptionError("the engine is closed")
+        if self._failure is not None:
+            raise EngineError(f"the engine has failed: {self._failure}") from self._failure
 
     # Driving ----------------------------------------------------------------------------------
 
@@ -388,7 +275,8 @@ class Engine:
         finally:
             for request_id in left:
                 self.cancel(request_id)
-            self._events = [event for event in self._events if event.id not in mine]
+            events = self._scheduler.events
+            self._scheduler.events = [event for event in events if event.id not in mine]
 
     def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
         """Run requests together and return their outputs in the same order.
@@ -412,40 +300,68 @@ class Engine:
         return [done[r.id] for r in numbered if r.id is not None]
 
     def counters(self) -> dict[str, Any]:
-        """Engine, grammar and device counters in one dictionary."""
+        """Engine, grammar and device counters in one dictionary, and what is held right now."""
+        seating, replays = self._scheduler.seating, self._replays
         return {
             "engine": self.stats.as_dict(),
             "grammar": self._parts.decoder.counters(),
             "device": self.device.stats(),
+            "held": {
+                "slots": len(seating.seated),
+                "leaving_slots": seating.leaving,
+                "pages": sum(c.scratch_page - c.allocator.free for c in self._built.caches),
+                "unread_replays": len(replays.unread),
+                "unretired_replays": replays.number - replays.retired,
+            },
         }
 
     def reset_stats(self) -> None:
         """Begin counting anew."""
-        self.stats = EngineStats(draft_length=self.options.draft_length)
+        self.stats = self._scheduler.stats = EngineStats(draft_length=self.options.draft_length)
+
+    def settle(self) -> None:
+        """Wait until the device is idle and take back what finished requests held.
+
+        For measurements and tests; generation does this by itself. Requests that run are kept:
+        what rounds in flight bring for them is read first.
+        """
+        self._require_working()
+        with Shield() as shield:
+            self._scheduler.settle(shield)
 
     def close(self) -> None:
-        """Cancel what runs, drain the device and give everything back."""
+        """Cancel what runs, drain the device and give everything back.
+
+        Raises
+        ------
+        DeviceError, HostWorkError
+            The device or a round in flight failed; everything was given back all the same.
+        """
         if self._closed:
             return
+        for running in self._scheduler.requests:
+            self._scheduler.end(running, "cancelled", told=True)
         self._closed = True
-        for running in [*self._waiting, *self._active.values()]:
-            self._end(running, "cancelled")
-        self._drain()
-        del self._built, self._parts, self._lane, self._admission, self._replays
-        gc.collect()  # reference cycles must not keep device memory until some later collection
-        self.device.rest()
+        try:
+            self._drain()
+        finally:
+            del self._built, self._parts, self._admission, self._replays, self._scheduler
+            gc.collect()  # cycles must not keep device memory until some later collection
+            self.device.rest()
 
     def _drain(self) -> None:
-        self._replays.drain()
-        for graph in self.rounds.values():
-            graph.close()
+        with ExitStack() as stack:  # every one of them, last first, whatever another raises
+            parts, built = self._parts, self._built
+            stack.callback(built.stream.close)
+            for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
+                stack.callback(held.close)
+            stack.callback(parts.decoder.close)
+            stack.callback(built.compiler.close)
+            for graph in self.rounds.values():
+                stack.callback(graph.close)
+            stack.callback(self._scheduler.seating.reclaim_idle)
+            stack.callback(self._replays.drain)
         self.rounds.clear()
-        self._built.compiler.close()
-        parts = self._parts
-        parts.decoder.close()
-        for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
-            held.close()
-        self._built.stream.close()
 
     def __enter__(self) -> Engine:
         return self

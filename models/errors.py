@@ -19,3 +19,7 @@ class TokenizerError(GraftError):
 
 class RequestError(GraftError):
     """A request cannot be served as asked; it fails alone."""
+
+
+class EngineError(GraftError):
+    """The engine has failed for good: its device or one of its rounds; the cause is chained."""

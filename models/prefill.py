@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.device import Device
 from graft.cudagraph.lanes import Lane
 from graft.models.eagle3 import Eagle3Drafter
 from graft.models.llama import LlamaModel
@@ -24,6 +24,8 @@ class Prefill:
 
     Parameters
     ----------
+    slots : every slot has a staging area of its own, so that a prompt may still be queued behind
+        a running round while the next one is enqueued.
     chunk : most rows per forward; the models' workspaces must hold as many.
     max_length : longest prompt, tokens.
     """
@@ -31,16 +33,16 @@ class Prefill:
     def __init__(
         self,
         device: Device,
-        stream: Stream,
         target: LlamaModel,
         drafter: Eagle3Drafter | None,
         *,
+        slots: int,
         chunk: int,
         max_length: int,
     ):
-        self._stream, self._target, self._drafter, self._chunk = stream, target, drafter, chunk
+        self._target, self._drafter, self._chunk = target, drafter, chunk
         # Rows: token, next token, slot, position.
-        self._staged = device.pinned((4, max_length), "int32")
+        self._staged = [device.pinned((4, max_length), "int32") for _ in range(slots)]
         self._rows = device.zeros((4, max_length), "int32")
         self._features = (
             None
@@ -49,19 +51,20 @@ class Prefill:
         )
 
     def run(self, lane: Lane, slot: int, tokens: Sequence[int]) -> None:
-        """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already."""
+        """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
+
+        An earlier prompt of the same slot must have been prefilled by now: its staging area is
+        rewritten.
+        """
         count = len(tokens) - 1
         if count < 1:
             return
-        # The copy of an earlier prompt may still be queued behind a running round: its staging
-        # area may be rewritten only after it was read.
-        self._stream.synchronize()
-        staged = self._staged.array
+        staged = self._staged[slot].array
         staged[0, :count] = tokens[:-1]
         staged[1, :count] = tokens[1:]
         staged[2, :count] = slot
         staged[3, :count] = np.arange(count)
-        lane.copy(self._rows, self._staged, name="prompt")
+        lane.copy(self._rows, self._staged[slot], name="prompt")
         token, following, slots, pos = (self._rows[i] for i in range(4))
         for start in range(0, count, self._chunk):
             end = min(start + self._chunk, count)

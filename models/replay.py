@@ -1,21 +1,82 @@
-"""Replays as the host sees them: published, launched, awaited, read and retired."""
+"""Replays as the host sees them: published, launched, awaited, read and retired.
+
+Several may be in flight. A replay is *unread* from its launch until its results were read, and
+*retired* once it is wholly over: its tail still drafts while the host reads what its verification
+published.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from graft.cudagraph.device import Stream
 from graft.cudagraph.errors import DeadlineError, DeviceError
-from graft.grammar.decoder import GuidedRequest
+from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
-from graft.models.round import PARTS, STAMPS, RoundGraph, RoundParts
 from graft.models.running import Running
 from graft.models.stats import EngineStats
 
+if TYPE_CHECKING:
+    from graft.cudagraph.slots import PinnedSlots, Ring
+
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1
+
+
+class Launchable(Protocol):
+    """A graph that can be replayed: its `exec` has `launch(stream)` and `check()`."""
+
+    @property
+    def exec(self) -> Any: ...
+
+
+class Exchanged(Protocol):
+    """What host and device exchange per replay; `RoundParts` is one."""
+
+    @property
+    def inputs(self) -> Ring: ...
+    @property
+    def outputs(self) -> Ring: ...
+    @property
+    def timeline(self) -> PinnedSlots: ...
+    @property
+    def decoder(self) -> GuidedDecoder: ...
+
+
+class InOrder(Protocol):
+    """The stream that replays run on, one after another."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Who sat in a row when its replay was launched.
+
+    The request may have left since, by a stop string, a cancel or a preemption, and may even be
+    back under another epoch: then the seat is stale, and what its row brought is nobody's.
+    """
+
+    running: Running
+    slot: int
+    epoch: int
+
+    @property
+    def stale(self) -> bool:
+        return self.running.slot != self.slot or self.running.epoch != self.epoch
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One launched replay: its number, its graph and who sits in its rows."""
+
+    replay: int
+    graph: Launchable
+    seats: tuple[Seat, ...]
 
 
 @dataclass(frozen=True)
@@ -40,63 +101,79 @@ class RowResult:
 class Replays:
     """The rounds' replays, one after another on one stream.
 
-    A replay's results are published by its verification; its tail still drafts while the host
-    reads them and launches the next. So when replay r has published, replay r-1 is wholly over, and
-    only then its snapshot is retired and its timeline read.
+    When replay r has published its results, replay r-1 is wholly over; only then its snapshot is
+    retired and its timeline read.
+
+    Parameters
+    ----------
+    parts : rings, snapshots and timeline.
+    stream : where replays run.
+    columns : names of the timeline's columns.
+    spans : parts of a round, as (name, column it starts at, column it ends at).
 
     Attributes
     ----------
     number : of the last replay launched; the device counts the same.
-    launched : graph launches so far.
-    pending : who sits in the rows of the replay whose results were not read yet, else None.
+    retired : of the last replay known to be over.
+    unread : launched replays whose results were not read yet, oldest first.
     on_parts : told each replay's number and stamps, by name, on the device's clock.
     """
 
-    def __init__(self, parts: RoundParts, stream: Stream):
+    def __init__(
+        self,
+        parts: Exchanged,
+        stream: InOrder,
+        columns: Sequence[str],
+        spans: Sequence[tuple[str, str, str]],
+    ):
         self._parts, self._stream = parts, stream
+        self._columns, self._spans = columns, spans
         self.number = 0
-        self.launched = 0
-        self.pending: list[Running] | None = None
+        self.retired = 0
+        self.unread: deque[Flight] = deque()
+        self._tails: deque[Flight] = deque()  # read, not retired
         self.on_parts: Callable[[int, dict[str, int]], None] | None = None
 
-    def launch(self, graph: RoundGraph, rows: list[Running]) -> None:
+    def launch(self, graph: Launchable, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
 
         The input entry, the matchers' snapshot and the output entry carry the replay's number: a
-        replay that finds another number treats every row as padding.
+        replay that finds another number treats every row as padding. Rings refuse an entry that
+        an unread replay still holds, so a replay too many raises before anything is overwritten.
         """
         parts = self._parts
         replay = self.number + 1
-        entry = replay % parts.inputs.entries
-        parts.timeline.field("ns").array[entry] = 0
-        slots = parts.inputs.field("slot").array[entry]
+        parts.outputs.reserve(replay)
+        parts.inputs.reserve(replay)
+        slots = parts.inputs.row("slot", replay)
+        parts.timeline.field("ns").array[replay % parts.timeline.slots] = 0
         slots[:] = -1
         slots[: len(rows)] = [r.slot for r in rows]
-        guided = [GuidedRequest(r.slot, r.epoch, r.matcher, len(r.prompt) - 1) for r in rows]
-        parts.decoder.publish(replay, guided)
+        parts.decoder.publish(
+            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position, r.before) for r in rows]
+        )
         parts.inputs.publish(replay)
-        parts.outputs.reserve(replay)
         self.number = replay
-        self.pending = rows
+        self.unread.append(Flight(replay, graph, tuple(Seat(r, r.slot, r.epoch) for r in rows)))
         graph.exec.launch(self._stream)
-        self.launched += 1
 
-    def wait(self, stats: EngineStats, shield: Shield) -> None:
-        """Wait until the last replay's results are published.
+    def wait(self, stats: EngineStats, shield: Shield) -> Flight:
+        """Wait until the oldest unread replay's results are published, and return it.
 
         Raises
         ------
         DeviceError
             The device failed, or published nothing within 120 s.
         HostWorkError
-            A host step of the replay failed.
+            A host step of a replay failed.
         """
-        parts, replay = self._parts, self.number
+        flight = self.unread[0]
+        outputs, replay = self._parts.outputs, flight.replay
         deadline = time.monotonic() + ROUND_DEADLINE_S
         while True:
             shield.check()
             try:
-                parts.outputs.poll(replay, timeout_s=POLL_S)
+                outputs.poll(replay, timeout_s=POLL_S)
                 break
             except DeadlineError as error:
                 self._stream.query()  # a faulted device says so here
@@ -104,41 +181,64 @@ class Replays:
                     raise DeviceError(
                         f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
                     ) from error
-        parts.inputs.consumed(replay)
-        if replay > 1:
-            parts.decoder.retire(replay - 1)
-            self._time_parts(replay - 1, stats)
+        self._retire(replay - 1, stats)
+        flight.graph.exec.check()
+        return flight
 
     def row(self, b: int) -> RowResult:
-        """Read row `b` of the replay that was waited for."""
-        outputs = self._parts.outputs
-        entry = self.number % outputs.entries
+        """Read row `b` of the oldest unread replay, which was waited for."""
+        outputs, replay = self._parts.outputs, self.unread[0].replay
         slot, count, reason, accepted, tested = (
-            int(outputs.field(name).array[entry, b])
+            int(outputs.row(name, replay)[b])
             for name in ("slot", "count", "reason", "accepted", "draft_len")
         )
-        tokens = outputs.field("tokens").array[entry, b, :count].tolist()
+        tokens = outputs.row("tokens", replay)[b, :count].tolist()
         return RowResult(slot, reason, accepted, tested, tokens)
 
     def finish(self) -> None:
-        """The last replay's results were read: its output entry may be used again."""
-        self._parts.outputs.consumed(self.number)
-        self.pending = None
+        """The oldest unread replay was read: its entries may be used again."""
+        flight = self.unread.popleft()
+        self._parts.inputs.consumed(flight.replay)
+        self._parts.outputs.consumed(flight.replay)
+        self._tails.append(flight)
+
+    def settle(self, stats: EngineStats) -> None:
+        """Wait for the tail of the last replay, where all were read: the device is idle then."""
+        self._stream.synchronize()
+        self._retire(self.number, stats)
 
     def drain(self) -> None:
-        """Wait for the device and retire the last replay; nothing is launched afterwards."""
-        self._stream.synchronize()
-        if self.pending is not None and self.number > 1:
-            self._parts.decoder.retire(self.number - 1)  # its wait was interrupted
-        if self.number:
-            self._parts.decoder.retire(self.number)
+        """Wait for the device and retire everything, read or not; nothing is launched afterwards.
+
+        Raises
+        ------
+        DeviceError
+            The device failed; snapshots are given back all the same.
+        """
+        try:
+            self._stream.synchronize()
+        finally:
+            for flight in (*self._tails, *self.unread):
+                self._parts.decoder.retire(flight.replay)
+            self._tails.clear()
+            self.unread.clear()
+            self.retired = self.number
+
+    def _retire(self, replay: int, stats: EngineStats) -> None:
+        """Replays up to `replay`, all of them read, are over."""
+        while self._tails and self._tails[0].replay <= replay:
+            flight = self._tails.popleft()
+            self._parts.decoder.retire(flight.replay)
+            self.retired = flight.replay
+            self._time_parts(flight.replay, stats)
+            flight.graph.exec.check()
 
     def _time_parts(self, replay: int, stats: EngineStats) -> None:
         timeline = self._parts.timeline
         row: Sequence[int] = timeline.field("ns").array[replay % timeline.slots].tolist()
-        ns = dict(zip(STAMPS, row, strict=True))
+        ns = dict(zip(self._columns, row, strict=True))
         if self.on_parts is not None:
             self.on_parts(replay, ns)
-        for name, start, end in PARTS:
+        for name, start, end in self._spans:
             if ns[start] > 0 and ns[end] > 0:
                 stats.part_ns[name] = stats.part_ns.get(name, 0) + ns[end] - ns[start]

@@ -70,6 +70,8 @@ class Output:
     error : the sentence that says why, for "refused" and "error".
     finished : ended by itself: a stop id, and for a guided request a terminated grammar.
     rounds : rounds in which this request committed at least one token.
+    drafted, accepted : drafts tested for it, and drafts accepted.
+    preempted : times it lost its slot and went on later.
     """
 
     id: str
@@ -82,6 +84,7 @@ class Output:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    preempted: int = 0
 
     @property
     def finished(self) -> bool:

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
-from graft.models.tokenizer import IncrementalDecoder
 
 
-@dataclass
+class TextDecoder(Protocol):
+    """Turns tokens into text as they come; `IncrementalDecoder` is one."""
+
+    def push(self, ids: list[int]) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclass(eq=False)
 class Running:
-    """Everything the engine knows about one unfinished request."""
+    """Everything the engine knows about one unfinished request.
+
+    Attributes
+    ----------
+    slot : where it sits, -1 while it waits.
+    epoch : number of this stay in a slot; never used twice.
+    position : of the last token known when it joined its slot.
+    before : tokens it had generated before that, when it was preempted.
+    stalls : rounds on end in which it committed nothing.
+    """
 
     request: Request
     output: Output
     prompt: list[int]
     max_tokens: int
     stop_ids: tuple[int, ...]
-    decoder: IncrementalDecoder
+    decoder: TextDecoder
     grammar: Future[CompiledGrammar] | None = None
     matcher: Matcher | None = None
     slot: int = -1
     epoch: int = 0
+    position: int = 0
+    before: tuple[int, ...] = ()
     stalls: int = 0
     _emitted: int = field(default=0, repr=False)
 
@@ -32,9 +51,36 @@ class Running:
         return self.output.id
 
     @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far: what a slot's caches must hold for it to go on."""
+        return [*self.prompt, *self.output.tokens]
+
+    @property
+    def limit(self) -> int:
+        """Exclusive end of its positions."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
     def ready(self) -> bool:
         """Whether nothing stands between the request and a slot."""
         return self.grammar is None or self.grammar.done()
+
+    def make_matcher(self) -> Matcher | None:
+        """A matcher that stands where the output does, or None for a free request.
+
+        Raises
+        ------
+        GrammarError
+            When the grammar could not be compiled, or refuses a token of the output.
+        """
+        if self.grammar is None:
+            return None
+        compiled = self.grammar.result()
+        matcher = compiled.backend.matcher(compiled, self.stop_ids)
+        for index, token in enumerate(self.output.tokens):
+            if not matcher.accept(token):
+                raise GrammarError(f"the grammar refused token {token}, number {index}, again")
+        return matcher
 
     def push(self, tokens: list[int]) -> tuple[str, bool]:
         """Take a round's tokens; returns the text to emit and whether a stop string ended it."""

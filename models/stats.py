@@ -17,6 +17,9 @@ class EngineStats:
     idle_launches : launches of warm-up replays, one per bucket.
     joins, bucket_changes, prefills : how often a request joined, the bucket changed, a prompt ran.
     row_rounds : (request, round) pairs; `stalls` of them committed nothing.
+    stale_rows, surplus_tokens : rows read after their request had left, and the tokens they
+        brought, which were discarded: what it costs to launch a round before reading the last.
+    preemptions : times a request was preempted.
     tokens : tokens committed.
     tested, accepted : per draft position, how often a draft was tested and accepted.
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
@@ -34,6 +37,9 @@ class EngineStats:
     bucket_changes: int = 0
     row_rounds: int = 0
     stalls: int = 0
+    stale_rows: int = 0
+    surplus_tokens: int = 0
+    preemptions: int = 0
     tokens: int = 0
     speculated_rounds: int = 0
     speculated_tokens: int = 0
@@ -59,6 +65,11 @@ class EngineStats:
         for j in range(min(tested, accepted + 1)):
             self.tested[j] += 1
             self.accepted[j] += j < accepted
+
+    def count_stale(self, count: int) -> None:
+        """Add a row whose request had left."""
+        self.stale_rows += 1
+        self.surplus_tokens += count
 
     @property
     def tokens_per_round(self) -> float:

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
+    models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
+                        help="launch a round before the last one was read (default: yes)")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
 
     prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
@@ -189,7 +191,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
         drafter = None
     return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
-                  verify=options.verify)
+                  verify=options.verify, overlap=options.overlap)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
@@ -241,7 +243,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "acceptance": stats.acceptance,
         "part_share": stats.part_share,
         "options": {"draft_length": engine.options.draft_length,
-                    "mask_drafts": engine.options.mask_drafts, "verify": engine.verify},
+                    "mask_drafts": engine.options.mask_drafts, "verify": engine.verify,
+                    "overlap": engine.options.overlap},
     }
 
 
