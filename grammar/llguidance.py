@@ -15,6 +15,7 @@ from .compile_child import stock_tokenizer
 from .errors import GrammarError, clean_message
 from .marker import marked
 from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher, row_limit
+from .preflight import parser_limits
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -247,7 +248,9 @@ class LLGuidanceBackend:
 
         text = compiled.native.text
         if not self._native:
-            handle = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+            handle = self._library.LLMatcher(
+                self._tokenizer, text, log_level=0, limits=parser_limits()
+            )
             if handle.is_error():
                 raise GrammarError(f"{compiled.spec.kind}: {clean_message(handle.get_error())}")
             return handle

@@ -16,8 +16,8 @@ from .rewrite_terms import Reason, escape, word_set
 from .schema_audit import unenforced_keywords
 
 __all__ = [
-    "BACKENDS", "ENFORCEMENT", "Finding", "available_backends", "compile_cost", "preflight",
-    "refusals", "trial", "unsatisfiable",
+    "BACKENDS", "ENFORCEMENT", "Finding", "available_backends", "compile_cost", "parser_limits",
+    "preflight", "refusals", "trial", "unsatisfiable",
 ]  # fmt: skip
 
 Level = Literal["exact", "loose", "refused"]
@@ -131,6 +131,14 @@ def compile_cost(schema: Any) -> list[Reason]:
 
 
 @functools.cache
+def parser_limits() -> Any:
+    """LLGuidance's limits as the native worker sets them (see ``native/guide/llguidance_abi``)."""
+    from llguidance import LLParserLimits  # type: ignore[import-not-found, unused-ignore]
+
+    return LLParserLimits(initial_lexer_fuel=10**7, step_lexer_fuel=10**7)
+
+
+@functools.cache
 def _llguidance() -> tuple[Any, Any]:
     """LLGuidance's matcher class, and limits for questions that may stay without an answer."""
     from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
@@ -144,7 +152,7 @@ def trial(schema: Any, *, lenient: bool = False) -> str:
     document = {} if schema is True else {"not": {}} if schema is False else schema
     options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
     text = matcher.grammar_from_json_schema(json.dumps(document), overrides=options)
-    limits = small if lenient else None
+    limits = small if lenient else parser_limits()
     failed, messages = matcher.validate_grammar_with_warnings(text, limits=limits)
     return messages[0].split("\n")[0] if failed else ""
 

@@ -55,11 +55,14 @@ class Rewritten:
         What could not be said exactly.
     changed
         What was rewritten, for the curious.
+    home
+        Where the document's draft puts definitions: ``"$defs"`` or ``"definitions"``.
     """
 
     schema: Any
     lost: tuple[Reason, ...]
     changed: tuple[Reason, ...]
+    home: str
 
 
 def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> Rewritten:
@@ -83,7 +86,9 @@ def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> 
         for at, keyword in ignored
     ]
     new = worker.whole(schema)
-    return Rewritten(new, tuple(dict.fromkeys(worker.lost)), tuple(dict.fromkeys(worker.changed)))
+    return Rewritten(
+        new, tuple(dict.fromkeys(worker.lost)), tuple(dict.fromkeys(worker.changed)), worker.home
+    )
 
 
 class _Rewriter(Tools):
@@ -100,7 +105,7 @@ class _Rewriter(Tools):
         self.references = references
         self.negation = Negation(references, draft)
         self.disjoint = Disjointness(references, oracle, definitions)
-        self._home = "definitions" if draft <= 7 else "$defs"
+        self.home = "definitions" if draft <= 7 else "$defs"
         self._aliases: dict[str, str] = {}  # pointer -> name of the copy among the definitions
         self._pointers: list[str] = []
 
@@ -111,7 +116,7 @@ class _Rewriter(Tools):
             for pointer in self._pointers:  # grows while copies are made
                 target = self.references.resolve(f"#{pointer}")
                 copy = self.schema(target, f"#{pointer}", KINDS)
-                new.setdefault(self._home, {})[self._aliases[pointer]] = copy
+                new.setdefault(self.home, {})[self._aliases[pointer]] = copy
         return new
 
     def schema(self, schema: Any, at: str, kinds: Kinds) -> Any:
@@ -190,7 +195,7 @@ class _Rewriter(Tools):
         if pointer not in self._aliases:
             self._aliases[pointer] = f"graft-{len(self._aliases)}"
             self._pointers.append(pointer)
-        return f"#/{self._home}/{self._aliases[pointer]}"
+        return f"#/{self.home}/{self._aliases[pointer]}"
 
 
 def _with(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:

@@ -172,17 +172,22 @@ class References:
     ----------
     root
         The whole schema.
+
+    Attributes
+    ----------
+    nested
+        Whether some subschema has a base of its own; then no reference is taken for a plain one.
     """
 
     def __init__(self, root: Any):
         self._root = root
         base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
         self._base = base.rstrip("#") if isinstance(base, str) else ""
-        self._nested = _has_nested_id(root)
+        self.nested = _has_nested_id(root)
 
     def pointer(self, reference: Any) -> str | None:
         """The JSON pointer that a reference means; None if it is not a plain local one."""
-        if not isinstance(reference, str) or self._nested:
+        if not isinstance(reference, str) or self.nested:
             return None
         if self._base and reference.startswith(self._base + "#"):
             reference = reference[len(self._base) :]

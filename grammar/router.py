@@ -15,9 +15,11 @@ from .preflight import (
     compile_cost,
     refusals,
     subschemas,
+    trial,
     unsatisfiable,
 )
-from .rewrite import rewrite
+from .rewrite import Rewritten, rewrite
+from .rewrite_orders import several_orders
 from .rewrite_terms import Reason
 
 __all__ = ["Reason", "Route", "check_output", "route", "route_named"]
@@ -39,7 +41,8 @@ class Route:
         ``exact``, the parts named in ``reasons`` are missing.
     exact
         Whether exactly the texts of values that satisfy the schema can be produced, in the
-        spelling that grammars use: properties in the schema's order, integers without fraction.
+        spelling that grammars use: properties in the schema's order, or those first that are
+        required (see `rewrite_orders`); integers without fraction.
     reasons
         Why it is not exact: JSON pointer, keyword, why.
     rewritten
@@ -91,7 +94,7 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
     oracle = unsatisfiable if "llguidance" in names else None
     new = rewrite(schema, draft=draft, oracle=oracle)
     attempts = [
-        _llguidance(new.schema, new.lost)
+        _llguidance(new)
         if name == "llguidance"
         else _xgrammar(schema, new.schema, new.lost)
         for name in names
@@ -125,9 +128,9 @@ def route_named(schema: Any, backend: str) -> Route:
     return route(schema, (backend,))
 
 
-def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
+def _llguidance(new: Rewritten) -> Route:
     """With LLGuidance; keywords that it refuses are taken out one by one, and named."""
-    reasons = list(lost)
+    schema, reasons = new.schema, list(new.lost)
     if schema is False:
         return Route(None, schema, False, (Reason("#", "schema", _EMPTY),))
     if schema is True:
@@ -142,6 +145,9 @@ def _llguidance(schema: Any, lost: tuple[Reason, ...]) -> Route:
         if reason.keyword not in part or len(reasons) > _MOST_REASONS:
             return Route(None, schema, False, tuple(reasons))
         del part[reason.keyword]
+    ordered = several_orders(loose, new.home)
+    if ordered is not loose and not trial(ordered):
+        loose = ordered
     return Route("llguidance", loose, not reasons, tuple(reasons))
 
 

@@ -11,6 +11,10 @@ namespace graft::guide::llguidance {
 namespace {
 
 constexpr char kRelease[] = "llguidance@1.9.";
+// Expressions a matcher may construct at its start, and in one step. LLGuidance's own limits (a
+// million, 200 thousand) are too low for patterns that meet long length bounds: texts would fail in
+// the middle. `graft.grammar.preflight` states the same limits.
+constexpr uint64_t kLexerFuel = 10'000'000;
 // How LLGuidance fails where no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
 
@@ -175,6 +179,7 @@ Matcher::Handle Matcher::make() const {
   MatcherOptions options{};
   api.set_defaults(&options, tokenizer_->get());
   options.log_buffer_level = options.log_stderr_level = 0;
+  options.limits.initial_lexer_fuel = options.limits.step_lexer_fuel = kLexerFuel;
   return Handle(api.new_matcher(&options, "llguidance", grammar_.c_str()));
 }
 
