@@ -82,17 +82,29 @@ class Running:
                 raise GrammarError(f"the grammar refused token {token}, number {index}, again")
         return matcher
 
-    def push(self, tokens: list[int]) -> tuple[str, bool]:
-        """Take a round's tokens; returns the text to emit and whether a stop string ended it."""
-        self.output.tokens.extend(tokens)
-        readable = [t for t in tokens if t not in self.stop_ids]
-        self.output.text += self.decoder.push(readable)
-        for stop in self.request.stop:
-            cut = self.output.text.find(stop)
+    def push(self, tokens: list[int]) -> tuple[list[int], str, bool]:
+        """Take a round's tokens, up to the one that completes a stop string.
+
+        Returns
+        -------
+        tuple
+            The tokens taken, the text to emit, and whether a stop string ended the request.
+        """
+        if not self.request.stop:
+            self._take(tokens)
+            return tokens, self._emit(len(self.output.text)), False
+        for count, token in enumerate(tokens, 1):
+            self._take([token])
+            found = (self.output.text.find(stop) for stop in self.request.stop)
+            cut = min((at for at in found if at >= 0), default=-1)
             if cut >= 0:
                 self.output.text = self.output.text[:cut]
-                return self._emit(len(self.output.text)), True
-        return self._emit(len(self.output.text) - self._held_back()), False
+                return tokens[:count], self._emit(cut), True
+        return tokens, self._emit(len(self.output.text) - self._held_back()), False
+
+    def _take(self, tokens: list[int]) -> None:
+        self.output.tokens.extend(tokens)
+        self.output.text += self.decoder.push([t for t in tokens if t not in self.stop_ids])
 
     def flush(self) -> str:
         """The rest of the text, once nothing can follow."""

@@ -176,7 +176,7 @@ class Scheduler:
             output.rounds += 1
             output.drafted += row.tested
             output.accepted += row.accepted
-        text, stopped = running.push(tokens)
+        tokens, text, stopped = running.push(tokens)
         if stopped:
             self.end(running, "stop_string", text=text, tokens=tokens)
         elif row.reason:

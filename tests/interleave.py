@@ -1,0 +1,216 @@
+"""Interleaves the engine's host code with a device, at every point where the two can meet.
+
+`Interleaving(device, seed)` builds the real `Scheduler`, `Seating`, `Replays`, rings and guided
+decoder over `ToyDevice`. From the seed it draws requests, sizes and a sequence of host actions,
+lets the device go on in between, and compares every request with its sequential output.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from guide_util import ArrayExchange
+from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
+from interleave_language import STOPS, VOCAB, ToyBackend, ToyText, sequential
+
+from graft.cudagraph.device import Device
+from graft.grammar.errors import GrammarError
+from graft.models.replay import Replays
+from graft.models.request import Output, Request
+from graft.models.running import Running
+from graft.models.scheduler import Scheduler
+from graft.models.seating import Seating
+from graft.models.stats import EngineStats
+
+COLUMNS = ("begin",)
+MOST_ACTIONS = 4000
+
+
+class Pressing:
+    """Ctrl-C, pressed now and then while the host waits."""
+
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+
+    def check(self) -> None:
+        if self._rng.random() < 0.05:
+            raise KeyboardInterrupt
+
+
+class Interleaving:
+    """One run; `run()` raises AssertionError when anything differs from the sequential truth."""
+
+    def __init__(self, device: Device, seed: int):
+        rng = self.rng = random.Random(seed)
+        self.depth = rng.choice((1, 2, 2, 2, 3))
+        self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
+        slots = self.rows + rng.randrange(self.rows + 1)
+        toy = self.toy = ToyDevice(rng, slots, self.k, self.k > 0 and rng.random() < 0.7)
+        length = 32
+        pages = rng.randint(length // PAGE, self.rows * length // PAGE + 4)
+        toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
+        toy.exchange = ArrayExchange(slots, self.k, VOCAB)
+        width, batch, entries = self.k + 1, self.rows, self.depth + 1
+        names = ("slot", "count", "reason", "accepted", "draft_len")
+        self.rings = [
+            TickingRing(device, entries, {"slot": ("int32", (batch,))}),
+            TickingRing(
+                device, entries,
+                {n: ("int32", (batch,)) for n in names} | {"tokens": ("int32", (batch, width))},
+            ),
+            TickingRing(device, entries, {"ns": ("int64", (len(COLUMNS),))}),
+        ]  # fmt: skip
+        toy.inputs, toy.outputs, timeline = self.rings
+        toy.decoder = TickingDecoder(
+            toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
+            masked_drafts=toy.masked, transport="python", ring=max(entries, 2),
+        )  # fmt: skip
+        for part in (*self.rings, toy.decoder):
+            part.toy = toy
+        parts: Any = SimpleNamespace(
+            inputs=toy.inputs, outputs=toy.outputs, timeline=timeline, decoder=toy.decoder
+        )
+        stream: Any = toy
+        self.scheduler = Scheduler(
+            Replays(parts, stream, COLUMNS, ()),
+            Seating(slots, self.rows, toy.caches, toy, toy, None),
+            {size: self._graph(size) for size in {1, self.rows}},
+            EngineStats(draft_length=self.k),
+            depth=self.depth,
+            width=width,
+        )
+        self.truth: dict[str, tuple[list[int], str]] = {}
+        self.running: dict[str, Running] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.text: dict[str, str] = {}
+        self.ended: dict[str, Output] = {}
+        self.compiling: list[tuple[Running, int]] = []
+        self.cancelled: set[str] = set()
+        self.cancels = rng.choice((0.0, 0.0, 0.02))  # per action
+        self.preempts = rng.choice((0.0, 0.03, 0.1))
+
+    def _graph(self, rows: int) -> Any:
+        executable = SimpleNamespace(
+            launch=lambda stream: self.toy.launch(rows), check=lambda: None
+        )
+        return SimpleNamespace(exec=executable)
+
+    def _request(self, number: int) -> None:
+        """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
+        rng = self.rng
+        prompt = [rng.randrange(VOCAB - 2) for _ in range(rng.randint(1, 9))]
+        grammar = rng.randrange(1 << 30) if rng.random() < 0.7 else None
+        stop = () if grammar is not None else tuple(
+            chr(0x41 + rng.randrange(VOCAB)) for _ in range(rng.choice((0, 2, 4)))
+        )  # fmt: skip
+        running = Running(
+            request=Request(tokens=prompt, stop=stop),
+            output=Output(id=str(number), seed=rng.randrange(1 << 62)),
+            prompt=prompt,
+            max_tokens=rng.choice((1, 2, 5, 12, 20)),
+            stop_ids=STOPS[: rng.randint(1, 2)],
+            decoder=ToyText(),
+        )
+        if grammar is not None:
+            running.grammar = Future()
+            self.compiling.append((running, grammar))
+        self.truth[running.id] = sequential(running, grammar)
+        self.running[running.id] = running
+        self.tokens[running.id], self.text[running.id] = [], ""
+        self.scheduler.waiting.append(running)
+
+    def _compile(self) -> None:
+        running, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
+        assert running.grammar is not None
+        if self.rng.random() < 0.05:
+            running.grammar.set_exception(GrammarError("broken"))
+            self.truth[running.id] = ([], "refused")
+        else:
+            running.grammar.set_result(ToyBackend().compile(grammar))
+
+    # Host actions -------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        s, rng = self.scheduler, self.rng
+        actions = [self.toy.tick]
+        if len(s.replays.unread) < s.depth:
+            actions += [s.admit, s.launch, s.launch]
+        if s.replays.unread:
+            actions += [self._read, self._read]
+        if self.compiling:
+            actions += [self._compile, self._compile]
+        else:
+            actions += [self._step, self._step]
+        rng.choice(actions)()
+        running = rng.choice(s.requests) if s.requests else None
+        if running is None:
+            return
+        if rng.random() < self.cancels:
+            self.cancelled.add(running.id)
+            s.end(running, "cancelled")
+        elif running.slot >= 0 and rng.random() < self.preempts:
+            s.preempt(running)
+
+    def _read(self) -> None:
+        with suppress(KeyboardInterrupt):
+            self.scheduler.read(Pressing(self.rng))  # type: ignore[arg-type]
+
+    def _step(self) -> None:
+        with suppress(KeyboardInterrupt):
+            self.scheduler.step(Pressing(self.rng))  # type: ignore[arg-type]
+
+    def _fetch(self) -> None:
+        events, self.scheduler.events = self.scheduler.events, []
+        for event in events:
+            assert event.id not in self.ended, f"request {event.id} went on after its end"
+            self.tokens[event.id] += event.tokens
+            self.text[event.id] += event.text
+            if event.output is not None:
+                self.ended[event.id] = event.output
+
+    def run(self) -> None:
+        """Submit requests, act until all have ended, and compare."""
+        requests, submitted = self.rng.randint(2, 9), 0
+        for _ in range(MOST_ACTIONS):
+            if submitted < requests and self.rng.random() < 0.3:
+                self._request(submitted)
+                submitted += 1
+            self._act()
+            self._fetch()
+            if submitted == requests and not self.scheduler.busy:
+                break
+        else:
+            raise AssertionError(f"not done after {MOST_ACTIONS} actions")
+        self._compare()
+
+    # Truth --------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        for name, (tokens, reason) in self.truth.items():
+            output = self.ended[name]
+            got, where = output.tokens, f"request {name}"
+            if name in self.cancelled and output.reason == "cancelled":
+                assert got == tokens[: len(got)], where
+            else:
+                assert (got, output.reason) == (tokens, reason), (where, output.error)
+            assert self.tokens[name] == got, f"{where}: events say otherwise"
+            assert self.text[name] == output.text, f"{where}: events spell otherwise"
+        s = self.scheduler
+        while s.replays.unread:
+            self._read()
+        s.replays.settle(s.stats)
+        s.seating.reclaim_idle()
+        assert not s.seating.leaving and len(s.seating._free) == len(self.toy.slots)
+        assert all(c.allocator.free == c.scratch_page for c in self.toy.caches), "pages are lost"
+        assert s.replays.retired == s.replays.number == self.toy.completed
+        self.toy.decoder.close()  # refuses while a snapshot is live
+        assert self.toy.starved == 0, "a slot sat out a round for want of a mask row"
+        counters = self.toy.decoder.counters()
+        for name in ("desyncs", "errors", "missing_snapshots"):
+            assert counters[name] == 0, f"{counters[name]} {name}"
+        for ring in self.rings:
+            ring.close()

@@ -1,0 +1,399 @@
+"""A device in Python that makes one small step at a time, whenever a scheduler lets it.
+
+It does what the kernels of a round do, against the same rings, exchange and host steps. A replay's
+steps run in any order that the graph's edges allow. What joins and leaves slots is ordered only as
+far as the host may rely on it: before the replays launched after it, but not behind those launched
+before. A host that hands on slots, pages or ring entries too early therefore breaks outputs here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from guide_util import DEAD_END, ERROR, FREE, NOT_READY, READY, run_work
+from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
+
+from graft.cudagraph.slots import Ring
+from graft.grammar.decoder import GuidedDecoder
+from graft.models.kv import PageAllocator, PagedKV
+
+STOP, LENGTH, DEAD, BROKEN = 1, 2, 3, 4  # REASON_* of cudagraph/kernels/graft.cuh
+PAGE = 4
+
+
+class Hang(AssertionError):
+    """The host waits for something that the device has no reason to do."""
+
+
+@dataclass
+class SlotMemory:
+    """What the device keeps of one slot."""
+
+    n: int = 0
+    last: int = 0
+    drafts: list[int] = field(default_factory=list)
+    active: bool = False
+    epoch: int = 0
+    limit: int = 0
+    stops: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass
+class Replay:
+    """One launched replay: its steps, and how far they are."""
+
+    barrier: int  # side work that must be done before it begins
+    rows: int
+    named: frozenset[int]  # slots that the host put into its rows
+    done: set[str] = field(default_factory=set)
+    number: int = 0
+    slots: list[int] = field(default_factory=list)
+    contexts: dict[tuple[int, int], int] = field(default_factory=dict)  # by batch row and j
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+class ToyCache(PagedKV):
+    """The real allocator and ownership of pages; memory and page table are the toy device's."""
+
+    def __init__(self, device: ToyDevice, slots: int, pages: int, length: int):
+        self.toy, self.slots, self.page_size = device, slots, PAGE
+        self.max_pages, self.scratch_page = -(-length // PAGE), pages
+        self.allocator = PageAllocator(pages)
+        self._owned = [[] for _ in range(slots)]
+        self._staged = [_Row(self.max_pages, pages) for _ in range(slots)]  # type: ignore[misc]
+        self.table = np.full((slots, self.max_pages), pages)
+        self.memory = np.full((pages + 1, PAGE), -1)
+
+    def truncate(self, slot: int, positions: int) -> None:
+        self.toy.require_idle(slot, "pages")
+        super().truncate(slot, positions)
+
+    def set_table(self, lane: Any, slot: int) -> None:
+        self.toy.require_idle(slot, "page table")
+
+        def copy() -> None:
+            self.table[slot] = self._staged[slot].array
+
+        self.toy.enqueue(copy)
+
+    def write(self, slot: int, position: int, token: int) -> None:
+        page = self.table[slot, position // PAGE]
+        if page != self.scratch_page:
+            self.memory[page, position % PAGE] = token
+
+    def read(self, slot: int, end: int) -> list[int]:
+        pages = self.table[slot, : -(-end // PAGE)]
+        return self.memory[pages].reshape(-1)[:end].tolist()
+
+
+class _Row:
+    def __init__(self, width: int, value: int):
+        self.array = np.full(width, value)
+
+
+class ToyDevice:
+    """Slots, pages, one queue of replays, and the side work that joins and leaves slots."""
+
+    def __init__(self, rng: random.Random, slots: int, draft_length: int, masked: bool):
+        self.rng, self.k, self.masked = rng, draft_length, masked
+        self.slots = [SlotMemory() for _ in range(slots)]
+        self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
+        self.side: deque[Callable[[], None]] = deque()
+        self.side_done = 0
+        self.side_enqueued = 0
+        self.queue: deque[Replay] = deque()
+        self.replay = 0  # the device's own count
+        self.completed = 0
+        self.launched = 0
+        self.starved = 0  # active slots without a mask row that no lack of budget explains
+        self.stall = rng.choice((0.0, 0.1, 0.3))
+        self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))  # device steps per host action, on average
+        self.agreement = rng.choice((30, 70, 95))  # percent of drafts that the target agrees with
+        self.caches: list[ToyCache] = []
+        self.exchange: Any = None
+        self.inputs: Any = None
+        self.outputs: Any = None
+        self.decoder: Any = None
+
+    # What the host sees -------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Let the device go on for a while: called wherever the host touches anything shared."""
+        while self.rng.random() * (1 + self.eager) > 1 and self.advance():
+            pass
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self.tick()
+        self.side.append(work)
+        self.side_enqueued += 1
+        self.tick()
+
+    def launch(self, rows: int) -> None:
+        self.tick()
+        self.launched += 1
+        named = self.inputs.field("slot").array[self.launched % self.inputs.entries].tolist()
+        self.queue.append(Replay(self.side_enqueued, rows, frozenset(named) - {-1}))
+        self.tick()
+
+    def require_idle(self, slot: int, what: str) -> None:
+        """A slot belongs to its request until no replay that names it is unfinished."""
+        busy = [self.completed + i for i, r in enumerate(self.queue, 1) if slot in r.named]
+        assert not busy, f"slot {slot}: {what} handed on while replay {busy[0]} names it"
+
+    def query(self) -> bool:
+        return not self.queue and not self.side
+
+    def synchronize(self) -> None:
+        while self.advance():
+            pass
+
+    def run(self, lane: Any, slot: int, tokens: Sequence[int]) -> None:
+        """Prefill: the prompt is read from the slot's staging area when the copy runs."""
+        self.require_idle(slot, "prompt")
+        self.prompts[slot] = list(tokens)
+
+        def prefill() -> None:
+            for cache in self.caches:
+                for position, token in enumerate(self.prompts[slot][:-1]):
+                    cache.write(slot, position, token)
+
+        self.enqueue(prefill)
+
+    def join(self, lane: Any, slot: int, **values: Any) -> None:
+        def joined() -> None:
+            self.slots[slot] = SlotMemory(
+                n=values["position"], last=values["last"], active=True, epoch=values["epoch"],
+                limit=values["limit"], stops=tuple(values["stop_ids"]), seed=values["seed"],
+            )  # fmt: skip
+
+        self.enqueue(joined)
+
+    def leave(self, lane: Any, slot: int) -> None:
+        def left() -> None:
+            self.slots[slot].active = False
+
+        self.enqueue(left)
+
+    # Steps --------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Make one step that may be made now, any of them; False when there is none."""
+        steps: list[Callable[[], None]] = []
+        if self.side:
+            steps.append(self._side_step)
+        if self.queue and self.side_done >= self.queue[0].barrier:
+            steps += self._ready(self.queue[0])
+        if not steps:
+            return False
+        self.rng.choice(steps)()
+        return True
+
+    def _side_step(self) -> None:
+        self.side.popleft()()
+        self.side_done += 1
+
+    def _graph(self) -> dict[str, tuple[str, ...]]:
+        """Steps of a replay and what each waits for."""
+        graph: dict[str, tuple[str, ...]] = {
+            "open": (), "begin": (), "forward": ("begin",), "verify": ("forward", "open"),
+            "publish": ("verify",),
+        }  # fmt: skip
+        if self.k:
+            graph["commit"] = ("publish",)
+            graph["draft 1"] = ("publish", "commit") if self.masked else ("publish",)
+        for j in range(2, self.k + 1):
+            graph[f"draft {j}"] = (f"draft {j - 1}",)
+            if self.masked:
+                graph[f"fill {j - 1}"] = (f"draft {j - 1}",)
+                graph[f"draft {j}"] = (f"fill {j - 1}",)
+        return graph
+
+    def _ready(self, replay: Replay) -> list[Callable[[], None]]:
+        graph = self._graph()
+
+        def run(name: str) -> Callable[[], None]:
+            def step() -> None:
+                kind, _, number = name.partition(" ")
+                getattr(self, f"_{kind}")(replay, *([int(number)] if number else []))
+                replay.done.add(name)
+                if len(replay.done) == len(graph):
+                    self.queue.popleft()
+                    self.completed += 1
+
+            return step
+
+        return [
+            run(name)
+            for name, waits in graph.items()
+            if name not in replay.done and all(wait in replay.done for wait in waits)
+        ]
+
+    def _open(self, replay: Replay) -> None:
+        run_work(self.decoder.open_work())
+
+    def _commit(self, replay: Replay) -> None:
+        run_work(self.decoder.commit_work())
+
+    def _fill(self, replay: Replay, j: int) -> None:
+        run_work(self.decoder.draft_work(j))
+
+    def _begin(self, replay: Replay) -> None:
+        self.replay += 1
+        replay.number = self.replay
+        entry = replay.number % self.inputs.entries
+        published = int(self.inputs.stamp.array[entry, 0]) == replay.number
+        named = self.inputs.field("slot").array[entry].tolist()
+        for b in range(replay.rows):
+            slot = named[b] if published else -1
+            replay.slots.append(slot if slot >= 0 and self.slots[slot].active else -1)
+
+    def _forward(self, replay: Replay) -> None:
+        for b, slot in enumerate(replay.slots):
+            if slot < 0:
+                continue
+            s = self.slots[slot]
+            for j, token in enumerate([s.last, *s.drafts]):
+                if s.n + j < s.limit:
+                    for cache in self.caches:
+                        cache.write(slot, s.n + j, token)
+                    context = self.caches[j % len(self.caches)].read(slot, s.n + j + 1)
+                    replay.contexts[b, j] = context_of(context)
+
+    def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
+        """State of a mask row and the ids it allows, by the kernels' rules."""
+        s = self.slots[slot]
+        state, epoch, stamped = self.exchange.field("row_state").array[slot, j, :3].tolist()
+        if epoch != s.epoch or (state != FREE and stamped != position):
+            return NOT_READY, ()
+        if state == FREE:
+            return READY, ALL_IDS
+        return state, row_ids(self.exchange.field("mask").array[slot, j].tobytes())
+
+    def _verify(self, replay: Replay) -> None:
+        entry = replay.number % self.outputs.entries
+        for b, slot in enumerate(replay.slots):
+            tokens, reason, accepted, tested = [], 0, 0, 0
+            if slot >= 0 and self.slots[slot].active:
+                tokens, reason, accepted, tested = self._walk(replay, b, slot)
+            if slot >= 0:
+                committed = self.exchange.field("committed").array[slot]
+                committed[: 2 + len(tokens)] = (replay.number, len(tokens), *tokens)
+            replay.counts[b] = len(tokens)
+            values = {"slot": slot, "count": len(tokens), "reason": reason, "accepted": accepted,
+                      "draft_len": tested}  # fmt: skip
+            for name, value in values.items():
+                self.outputs.field(name).array[entry, b] = value
+            self.outputs.field("tokens").array[entry, b, : len(tokens)] = tokens
+
+    def _walk(self, replay: Replay, b: int, slot: int) -> tuple[list[int], int, int, int]:
+        s = self.slots[slot]
+        tokens: list[int] = []
+        reason, accepted, tested = 0, 0, len(s.drafts)
+        for j in range(tested + 1):
+            if s.n + j + 1 >= s.limit:
+                reason = LENGTH
+                break
+            state, legal = self._row(slot, j, s.n + j)
+            self.starved += j == 0 and state == NOT_READY
+            if state == READY and self.rng.random() < self.stall:
+                state = NOT_READY  # the grammar's budget ran out
+            if state != READY:
+                if j == 0:
+                    reason = {DEAD_END: DEAD, ERROR: BROKEN}.get(state, 0)
+                break
+            token = choose(replay.contexts[b, j], s.seed, legal)
+            tokens.append(token)
+            if j == tested or s.drafts[j] != token:
+                break
+            accepted += 1
+            if token in s.stops:
+                break
+        if tokens:
+            if tokens[-1] in s.stops:
+                reason = STOP
+            elif not reason and s.n + len(tokens) + 1 >= s.limit:
+                reason = LENGTH
+            s.n, s.last, s.drafts = s.n + len(tokens), tokens[-1], []
+            self.exchange.field("drafted").array[slot, :2] = (replay.number, 0)
+        if reason:
+            s.active = False
+        return tokens, reason, accepted, tested
+
+    def _publish(self, replay: Replay) -> None:
+        entry = replay.number % self.outputs.entries
+        self.outputs.field("slot").array[entry, replay.rows :] = -1
+        self.outputs.stamp.array[entry, 0] = replay.number
+
+    def _draft(self, replay: Replay, j: int) -> None:
+        for b, slot in enumerate(replay.slots):
+            s = self.slots[slot]
+            if slot < 0 or not replay.counts[b] or not s.active or len(s.drafts) != j - 1:
+                continue
+            if s.n + j >= s.limit or (s.drafts and s.drafts[-1] in s.stops):
+                continue
+            legal = ALL_IDS
+            if self.masked:
+                state, legal = self._row(slot, j - 1, s.n + j - 1)
+                if state != READY:
+                    continue
+            read = self.caches[0].read(slot, s.n)
+            context = context_of([*read, s.last, *s.drafts])
+            token = choose(context, s.seed, legal)
+            h = mix(context, 77)
+            if h % 100 >= self.agreement:
+                token = legal[(h >> 8) % len(legal)]
+            s.drafts.append(token)
+            drafted = self.exchange.field("drafted").array[slot]
+            drafted[:2] = (replay.number, j)
+            drafted[1 + j] = token
+
+
+class TickingRing(Ring):
+    """The real ring, with the device going on at every touch; waiting lets it go on until done."""
+
+    toy: ToyDevice
+
+    def reserve(self, replay: int) -> int:
+        self.toy.tick()
+        return super().reserve(replay)
+
+    def publish(self, replay: int) -> None:
+        super().publish(replay)
+        self.toy.tick()
+
+    def consumed(self, replay: int) -> None:
+        super().consumed(replay)
+        self.toy.tick()
+
+    def row(self, name: str, replay: int) -> Any:
+        self.toy.tick()
+        return super().row(name, replay)
+
+    def poll(self, replay: int, timeout_s: float | None = None) -> None:
+        while int(self.stamp.array[replay % self.entries, 0]) != replay:
+            if not self.toy.advance():
+                raise Hang(f"replay {replay} never published")
+
+
+class TickingDecoder(GuidedDecoder):
+    """The real decoder; a snapshot may be retired only when its replay is over."""
+
+    toy: ToyDevice
+
+    def publish(self, replay: int, requests: Any) -> None:
+        self.toy.tick()
+        super().publish(replay, requests)
+        self.toy.tick()
+
+    def retire(self, replay: int) -> None:
+        assert replay <= self.toy.completed, f"replay {replay} retired while it runs"
+        super().retire(replay)
+
+
+assert VOCAB > 32  # rows of two words

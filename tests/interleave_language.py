@@ -1,0 +1,160 @@
+"""A language small enough to be decoded by hand: a target, a drafter, grammars, and the truth.
+
+Every choice is a hash of what it may depend on: the tokens before it, the request's seed, and the
+ids that the grammar allows. So the sequential output of a request is a pure function, and any mix
+of tokens, pages, masks or seeds between requests shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from graft.grammar.matcher import CompiledGrammar, Matcher
+from graft.models.running import Running
+
+VOCAB = 40  # no multiple of 32
+STOPS = (38, 39)
+ALL_IDS = tuple(range(VOCAB))
+_MASK64 = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """64 well-mixed bits of some numbers."""
+    h = 0x9E3779B97F4A7C15
+    for value in values:
+        h = ((h ^ value) * 0xBF58476D1CE4E5B9) & _MASK64
+        h ^= h >> 29
+    return h
+
+
+@functools.lru_cache(1 << 16)
+def choose(context: int, seed: int, legal: tuple[int, ...]) -> int:
+    """The target's token after a context: the same with and without speculation."""
+    return min(legal, key=lambda token: mix(context, seed, token))
+
+
+def context_of(tokens: Sequence[int]) -> int:
+    """What the target makes of the tokens before a position."""
+    return hash(tuple(tokens)) & _MASK64
+
+
+@functools.lru_cache(1 << 16)
+def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
+    """Ids that a grammar allows in a state; none in a dead end, all where it is free."""
+    h = mix(grammar, state)
+    if h % 61 == 0:
+        return ()
+    if h % 11 == 0:
+        return ALL_IDS
+    ids = [token for token in range(STOPS[0]) if mix(h, token) % 3 == 0]
+    return (*ids, *STOPS) if h % 5 == 0 or not ids else tuple(ids)
+
+
+@functools.lru_cache(1 << 16)
+def mask_row(legal: tuple[int, ...]) -> np.ndarray:
+    """The ids as bits of int32 words."""
+    bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    bits[list(legal)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@functools.lru_cache(1 << 16)
+def row_ids(words: bytes) -> tuple[int, ...]:
+    """The inverse of `mask_row`, of a row's bytes."""
+    bits = np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")
+    return tuple(np.flatnonzero(bits).tolist())
+
+
+class ToyMatcher(Matcher):
+    """States are hashes of the accepted tokens; a stack of them makes rollback trivial."""
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
+        super().__init__(compiled, stop_ids)
+        self._grammar: int = compiled.native
+        self._states = [0]
+        self._ended = False
+
+    def accept(self, token: int) -> bool:
+        if self._ended or token not in legal_ids(self._grammar, self._states[-1]):
+            return False
+        self._states.append(mix(self._states[-1], token))
+        self._ended = token in self.stop_ids
+        return True
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._require_running()
+        legal = legal_ids(self._grammar, self._states[-1])
+        if legal == ALL_IDS:
+            return False
+        row[:] = mask_row(legal)
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        assert tokens < len(self._states), "rolled back beyond the start"
+        if tokens:
+            del self._states[-tokens:]
+            self._ended = False
+
+    def is_terminated(self) -> bool:
+        return self._ended
+
+
+class ToyBackend:
+    """Makes matchers of grammars that are numbers."""
+
+    name = "toy"
+    vocabulary = SimpleNamespace(size=VOCAB)
+
+    def compile(self, grammar: int) -> CompiledGrammar:
+        nothing: Any = None
+        return CompiledGrammar(self, nothing, grammar, 0)  # type: ignore[arg-type]
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]) -> ToyMatcher:
+        return ToyMatcher(compiled, stop_ids)
+
+
+class ToyText:
+    """One character per token; the last one is held back until the next has come."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, ids: list[int]) -> str:
+        text = self._held + "".join(chr(0x41 + i) for i in ids)
+        self._held = text[-1:]
+        return text[:-1]
+
+    def finish(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+def sequential(running: Running, grammar: int | None) -> tuple[list[int], str]:
+    """Tokens and reason of a request decoded alone, token by token, without any engine."""
+    tokens: list[int] = []
+    matcher = None if grammar is None else ToyBackend().compile(grammar).backend.matcher(
+        ToyBackend().compile(grammar), running.stop_ids
+    )  # fmt: skip
+    text, decoder = "", ToyText()
+    while True:
+        legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())
+        if not legal:
+            return tokens, "dead_end"
+        context = context_of([*running.prompt, *tokens])
+        token = choose(context, running.output.seed, legal)
+        tokens.append(token)
+        if matcher is not None:
+            assert matcher.accept(token)
+        if token not in running.stop_ids:
+            text += decoder.push([token])
+            if any(stop in text for stop in running.request.stop):
+                return tokens, "stop_string"
+        if token in running.stop_ids:
+            return tokens, "stop"
+        if len(tokens) == running.max_tokens:
+            return tokens, "length"

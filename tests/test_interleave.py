@@ -1,0 +1,135 @@
+"""Two rounds in flight: whatever the order of host and device, outputs are the sequential ones."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+from interleave import Interleaving
+from interleave_device import TickingRing
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.slots import Ring
+from graft.grammar.pyguide import PythonWorker
+from graft.models.replay import Replays, Seat
+from graft.models.running import Running
+from graft.models.scheduler import Scheduler
+from graft.models.seating import Seating
+
+
+def check_seeds(device: Device, seeds: range) -> None:
+    for seed in seeds:
+        try:
+            Interleaving(device, seed).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
+    """Hundreds of schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C."""
+    check_seeds(device, range(300))
+
+
+@pytest.mark.full
+def test_thousands_of_interleavings(device: Device) -> None:
+    """The same for twenty thousand further schedules."""
+    check_seeds(device, range(10_000, 30_000))
+
+
+def test_a_seed_is_one_schedule(device: Device) -> None:
+    """The same seed gives the same rounds, so a failure can be repeated."""
+
+    def rounds(seed: int) -> list[Any]:
+        one = Interleaving(device, seed)
+        one.run()
+        return [one.scheduler.stats.as_dict(), one.tokens]
+
+    assert rounds(5) == rounds(5) != rounds(6)
+
+
+#: What is broken on purpose: (owner, method, text of its source, text instead).
+MUTANTS: dict[str, tuple[type, str, str, str]] = {
+    "slot reused one replay too early": (
+        Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
+    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched +",
+                            "self._leaving[slot] = 0 *"),
+    "pages given back while a replay writes them": (
+        Seating, "leave", "del self.seated[slot]",
+        "del self.seated[slot]; [cache.release(slot) for cache in self._caches]"),
+    "rows written to the entry of another replay": (
+        Replays, "launch", 'row("slot", replay)', 'row("slot", replay + 1)'),
+    "snapshot read from another entry": (
+        PythonWorker, "_open", "self._snapshots.get(self._replay)",
+        "self._snapshots.get(self._replay - 1)"),
+    "stale epoch applied by the grammar": (
+        PythonWorker, "_open", "not slot.joined or slot.epoch != request.epoch",
+        "not slot.joined"),
+    "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
+    "results read before they are published": (
+        Replays, "wait", "outputs.poll(replay, timeout_s=POLL_S)", "pass"),
+    "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
+    "snapshot retired while its replay runs": (
+        Replays, "wait", "self._retire(replay - 1, stats)",
+        "self._retire(replay - 1, stats); self._parts.decoder.retire(replay)"),
+    "launched without saying who sits where": (
+        Replays, "launch", "parts.inputs.publish(replay)", "pass"),
+    "preempted request forgets its output": (
+        Running, "tokens", "[*self.prompt, *self.output.tokens]", "list(self.prompt)"),
+    "preempted request's grammar starts anew": (
+        Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
+    "preempted request gets a new budget": (
+        Seating, "join", "limit=running.limit", "limit=running.limit + len(running.before)"),
+    "tokens after the stop string are kept": (
+        Running, "push", "tokens[:count], ", "tokens, "),
+    "a request that ended on the device stays": (
+        Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
+}  # fmt: skip
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, mutant: tuple[type, str, str, str]) -> None:
+    """Replace a method by its own source with one text changed."""
+    owner, name, old, new = mutant
+    found = inspect.getattr_static(owner, name)
+    function = found.fget if isinstance(found, property) else found
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, f"{owner.__name__}.{name} has no {old!r} any more"
+    scope: dict[str, Any] = {}
+    exec(source.replace(old, new), function.__globals__, scope)
+    monkeypatch.setattr(owner, name, scope[name])
+
+
+def caught(device: Device, seeds: range = range(400)) -> str:
+    """The complaint of the first seed that finds something wrong; empty when none does."""
+    for seed in seeds:
+        try:
+            Interleaving(device, seed).run()
+        except Exception as error:
+            return f"seed {seed}: {type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_the_harness_catches(
+    device: Device, monkeypatch: pytest.MonkeyPatch, mutant: tuple[type, str, str, str]
+) -> None:
+    """Host code with one fault in it does not survive a few hundred schedules."""
+    mutate(monkeypatch, mutant)
+    assert caught(device)
+
+
+def test_the_harness_catches_an_overwritten_entry(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings with one entry too few and nobody who minds: results are overwritten unread."""
+    plain = TickingRing.__init__
+
+    def smaller(self: Any, device: Device, entries: int, fields: Any) -> None:
+        plain(self, device, max(entries - 2, 1), fields)
+
+    monkeypatch.setattr(TickingRing, "__init__", smaller)
+    assert "would overwrite" in caught(device), "the ring itself refuses"
+    monkeypatch.setattr(Ring, "reserve", lambda self, replay: replay % self.entries)
+    monkeypatch.setattr(Ring, "consumed", lambda self, replay: None)
+    assert caught(device)
