@@ -12,7 +12,7 @@ from .matcher import CompiledGrammar, Matcher
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-__all__ = ["BACKENDS", "GrammarBackend", "ending_ids", "make_backend"]
+__all__ = ["BACKENDS", "GrammarBackend", "SerializingBackend", "ending_ids", "make_backend"]
 
 
 @runtime_checkable
@@ -28,26 +28,50 @@ class GrammarBackend(Protocol):
         For messages.
     vocabulary
         Token bytes, logit columns and stop ids.
-    child
-        Name under which ``compile_child`` knows how to compile for this backend in a process that
-        can be killed; None compiles on the compile service's thread, without a time limit.
     """
 
     name: str
     vocabulary: Vocabulary
-    child: str | None
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
 
-    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
-        """The grammar from the text that a child process made of it."""
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent.
+
+        It is independent of every other: matchers of one grammar run on different threads.
+        """
+
+
+@runtime_checkable
+class SerializingBackend(GrammarBackend, Protocol):
+    """A backend whose grammars can come from another process, or from disk.
+
+    Attributes
+    ----------
+    child
+        Name under which ``compile_child`` knows how to compile for it.
+    release
+        Of the library: serialised grammars of another one are not used.
+    """
+
+    child: str
+    release: str
 
     def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
-        """What a child process is asked, picklable; ``GrammarError`` if it cannot be stated."""
+        """What a child process is asked, and all that the result depends on; plain JSON values."""
 
-    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent."""
+    def dump(self, compiled: CompiledGrammar) -> str:
+        """The grammar as text."""
+
+    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
+        """The grammar from its text, made by `dump` or in a child for an equal vocabulary.
+
+        Raises
+        ------
+        RuntimeError, ValueError
+            If the text is not one.
+        """
 
 
 def ending_ids(vocabulary: Vocabulary, stop_ids: Iterable[int] | None) -> tuple[int, ...]:

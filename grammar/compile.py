@@ -1,85 +1,100 @@
-"""Compilation off the critical path, in processes that can be killed, with a cache."""
+"""Compilation off the critical path: threads, processes that can be killed, and two caches."""
 
 from __future__ import annotations
 
-import os
 import queue
-import subprocess
-import sys
 import threading
-import time
-from collections import OrderedDict
+from collections import Counter
 from concurrent.futures import Future
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from graft.cudagraph.errors import OptionError
 
-from . import compile_child
-from .backend import GrammarBackend
+from .backend import GrammarBackend, SerializingBackend
+from .cache import CACHE_BYTES, GrammarCache
+from .compile_process import ChildLost, CompileProcess
+from .compile_risk import risk
+from .disk_cache import DiskCache
 from .errors import GrammarError, clean_message
 from .matcher import CompiledGrammar
 from .spec import GrammarSpec
 
 __all__ = ["CompileService"]
 
-START_S = 60.0  # for a child to import its library and sort the vocabulary
+_Job = tuple[GrammarSpec, "Future[CompiledGrammar]"]
 
 
 class CompileService:
     """Compiles grammars for one backend without ever blocking its callers.
 
-    Each of ``threads`` daemon threads owns one child process, started with the service. A
-    grammar that takes too long is stopped by killing the child, and a crash kills the child only:
-    either fails that one grammar, and the next one gets a new child.
+    Cheap grammars compile on ``threads`` daemon threads of this process, without the GIL. What
+    `compile_risk` finds risky, for backends whose grammars can be serialised, compiles in
+    ``children`` processes with limits of time and memory, each started when it is first needed: a
+    grammar that takes too long is stopped by killing its process, and a crash kills that process
+    only. Either fails that one grammar; the next one gets a new process. Neither way waits for the
+    other.
 
     Parameters
     ----------
     backend
         The vocabulary to compile for; compiled grammars belong to it.
-    threads
-        Grammars compiled at once.
-    cache_entries, cache_bytes
-        Bounds of the cache of compiled grammars and refusals; least recently used goes first.
+    threads, children
+        Grammars compiled at once in this process, and in others.
+    cache
+        Where finished grammars are kept; shared with other services of the same backend, or by
+        default one of its own of ``cache_bytes``.
+    disk
+        Where serialised grammars are kept between runs, or None.
     timeout_s
-        Seconds one grammar may take, from the moment a running child takes it up.
+        Seconds one risky grammar may take, from the moment a running process takes it up.
     memory_bytes
-        Address space of one child.
+        Address space of one process.
     """
 
     def __init__(
         self,
         backend: GrammarBackend,
         threads: int = 1,
-        cache_entries: int = 256,
-        cache_bytes: int = 1 << 30,
+        children: int = 1,
+        *,
+        cache: GrammarCache | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        disk: DiskCache | None = None,
         timeout_s: float = 30.0,
         memory_bytes: int = 4 << 30,
     ):
         for name, value in (
             ("threads", threads),
-            ("cache_entries", cache_entries),
-            ("cache_bytes", cache_bytes),
+            ("children", children),
             ("timeout_s", timeout_s),
             ("memory_bytes", memory_bytes),
         ):
             if not value > 0:
                 raise OptionError(f"compile service: {name} is {value}, must be positive")
-        self._backend = backend
-        self._bounds = (cache_entries, cache_bytes)
+        self.backend = backend
+        self._serializing = backend if isinstance(backend, SerializingBackend) else None
+        self._cache = GrammarCache(cache_bytes) if cache is None else cache
+        self._disk = disk if self._serializing is not None else None
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
         self._lock = threading.Lock()
-        self._cache: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CompiledGrammar]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._pending: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self._counts: Counter[str] = Counter()
+        self._cheap: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._risky: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
-        self._children: set[_Child] = set()
-        self._warm = threading.Semaphore(0)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"graft-compile-{i}", daemon=True)
+        self._children: set[CompileProcess] = set()
+        self._here = [
+            threading.Thread(target=self._serve_here, name=f"graft-compile-{i}", daemon=True)
             for i in range(threads)
         ]
-        for thread in self._threads:
+        self._away = [
+            threading.Thread(
+                target=self._serve_away, args=(self._serializing,),
+                name=f"graft-compile-away-{i}", daemon=True,
+            )
+            for i in range(children if self._serializing is not None else 0)
+        ]  # fmt: skip
+        for thread in (*self._here, *self._away):
             thread.start()
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
@@ -92,93 +107,127 @@ class CompileService:
         with self._lock:
             if self._closed:
                 raise GrammarError("compile service: is closed")
-            future = self._cache.get(spec)
+            future = self._cache.get(spec) or self._pending.get(spec)
             if future is not None:
-                self._cache.move_to_end(spec)
                 return future
             future = Future()
             future.set_running_or_notify_cancel()  # others may wait for it: nobody cancels it
-            self._cache[spec] = future
-            self._trim()
-        self._jobs.put((spec, future))
+            self._pending[spec] = future
+        self._cheap.put((spec, future))
         return future
 
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until every child has been started; False when that takes longer."""
-        deadline = time.monotonic() + timeout_s
-        for taken in range(len(self._threads)):
-            if not self._warm.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-                for _ in range(taken):
-                    self._warm.release()
-                return False
-        for _ in self._threads:
-            self._warm.release()
-        return True
+    def counters(self) -> dict[str, int]:
+        """What was compiled where, what failed why, and the caches' counters."""
+        with self._lock:
+            counts = dict(self._counts)
+        disk = {} if self._disk is None else self._disk.counters()
+        return {**counts, **self._cache.counters(), **disk}
 
     def close(self) -> None:
-        """Kill the children; what has not been compiled fails with ``GrammarError``."""
+        """Kill the processes; what has not been compiled fails with ``GrammarError``."""
         with self._lock:
             self._closed = True
             children = list(self._children)
         for child in children:
             child.stop()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        # the first kind passes work on to the second, which therefore ends last
+        for jobs, threads in ((self._cheap, self._here), (self._risky, self._away)):
+            for _ in threads:
+                jobs.put(None)
+            for thread in threads:
+                thread.join()
 
-    def _work(self) -> None:
-        child = self._warm_child()
-        self._warm.release()
-        while (job := self._jobs.get()) is not None:
-            spec, future = job
+    def _finish(
+        self, job: _Job, result: CompiledGrammar | BaseException, how: str, *, keep: bool = True
+    ) -> None:
+        """Settle a future; what may go better another time is not kept."""
+        spec, future = job
+        with self._lock:
+            self._counts[how] += 1
+            if not keep:
+                del self._pending[spec]
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+        if keep:
+            self._cache.put(spec, future)
+            with self._lock:
+                del self._pending[spec]
+
+    def _serve_here(self) -> None:
+        """Take grammars as they come; pass on what is risky, compile the rest."""
+        while (job := self._cheap.get()) is not None:
             try:
-                if self._backend.child is None:
-                    compiled = self._backend.compile(spec)
-                else:
-                    if child is None:
-                        child = self._start_child()
-                    compiled = self._compile(child, spec)
-            except _ChildLost as error:
+                self._take(job)
+            except GrammarError as error:
+                self._finish(job, error, "refused", keep=not self._closed)
+            except BaseException as error:  # whoever waits must hear of it
+                self._finish(job, error, "failed", keep=False)
+
+    def _take(self, job: _Job) -> None:
+        spec, backend = job[0], self._serializing
+        if self._closed:
+            raise GrammarError(f"{spec.kind}: the compile service was closed")
+        if backend is None:
+            self._finish(job, self.backend.compile(spec), "compiled_in_threads")
+            return
+        stored = None if self._disk is None else self._disk.load(backend, spec)
+        if stored is not None:
+            self._finish(job, stored, "loaded_from_disk")
+        elif risk(spec):
+            self._risky.put(job)
+        else:
+            compiled = backend.compile(spec)
+            self._finish(job, compiled, "compiled_in_threads")
+            if self._disk is not None:
+                self._disk.store(backend, spec, backend.dump(compiled))
+
+    def _serve_away(self, backend: SerializingBackend) -> None:
+        """Compile what is risky in a process of this thread's own."""
+        child: CompileProcess | None = None
+        while (job := self._risky.get()) is not None:
+            try:
+                if self._closed:
+                    raise ChildLost("the compile service was closed")
+                child = child or self._start_child(backend)
+                text = self._ask(child, backend.request(job[0]), job[0])
+                compiled = backend.load(job[0], text)
+            except ChildLost as error:
                 self._drop(child)
                 child = None
-                self._forget(spec, future)  # another attempt may have more luck
-                future.set_exception(GrammarError(f"{spec.kind}: {error}"))
+                # another attempt may have more luck
+                error_of_user = GrammarError(f"{job[0].kind}: {error}")
+                self._finish(job, error_of_user, "killed_or_crashed", keep=False)
             except GrammarError as error:
-                future.set_exception(error)
+                self._finish(job, error, "refused")
             except BaseException as error:  # whoever waits must hear of it
                 self._drop(child)
                 child = None
-                self._forget(spec, future)
-                future.set_exception(error)
+                self._finish(job, error, "failed", keep=False)
             else:
-                future.set_result(compiled)
+                self._finish(job, compiled, "compiled_in_children")
+                if self._disk is not None:
+                    self._disk.store(backend, job[0], text)
         self._drop(child)
 
-    def _compile(self, child: _Child, spec: GrammarSpec) -> CompiledGrammar:
-        outcome, text, printed = child.ask(self._backend.request(spec), self._timeout_s)
+    def _ask(self, child: CompileProcess, request: tuple[Any, ...], spec: GrammarSpec) -> str:
+        """The serialised grammar; what the child refused, or would enforce in part, raises."""
+        outcome, text, printed = child.ask(request, self._timeout_s)
+        if outcome == "memory":
+            limit = self._memory_bytes / (1 << 30)
+            raise GrammarError(f"{spec.kind}: needs more than {limit:.3g} GiB of memory to compile")
         if outcome != "compiled":
             raise GrammarError(f"{spec.kind}: {clean_message(text)}")
         ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
         if ignored and not spec.partial:
             raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
-        return self._backend.load(spec, text)
+        return str(text)
 
-    def _warm_child(self) -> _Child | None:
-        """A child that is ready before the first grammar asks; None leaves it to that grammar."""
-        if self._backend.child is None:
-            return None
-        try:
-            child = self._start_child()
-            child.start()
-        except (_ChildLost, OSError):
-            return None  # the first grammar tries again and hears why
-        return child
-
-    def _start_child(self) -> _Child:
-        vocabulary = self._backend.vocabulary
-        parts = (vocabulary.tokens, vocabulary.size, vocabulary.stop_ids, vocabulary.names)
-        child = _Child((self._backend.child, parts, self._memory_bytes))
+    def _start_child(self, backend: SerializingBackend) -> CompileProcess:
+        vocabulary = backend.vocabulary
+        parts = (vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
+        child = CompileProcess((backend.child, parts, self._memory_bytes))
         with self._lock:
             self._children.add(child)
             closed = self._closed
@@ -186,97 +235,9 @@ class CompileService:
             child.stop()
         return child
 
-    def _drop(self, child: _Child | None) -> None:
+    def _drop(self, child: CompileProcess | None) -> None:
         if child is not None:
             child.stop()
             child.wait()
             with self._lock:
                 self._children.discard(child)
-
-    def _forget(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
-        with self._lock:
-            if self._cache.get(spec) is future:
-                del self._cache[spec]
-
-    def _trim(self) -> None:
-        """Drop least recently used entries that are done until the bounds hold. Lock held."""
-        entries, limit = self._bounds
-        sizes = {
-            spec: 0 if future.exception() else future.result().nbytes
-            for spec, future in self._cache.items()
-            if future.done()
-        }
-        total = sum(sizes.values())
-        for spec, size in sizes.items():
-            if len(self._cache) <= entries and total <= limit:
-                break
-            del self._cache[spec]
-            total -= size
-
-
-class _ChildLost(Exception):
-    """The child died or was killed; the text says why."""
-
-
-class _Child:
-    """One compiling process."""
-
-    def __init__(self, setup: Any):
-        # The child finds the same packages; -P keeps its own folder out of the way.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", compile_child.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        self._setup: Any = setup
-        self._expired = self._stopped = False
-
-    def start(self) -> None:
-        """Give the child its vocabulary, once; it then answers without further preparation."""
-        if self._setup is not None:
-            self._exchange(self._setup, START_S, "start the compiling process")
-            self._setup = None
-
-    def ask(self, request: Any, timeout_s: float) -> Any:
-        """One request, one answer; the child is killed when the time is up."""
-        self.start()
-        return self._exchange(request, timeout_s, "compile")
-
-    def _exchange(self, message: Any, timeout_s: float, doing: str) -> Any:
-        timer = threading.Timer(timeout_s, self._expire)
-        timer.daemon = True
-        timer.start()
-        to_child = cast(BinaryIO, self._process.stdin)
-        from_child = cast(BinaryIO, self._process.stdout)
-        try:
-            compile_child.send(to_child, message)
-            return compile_child.receive(from_child)
-        except (EOFError, OSError) as error:
-            code = self._process.wait()
-            if self._expired:
-                raise _ChildLost(f"took longer than {timeout_s:g} s to {doing}") from error
-            if self._stopped:
-                raise _ChildLost("the compile service was closed") from error
-            raise _ChildLost(f"the compiling process ended with status {code}") from error
-        finally:
-            timer.cancel()
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._process.kill()
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._process.kill()
-
-    def wait(self) -> None:
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    continue

@@ -4,10 +4,11 @@ It is run as a script (``python compile_child.py``), so it imports one backend's
 standard library only. The parent writes pickled messages to its standard input and reads pickled
 answers from its standard output, each behind its length in 8 bytes:
 
-1. once: the backend's name, the vocabulary ``(tokens, size, stop_ids, names)`` and the address
-   space limit in bytes; answered by ``"ready"``;
-2. per grammar: what the backend's ``request`` gives; answered by ``("compiled", text, warnings)``
-   or ``("refused", message, warnings)``. Warnings tell of features that the backend ignores.
+1. once: the backend's name, the vocabulary ``(tokens, size, stop_ids)`` and the address space
+   limit in bytes; answered by ``"ready"``;
+2. per grammar: what the backend's ``request`` gives; answered by ``("compiled", text, warnings)``,
+   ``("refused", message, warnings)`` or ``("memory", message, warnings)``. Warnings tell of
+   features that the backend ignores.
 """
 
 from __future__ import annotations
@@ -107,71 +108,12 @@ def _structural_tag(text: str) -> str:
 class _XGrammar:
     """Compiles with XGrammar; warnings are what it prints."""
 
-    def __init__(self, tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any):
+    def __init__(self, tokens: Sequence[bytes], size: int, stops: Sequence[int]):
         self._types = register_types()
         self._info = tokenizer_info(self._types, tokens, size, stops)
 
-    def compile(self, *request: Any) -> tuple[str, str]:
-        return str(compile_native(self._types, self._info, *request).serialize_json()), ""
-
-
-class _LLGuidance:
-    """Compiles with LLGuidance: the text stays, for matchers are made from it."""
-
-    def __init__(self, tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any):
-        self._tokenizer = stock_tokenizer(tokens, size, stops, names)
-
-    def compile(self, text: str) -> tuple[str, str]:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return text, "\n".join(matcher.get_grammar_warnings())
-
-
-def stock_tokenizer(
-    tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any, encode: Any = None
-) -> Any:
-    """LLGuidance's own tokenizer object, without any model's tokenizer behind it.
-
-    ``encode`` maps bytes to token ids, to which LLGuidance narrows forced text; absent, the longest
-    token that fits is taken each time.
-    """
-    import llguidance
-
-    ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
-    longest = max(map(len, ids))
-
-    def greedy(data: bytes) -> list[int]:
-        out, at = [], 0
-        while at < len(data):
-            for size in range(min(longest, len(data) - at), 0, -1):
-                token = ids.get(data[at : at + size])
-                if token is not None:
-                    break
-            else:
-                break  # a byte that no token spells
-            out.append(token)
-            at += size
-        return out
-
-    class Wrapper(llguidance.TokenizerWrapper):
-        def __init__(self) -> None:  # what LLGuidance reads; the base wants a tokenizer
-            self.tokens = [*tokens, *[b""] * (size - len(tokens))]
-            self.special_token_ids = sorted({*stops, *names.values()})
-            for name, token in names.items():
-                self.tokens[token] = name.encode("utf-8")
-            for token in stops:
-                self.tokens[token] = self.tokens[token] or b"<stop%d>" % token
-            self.eos_token_id, self.bos_token_id = stops[0], None
-            self.is_tokenizer_wrapper = True
-
-        def __call__(self, text: bytes | str) -> list[int]:
-            data = text.encode("utf-8") if isinstance(text, str) else text
-            return list((encode or greedy)(data))
-
-    return llguidance.LLTokenizer(Wrapper(), eos_token=list(stops))
+    def compile(self, *request: Any) -> str:
+        return str(compile_native(self._types, self._info, *request).serialize_json())
 
 
 def send(stream: BinaryIO, message: Any) -> None:
@@ -202,7 +144,7 @@ def main() -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     name, vocabulary, memory = receive(sys.stdin.buffer)
-    compilers: dict[str, Any] = {"xgrammar": _XGrammar, "llguidance": _LLGuidance}
+    compilers: dict[str, Any] = {"xgrammar": _XGrammar}
     compiler = compilers[name](*vocabulary)
     resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
     send(answers, "ready")
@@ -214,13 +156,13 @@ def main() -> None:
         os.ftruncate(printed, 0)
         os.lseek(printed, 0, os.SEEK_SET)
         try:
-            text, noted = compiler.compile(*request)
-            answer = ["compiled", text]
+            answer = ("compiled", compiler.compile(*request))
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-            answer, noted = ["refused", str(error) or type(error).__name__], ""
+            out = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+            answer = ("memory" if out else "refused", str(error))
         os.lseek(printed, 0, os.SEEK_SET)
         warnings = os.read(printed, 1 << 20).decode("utf-8", "replace")
-        send(answers, (*answer, noted + warnings))
+        send(answers, (*answer, warnings))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from .backend import ending_ids
-from .compile_child import stock_tokenizer
 from .errors import GrammarError, clean_message
+from .llguidance_stock import StockMatcher, stock_tokenizer
 from .marker import marked
-from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher, row_limit
+from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from .preflight import parser_limits
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
@@ -22,6 +21,7 @@ from .vocabulary import Vocabulary
 __all__ = ["LLGuidanceBackend", "grammar_text", "library"]
 
 _RELEASE = "1.9."
+_MATCHER_BYTES = 64 << 10  # LLGuidance does not tell
 
 
 @functools.cache
@@ -197,7 +197,6 @@ class LLGuidanceBackend:
     """
 
     name = "LLGuidance"
-    child: str | None = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
         self.vocabulary = vocabulary
@@ -223,24 +222,25 @@ class LLGuidanceBackend:
         v = self.vocabulary
         return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names)
 
-    def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
-        """The grammar as LLGuidance reads it."""
-        return (grammar_text(spec),)
-
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile on the calling thread, in this process.
+        """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
 
         Raises
         ------
         GrammarError
-            With LLGuidance's reason, if it refuses the grammar.
+            With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        return self.load(spec, grammar_text(spec))
-
-    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
-        """The grammar of a text that was compiled before, with a first matcher in stock."""
-        compiled = CompiledGrammar(self, spec, _Grammar(text), len(text))
-        compiled.native.spare = self._handle(compiled, self.vocabulary.stop_ids)
+        text = grammar_text(spec)
+        failed, said = self._library.LLMatcher.validate_grammar_with_warnings(
+            text, limits=parser_limits()
+        )
+        ignored = list(dict.fromkeys(clean_message(line) for line in said))
+        if failed:
+            raise GrammarError(f"{spec.kind}: {' '.join(ignored)}")
+        if ignored and not spec.partial:
+            raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
+        compiled = CompiledGrammar(self, spec, _Grammar(text), _MATCHER_BYTES + len(text))
+        compiled.native.spares.append(self._handle(compiled, self.vocabulary.stop_ids))
         return compiled
 
     def _handle(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]) -> Any:
@@ -273,9 +273,11 @@ class LLGuidanceBackend:
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
-        handle, compiled.native.spare = compiled.native.spare, None
-        if handle is None or ending != self.vocabulary.stop_ids:
-            handle = self._handle(compiled, ending)
+        handle = None
+        if ending == self.vocabulary.stop_ids:
+            with contextlib.suppress(IndexError):  # engines on several threads may share a grammar
+                handle = compiled.native.spares.pop()
+        handle = handle or self._handle(compiled, ending)
         matcher: Matcher
         if self._native:
             matcher = NativeBackedMatcher(compiled, ending, handle)
@@ -285,71 +287,8 @@ class LLGuidanceBackend:
 
 
 class _Grammar:
-    """A grammar's text and a matcher in stock, made when there was time for it."""
+    """A grammar's text and matchers in stock, made when there was time for it."""
 
     def __init__(self, text: str):
         self.text = text
-        self.spare: Any = None
-
-
-class StockMatcher(Matcher):
-    """LLGuidance's own Python matcher, with termination by stop ids kept here."""
-
-    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], handle: Any):
-        super().__init__(compiled, stop_ids)
-        self._start = handle  # never moved: LLGuidance's rollback is not relied upon
-        self._handle = handle.deep_copy()
-        self._history: list[int] = []
-        self._terminated = self._dead = False
-        self._last_word = row_limit(self.size)
-
-    def accept(self, token: int) -> bool:
-        if self._terminated or self._dead or not 0 <= token < self.size:
-            return False
-        if token in self.stop_ids:
-            self._terminated = self._handle.is_accepting()
-            return self._terminated
-        vocabulary = self.compiled.backend.vocabulary
-        if token in vocabulary.stop_ids or self._handle.validate_tokens([int(token)]) != 1:
-            return False
-        if not self._handle.consume_token(int(token)):
-            raise RuntimeError(self._handle.get_error())
-        self._history.append(int(token))
-        return True
-
-    def fill(self, row: np.ndarray) -> bool:
-        self._require_running()
-        if not self._dead:
-            try:
-                self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            except ValueError as error:  # also where no token is legal
-                self._dead = "NoExtensionBias" in str(error)
-                if not self._dead:
-                    raise RuntimeError(str(error)) from error
-        if self._dead:
-            row[:] = 0
-            return True
-        words = row.view(np.uint32)
-        for stop in self.compiled.backend.vocabulary.stop_ids:
-            words[stop >> 5] &= ~np.uint32(1 << (stop & 31))
-        if self._handle.is_accepting():
-            for stop in self.stop_ids:
-                words[stop >> 5] |= np.uint32(1 << (stop & 31))
-        row[-1] &= self._last_word
-        return True
-
-    def rollback(self, tokens: int) -> None:
-        if tokens <= 0:
-            return
-        if tokens > len(self._history) + self._terminated:
-            raise RuntimeError("rollback of more tokens than were accepted")
-        tokens -= self._terminated
-        self._terminated = self._dead = False
-        if tokens:
-            del self._history[-tokens:]
-            self._handle = self._start.deep_copy()
-            if not self._handle.consume_tokens(self._history):
-                raise RuntimeError(self._handle.get_error())
-
-    def is_terminated(self) -> bool:
-        return self._terminated
+        self.spares: list[Any] = []

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from .backend import GrammarBackend, make_backend
+from .cache import CACHE_BYTES, GrammarCache
 from .compile import CompileService
+from .disk_cache import DiskCache
 from .matcher import CompiledGrammar
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
@@ -14,10 +19,33 @@ from .vocabulary import Vocabulary
 __all__ = ["GrammarService"]
 
 
+class _Shared:
+    """A backend and its compiled grammars, for every service of the same settings."""
+
+    def __init__(self, backend: GrammarBackend, cache: GrammarCache):
+        self.backend, self.cache = backend, cache
+
+
+_shared: weakref.WeakValueDictionary[tuple[object, ...], _Shared] = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def _share(name: str, vocabulary: Vocabulary, native: bool, cache_bytes: int) -> _Shared:
+    key = (name, vocabulary.fingerprint, native, cache_bytes)
+    with _shared_lock:
+        found = _shared.get(key)
+        if found is None:
+            cache = GrammarCache(cache_bytes)
+            found = _shared[key] = _Shared(make_backend(name, vocabulary, native=native), cache)
+        return found
+
+
 class GrammarService:
     """Compiles each grammar with the backend it names, or with the default one.
 
     Matchers of different backends may sit in one batch: the guided worker is the same for all.
+    Services of one process with an equal vocabulary and equal settings share their backends and
+    compiled grammars for as long as one of them lives, unless a callable makes the backend.
 
     Parameters
     ----------
@@ -28,7 +56,12 @@ class GrammarService:
     native
         Whether matchers have a side that runs without the GIL.
     threads, timeout_s
-        Of each backend's `CompileService`.
+        Of each backend's `CompileService`; as many compiling processes as threads.
+    cache_bytes
+        Bound of the compiled grammars kept in memory, for each backend.
+    cache_dir
+        Folder for grammars that can be serialised (XGrammar's), kept between runs and bounded to
+        1 GiB; None: none are.
 
     Notes
     -----
@@ -44,15 +77,34 @@ class GrammarService:
         native: bool = True,
         threads: int = 1,
         timeout_s: float = 30.0,
+        cache_bytes: int = CACHE_BYTES,
+        cache_dir: str | Path | None = None,
     ):
         self._vocabulary, self._native = vocabulary, native
-        self._threads, self._timeout_s = threads, timeout_s
-        self.backend = make_backend(choice, vocabulary, native=native)
-        self._default = self._service(self.backend)
-        self._services = {choice: self._default} if isinstance(choice, str) else {}
+        self._threads, self._timeout_s, self._cache_bytes = threads, timeout_s, cache_bytes
+        self._disk = None if cache_dir is None else DiskCache(cache_dir)
+        self._services: dict[str, CompileService] = {}
+        self._backends: list[_Shared] = []  # what is shared lives as long as its last service
+        if isinstance(choice, str):
+            self._default = self._named(choice)
+        else:
+            made = make_backend(choice, vocabulary, native=native)
+            self._default = self._start(_Shared(made, GrammarCache(cache_bytes)))
+        self.backend = self._backends[0].backend
 
-    def _service(self, backend: GrammarBackend) -> CompileService:
-        return CompileService(backend, threads=self._threads, timeout_s=self._timeout_s)
+    def _named(self, name: str) -> CompileService:
+        service = self._services.get(name)
+        if service is None:
+            shared = _share(name, self._vocabulary, self._native, self._cache_bytes)
+            service = self._services[name] = self._start(shared)
+        return service
+
+    def _start(self, shared: _Shared) -> CompileService:
+        self._backends.append(shared)
+        return CompileService(
+            shared.backend, self._threads, self._threads, cache=shared.cache, disk=self._disk,
+            timeout_s=self._timeout_s,
+        )  # fmt: skip
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, as `CompileService.submit`; not for several threads.
@@ -62,19 +114,14 @@ class GrammarService:
         GrammarError, OptionError
             If the backend that the grammar names cannot be had.
         """
-        if not spec.backend:
-            return self._default.submit(spec)
-        service = self._services.get(spec.backend)
-        if service is None:
-            made = make_backend(spec.backend, self._vocabulary, native=self._native)
-            service = self._services[spec.backend] = self._service(made)
-        return service.submit(spec)
+        return (self._named(spec.backend) if spec.backend else self._default).submit(spec)
 
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the default backend compiles without further preparation."""
-        return self._default.wait_ready(timeout_s)
+    def counters(self) -> dict[str, dict[str, int]]:
+        """`CompileService.counters` by the backend's name."""
+        services = dict.fromkeys((self._default, *self._services.values()))
+        return {service.backend.name: service.counters() for service in services}
 
     def close(self) -> None:
         """Close every compile service."""
-        for service in {id(s): s for s in (self._default, *self._services.values())}.values():
+        for service in dict.fromkeys((self._default, *self._services.values())):
             service.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +79,15 @@ class Vocabulary:
     def words(self) -> int:
         """int32 words of a mask row: ``ceil(size / 32)``."""
         return (self.size + 31) // 32
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal vocabularies: a hash of everything that grammars depend on."""
+        rest = (self.size, self.stop_ids, sorted(self.names.items()))
+        digest = hashlib.sha256(repr(rest).encode())
+        for token in self.tokens:
+            digest.update(len(token).to_bytes(4, "little") + token)
+        return digest.hexdigest()
 
     def is_text(self, token: int) -> bool:
         """Whether the id stands for bytes that a grammar can consume."""

@@ -67,10 +67,11 @@ class XGrammarBackend:
     """
 
     name = "XGrammar"
-    child: str | None = "xgrammar"
+    child = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
         self.vocabulary = vocabulary
+        self.release = importlib.metadata.version("xgrammar")
         self._native = native
         self._types = library()
         self._info = tokenizer_info(
@@ -95,6 +96,10 @@ class XGrammarBackend:
     def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
         """The arguments of ``compile_native`` after the vocabulary."""
         return (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict)
+
+    def dump(self, compiled: CompiledGrammar) -> str:
+        """The grammar as JSON text, several times its size in memory."""
+        return str(compiled.native.serialize_json())
 
     def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
         """A grammar that another process compiled for an equal vocabulary, from its JSON text."""

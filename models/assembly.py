@@ -46,6 +46,8 @@ class Options:
     grammar_transport: str
     compile_threads: int
     compile_timeout_s: float
+    grammar_cache_bytes: int
+    grammar_cache_dir: str | Path | None
     overlap: bool
 
     @property
@@ -98,8 +100,6 @@ def assemble(
 ) -> Assembly:
     """Load both models and lay out everything a round needs.
 
-    The compiling children start first: they get ready while the models load.
-
     Raises
     ------
     CheckpointError, ConfigError, TokenizerError
@@ -112,6 +112,8 @@ def assemble(
         native=options.grammar_transport != "python",
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
+        cache_bytes=options.grammar_cache_bytes,
+        cache_dir=options.grammar_cache_dir,
     )
     try:
         return _assemble(

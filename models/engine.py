@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.transports import Transport, choose_transport
 from graft.grammar.backend import GrammarBackend
+from graft.grammar.cache import CACHE_BYTES
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.admission import Admission
 from graft.models.assembly import (
@@ -68,9 +70,12 @@ class Engine:
     grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
         "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
         mailbox, spinkernel and native that works, given 4 usable cores; else native.
-    compile_threads, compile_timeout_s : the pool that compiles grammars off the critical path.
     overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
         greedy and coupled requests are the same either way.
+    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
+        a risky one may take in its process.
+    grammar_cache_bytes, grammar_cache_dir : bound of compiled grammars kept in memory, and a folder
+        for those kept between runs; default the environment's GRAFT_GRAMMAR_CACHE, else none.
     device : "cuda", "soft" or None for the environment's choice.
 
     Raises
@@ -98,9 +103,11 @@ class Engine:
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
         grammar_transport: Transport = "auto",
-        compile_threads: int = 1,
+        compile_threads: int = 2,
         compile_timeout_s: float = 30.0,
         overlap: bool = True,
+        grammar_cache_bytes: int = CACHE_BYTES,
+        grammar_cache_dir: str | Path | None = None,
         device: str | None = None,
         ordinal: int | None = None,
     ):
@@ -127,6 +134,8 @@ class Engine:
             compile_threads=compile_threads,
             compile_timeout_s=compile_timeout_s,
             overlap=overlap,
+            grammar_cache_bytes=grammar_cache_bytes,
+            grammar_cache_dir=grammar_cache_dir or os.environ.get("GRAFT_GRAMMAR_CACHE") or None,
         )
         check_options(options, drafter_dir)
         self.verify = verify
@@ -159,8 +168,6 @@ class Engine:
         self._closed = False
         try:
             self._build_rounds()
-            # The first request should not pay for the start of the compiling children.
-            built.compiler.wait_ready(options.compile_timeout_s)
         except BaseException:
             built.compiler.close()
             raise

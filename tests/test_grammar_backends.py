@@ -158,7 +158,7 @@ def test_markers_that_are_no_markers_are_refused(backend):
 
 def test_grammars_that_a_backend_refuses(backend):
     """A grammar with an error is refused in one sentence, here and by the compile service."""
-    service = GrammarService(vocabulary(), backend.child)
+    service = GrammarService(vocabulary(), backend.name.lower())
     try:
         for spec in (GrammarSpec.regex("(a"), GrammarSpec.lark("start: missing_rule")):
             with pytest.raises(GrammarError) as here:

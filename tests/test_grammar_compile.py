@@ -1,20 +1,30 @@
-"""The compile service: futures, cache, time limit, killed children."""
+"""The compile service: futures, cache, routing, limits of time and memory, killed children."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-import threading
 import time
 from concurrent.futures import wait
+from dataclasses import replace
 
 import pytest
 from guide_util import byte_vocabulary
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import CompileService, GrammarError, GrammarSpec, XGrammarBackend
+from graft.grammar import (
+    CompileService,
+    GrammarError,
+    GrammarService,
+    GrammarSpec,
+    StructuralTag,
+    XGrammarBackend,
+)
+from graft.grammar.compile_risk import risk
 
 ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
+TAG_OF_NUMBER = StructuralTag.of("<", {"type": "number", "multipleOf": 2}, ">")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +42,9 @@ def service(backend):
 def test_compiled_elsewhere_gives_the_same_masks(backend, service):
     """A grammar compiled in a child allows what the same grammar compiled here allows."""
     for spec in (
-        GrammarSpec.json_object(),
-        GrammarSpec.regex("(ab|abc)+[0-9]{2,3}"),
+        GrammarSpec.json_schema({"type": "array", "maxItems": 200, "items": {"type": "integer"}}),
+        GrammarSpec.regex("(ab|abc)+[0-9]{2,200}"),
+        GrammarSpec.lark('start: "true" | "ab" /[0-9]/'),
         GrammarSpec.choice(["true", "abc", "{"]),
     ):
         away = backend.matcher(service.submit(spec).result())
@@ -87,73 +98,198 @@ def test_partial_takes_a_grammar_with_ignored_features(service):
     assert service.submit(GrammarSpec.json_schema(schema, partial=True)).result().nbytes > 0
 
 
-def test_a_grammar_that_takes_too_long_fails_alone(backend):
-    """Past the time limit the grammar fails; others compile meanwhile and afterwards."""
-    service = CompileService(backend, threads=2, timeout_s=3)
+def running_child(service):
+    """The one process that the service has started, waited for."""
+    deadline = time.monotonic() + 60
+    while not service._children:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (child,) = service._children
+    return child
+
+
+def test_cheap_grammars_never_wait_for_a_risky_one(backend):
+    """While one grammar does not get on in its process, twenty others compile in threads."""
+    service = CompileService(backend, timeout_s=3600)
     try:
         slow = service.submit(ENDLESS)
-        assert service.submit(GrammarSpec.regex("b+")).result(timeout=30).nbytes > 0
-        with pytest.raises(GrammarError, match="took longer than 3 s"):
-            slow.result(timeout=30)
-        assert service.submit(ENDLESS) is not slow  # a refusal for lack of time is not kept
-        assert service.submit(GrammarSpec.regex("c+")).result(timeout=30).nbytes > 0
+        os.kill(running_child(service).pid, signal.SIGSTOP)  # however fast the machine is
+        cheap = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
+        for future in cheap:
+            assert future.result(timeout=60).nbytes > 0
+        assert not slow.done()
+        counters = service.counters()
+        assert counters["compiled_in_threads"] == 20
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize(
+    "schema, limits, message",
+    [
+        (ENDLESS.schema, {"timeout_s": 2}, "took longer than 2 s to compile"),
+        (
+            {"type": "array", "maxItems": 3000, "items": {"type": "string", "maxLength": 3000}},
+            {"memory_bytes": 1 << 29},
+            "needs more than 0.5 GiB of memory to compile",
+        ),
+    ],
+)
+def test_limits_of_time_and_memory_refuse_one_grammar(backend, schema, limits, message):
+    """Past a limit the grammar fails with a sentence that names it; others compile afterwards."""
+    service = CompileService(backend, **limits)
+    try:
+        with pytest.raises(GrammarError, match=f"json_schema: {message}"):
+            service.submit(GrammarSpec.json_schema(schema)).result(timeout=120)
+        service._timeout_s = 60  # a loaded machine may be slow with any grammar
+        risky = GrammarSpec.json_schema({"type": "array", "maxItems": 200})
+        assert service.submit(risky).result(timeout=60).nbytes > 0
+    finally:
+        service.close()
+
+
+def test_refusals_for_lack_of_time_are_not_kept(backend):
+    """What another attempt may bring is tried again; a refusal of the grammar itself is kept."""
+    service = CompileService(backend, timeout_s=1)
+    try:
+        for spec, kept in ((ENDLESS, False), (GrammarSpec.regex("a(b"), True)):
+            first = service.submit(spec)
+            assert isinstance(first.exception(timeout=60), GrammarError)
+            wait_until(lambda: not service._pending)
+            assert (service.submit(spec) is first) == kept
     finally:
         service.close()
 
 
 def test_a_child_that_dies_fails_one_grammar(service):
-    """When the child is killed, the grammar at hand fails and the next one compiles."""
-    service.submit(GrammarSpec.regex("a")).result()
-    (child,) = service._children
+    """When the child is killed, the grammar at hand fails and the next risky one compiles."""
     doomed = service.submit(ENDLESS)
-    time.sleep(0.1)
-    os.kill(child._process.pid, signal.SIGKILL)
+    os.kill(running_child(service).pid, signal.SIGKILL)
     with pytest.raises(GrammarError, match="ended with status -9"):
-        doomed.result(timeout=30)
-    assert service.submit(GrammarSpec.regex("b")).result(timeout=30).nbytes > 0
+        doomed.result(timeout=60)
+    risky = GrammarSpec.json_schema({"type": "string", "maxLength": 300})
+    assert service.submit(risky).result(timeout=60).nbytes > 0
 
 
 def test_close_stops_at_once_and_fails_what_is_left(backend):
     """close() does not wait for a long compilation; waiting and later requests fail typed."""
     service = CompileService(backend)
-    futures = [service.submit(ENDLESS), service.submit(GrammarSpec.regex("a+"))]
-    time.sleep(0.4)
+    futures = [service.submit(ENDLESS), service.submit(replace(ENDLESS, any_whitespace=True))]
+    os.kill(running_child(service).pid, signal.SIGSTOP)
     service.close()
-    wait(futures, timeout=10)
     for future in futures:
         with pytest.raises(GrammarError, match="closed"):
             future.result(timeout=0)
     with pytest.raises(GrammarError, match="is closed"):
         service.submit(GrammarSpec.regex("b+"))
-    assert not [t for t in threading.enumerate() if t in service._threads]
+    assert not any(thread.is_alive() for thread in (*service._here, *service._away))
 
 
-def test_the_cache_is_bounded_by_entries_and_bytes(backend):
-    """The least recently used grammars go when entries or bytes exceed their bound."""
-    service = CompileService(backend, cache_entries=3)
+def test_the_cache_is_bounded_in_bytes(backend):
+    """Least recently used grammars go when their bytes pass the bound, which always holds."""
+    probe = CompileService(backend)
+    probe.submit(GrammarSpec.regex("x0")).result()
+    wait_until(lambda: probe.counters()["cache_entries"] == 1)
+    one = probe.counters()["cache_bytes"]
+    probe.close()
+    service = CompileService(backend, cache_bytes=3 * one + one // 2)
     try:
         specs = [GrammarSpec.regex(f"x{i}") for i in range(5)]
         futures = [service.submit(spec) for spec in specs]
         wait(futures)
-        service.submit(GrammarSpec.regex("last")).result()
-        assert service.submit(specs[0]) is not futures[0]
+        wait_until(lambda: service.counters()["cache_evictions"] == 2)
         assert service.submit(specs[4]) is futures[4]
-        assert len(service._cache) == 3
+        assert service.submit(specs[0]) is not futures[0]
+        assert service.counters()["cache_bytes"] <= 3 * one + one // 2
     finally:
         service.close()
-    service = CompileService(backend, cache_bytes=2000)
+
+
+def wait_until(condition):
+    """What the service's threads do after a future is done, awaited."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_grammar_larger_than_the_cache_is_not_kept_but_works(backend):
+    """Eviction never takes a grammar from a matcher, even when nothing at all can be kept."""
+    service = CompileService(backend, cache_bytes=1)
     try:
-        big = GrammarSpec.json_object()
-        first = service.submit(big)
-        assert first.result().nbytes > 2000
-        service.submit(GrammarSpec.regex("y")).result()
-        assert service.submit(big) is not first
+        spec = GrammarSpec.json_object()
+        matcher = backend.matcher(service.submit(spec).result())
+        wait_until(lambda: not service._pending)
+        assert service.counters()["cache_entries"] == 0
+        gc.collect()
+        again = backend.matcher(backend.compile(spec))
+        for token in b'{"a": 1}':
+            assert matcher.legal().tolist() == again.legal().tolist()
+            assert matcher.accept(token) and again.accept(token)
     finally:
         service.close()
+
+
+def test_services_of_equal_settings_share_backend_and_grammars():
+    """A second service in the process finds what the first compiled; other settings do not."""
+    spec = GrammarSpec.regex("shared+")
+    first, second = GrammarService(byte_vocabulary()), GrammarService(byte_vocabulary())
+    other = GrammarService(byte_vocabulary(), cache_bytes=1 << 20)
+    try:
+        compiled = first.submit(spec).result()
+        wait_until(lambda: first.counters()["XGrammar"]["cache_entries"] == 1)
+        assert second.submit(spec).result() is compiled
+        assert other.submit(spec).result() is not compiled
+        assert "compiled_in_threads" not in second.counters()["XGrammar"]
+    finally:
+        for service in (first, second, other):
+            service.close()
+
+
+@pytest.mark.parametrize(
+    "spec, why",
+    [
+        (ENDLESS, "nested deeper"),
+        (GrammarSpec.json_schema({"type": "string", "maxLength": 4000}), "4000 characters"),
+        (
+            GrammarSpec.json_schema(
+                {"type": "array", "maxItems": 50, "items": {"type": "string", "maxLength": 50}}
+            ),
+            "2550 characters",
+        ),
+        (GrammarSpec.json_schema({"type": "string", "pattern": "a(?=b)b"}), "a pattern"),
+        (GrammarSpec.json_schema({"type": "number", "multipleOf": 2}), "multipleOf"),
+        (GrammarSpec.json_schema({"enum": ["x" * 40000]}), "40014 characters"),
+        (GrammarSpec.regex("(a{100}){100}"), "10000 items"),
+        (GrammarSpec.regex("a^b"), "a pattern"),
+        (GrammarSpec.regex("(" * 50 + "a" + ")" * 50), "groups nested"),
+        (GrammarSpec.ebnf('root ::= "a"{1,500}'), "500 items"),
+        (GrammarSpec.lark('start: "a"'), "lark"),
+        (GrammarSpec.structural_tag([TAG_OF_NUMBER], ["<"]), "multipleOf"),
+        (GrammarSpec.regex(r"^[A-Z]{2}-(?:\d{4}|x)\.$"), ""),
+        (GrammarSpec.choice(["a", "b"]), ""),
+        (GrammarSpec.json_object(), ""),
+        (
+            GrammarSpec.json_schema(
+                {
+                    "type": "object",
+                    "properties": {"a": {"type": "string", "maxLength": 64}, "b": {"enum": [1]}},
+                    "required": ["a"],
+                    "additionalProperties": False,
+                }
+            ),
+            "",
+        ),
+    ],
+)
+def test_what_is_risky_is_known_before_compiling(spec, why):
+    """Grammars that may run away, or be enforced in part, are told by name; plain ones are not."""
+    found = risk(spec)
+    assert why in found and bool(found) == bool(why)
 
 
 def test_bad_options_are_refused(backend):
     """Bounds must be positive."""
-    for name in ("threads", "cache_entries", "cache_bytes", "timeout_s", "memory_bytes"):
+    for name in ("threads", "children", "cache_bytes", "timeout_s", "memory_bytes"):
         with pytest.raises(OptionError, match=name):
             CompileService(backend, **{name: 0})

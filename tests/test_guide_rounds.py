@@ -16,7 +16,7 @@ def backend(request) -> GrammarBackend:
 @pytest.fixture(scope="module")
 def oracle(backend) -> GrammarBackend:
     """The same library by its Python API alone."""
-    return make_backend(backend.child, byte_vocabulary(), native=False)
+    return make_backend(backend.name.lower(), byte_vocabulary(), native=False)
 
 
 def play(device: Device, requests: int) -> int:
@@ -47,7 +47,7 @@ def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, oracle, draft_le
         backend, oracle=oracle, slots=4, draft_length=draft_length, masked=masked,
         seed=draft_length,
     )  # fmt: skip
-    play(device, 400 if backend.child == "xgrammar" else 100)
+    play(device, 400 if backend.name.lower() == "xgrammar" else 100)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         if not name.endswith("_ns"):
@@ -59,7 +59,7 @@ def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, oracle, draft_le
 def test_committed_tokens_the_grammar_refuses_fail_their_slot_alone(backend):
     """An illegal committed token (illegal, special, out of range) gives ROW_ERROR in that slot."""
     device = Device(backend, slots=3, draft_length=2, masked=True, seed=5, wrong=0.05)
-    play(device, 300 if backend.child == "xgrammar" else 150)
+    play(device, 300 if backend.name.lower() == "xgrammar" else 150)
     counters = device.decoders[0].counters()
     confused = [truth for truth in device.ended if truth.confused]
     assert len(confused) > 10
