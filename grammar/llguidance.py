@@ -59,6 +59,7 @@ def grammar_text(spec: GrammarSpec) -> str:
     GrammarError
         If the grammar cannot be stated to LLGuidance.
     """
+    spec = spec.resolved("llguidance")
     if spec.kind == "json_schema":
         return _lark("start: %json " + json.dumps(_schema(spec)))
     if spec.kind == "regex":

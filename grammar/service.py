@@ -13,6 +13,7 @@ from .cache import CACHE_BYTES, GrammarCache
 from .compile import CompileService
 from .disk_cache import DiskCache
 from .matcher import CompiledGrammar
+from .routing import Routing
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -52,7 +53,9 @@ class GrammarService:
     vocabulary
         What the grammars are compiled for.
     choice
-        Default backend: a name, or a callable that makes one for the vocabulary.
+        Default backend: a name, or a callable that makes one for the vocabulary. ``"auto"`` routes
+        JSON schemas (`GrammarSpec.resolved`), gives EBNF to XGrammar, whose notation it is, and the
+        rest to the first backend installed.
     native
         Whether matchers have a side that runs without the GIL.
     threads, timeout_s
@@ -85,6 +88,8 @@ class GrammarService:
         self._disk = None if cache_dir is None else DiskCache(cache_dir)
         self._services: dict[str, CompileService] = {}
         self._backends: list[_Shared] = []  # what is shared lives as long as its last service
+        self._routing = Routing(choice, self._compile)
+        choice = self._routing.default
         if isinstance(choice, str):
             self._default = self._named(choice)
         else:
@@ -114,6 +119,9 @@ class GrammarService:
         GrammarError, OptionError
             If the backend that the grammar names cannot be had.
         """
+        return self._routing.submit(spec)
+
+    def _compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         return (self._named(spec.backend) if spec.backend else self._default).submit(spec)
 
     def counters(self) -> dict[str, dict[str, int]]:
@@ -123,5 +131,6 @@ class GrammarService:
 
     def close(self) -> None:
         """Close every compile service."""
+        self._routing.close()
         for service in dict.fromkeys((self._default, *self._services.values())):
             service.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,8 @@ class StructuralTag:
         _check_text("tag begin", begin)
         if end:
             _check_text("tag end", end)
-        return cls(begin, GrammarSpec.json_schema(schema).text, end)
+        # Every backend takes the schema of a tag as it stands.
+        return cls(begin, GrammarSpec.json_schema(schema, backend="xgrammar").text, end)
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ class GrammarSpec:
         JSON only. ``True``: an object schema with properties allows no others unless it says so.
         Such output satisfies the schema whatever it says about further properties.
     partial
-        ``False``: a grammar of which XGrammar cannot enforce a part is refused. ``True``: it is
-        taken, and the output may violate that part.
+        ``False``: a grammar of which a part cannot be enforced is refused. ``True``: it is taken,
+        and the output may violate that part.
     backend
-        The backend that compiles it; empty: the one of the engine.
+        The backend that compiles it; empty: the engine's own (`resolved`).
     source
         The user's schema where the router has rewritten it; ``text`` is what is compiled. With
         ``partial``, finished outputs are to be checked against it (`graft.grammar.check_output`).
@@ -102,17 +104,18 @@ class GrammarSpec:
         """A JSON schema, as JSON text or as the object it parses to; property order is kept.
 
         ``backend="auto"`` lets the router choose among the installed backends, rewriting the schema
-        where an equivalent one can be enforced; ``"llguidance"`` does the same for that one.
-        ``"xgrammar"``, or nothing, takes the schema as it stands. With a router, `partial` of the
-        result says whether something was left out, not whether that was allowed. ``strict`` is
-        the default without a router; with one, schemas mean what the standard says unless it is
-        asked for.
+        where an equivalent one can be enforced; ``"llguidance"`` does the same for that one;
+        ``"xgrammar"`` takes the schema as it stands. Without a name the engine's backend decides
+        when the request is submitted (see `resolved`); refused here is what none could enforce.
+        With a router, `partial` of the result says whether something was left out, not whether that
+        was allowed. ``strict`` is the default unless a router is named here; with one, schemas mean
+        what the standard says unless it is asked for.
 
         Raises
         ------
         GrammarError
             If the text is not JSON, the schema is neither an object nor a boolean, or, unless
-            ``partial``, it contains what XGrammar cannot enforce (named with its JSON pointer).
+            ``partial``, it contains what cannot be enforced (named with its JSON pointer).
         """
         try:
             value = json.loads(schema) if isinstance(schema, str) else schema
@@ -125,28 +128,45 @@ class GrammarSpec:
         if value is False:
             raise GrammarError("JSON schema: the schema false allows no output")
         if backend not in ("", "xgrammar"):
-            return cls._routed(value, backend, any_whitespace, strict, partial)
+            return cls._routed(value, backend, any_whitespace, bool(strict), partial)
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             unenforced = [] if partial else unenforced_keywords(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"JSON schema: cannot be read: {error}") from error
         _check_text("JSON schema", text)
-        if unenforced:
-            raise GrammarError(
-                "JSON schema: cannot be enforced: "
-                + "; ".join(unenforced[:5])
-                + " (partial=True takes the schema all the same)"
-            )
-        strict = strict is not False
-        return cls(
-            "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial,
-            backend=backend,
+        spec = cls(
+            "json_schema", text, any_whitespace=any_whitespace, strict=strict is not False,
+            partial=partial, backend=backend,
         )  # fmt: skip
+        if unenforced and backend:
+            raise _unenforced(unenforced)
+        if unenforced:
+            try:
+                spec.resolved("auto")
+            except GrammarError as error:
+                raise _unenforced(unenforced) from error
+        return spec
+
+    def resolved(self, backend: str) -> GrammarSpec:
+        """This grammar as an engine compiles it whose own backend has this name.
+
+        A JSON schema that names no backend goes through the router for ``"auto"`` and
+        ``"llguidance"``, and is checked against what XGrammar ignores for ``"xgrammar"``; other
+        grammars stay as they are. The last answers are kept.
+
+        Raises
+        ------
+        GrammarError
+            If that backend cannot enforce the schema, unless this grammar is ``partial``.
+        """
+        if self.kind != "json_schema" or self.backend:
+            return self
+        return replace(_resolved(replace(self, marker=None), backend), marker=self.marker)
 
     @classmethod
     def _routed(
-        cls, value: Any, backend: str, any_whitespace: bool, strict: bool | None, partial: bool
+        cls, value: Any, backend: str, any_whitespace: bool, strict: bool, partial: bool
     ) -> GrammarSpec:
         try:
             source = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -288,6 +308,24 @@ class GrammarSpec:
             return replace(self, marker=Marker(token=marker, required=bool(required)))
         _check_text("marker", marker)
         return replace(self, marker=Marker(text=marker, required=bool(required)))
+
+
+@functools.lru_cache(maxsize=256)
+def _resolved(spec: GrammarSpec, backend: str) -> GrammarSpec:
+    value = json.loads(spec.text)
+    if backend != "xgrammar":
+        return GrammarSpec._routed(value, backend, spec.any_whitespace, spec.strict, spec.partial)
+    unenforced = [] if spec.partial else unenforced_keywords(value)
+    if unenforced:
+        raise _unenforced(unenforced)
+    return spec
+
+
+def _unenforced(found: list[str]) -> GrammarError:
+    named = "; ".join(found[:5])
+    return GrammarError(
+        f"JSON schema: cannot be enforced: {named} (partial=True takes the schema all the same)"
+    )
 
 
 def _check_text(what: str, text: object) -> None:

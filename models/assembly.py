@@ -247,9 +247,10 @@ def check_options(options: Options, drafter: Path | None) -> None:
             f"draft_length must be from 1 to 16 with a drafter, got {options.draft_length}; "
             "to decode without speculation give no drafter"
         )
-    if not callable(options.grammar_backend) and options.grammar_backend not in BACKENDS:
+    names = ("auto", *BACKENDS)
+    if not callable(options.grammar_backend) and options.grammar_backend not in names:
         raise OptionError(
-            f"grammar_backend must be one of {tuple(BACKENDS)} or make a GrammarBackend, "
+            f"grammar_backend must be one of {names} or make a GrammarBackend, "
             f"got {options.grammar_backend!r}"
         )
     if options.grammar_transport not in TRANSPORTS:

@@ -65,8 +65,8 @@ class Engine:
     page_size, pages : shape of the paged caches; by default every slot can be full at once.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     verify : "rejection" or "coupled", for requests that do not say.
-    grammar_backend : "xgrammar", "llguidance", or a callable that makes a `GrammarBackend` for a
-        `Vocabulary`; for grammars that do not name their backend themselves.
+    grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
+        for a `Vocabulary`; for grammars that do not name their backend themselves.
     grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
         "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
         mailbox, spinkernel and native that works, given 4 usable cores; else native.

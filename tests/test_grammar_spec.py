@@ -150,16 +150,16 @@ UNENFORCED = [
 
 @pytest.mark.parametrize("schema, instance", UNENFORCED)
 def test_what_cannot_be_enforced_is_refused_unless_partial(backend, schema, instance):
-    """Each of these lets an invalid instance through, so it is refused by name and place."""
+    """Each of these lets an invalid instance through XGrammar: refused by name and place."""
     assert not jsonschema.Draft202012Validator(schema).is_valid(instance)
     partial = GrammarSpec.json_schema(schema, partial=True)
     assert accepts(backend, partial, json.dumps(instance))  # the reason for the refusal
     with pytest.raises(GrammarError, match=r"cannot be enforced: #: \w"):
-        GrammarSpec.json_schema(schema)
+        GrammarSpec.json_schema(schema, backend="xgrammar")
     nested = {"type": "object", "properties": {"p": {"type": "array", "items": schema}}}
     if "$ref" not in schema:
         with pytest.raises(GrammarError, match="#/properties/p/items: "):
-            GrammarSpec.json_schema(nested)
+            GrammarSpec.json_schema(nested, backend="xgrammar")
 
 
 def test_harmless_neighbours_are_not_refused():
