@@ -1,10 +1,9 @@
 """Which compilations XGrammar may be given inside this process, where nothing can kill them.
 
-The others go to a child process, which costs a serialised grammar's way back (some megabytes a
-second faster than it is compiled, but for small grammars most of the time). Risky is what may run
-away, crash, or be enforced in part only: XGrammar says the last by printing, which is caught in the
-child. Nothing here decides what is *allowed*: a cheap grammar wrongly held for risky comes out the
-same, a little later.
+The others go to a child process; a serialised grammar comes back, which for a small one costs more
+than its compilation. Risky is what may run away, crash, or be enforced in part only: XGrammar says
+the last by printing, which is caught in the child. Nothing here decides what is *allowed*: a cheap
+grammar wrongly held for risky comes out the same, a little later.
 """
 
 from __future__ import annotations
@@ -19,9 +18,12 @@ from .spec import GrammarSpec
 
 __all__ = ["risk"]
 
-_TEXT = 1 << 15  # characters of a grammar
+_TEXT = 1 << 13  # characters of a grammar
 _DEPTH = 32
-_REPEATS = 128  # characters or items that bounds spell out, multiplied where they nest
+# Characters or items that bounds spell out, multiplied where they nest: a string of up to 32
+# characters takes about half a second with a vocabulary of 129k, one of up to 128 several.
+_BOUND = 32
+_REPEATS = 64  # the same in patterns, which are cheaper
 _BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LOOSE = ENFORCEMENT["xgrammar"]["loose"]
 # Atoms that XGrammar takes without a remark; anchors are plain at the ends only.
@@ -60,14 +62,20 @@ def _schema_risk(schema: Any) -> str:
         for keyword in part:
             if keyword in _LOOSE:
                 return f"{keyword} may be enforced in part only"
+        target = part.get("$ref", "#")
+        if isinstance(target, str) and not (target == "#" or target.startswith("#/")):
+            return f"$ref {target!r} may be enforced in part only"
         bounds = [part[key] for key in _BOUNDS if isinstance(part.get(key), (int, float))]
         factor *= max([1.0, *map(float, bounds)])
         repeats += factor if bounds else 0
         pattern = part.get("pattern")
-        if isinstance(pattern, str) and (why := _pattern_risk(pattern)):
-            return why
+        if isinstance(pattern, str):
+            if bounds:
+                return "pattern beside bounds may be enforced in part only"
+            if why := _pattern_risk(pattern):
+                return why
         pending += [(value, depth + 1, factor) for value in part.values()]
-    if repeats > _REPEATS:
+    if repeats > _BOUND:
         return f"bounds spell out {repeats:.0f} characters or items"
     unenforced = unenforced_keywords(schema)
     return unenforced[0] if unenforced else ""

@@ -258,6 +258,11 @@ def test_services_of_equal_settings_share_backend_and_grammars():
             "2550 characters",
         ),
         (GrammarSpec.json_schema({"type": "string", "pattern": "a(?=b)b"}), "a pattern"),
+        (
+            GrammarSpec.json_schema({"type": "string", "pattern": "^a+$", "maxLength": 3}),
+            "pattern beside bounds",
+        ),
+        (GrammarSpec.json_schema({"$ref": "other.json"}), "other.json"),
         (GrammarSpec.json_schema({"type": "number", "multipleOf": 2}), "multipleOf"),
         (GrammarSpec.json_schema({"enum": ["x" * 40000]}), "40014 characters"),
         (GrammarSpec.regex("(a{100}){100}"), "10000 items"),
@@ -273,7 +278,7 @@ def test_services_of_equal_settings_share_backend_and_grammars():
             GrammarSpec.json_schema(
                 {
                     "type": "object",
-                    "properties": {"a": {"type": "string", "maxLength": 64}, "b": {"enum": [1]}},
+                    "properties": {"a": {"type": "string", "maxLength": 16}, "b": {"$ref": "#/x"}},
                     "required": ["a"],
                     "additionalProperties": False,
                 }
