@@ -6,6 +6,7 @@ replay, the engine publishes which requests that replay holds; its host nodes do
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -77,6 +78,15 @@ class Exchange(Protocol):
     def field(self, name: str) -> Any: ...
 
 
+def default_threads(slots: int, cores: int | None = None) -> int:
+    """Threads for a step of so many slots: one per 8 slots, at most half the usable cores.
+
+    1 on two cores or for small batches: handing over costs more than it saves there.
+    """
+    usable = len(os.sched_getaffinity(0)) if cores is None else cores
+    return max(1, min(usable // 2, slots // 8))
+
+
 class GuidedDecoder:
     """Fills mask rows from the tokens that the device drafted and committed.
 
@@ -103,6 +113,17 @@ class GuidedDecoder:
         Seconds that a worker has for one step; see :meth:`graft.cudagraph.graph.GraphLane.mailbox`.
     ring
         Replays that may be published and not yet retired.
+    threads
+        Threads that serve the slots of a step, each slot by one of them. 1: the step's own alone,
+        with no handoff. Default: what suits the slots and the usable cores, see
+        :func:`default_threads`.
+    budget_us
+        Microseconds that a step waits for its slots, at least 1; None: until all are done. A slot
+        that is not done is late: rows it has made by then are used, the others are NOT READY, and
+        the slot sits rounds out until its thread has finished. Tokens stay the same, but for
+        rejection sampling, whose rounds then end elsewhere and use other random numbers.
+    clock
+        int64 ``[1]``, nanoseconds: what the budget is measured by, instead of the monotonic clock.
 
     Raises
     ------
@@ -125,6 +146,9 @@ class GuidedDecoder:
         worker: MailboxWorker | None = None,
         deadline_s: float = 10.0,
         ring: int = 8,
+        threads: int | None = None,
+        budget_us: float | None = None,
+        clock: np.ndarray | None = None,
     ):
         for name, value, low in (
             ("slots", slots, 1),
@@ -140,6 +164,18 @@ class GuidedDecoder:
             raise OptionError(
                 f"guided decoder: transport is {transport!r}, must be one of "
                 f"{', '.join(STEP_TRANSPORTS)}"
+            )
+        if threads is None:
+            threads = default_threads(slots) if transport != "python" else 1
+        if threads < 1 or (budget_us is not None and not budget_us >= 1):
+            raise OptionError(
+                f"guided decoder: threads is {threads} and budget_us is {budget_us}, must be at "
+                "least 1"
+            )
+        if transport == "python" and (threads > 1 or budget_us is not None):
+            raise OptionError(
+                "guided decoder: threads and budget_us need a native transport: Python steps "
+                "run one after another"
             )
         if worker is not None and worker.threads != 1:
             raise OptionError(f"guided decoder: steps run in order, on one thread, not {worker!r}")
@@ -160,7 +196,10 @@ class GuidedDecoder:
         self.slots, self.draft_length, self.vocab_size = slots, draft_length, vocab_size
         self.masked_drafts, self.transport, self.ring = masked_drafts, transport, ring
         self._exchange = exchange  # its memory is written by steps as long as they can run
+        self._clock = clock
+        self.threads, self.budget_us = threads, budget_us
         self._published = 0
+        self._late: list[GuidedRequest] = []
         self._live: dict[int, tuple[GuidedRequest, ...]] = {}
         self._owners: dict[int, GuidedRequest] = {}
         self._closed = False
@@ -177,6 +216,9 @@ class GuidedDecoder:
                 draft_length=draft_length,
                 vocab_size=vocab_size,
                 ring=ring,
+                threads=threads,
+                budget_ns=0 if budget_us is None else int(budget_us * 1000),
+                clock=0 if clock is None else clock.ctypes.data,
             )
         else:
             self._worker = PythonWorker(exchange, slots, draft_length, vocab_size, ring)
@@ -220,7 +262,9 @@ class GuidedDecoder:
         if replay not in self._live:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
-        del self._live[replay]
+        # A late slot's thread still uses its matcher, though no replay may name it any more.
+        requests = (*self._late, *self._live.pop(replay))
+        self._late = [request for request in requests if self._worker.busy(request.slot)]
 
     @property
     def native(self) -> bool:
@@ -300,8 +344,15 @@ class GuidedDecoder:
         """
         if self._live:
             raise GuideError(f"replays {sorted(self._live)} have not been retired")
+        self._worker.wait_idle()
         self._closed = True
+        self._late.clear()
         self._owners.clear()
+
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.wait_idle()  # matchers go with this object, their threads with the worker
 
     def _require_open(self) -> None:
         if self._closed:

@@ -62,7 +62,8 @@ class PythonWorker:
         self._spans: deque[tuple[int, int, int, int]] = deque()
         names = (
             "replays missing_snapshots joins fills accepts rollbacks commits committed_tokens "
-            "refused_drafts terminations dead_ends desyncs errors free_rows"
+            "refused_drafts terminations dead_ends desyncs errors free_rows probes probe_misses "
+            "late_rows budget_stalls"
         )
         self._count = dict.fromkeys(names.split(), 0)
         self._count.update({f"{s}_{c}": 0 for s in STEPS for c in ("calls", "ns")})
@@ -78,6 +79,12 @@ class PythonWorker:
 
     def retire(self, replay: int) -> bool:
         return self._snapshots.pop(replay, None) is not None
+
+    def busy(self, slot: int) -> bool:
+        return False
+
+    def wait_idle(self) -> None:
+        return
 
     def counters(self) -> dict[str, int]:
         return dict(self._count)

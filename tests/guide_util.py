@@ -128,6 +128,7 @@ class Device:
         illegal: float = 0.1,
         stall: float = 0.05,
         wrong: float = 0.0,
+        options: dict[str, Any] | None = None,
     ):
         self.backend, self.k, self.masked = backend, draft_length, masked
         self.oracle = oracle or backend
@@ -145,6 +146,7 @@ class Device:
                 masked_drafts=masked,
                 transport=transport,  # type: ignore[arg-type]
                 ring=4,
+                **((options or {}) if transport != "python" else {}),
             )
             for exchange, transport in zip(self.exchanges, transports, strict=True)
         ]

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "gated.h"
 #include "llguidance_abi.h"
 #include "marked.h"
 #include "worker.h"
@@ -42,20 +43,7 @@ bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tu
 nb::dict counters(const Worker& worker) {
   const Counters& c = worker.counters();
   nb::dict out;
-  out["replays"] = c.replays.value();
-  out["missing_snapshots"] = c.missing_snapshots.value();
-  out["joins"] = c.joins.value();
-  out["fills"] = c.fills.value();
-  out["accepts"] = c.accepts.value();
-  out["rollbacks"] = c.rollbacks.value();
-  out["commits"] = c.commits.value();
-  out["committed_tokens"] = c.committed_tokens.value();
-  out["refused_drafts"] = c.refused_drafts.value();
-  out["terminations"] = c.terminations.value();
-  out["dead_ends"] = c.dead_ends.value();
-  out["desyncs"] = c.desyncs.value();
-  out["errors"] = c.errors.value();
-  out["free_rows"] = c.free_rows.value();
+  for (int i = 0; i < count::kinds; ++i) out[count::names[i]] = c.of[i].value();
   const std::array<const char*, 3> kinds = {"open", "commit", "draft"};
   for (size_t k = 0; k < kinds.size(); ++k) {
     out[(std::string(kinds[k]) + "_calls").c_str()] = c.step_calls[k].value();
@@ -153,6 +141,14 @@ void bind_matchers(nb::module_& guide) {
   nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
       .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
            nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());
+
+  nb::class_<GatedMatcher, NativeMatcher>(guide, "GatedMatcher")
+      .def(
+          "__init__",
+          [](GatedMatcher* self, NativeMatcher* inner, uintptr_t gate) {
+            new (self) GatedMatcher(inner, reinterpret_cast<int32_t*>(gate));
+          },
+          nb::arg("inner"), nb::arg("gate"), nb::keep_alive<1, 2>());
 }
 
 }  // namespace
@@ -171,13 +167,23 @@ void bind_guide(nb::module_& module) {
       .def(
           "__init__",
           [](Worker* self, const FieldTuple& mask, const FieldTuple& row_state,
-             const FieldTuple& committed, const FieldTuple& drafted, int slots, int draft_length,
-             int vocab_size, int ring) {
-            new (self) Worker({field(mask), field(row_state), field(committed), field(drafted)},
-                              {slots, draft_length, vocab_size}, ring);
+             const FieldTuple& committed, const FieldTuple& drafted, const FieldTuple& candidates,
+             const FieldTuple& answers, int slots, int draft_length, int vocab_size,
+             int most_candidates, int ring, int threads, int64_t budget_ns, uintptr_t clock) {
+            new (self) Worker({field(mask), field(row_state), field(committed), field(drafted),
+                               field(candidates), field(answers)},
+                              {slots, draft_length, vocab_size, most_candidates}, ring, threads,
+                              {budget_ns, reinterpret_cast<const int64_t*>(clock)});
           },
           nb::arg("mask"), nb::arg("row_state"), nb::arg("committed"), nb::arg("drafted"),
-          nb::arg("slots"), nb::arg("draft_length"), nb::arg("vocab_size"), nb::arg("ring"))
+          nb::arg("candidates") = FieldTuple(0, 0), nb::arg("answers") = FieldTuple(0, 0),
+          nb::arg("slots"), nb::arg("draft_length"), nb::arg("vocab_size"),
+          nb::arg("most_candidates") = 0, nb::arg("ring"), nb::arg("threads") = 1,
+          nb::arg("budget_ns") = 0, nb::arg("clock") = 0)
+      .def("busy", &Worker::busy, nb::arg("slot"))
+      .def("busy_slots", &Worker::busy_slots)
+      .def("waiting", &Worker::waiting)
+      .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(
@@ -188,7 +194,7 @@ void bind_guide(nb::module_& module) {
           nb::arg("step"), nb::arg("draft"))
       .def("counters", &counters)
       .def("timeline", &timeline)
-      .def("first_error", [](const Worker& worker) { return worker.first_error().text; })
+      .def("first_error", &Worker::first_error)
       .def(
           "history",
           [](const Worker& worker, int slot) {

@@ -29,9 +29,37 @@ class Counter {
   std::atomic<int64_t> value_{0};
 };
 
+// What is counted; the names are in the same order.
+namespace count {
+enum : int {
+  replays,
+  missing_snapshots,
+  joins,
+  fills,
+  accepts,
+  rollbacks,
+  commits,
+  committed_tokens,
+  refused_drafts,
+  terminations,
+  dead_ends,
+  desyncs,
+  errors,
+  free_rows,
+  probes,
+  probe_misses,
+  late_rows,
+  budget_stalls,
+  kinds
+};
+constexpr const char* names[kinds] = {
+    "replays", "missing_snapshots", "joins",          "fills",        "accepts",   "rollbacks",
+    "commits", "committed_tokens",  "refused_drafts", "terminations", "dead_ends", "desyncs",
+    "errors",  "free_rows",         "probes",         "probe_misses", "late_rows", "budget_stalls"};
+}  // namespace count
+
 struct Counters {
-  Counter replays, missing_snapshots, joins, fills, accepts, rollbacks, commits, committed_tokens;
-  Counter refused_drafts, terminations, dead_ends, desyncs, errors, free_rows;
+  Counter of[count::kinds];
   Counter step_calls[3], step_ns[3];  // open, commit, draft
 };
 

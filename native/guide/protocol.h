@@ -27,6 +27,15 @@ constexpr int kDraftedReplay = 0;
 constexpr int kDraftedCount = 1;
 constexpr int kDraftedTokens = 2;
 
+// candidates[slot]: {replay, j, count, ids by the drafter's preference}; probe mode only.
+constexpr int kCandidatesReplay = 0;
+constexpr int kCandidatesDraft = 1;
+constexpr int kCandidatesCount = 2;
+constexpr int kCandidatesIds = 3;
+
+// answers[slot]: {replay, j, the first legal candidate, or -1: none, mask row j - 1 was filled}.
+constexpr int kAnswerWords = 4;
+
 // One field of the pinned exchange: `base` is slot 0, `stride` the int32 words between slots.
 struct Field {
   int32_t* base = nullptr;
@@ -35,16 +44,19 @@ struct Field {
 };
 
 struct Exchange {
-  Field mask;       // [slots, K + 1, words]
-  Field row_state;  // [slots, K + 1, 4]
-  Field committed;  // [slots, K + 3]
-  Field drafted;    // [slots, K + 2]
+  Field mask;        // [slots, K + 1, words]
+  Field row_state;   // [slots, K + 1, 4]
+  Field committed;   // [slots, K + 3]
+  Field drafted;     // [slots, K + 2]
+  Field candidates;  // [slots, 3 + candidates], or empty
+  Field answers;     // [slots, 4], or empty
 };
 
 struct Shape {
   int slots = 0;
   int draft_length = 0;
   int vocab_size = 0;
+  int candidates = 0;  // ids probed per draft; 0: drafts are drawn under filled rows
   int rows() const { return draft_length + 1; }
   int words() const { return (vocab_size + 31) / 32; }
 };

@@ -1,27 +1,45 @@
 #include "worker.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
 
 namespace graft::guide {
 
-static_assert(kCommittedReplay == 0 && kDraftedReplay == 0, "replay_of reads the first word");
+static_assert(kCommittedReplay == 0 && kDraftedReplay == 0 && kCandidatesReplay == 0,
+              "replay_of reads the first word");
 
-Worker::Worker(const Exchange& exchange, const Shape& shape, int ring)
+Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threads,
+               const Budget& budget)
     : exchange_(exchange),
       shape_(shape),
-      mask_words_(shape.words()),
+      work_(exchange.mask, shape),
       slots_(static_cast<size_t>(shape.slots)),
       snapshots_(ring, shape.slots),
       log_room_(static_cast<int64_t>(ring + 1) * shape.rows()),
-      timeline_(shape.draft_length + 2) {
+      timeline_(shape.draft_length + 2),
+      threads_(threads),
+      budget_(budget) {
+  const auto rows = static_cast<size_t>(shape_.rows());
   for (int s = 0; s < shape_.slots; ++s) {
     Slot& slot = slots_[static_cast<size_t>(s)];
     slot.index = s;
+    slot.stamped.resize(rows);
+    slot.made = std::vector<std::atomic<int32_t>>(rows);
+    slot.pending.tokens.resize(rows);
+    slot.order.commit.tokens.resize(rows);
+    slot.order.draft.resize(static_cast<size_t>(shape_.draft_length));
+    slot.order.candidate.resize(static_cast<size_t>(shape_.candidates));
     for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
   }
   records_.push_back({this, Step::kOpen, 0});
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= shape_.draft_length; ++j) records_.push_back({this, Step::kDraft, j});
+  given_.reserve(static_cast<size_t>(shape_.slots));
+  // Under a budget a thread may be stuck in any slot: one for each, of which `threads` are woken.
+  const int helpers = budget_.ns > 0 ? shape_.slots : threads_ - 1;
+  if (helpers > 0) pool_.reset(new Pool(helpers, shape_.slots, &serve_posted, this));
 }
 
 // The replay number a row starts with. The device counts in 32 bits: take the nearest number.
@@ -44,23 +62,32 @@ StepRecord* Worker::record(Step step, int draft) {
   return &records_[static_cast<size_t>(static_cast<int>(step) + std::max(draft - 1, 0))];
 }
 
+bool Worker::busy(int slot) const { return slots_[static_cast<size_t>(slot)].busy.load(); }
+
+int Worker::busy_slots() const {
+  return static_cast<int>(std::count_if(slots_.begin(), slots_.end(),
+                                        [](const Slot& slot) { return slot.busy.load(); }));
+}
+
+void Worker::wait_idle() const {
+  while (busy_slots() != 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
 std::vector<int32_t> Worker::history(int slot, int32_t* epoch) const {
   return slots_[static_cast<size_t>(slot)].log.read(epoch);
 }
 
+std::string Worker::first_error() const { return has_error_.load() ? error_.text : ""; }
+
 void Worker::run(const StepRecord& record) noexcept {
   const int64_t start = monotonic_ns();
-  switch (record.step) {
-    case Step::kOpen:
-      open();
-      break;
-    case Step::kCommit:
-      commit();
-      break;
-    case Step::kDraft:
-      draft(record.draft);
-      break;
+  if (record.step == Step::kOpen) {
+    ++replay_;
+    counters_.of[count::replays].add();
+    current_ = snapshots_.find(replay_);
+    if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
   }
+  if (current_ != nullptr) step(record);
   const int64_t end = monotonic_ns();
   const int kind = static_cast<int>(record.step);
   counters_.step_calls[kind].add();
@@ -68,194 +95,218 @@ void Worker::run(const StepRecord& record) noexcept {
   timeline_.record(replay_, kind + std::max(record.draft - 1, 0), start, end);
 }
 
-void Worker::open() noexcept {
-  ++replay_;
-  counters_.replays.add();
-  current_ = snapshots_.find(replay_);
-  if (current_ == nullptr) {
-    counters_.missing_snapshots.add();
+// Orders what each slot needs, has it served, and stamps what came of it.
+void Worker::step(const StepRecord& record) noexcept {
+  given_.clear();
+  for (const Request& request : current_->requests) {
+    Slot& slot = slots_[static_cast<size_t>(request.slot)];
+    const bool idle = !slot.busy.load();
+    if (idle) take_result(slot);
+    if (idle && record.step == Step::kOpen && !(slot.joined && slot.epoch == request.epoch)) {
+      join(slot, request);
+    }
+    // A slot that is late for its last owner is joined by the first open that finds it idle.
+    if (slot.epoch != request.epoch || slot.matcher == nullptr) continue;
+    if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
+    if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
+    if (idle && !slot.ended && give_order(slot, record)) given_.push_back(slot.index);
+  }
+  serve();
+  for (const Request& request : current_->requests) {
+    Slot& slot = slots_[static_cast<size_t>(request.slot)];
+    if (!slot.busy.load()) {
+      take_result(slot);
+    } else if (slot.epoch == request.epoch && !slot.outdated) {
+      stamp_rows(slot);
+    }
+    if (record.step == Step::kOpen) count_open(slot, request);
+  }
+  for (const int index : given_) {
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    if (!slot.busy.load() && slot.answered) answer(slot);
+  }
+}
+
+// True when there is something to serve.
+bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
+  Order& order = slot.order;
+  slot.answered = false;
+  order.task = Task::kNone;
+  order.j = record.draft;
+  order.commit.given = slot.pending.given;
+  if (slot.pending.given) std::swap(order.commit, slot.pending);
+  slot.pending.given = false;
+  if (record.step == Step::kOpen) {
+    order.task = Task::kRows;
+    take_drafts(slot, slot.drafts_of);
+  } else if (record.step == Step::kCommit) {
+    if (order.commit.given && shape_.candidates == 0) order.task = Task::kRow0;
+  } else if (shape_.candidates == 0) {
+    take_drafts(slot, replay_);
+    if (slot.drafts_of == replay_ && order.drafts >= order.j) order.task = Task::kDraft;
+  } else {
+    take_drafts(slot, replay_);
+    if (slot.drafts_of == replay_ && order.drafts == order.j - 1 && take_candidates(slot)) {
+      order.task = Task::kProbe;
+    }
+  }
+  return !slot.ended && (order.task != Task::kNone || order.commit.given);
+}
+
+void Worker::serve() noexcept {
+  if (pool_ == nullptr || (budget_.ns == 0 && given_.size() < 2)) {
+    for (const int index : given_) work_.serve(slots_[static_cast<size_t>(index)]);
     return;
   }
-  for (const Request& request : current_->requests) {
-    Slot& slot = slots_[static_cast<size_t>(request.slot)];
-    if (!slot.joined || slot.epoch != request.epoch) join(slot, request);
-    if (slot.matcher == nullptr) {  // its rows stay FREE until the slot changes hands
-      counters_.free_rows.add(shape_.rows());
-      continue;
-    }
-    // A commit that no commit step has seen: graphs without one leave it to the next open.
-    apply_commit(slot, replay_ - 1);
-    if (slot.ended) continue;
-    if (slot.rows == 0) fill(slot, 0);
-
-    const int32_t* drafted = exchange_.drafted.row(slot.index);
-    if (slot.drafts_of != 0 && replay_of(drafted) == slot.drafts_of) {
-      const int32_t v = drafted[kDraftedCount];
-      if (v < 0 || v > shape_.draft_length) fail(slot);
-      for (int j = 1; j <= v && !slot.ended && !slot.chain_ended && slot.rows <= v; ++j) {
-        if (!advance(slot, j, drafted[kDraftedTokens + j - 1])) break;
-      }
-    }
-    roll_back(slot);
+  for (const int index : given_) {
+    slots_[static_cast<size_t>(index)].busy.store(true);
+    pool_->post(index);
+  }
+  const int64_t start = budget_.ns > 0 ? budget_.now() : 0;
+  const int jobs = static_cast<int>(given_.size());
+  if (budget_.ns > 0) {
+    pool_->wake(std::min(threads_, jobs));
+  } else {
+    pool_->wake(std::min(threads_, jobs) - 1);
+    for (int job = pool_->claim(); job >= 0; job = pool_->claim()) serve_posted(this, job);
+  }
+  size_t at = 0;
+  const auto done = [&] {
+    while (at < given_.size() && !slots_[static_cast<size_t>(given_[at])].busy.load()) ++at;
+    return at == given_.size();
+  };
+  if (pool_->wait(done, budget_, start)) return;
+  for (const int index : given_) {
+    if (slots_[static_cast<size_t>(index)].busy.load()) counters_.of[count::late_rows].add();
   }
 }
 
-void Worker::commit() noexcept {
-  if (current_ == nullptr) return;
-  for (const Request& request : current_->requests) {
-    Slot& slot = slots_[static_cast<size_t>(request.slot)];
-    if (slot.matcher != nullptr) apply_commit(slot, replay_);
-  }
-}
-
-void Worker::draft(int j) noexcept {
-  if (current_ == nullptr) return;
-  for (const Request& request : current_->requests) {
-    Slot& slot = slots_[static_cast<size_t>(request.slot)];
-    if (slot.matcher == nullptr || slot.ended || slot.chain_ended) continue;
-    const int32_t* drafted = exchange_.drafted.row(slot.index);
-    if (slot.drafts_of != replay_ || replay_of(drafted) != replay_) continue;
-    if (drafted[kDraftedCount] < j || slot.scratch != j - 1) continue;
-    advance(slot, j, drafted[kDraftedTokens + j - 1]);
-  }
+void Worker::serve_posted(void* worker, int index) {
+  auto* self = static_cast<Worker*>(worker);
+  Slot& slot = self->slots_[static_cast<size_t>(index)];
+  self->work_.serve(slot);
+  slot.busy.store(false);
 }
 
 void Worker::join(Slot& slot, const Request& request) noexcept {
-  invalidate(slot);
-  counters_.joins.add();
+  slot.ended = slot.terminated = false;
+  withdraw(slot);
+  work_.forget_rows(slot);
+  counters_.of[count::joins].add();
   slot.joined = true;
   slot.epoch = request.epoch;
   slot.n = request.position;
   slot.matcher = request.matcher;
-  slot.scratch = 0;
-  slot.chain_ended = slot.ended = slot.terminated = false;
   slot.applied = replay_ - 1;  // what is committed up to now was the previous owner's
   slot.drafts_of = 0;
+  slot.pending.given = false;
+  slot.scratch = 0;
+  slot.chain_end = INT_MAX;
   slot.log.restart(request.epoch);
-  if (slot.matcher == nullptr) {
-    for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowFree, 0);
-    slot.rows = shape_.rows();
-  }
+  if (slot.matcher != nullptr) return;
+  for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowFree, 0);
 }
 
-// Applies what the device has committed for this slot since the last time. The stamp is that of a
+// Notes what the device has committed for this slot since the last time. The stamp is that of a
 // replay up to `latest`; a later one means that worker and device count replays differently.
-void Worker::apply_commit(Slot& slot, int64_t latest) noexcept {
+void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   const int32_t* committed = exchange_.committed.row(slot.index);
   const int64_t replay = replay_of(committed);
-  if (replay <= slot.applied || slot.ended) return;
+  if (replay <= slot.applied || (idle && slot.ended)) return;
   const int32_t count = committed[kCommittedCount];
+  const bool known = replay <= latest;
   slot.applied = replay;
-  if (count == 0 && replay <= latest) return;  // the slot sat the round out
-  roll_back(slot);
-  invalidate(slot);
+  if (count == 0 && known) return;  // the slot sat the round out
+  withdraw(slot);
+  if (idle) {
+    work_.forget_rows(slot);
+  } else {
+    slot.outdated = true;
+  }
   slot.drafts_of = replay;
-  if (slot.ended || replay > latest || count < 0 || count > shape_.rows()) {
-    counters_.desyncs.add();
-    fail(slot);
-    return;
-  }
+  // With one pending no row is ready, so the device cannot have committed again.
+  slot.pending.wrong = slot.pending.given || !known || count < 0 || count > shape_.rows();
+  slot.pending.given = true;
+  if (slot.pending.wrong) return;
+  slot.pending.count = count;
   slot.n += count;
-  counters_.commits.add();
-  for (int i = 0; i < count; ++i) {
-    const int32_t token = committed[kCommittedTokens + i];
-    if (!accept(slot, token) || !slot.log.append(token)) {
-      counters_.desyncs.add();
-      fail(slot);
-      return;
-    }
-    counters_.committed_tokens.add();
-  }
-  if (slot.terminated) {
-    counters_.terminations.add();
-    slot.ended = true;
-    // Read only if the device does not know the stop id: it then ends the request, not hangs it.
-    stamp(slot, 0, kRowDeadEnd, slot.n);
+  std::copy_n(committed + kCommittedTokens, count, slot.pending.tokens.begin());
+}
+
+// The drafts of replay `of`, where they follow the slot's present state.
+void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
+  const int32_t* drafted = exchange_.drafted.row(slot.index);
+  Order& order = slot.order;
+  order.drafts = 0;
+  if (of == 0 || slot.drafts_of != of || replay_of(drafted) != of) return;
+  const int32_t count = drafted[kDraftedCount];
+  if (count < 0 || count > shape_.draft_length) {
+    work_.fail(slot);
     return;
   }
-  fill(slot, 0);
+  order.drafts = count;
+  std::copy_n(drafted + kDraftedTokens, count, order.draft.begin());
 }
 
-// Accepts draft j unless that was done before, and makes row j. False: no row can follow.
-bool Worker::advance(Slot& slot, int j, int32_t token) noexcept {
-  if (slot.scratch < j) {
-    if (!accept(slot, token)) {
-      slot.chain_ended = true;
-      counters_.refused_drafts.add();
-      return false;
-    }
-    slot.scratch = j;
-  }
-  if (slot.terminated) {
-    slot.chain_ended = true;
+bool Worker::take_candidates(Slot& slot) noexcept {
+  const int32_t* row = exchange_.candidates.row(slot.index);
+  Order& order = slot.order;
+  const int32_t count = row[kCandidatesCount];
+  if (replay_of(row) != replay_ || row[kCandidatesDraft] != order.j) return false;
+  if (count < 0 || count > shape_.candidates) {
+    work_.fail(slot);
     return false;
   }
-  if (slot.rows <= j) fill(slot, j);
-  return !slot.ended && !slot.chain_ended;
-}
-
-bool Worker::accept(Slot& slot, int32_t token) noexcept {
-  if (slot.ended || slot.terminated || token < 0 || token >= shape_.vocab_size) return false;
-  counters_.accepts.add();
-  const Answer accepted = slot.matcher->accept(token, &error_);
-  if (accepted == Answer::kFailed) fail(slot);
-  if (accepted != Answer::kYes) return false;
-  const Answer terminated = slot.matcher->is_terminated(&error_);
-  if (terminated == Answer::kFailed) {
-    fail(slot);
-    return false;
-  }
-  slot.terminated = terminated == Answer::kYes;
+  order.candidates = count;
+  std::copy_n(row + kCandidatesIds, count, order.candidate.begin());
   return true;
 }
 
-void Worker::fill(Slot& slot, int j) noexcept {
-  int32_t* words = exchange_.mask.row(slot.index) + j * mask_words_;
-  counters_.fills.add();
-  const Filled filled = slot.matcher->fill(words, mask_words_, &error_);
-  if (filled == Filled::kFailed) {
-    fail(slot);
-    return;
+// Of an idle slot: counts and stamps what was served since the last time.
+void Worker::take_result(Slot& slot) noexcept {
+  for (int i = 0; i < count::kinds; ++i) {
+    if (slot.tally[static_cast<size_t>(i)] == 0) continue;
+    counters_.of[i].add(slot.tally[static_cast<size_t>(i)]);
+    slot.tally[static_cast<size_t>(i)] = 0;
   }
-  slot.rows = j + 1;
-  if (filled == Filled::kFree) {
-    counters_.free_rows.add();
-    stamp(slot, j, kRowFree, slot.n + j);
-    return;
+  if (slot.error.text[0] != '\0' && !has_error_.load(std::memory_order_relaxed)) {
+    error_ = slot.error;
+    has_error_.store(true, std::memory_order_release);
   }
-  int32_t any = 0;
-  for (int64_t w = 0; w < mask_words_; ++w) any |= words[w];
-  if (any != 0) {
-    stamp(slot, j, kRowReady, slot.n + j);
-    return;
-  }
-  counters_.dead_ends.add();
-  stamp(slot, j, kRowDeadEnd, slot.n + j);
-  slot.chain_ended = true;
-  if (j == 0) slot.ended = true;
+  if (slot.outdated) work_.forget_rows(slot);
+  slot.outdated = false;
+  if (slot.matcher != nullptr) stamp_rows(slot);
 }
 
-void Worker::roll_back(Slot& slot) noexcept {
-  if (slot.scratch == 0 || slot.ended) return;
-  counters_.rollbacks.add();
-  if (slot.matcher->rollback(slot.scratch, &error_) == Answer::kFailed) fail(slot);
-  slot.scratch = 0;
-  slot.terminated = false;
+void Worker::answer(Slot& slot) noexcept {
+  int32_t* row = exchange_.answers.row(slot.index);
+  row[0] = static_cast<int32_t>(replay_);
+  row[1] = slot.order.j;
+  row[2] = slot.answer;
+  slot.answered = false;
 }
 
-void Worker::invalidate(Slot& slot) noexcept {
+void Worker::count_open(const Slot& slot, const Request& request) noexcept {
+  const bool mine = slot.epoch == request.epoch;
+  if (mine && slot.matcher == nullptr) counters_.of[count::free_rows].add(shape_.rows());
+  const bool ready = mine && slot.stamped[0] != kRowNotReady;
+  if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
+}
+
+// Stamps the rows that were made since the last time.
+void Worker::stamp_rows(Slot& slot) noexcept {
+  for (int j = 0; j < shape_.rows(); ++j) {
+    const int32_t made = slot.made[static_cast<size_t>(j)].load(std::memory_order_acquire);
+    if (made != slot.stamped[static_cast<size_t>(j)]) stamp(slot, j, made, slot.n + j);
+  }
+}
+
+void Worker::withdraw(Slot& slot) noexcept {
   for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
-  slot.rows = 0;
-  slot.chain_ended = false;
 }
 
-void Worker::fail(Slot& slot) noexcept {
-  counters_.errors.add();
-  slot.ended = true;
-  stamp(slot, 0, kRowError, slot.n);
-}
-
-void Worker::stamp(const Slot& slot, int j, RowState state, int32_t position) noexcept {
+void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept {
+  slot.stamped[static_cast<size_t>(j)] = state;
   int32_t* row = exchange_.row_state.row(slot.index) + j * kRowStateWords;
   __atomic_store_n(row, kRowNotReady, __ATOMIC_RELEASE);
   row[1] = slot.epoch;

@@ -1,33 +1,51 @@
-// The guided worker: sole owner of advance, fill, commit and rollback of every slot's matcher.
+// The guided worker: sole owner of advance, fill, probe, commit and rollback of every slot's
+// matcher.
 //
 // Invariants
-// 1. Steps run one at a time, in graph order: open, commit, draft 1 .. K-1, once per replay. The
-//    graph's edges order them with the kernels that write `committed` and `drafted` and with those
-//    that read `mask` and `row_state`.
+// 1. Steps run one at a time, in graph order: open, commit, draft 1 .. K, once per replay. The
+//    graph's edges order them with the kernels that write `committed`, `drafted` and `candidates`
+//    and with those that read `mask`, `row_state` and `answers`.
 // 2. A step never allocates, throws, prints, takes the GIL, makes a driver call or drops a
-// reference.
+//    reference; nor do the threads that serve its slots.
 // 3. A step touches only slots its replay's snapshot names. A replay without a snapshot stands
-// down:
-//    nothing is written, so verification finds stale stamps and accepts nothing new.
-// 4. A row's stamp is written after its mask, with release order, and is withdrawn before the state
-//    it was made for changes.
+//    down: nothing is written, so verification finds stale stamps and accepts nothing new.
+// 4. Stamps and answers are written by the step's own thread, while the step runs. A row's stamp is
+//    written after its mask, with release order, and is withdrawn before the state it was made for
+//    changes. So nothing becomes ready while a kernel looks.
 // 5. An internal error fails one slot (ROW_ERROR); the other slots go on.
 // 6. Between rounds the matcher stands at the committed tokens plus `scratch` drafts, and `scratch`
 //    is rolled back before anything is committed.
+// 7. A slot's work in a step is one order, served by one thread at a time. `busy` hands the slot
+//    over: set before the order is posted, cleared with release order after the last touch. With
+//    one thread and no budget the step serves the orders itself and hands nothing over.
+// 8. A slot still busy when the budget ends is late. What it has made so far is stamped; the rest
+// is
+//    NOT READY, so the slot sits out, or its round ends at its last ready row. Later steps leave it
+//    alone but for one thing: a commit they find is copied (`pending`), because the device
+//    overwrites it, and the state being served is then outdated: its stamps are withdrawn and
+//    nothing of it is stamped any more. The first step that finds the slot idle takes the result,
+//    then goes on from the pending commit. While one is pending no row can be ready, so there is
+//    never a second.
+// 9. A late slot's matcher is in use although no replay may name it: busy(slot) tells, and
+//    wait_idle() waits.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "counters.h"
 #include "matcher.h"
+#include "pool.h"
 #include "protocol.h"
+#include "slot.h"
 #include "snapshots.h"
-#include "token_log.h"
 
 namespace graft::guide {
 
+// kDraft: after draft j was drawn (mode fill), or before it is, when its candidates are known
+// (mode probe).
 enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
@@ -41,7 +59,8 @@ struct StepRecord {
 
 class Worker {
  public:
-  Worker(const Exchange& exchange, const Shape& shape, int ring);
+  // `threads` serve a step's slots, the step's own among them unless there is a budget.
+  Worker(const Exchange& exchange, const Shape& shape, int ring, int threads, const Budget& budget);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
@@ -49,6 +68,8 @@ class Worker {
   bool publish(int64_t replay, const std::vector<Request>& requests);
   bool retire(int64_t replay) { return snapshots_.retire(replay); }
   StepRecord* record(Step step, int draft);
+  bool busy(int slot) const;
+  void wait_idle() const;
 
   // Called by the step functions.
   void run(const StepRecord& record) noexcept;
@@ -56,53 +77,47 @@ class Worker {
   const Shape& shape() const { return shape_; }
   const Counters& counters() const { return counters_; }
   const Timeline& timeline() const { return timeline_; }
-  const ErrorText& first_error() const { return error_; }
+  std::string first_error() const;
   std::vector<int32_t> history(int slot, int32_t* epoch) const;
+  int busy_slots() const;
+  // Whether a step now sleeps until its slots are done: all its orders are posted then.
+  bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:
-  struct Slot {
-    int index = 0;
-    bool joined = false;
-    int32_t epoch = 0;
-    int32_t n = 0;                     // position of the last committed token
-    NativeMatcher* matcher = nullptr;  // borrowed; used only under a snapshot that names it
-    int scratch = 0;           // drafts the matcher has accepted beyond the committed tokens
-    int rows = 0;              // rows 0 .. rows-1 are stamped for the present state
-    bool chain_ended = false;  // no row can follow: refused, terminating or dead-end draft
-    bool ended = false;        // terminated, dead end or error: the slot is left alone
-    bool terminated = false;   // of the matcher, scratch included
-    int64_t applied = 0;       // last replay whose commit was considered
-    int64_t drafts_of = 0;     // replay whose drafts follow the present state; 0: none
-    TokenLog log;
-  };
-
   int64_t replay_of(const int32_t* row) const noexcept;
-  void open() noexcept;
-  void commit() noexcept;
-  void draft(int j) noexcept;
-
+  void step(const StepRecord& record) noexcept;
+  bool give_order(Slot& slot, const StepRecord& record) noexcept;
+  void serve() noexcept;
   void join(Slot& slot, const Request& request) noexcept;
-  void apply_commit(Slot& slot, int64_t latest) noexcept;
-  bool advance(Slot& slot, int j, int32_t token) noexcept;
-  bool accept(Slot& slot, int32_t token) noexcept;
-  void fill(Slot& slot, int j) noexcept;
-  void roll_back(Slot& slot) noexcept;
-  void invalidate(Slot& slot) noexcept;
-  void fail(Slot& slot) noexcept;
-  void stamp(const Slot& slot, int j, RowState state, int32_t position) noexcept;
+  void take_commit(Slot& slot, bool idle, int64_t latest) noexcept;
+  void take_drafts(Slot& slot, int64_t of) noexcept;
+  bool take_candidates(Slot& slot) noexcept;
+  void take_result(Slot& slot) noexcept;
+  void answer(Slot& slot) noexcept;
+  void count_open(const Slot& slot, const Request& request) noexcept;
+  void stamp_rows(Slot& slot) noexcept;
+  void withdraw(Slot& slot) noexcept;
+  void stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept;
+  static void serve_posted(void* worker, int slot);
 
   Exchange exchange_;
   Shape shape_;
-  int64_t mask_words_;
+  SlotWork work_;
   std::vector<Slot> slots_;
   SnapshotRing snapshots_;
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;
   int64_t log_room_;
   std::vector<StepRecord> records_;
+  std::vector<int> given_;  // slots with an order in this step
   Counters counters_;
   Timeline timeline_;
   ErrorText error_;
+  std::atomic<bool> has_error_{false};
+  const int threads_;
+  const Budget budget_;
+  std::unique_ptr<Pool, Pool::End>
+      pool_;  // the last member: its threads end before anything they use
 };
 
 }  // namespace graft::guide

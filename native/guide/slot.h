@@ -1,0 +1,101 @@
+// One slot's place in its grammar, and the work on it: whatever touches the slot's matcher.
+//
+// A slot belongs either to the thread that runs the steps ("the step") or, while `busy` is set, to
+// the one thread that serves its order. See worker.h for who may do what when.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <vector>
+
+#include "counters.h"
+#include "matcher.h"
+#include "protocol.h"
+#include "token_log.h"
+
+namespace graft::guide {
+
+// Tokens that the device committed in one replay.
+struct Commit {
+  bool given = false;
+  bool wrong = false;  // a replay or count that cannot be: the slot has lost its place
+  int count = 0;
+  std::vector<int32_t> tokens;  // [K + 1]
+};
+
+enum class Task : int32_t {
+  kNone,   // nothing but the commit
+  kRows,   // mask rows 0 .. v for the drafts at hand
+  kRow0,   // the row after the committed tokens
+  kDraft,  // take draft j and make row j
+  kProbe,  // find the first legal candidate for draft j
+};
+
+// Everything an order needs is copied into it: the device may write on while it is served.
+struct Order {
+  Commit commit;
+  Task task = Task::kNone;
+  int j = 0;
+  int drafts = 0;              // v
+  std::vector<int32_t> draft;  // [K]
+  int candidates = 0;
+  std::vector<int32_t> candidate;  // [candidates]
+};
+
+struct Slot {
+  // The step's own.
+  int index = 0;
+  bool joined = false;
+  int32_t epoch = 0;
+  int32_t n = 0;                     // position of the last committed token
+  NativeMatcher* matcher = nullptr;  // borrowed; used under a snapshot that names it, or while busy
+  int64_t applied = 0;               // last replay whose commit was considered
+  int64_t drafts_of = 0;             // replay whose drafts follow the present state; 0: none
+  Commit pending;                    // committed while the slot was busy
+  bool outdated = false;             // what is being served is for a state that is no more
+  std::vector<int32_t> stamped;      // [K + 1] states as the device sees them
+
+  // The server's, handed over with `busy`.
+  Order order;
+  int scratch = 0;          // drafts the matcher has accepted beyond the committed tokens
+  int chain_end = INT_MAX;  // no row can be made from here on: refused, stop or dead-end draft
+  bool ended = false;       // terminated, dead end or error: the slot is left alone
+  bool terminated = false;  // of the matcher, scratch included
+  bool answered = false;    // a probe has its answer
+  int32_t answer = -1;
+  TokenLog log;
+  std::array<int32_t, count::kinds> tally{};  // folded into the counters by the step
+  ErrorText error;
+
+  // Written by the server, read by the step at any time.
+  std::vector<std::atomic<int32_t>> made;  // [K + 1] states of the rows, stored after their masks
+  std::atomic<bool> busy{false};
+};
+
+// Serves orders. Stateless: different slots may be served at once.
+class SlotWork {
+ public:
+  SlotWork(const Field& mask, const Shape& shape) : mask_(mask), shape_(shape) {}
+
+  void serve(Slot& slot) const noexcept;
+  void fail(Slot& slot) const noexcept;
+  void forget_rows(Slot& slot) const noexcept;
+
+ private:
+  void commit(Slot& slot) const noexcept;
+  void make_rows(Slot& slot) const noexcept;
+  bool advance(Slot& slot, int j, int32_t token) const noexcept;
+  bool accept(Slot& slot, int32_t token) const noexcept;
+  void probe(Slot& slot) const noexcept;
+  void fill(Slot& slot, int j) const noexcept;
+  void roll_back(Slot& slot) const noexcept;
+  static bool is_made(const Slot& slot, int j) noexcept;
+  static void make(Slot& slot, int j, RowState state) noexcept;
+
+  Field mask_;
+  Shape shape_;
+};
+
+}  // namespace graft::guide

@@ -1,0 +1,415 @@
+"""A step's slots served by several threads, and slots that are late for the step's budget."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from guide_util import (
+    FREE,
+    NOT_READY,
+    OTHER_STOP,
+    READY,
+    SPECS,
+    STOP,
+    ArrayExchange,
+    Device,
+    bits,
+    byte_vocabulary,
+    oracle_row,
+    run_work,
+)
+from test_guide_rounds import play
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest, make_backend
+from graft.grammar.decoder import default_threads
+from graft.native import _native
+
+BUDGET_NS = 1_000_000
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request) -> GrammarBackend:
+    return make_backend(request.param, byte_vocabulary())
+
+
+@pytest.mark.parametrize("draft_length, masked", [(0, False), (3, True), (2, False)])
+def test_several_threads_make_the_same_rows(backend, draft_length, masked):
+    """Three threads: rows, stamps, counters and histories are those of one Python thread."""
+    device = Device(
+        backend, slots=6, draft_length=draft_length, masked=masked, seed=20 + draft_length,
+        options={"threads": 3},
+    )  # fmt: skip
+    play(device, 80 if backend.child == "xgrammar" else 30)
+    native, python = (decoder.counters() for decoder in device.decoders)
+    for name, value in native.items():
+        if not name.endswith("_ns"):
+            assert value == python[name], name
+    for slot in range(6):
+        assert device.decoders[0].history(slot) == device.decoders[1].history(slot)
+    assert native["late_rows"] == native["budget_stalls"] == 0
+
+
+def mix(*values: int) -> int:
+    """A number that looks random and depends on the values alone."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
+        state ^= state >> 29
+    return state
+
+
+class HeldDevice(Device):
+    """Slots whose matchers wait at gates, and tokens that depend on the request and position only.
+
+    A step with a budget waits for a clock that stands still. It is moved past the budget when every
+    slot that is not done waits at its gate: so exactly the held slots are late, on any machine.
+    """
+
+    def __init__(self, backend: GrammarBackend, *, held: float, seed: int, slots: int, **more):
+        self.clock = np.zeros(1, np.int64)
+        self.gates = np.zeros((slots, 16), np.int32)
+        self.hold = held
+        options = {"threads": more.pop("threads", 1)}
+        if held:
+            options |= {"budget_us": BUDGET_NS / 1000, "clock": self.clock}
+        super().__init__(backend, slots=slots, seed=seed, transports=["native"], options=options,
+                         **more)  # fmt: skip
+        self.holder = np.random.default_rng(seed + 1)
+        self.names: dict[int, int] = {}  # request of each epoch
+        self.results: dict[int, tuple[int, list[int]]] = {}
+        self.sat_out = 0
+
+    def take(self, slot: int, number: int, grammar) -> None:
+        """Join request ``number``; what it generates depends on the number alone."""
+        rng, self.rng = self.rng, np.random.default_rng(number)
+        self.join(slot, grammar, limit=int(self.rng.integers(3, 24)))
+        self.rng = rng
+        truth = self.slots[slot]
+        assert truth is not None
+        self.names[truth.epoch] = number
+        matcher = self.matchers[0][slot]
+        if matcher is not None:
+            gate = self.gates[slot].ctypes.data
+            matcher.native = _native.guide.GatedMatcher(matcher.native, gate)
+
+    def release(self) -> None:
+        """Open every gate and wait for the slots behind them."""
+        self.gates[:, 0] = 0
+        self.decoders[0]._worker.wait_idle()
+
+    def _step(self, index: int) -> None:
+        worker = self.decoders[0]._worker
+        for slot in range(len(self.slots)):
+            if not self.gates[slot, 0]:
+                self.gates[slot, 2] = 0
+                if self.holder.random() < self.hold:
+                    self.gates[slot, 0] = self.holder.integers(1, 6)
+            elif self.holder.random() < 0.4:
+                self.gates[slot, 0] = 0
+                while worker.busy(slot):
+                    time.sleep(1e-4)
+        step = threading.Thread(target=run_work, args=(self.works[index][0],))
+        step.start()
+        posted = half = False
+        while step.is_alive():
+            posted = posted or worker.waiting()
+            waiting = int(self.gates[:, 1].sum())
+            if posted and waiting == worker.busy_slots():
+                self.clock += BUDGET_NS
+            elif posted and waiting and not half:
+                self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
+                half = True
+            step.join(1e-4)
+
+    def _check_row(self, slot: int, j: int) -> None:
+        """A row may be missing where the slot is late; one that is there is right."""
+        if self.hold and self._state(slot, j) == NOT_READY:
+            self.sat_out += j == 0
+            return
+        super()._check_row(slot, j)
+
+    def _wanted(self, slot: int, position: int, legal: np.ndarray) -> int:
+        truth = self.slots[slot]
+        assert truth is not None
+        keys = [mix(self.names[truth.epoch], position, int(token)) for token in legal]
+        return int(legal[int(np.argmax(keys))])
+
+    def _legal(self, slot: int, j: int) -> np.ndarray:
+        mask = self.exchanges[0].field("mask").array
+        return bits(mask[slot, j]) if self._state(slot, j) == READY else np.arange(self.size)
+
+    def _walk(self, slot, truth):
+        tokens: list[int] = []
+        for j in range(len(truth.drafts) + 1):
+            if truth.n + j + 1 >= truth.limit or self._state(slot, j) not in (FREE, READY):
+                break
+            tokens.append(self._wanted(slot, truth.n + j + 1, self._legal(slot, j)))
+            if j == len(truth.drafts) or tokens[-1] != truth.drafts[j]:
+                break
+            if tokens[-1] in (STOP, OTHER_STOP):
+                break
+        return tokens
+
+    def _draft(self, slot, j):
+        """Mostly what verification will want."""
+        truth = self.slots[slot]
+        if len(truth.drafts) != j - 1 or truth.n + j >= truth.limit:
+            return
+        if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
+            return
+        choices = np.arange(self.size)
+        if self.masked:
+            if self._state(slot, j - 1) not in (FREE, READY):
+                return
+            choices = self._legal(slot, j - 1)
+        elif truth.start:
+            row = oracle_row(truth.start, truth.history + truth.drafts)
+            choices = bits(row) if row is not None and row.any() else choices
+        choices = choices[choices < self.size]
+        token = self._wanted(slot, truth.n + j, choices)
+        if self.holder.random() < 0.2:
+            token = int(self.holder.choice(choices))
+        truth.drafts.append(token)
+        drafted = self.exchanges[0].field("drafted").array[slot]
+        drafted[0], drafted[1], drafted[1 + j] = self.replay, j, token
+
+    def serve(self, requests: int) -> dict[int, tuple[int, list[int]]]:
+        """Run requests 0 .. requests-1; the reason and tokens of each."""
+        grammars = [self.backend.compile(spec) for spec in SPECS.values()] + [None]
+        number = 0
+        self.publish()
+        while len(self.results) < requests:
+            for slot in range(len(self.slots)):
+                if number < requests and self.is_idle(slot):
+                    self.take(slot, number, grammars[number % len(grammars)])
+                    number += 1
+            self.publish()
+            self.run()
+            self.clear_ended()
+            for truth in self.ended:
+                self.results[self.names[truth.epoch]] = (truth.reason, truth.history)
+            self.ended.clear()
+        self.release()
+        return self.results
+
+
+@pytest.mark.parametrize(
+    "draft_length, masked, threads", [(0, False, 1), (2, True, 1), (3, False, 2), (3, True, 3)]
+)
+def test_late_slots_resume_exactly(backend, draft_length, masked, threads):
+    """Slots held at random sit rounds out; every request's tokens are as without a budget."""
+    shape = {"slots": 4, "draft_length": draft_length, "masked": masked, "seed": 3, "stall": 0.0}
+    plain = HeldDevice(backend, held=0.0, **shape)
+    expected = plain.serve(24)
+    held = HeldDevice(backend, held=0.2, threads=threads, **shape)
+    try:
+        assert held.serve(24) == expected
+    finally:
+        held.release()
+    counters = held.decoders[0].counters()
+    assert counters["late_rows"] > 3 and counters["budget_stalls"] > 3
+    assert counters["desyncs"] == counters["errors"] == 0
+    assert held.sat_out > 0
+
+
+class HeldRig:
+    """Two slots driven by hand; slot 0's matcher has a gate."""
+
+    def __init__(self, backend: GrammarBackend, *, k: int = 3, slots: int = 2):
+        self.backend, self.k = backend, k
+        self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
+        self.size = backend.vocabulary.size
+        self.exchange = ArrayExchange(slots, k, self.size)
+        self.decoder = GuidedDecoder(
+            self.exchange, slots=slots, draft_length=k, vocab_size=self.size, masked_drafts=True,
+            threads=1, budget_us=BUDGET_NS / 1000, clock=self.clock,
+        )  # fmt: skip
+        self.works = [self.decoder.open_work(), self.decoder.commit_work()]
+        self.compiled = backend.compile(SPECS["regex"])
+
+    def request(
+        self, slot: int, *, epoch: int = 1, position: int = 10, gated: bool = True
+    ) -> GuidedRequest:
+        matcher = self.backend.matcher(self.compiled)
+        if slot == 0 and gated:
+            matcher.native = _native.guide.GatedMatcher(matcher.native, self.gate.ctypes.data)
+        return GuidedRequest(slot, epoch, matcher, position)
+
+    def close_gate(self, call: int) -> None:
+        """Slot 0's matcher waits in the ``call``-th call from now on."""
+        self.gate[2], self.gate[0] = 0, call
+
+    def open_gate(self) -> None:
+        self.gate[0] = 0
+        self.decoder._worker.wait_idle()
+
+    def step(self, work) -> None:
+        """Run a step; its budget ends when only a slot at its gate is left."""
+        worker = self.decoder._worker
+        thread = threading.Thread(target=run_work, args=(work,))
+        thread.start()
+        posted = half = False
+        while thread.is_alive():
+            posted = posted or worker.waiting()
+            if posted and self.gate[1] and worker.busy_slots() == 1:
+                self.clock += BUDGET_NS
+            elif posted and self.gate[1] and not half:
+                self.clock += BUDGET_NS // 2
+                half = True
+            thread.join(1e-4)
+
+    def write(self, name: str, slot: int, replay: int, text: bytes) -> None:
+        row = self.exchange.field(name).array[slot]
+        row[0], row[1] = replay, len(text)
+        row[2 : 2 + len(text)] = list(text)
+
+    def rows(self, slot: int) -> list[tuple[int, ...]]:
+        """State, epoch and position of the rows that are ready in any way."""
+        states = self.exchange.field("row_state").array[slot]
+        return [tuple(row[:3].tolist()) for row in states if row[0] != NOT_READY]
+
+    def expect_row(self, slot: int, j: int, text: bytes) -> None:
+        row = oracle_row(lambda: self.backend.matcher(self.compiled), text)
+        np.testing.assert_array_equal(self.exchange.field("mask").array[slot, j], row)
+
+
+def test_a_row_that_is_late_ends_the_round_before_it(backend):
+    """Rows made in time are stamped, later ones come with the next open that finds them; a commit
+    met meanwhile is kept, and what was still being made for the old state is never stamped."""
+    rig = HeldRig(backend)
+    requests = [rig.request(0), rig.request(1, epoch=2)]
+    rig.decoder.publish(1, requests)
+    rig.step(rig.works[0])
+    for slot in (0, 1):
+        rig.write("committed", slot, 1, b"a")
+        rig.write("drafted", slot, 1, b"")
+    rig.step(rig.works[1])
+    for slot in (0, 1):
+        rig.write("drafted", slot, 1, b"bcc")
+    rig.decoder.publish(2, requests)
+    rig.close_gate(4)  # accept b, fill row 1, accept c, then the fill of row 2
+    rig.step(rig.works[0])
+    assert rig.rows(0) == [(READY, 1, 11), (READY, 1, 12)]
+    assert rig.rows(1) == [(READY, 2, 11), (READY, 2, 12), (READY, 2, 13), (READY, 2, 14)]
+    assert rig.decoder._worker.busy(0) and not rig.decoder._worker.busy(1)
+    for slot, text in ((0, b"bc"), (1, b"bccc")):  # as far as rows were ready
+        rig.write("committed", slot, 2, text)
+        rig.write("drafted", slot, 2, b"")
+    rig.step(rig.works[1])
+    assert rig.rows(0) == []
+    assert rig.rows(1) == [(READY, 2, 15)]
+    rig.decoder.publish(3, requests)
+    rig.step(rig.works[0])
+    assert rig.rows(0) == [] and rig.decoder.history(0) == list(b"a")
+    rig.write("committed", 0, 3, b"")  # the device has overwritten the commit: slot 0 sits out
+    rig.open_gate()
+    assert rig.rows(0) == []  # nothing appears between steps
+    rig.step(rig.works[1])
+    rig.decoder.retire(1)
+    rig.decoder.publish(4, requests)
+    rig.step(rig.works[0])
+    assert rig.rows(0) == [(READY, 1, 13)]
+    rig.expect_row(0, 0, b"abc")
+    assert rig.decoder.history(0) == list(b"abc")
+    counters = rig.decoder.counters()
+    assert counters["late_rows"] == 1 and counters["budget_stalls"] == 1
+    assert counters["desyncs"] == counters["errors"] == 0
+
+
+def test_a_late_slot_is_taken_over_only_when_it_is_idle(backend):
+    """A new request in a late slot waits: it is never given rows of the old one, nor its commits;
+    the old one's matcher lives as long as its thread uses it."""
+    rig = HeldRig(backend)
+    old = rig.request(0)
+    rig.decoder.publish(1, [old])
+    rig.close_gate(1)
+    rig.step(rig.works[0])
+    assert rig.rows(0) == []
+    alive = weakref.ref(old.matcher)
+    del old
+    new = rig.request(0, epoch=2, position=30, gated=False)
+    rig.decoder.publish(2, [new])
+    rig.decoder.retire(1)
+    rig.step(rig.works[0])
+    rig.step(rig.works[1])
+    gc.collect()
+    assert rig.rows(0) == [] and alive() is not None
+    rig.open_gate()
+    rig.decoder.publish(3, [new])
+    rig.decoder.retire(2)
+    rig.step(rig.works[0])
+    gc.collect()
+    assert rig.rows(0) == [(READY, 2, 30)] and alive() is None
+    rig.expect_row(0, 0, b"")
+
+
+def test_closing_waits_for_late_slots(backend):
+    """close() returns once no thread is inside a matcher."""
+    rig = HeldRig(backend)
+    rig.decoder.publish(1, [rig.request(0)])
+    rig.close_gate(1)
+    rig.step(rig.works[0])
+    rig.decoder.retire(1)
+    closer = threading.Thread(target=rig.decoder.close)
+    closer.start()
+    closer.join(0.02)
+    assert closer.is_alive()
+    rig.gate[0] = 0
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+FORKING = """
+import gc, os, sys
+sys.path.insert(0, sys.argv[1])
+from guide_util import ArrayExchange, run_work
+from graft.grammar import GuidedDecoder
+options = {"slots": 4, "draft_length": 1, "vocab_size": 270, "masked_drafts": True}
+decoder = GuidedDecoder(ArrayExchange(4, 1, 270), threads=3, **options)
+work = decoder.open_work()
+run_work(work)
+child = os.fork()
+del work, decoder
+gc.collect()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_can_drop_a_decoder_with_threads():
+    """The threads do not exist in a child: destroying the decoder there neither hangs nor fails."""
+    here = os.path.dirname(__file__)
+    subprocess.run([sys.executable, "-c", FORKING, here], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"threads": 0}, "threads is 0"),
+        ({"budget_us": 0.5}, "budget_us is 0.5"),
+        ({"budget_us": float("nan")}, "budget_us is nan"),
+        ({"threads": 2, "transport": "python"}, "need a native transport"),
+        ({"budget_us": 100.0, "transport": "python"}, "need a native transport"),
+    ],
+)
+def test_thread_and_budget_options_are_refused_by_name(options, message):
+    """Values below 1, and Python steps with either option, raise OptionError."""
+    with pytest.raises(OptionError, match=message):
+        GuidedDecoder(ArrayExchange(2, 1, 270), slots=2, draft_length=1, vocab_size=270,
+                      masked_drafts=True, **options)  # fmt: skip
+
+
+def test_small_machines_and_batches_use_one_thread():
+    """One thread up to three cores or fifteen slots, then at most one per eight slots."""
+    table = {(64, 1): 1, (64, 2): 1, (64, 3): 1, (8, 64): 1, (15, 8): 1, (16, 8): 2, (64, 64): 8,
+             (64, 4): 2}  # fmt: skip
+    assert {key: default_threads(*key) for key in table} == table
