@@ -177,7 +177,8 @@ def _patterns(schema: Any) -> set[str]:
 def check_output(schema: Any, text: str) -> bool:
     """Whether a finished text is JSON that satisfies the schema, formats included.
 
-    Used to mark the outputs of inexact routes. Needs the package ``jsonschema``.
+    Used to mark the outputs of inexact routes. Nothing is fetched for it: a schema that refers to
+    elsewhere cannot be judged. Needs the package ``jsonschema``.
 
     Raises
     ------
@@ -186,20 +187,25 @@ def check_output(schema: Any, text: str) -> bool:
     """
     try:
         import jsonschema
+        from jsonschema_specifications import REGISTRY  # without it, a $ref is fetched by network
     except ImportError as error:
         raise GrammarError(
             "checking an output needs jsonschema; install it with: pip install jsonschema"
         ) from error
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return False
     judge = jsonschema.validators.validator_for(
         schema, default=jsonschema.validators.Draft202012Validator
     )
     try:
-        return judge(schema, format_checker=judge.FORMAT_CHECKER).is_valid(value)
+        checker = judge(schema, registry=REGISTRY, format_checker=judge.FORMAT_CHECKER)
+        return checker.is_valid(value)
     except Exception as error:  # an unresolvable reference, a bad pattern: not the output's fault
         raise GrammarError(f"JSON schema: an output cannot be checked: {error}") from error
 
 
+def _no_number(name: str) -> None:
+    """Python's reader takes NaN and Infinity, which JSON does not know."""
+    raise ValueError(name)

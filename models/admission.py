@@ -12,6 +12,7 @@ from graft.models.errors import RequestError
 from graft.models.request import MAX_STOP_IDS, Output, Request, check_request
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
+from graft.models.validation import require_checkable
 
 
 class Admission:
@@ -39,6 +40,7 @@ class Admission:
             Naming the option and its value, before anything runs for the request.
         """
         check_request(request, self._vocab_size)
+        require_checkable(request.grammar)
         prompt = self._tokens(request)
         max_tokens = self._room(len(prompt), request.max_tokens)
         stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *request.stop_ids)))

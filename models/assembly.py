@@ -63,6 +63,7 @@ class Assembly:
     device: Device
     stream: Stream
     tokenizer: Tokenizer
+    vocabulary: Vocabulary
     parts: RoundParts
     prefill: Prefill
     caches: tuple[PagedKV, ...]
@@ -118,7 +119,7 @@ def assemble(
     try:
         return _assemble(
             device, options, model, drafter_path, config, drafter_config, tokenizer,
-            compiler,
+            vocabulary, compiler,
         )  # fmt: skip
     except BaseException:
         compiler.close()
@@ -133,6 +134,7 @@ def _assemble(
     config: LlamaConfig,
     drafter_config: Eagle3Config | None,
     tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
     compiler: GrammarService,
 ) -> Assembly:
     width, slots, batch = options.draft_length + 1, options.slots, options.max_batch_size
@@ -221,6 +223,7 @@ def _assemble(
         device=device,
         stream=stream,
         tokenizer=tokenizer,
+        vocabulary=vocabulary,
         parts=parts,
         prefill=Prefill(
             device, target, drafter,

@@ -43,6 +43,7 @@ from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 from graft.models.tokenizer import Tokenizer
+from graft.models.validation import Validation
 
 
 def buckets(max_batch_size: int) -> list[int]:
@@ -162,9 +163,10 @@ class Engine:
             depth=2 if overlap else 1,
             width=built.parts.width,
             verify=verify,
+            finished=Validation(tokenizer, built.vocabulary),
         )  # fmt: skip
         self._ids = itertools.count()
-        self._failure: Exception | None = None
+        self._failure: str | None = None
         self._closed = False
         try:
             self._build_rounds()
@@ -253,7 +255,7 @@ class Engine:
             try:
                 self._scheduler.step(shield)
             except Exception as failure:
-                self._failure = failure
+                self._failure = str(failure)  # no traceback: it would hold what close() gives back
                 raise
         events, self._scheduler.events = self._scheduler.events, []
         return events
@@ -262,7 +264,7 @@ class Engine:
         if self._closed:
             raise OptionError("the engine is closed")
         if self._failure is not None:
-            raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+            raise EngineError(f"the engine has failed: {self._failure}")
 
     # Driving ----------------------------------------------------------------------------------
 

@@ -22,4 +22,4 @@ class RequestError(GraftError):
 
 
 class EngineError(GraftError):
-    """The engine has failed for good: its device or one of its rounds; the cause is chained."""
+    """The engine has failed for good, by its device or in one of its rounds."""

@@ -72,6 +72,9 @@ class Output:
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
     preempted : times it lost its slot and went on later.
+    validated : None where the grammar was enforced exactly (or there was none). Where a part of a
+        schema could not be enforced and `GrammarSpec.partial` allowed that, whether the text, as it
+        ended, satisfies the schema.
     """
 
     id: str
@@ -85,6 +88,7 @@ class Output:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
+    validated: bool | None = None
 
     @property
     def finished(self) -> bool:

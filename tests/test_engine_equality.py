@@ -16,8 +16,8 @@ def tokens(outputs: list[Output]) -> list[tuple[str, list[int]]]:
 
 
 def one_by_one(requests: list[Request]) -> list[tuple[str, list[int]]]:
-    """The reference: no drafter, one request at a time."""
-    with demo_engine(speculation=False, max_batch_size=1) as engine:
+    """The reference: no drafter, one request at a time, one round in flight."""
+    with demo_engine(speculation=False, max_batch_size=1, overlap=False) as engine:
         return [tokens(engine.generate([r]))[0] for r in requests]
 
 

@@ -34,8 +34,8 @@ def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
 
 @pytest.mark.full
 def test_thousands_of_interleavings(device: Device) -> None:
-    """The same for twenty thousand further schedules."""
-    check_seeds(device, range(10_000, 30_000))
+    """The same for eight thousand further schedules."""
+    check_seeds(device, range(10_000, 18_000))
 
 
 def test_a_seed_is_one_schedule(device: Device) -> None:

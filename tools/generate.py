@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     guide = parser.add_argument_group("grammar").add_mutually_exclusive_group()
     parser.add_argument("--partial", action="store_true",
-                        help="take a schema of which a part cannot be enforced; --json says "
-                             "whether the output is valid")
+                        help="take a schema of which a part cannot be enforced; the output is "
+                             "checked against it then, and marked validated or not")
     guide.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
     guide.add_argument("--regex", metavar="R", help="regular expression of the whole output")
     guide.add_argument("--ebnf", type=Path, metavar="F", help="grammar file; starts at root")
@@ -277,6 +277,10 @@ def run(options: argparse.Namespace) -> int:
                       file=sys.stderr)
             elif output.reason not in ("stop", "stop_string"):
                 print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
+            if output.validated is not None:
+                said = "satisfies" if output.validated else "DOES NOT satisfy"
+                print(f"graft: request {output.id}, not enforced in full, {said} its schema",
+                      file=sys.stderr)
         if figures["tokens"]:
             print(f"graft: {figures['device']}; {figures['tokens']} tokens in "
                   f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round",

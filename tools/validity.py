@@ -45,7 +45,7 @@ def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
     if spec is None:
         return None
     if spec.kind == "json_schema":
-        return check_schema(json.loads(spec.text), text) is None if has_jsonschema() else None
+        return check_schema(spec.schema, text) is None if has_jsonschema() else None
     if spec.kind == "regex":
         try:
             return re.fullmatch(spec.text, text) is not None
