@@ -118,7 +118,7 @@ def test_a_schema_guides_the_demo_model(tmp_path, capsys):
     assert set(json.loads(output["text"])) == {"name", "age"}
     assert output["valid"] is True and output["finished"] and output["reason"] == "stop"
     assert said["tokens"] == len(output["tokens"])
-    assert said["tokens_per_round"] == pytest.approx(said["tokens"] / said["rounds"])
+    assert said["tokens_per_round"] == pytest.approx(said["tokens"] / output["rounds"])
     assert said["device"] and said["tokens_per_second"] > 0
 
 
