@@ -20,7 +20,8 @@ from graft.models.eagle3 import Eagle3Drafter
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.prefill import Prefill
-from graft.models.round import STAMPS, RoundParts
+from graft.models.round import RoundParts
+from graft.models.timing import RoundTiming
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
@@ -203,6 +204,7 @@ def _assemble(
         {name: ("int32", (batch,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
         | {"tokens": ("int32", (batch, width))},
     )
+    columns = len(RoundTiming(options.draft_length, options.mask_drafts).columns)
     stream = device.stream("rounds")
     parts = RoundParts(
         device=device,
@@ -214,7 +216,7 @@ def _assemble(
         exchange=exchange,
         inputs=inputs,
         outputs=outputs,
-        timeline=PinnedSlots(device, RING_ENTRIES, {"ns": ("int64", (len(STAMPS),))}),
+        timeline=PinnedSlots(device, RING_ENTRIES, {"ns": ("int64", (columns,))}),
         replay=device.zeros((1,), "int32"),
         draft_length=options.draft_length,
         masked_drafts=options.mask_drafts,

@@ -38,7 +38,7 @@ from graft.models.errors import EngineError, RequestError
 from graft.models.interrupt import Shield
 from graft.models.replay import Replays
 from graft.models.request import VERIFY_MODES, Event, Output, Request
-from graft.models.round import PARTS, STAMPS, RoundGraph, RoundScratch
+from graft.models.round import RoundGraph, RoundScratch
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
@@ -149,7 +149,7 @@ class Engine:
         )
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
         self._admission = Admission(options, tokenizer, config.vocab_size, built.compiler)
-        self._replays = Replays(built.parts, built.stream, STAMPS, PARTS)
+        self._replays = Replays(built.parts, built.stream, built.parts.timing)
         self.rounds: dict[int, RoundGraph] = {}
         self.stats = EngineStats(draft_length=options.draft_length)
         self._scheduler = Scheduler(

@@ -18,6 +18,7 @@ from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.running import Running
 from graft.models.stats import EngineStats
+from graft.models.timing import RoundTiming
 
 if TYPE_CHECKING:
     from graft.cudagraph.slots import PinnedSlots, Ring
@@ -72,11 +73,15 @@ class Seat:
 
 @dataclass(frozen=True)
 class Flight:
-    """One launched replay: its number, its graph and who sits in its rows."""
+    """One launched replay: its number, its graph and who sits in its rows.
+
+    `rested` says that the engine had nothing to do before it.
+    """
 
     replay: int
     graph: Launchable
     seats: tuple[Seat, ...]
+    rested: bool
 
 
 @dataclass(frozen=True)
@@ -108,14 +113,14 @@ class Replays:
     ----------
     parts : rings, snapshots and timeline.
     stream : where replays run.
-    columns : names of the timeline's columns.
-    spans : parts of a round, as (name, column it starts at, column it ends at).
+    timing : what the timeline's columns are.
 
     Attributes
     ----------
     number : of the last replay launched; the device counts the same.
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
+    resting : set by the caller while it has nothing to launch; told to the next flight.
     on_parts : told each replay's number and stamps, by name, on the device's clock.
     """
 
@@ -123,11 +128,12 @@ class Replays:
         self,
         parts: Exchanged,
         stream: InOrder,
-        columns: Sequence[str],
-        spans: Sequence[tuple[str, str, str]],
+        timing: RoundTiming,
     ):
         self._parts, self._stream = parts, stream
-        self._columns, self._spans = columns, spans
+        self._columns, self._spans = timing.columns, timing.spans
+        self._ended_ns = 0
+        self.resting = True
         self.number = 0
         self.retired = 0
         self.unread: deque[Flight] = deque()
@@ -154,7 +160,9 @@ class Replays:
         )
         parts.inputs.publish(replay)
         self.number = replay
-        self.unread.append(Flight(replay, graph, tuple(Seat(r, r.slot, r.epoch) for r in rows)))
+        seats = tuple(Seat(r, r.slot, r.epoch) for r in rows)
+        self.unread.append(Flight(replay, graph, seats, self.resting))
+        self.resting = False
         graph.exec.launch(self._stream)
 
     def wait(self, stats: EngineStats, shield: Shield) -> Flight:
@@ -230,15 +238,17 @@ class Replays:
             flight = self._tails.popleft()
             self._parts.decoder.retire(flight.replay)
             self.retired = flight.replay
-            self._time_parts(flight.replay, stats)
+            self._time_parts(flight, stats)
             flight.graph.exec.check()
 
-    def _time_parts(self, replay: int, stats: EngineStats) -> None:
-        timeline = self._parts.timeline
+    def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
+        timeline, replay = self._parts.timeline, flight.replay
         row: Sequence[int] = timeline.field("ns").array[replay % timeline.slots].tolist()
         ns = dict(zip(self._columns, row, strict=True))
         if self.on_parts is not None:
             self.on_parts(replay, ns)
+        before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(row)
+        stats.count_time(ns["begin"], self._ended_ns, before)
         for name, start, end in self._spans:
             if ns[start] > 0 and ns[end] > 0:
                 stats.part_ns[name] = stats.part_ns.get(name, 0) + ns[end] - ns[start]

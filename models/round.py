@@ -25,23 +25,12 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.eagle3 import Eagle3Drafter
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
+from graft.models.timing import RoundTiming
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 
 THREADS = 128
 KERNELS = Path(__file__).parent / "kernels" / "round.cu"
-
-#: Timeline columns: the device's clock at the border between two parts of a round.
-STAMPS = ("begin", "target", "masks", "verify", "extend", "row0", "end")
-#: Parts of a round: (name, stamp it starts at, stamp it ends at).
-PARTS = (
-    ("target forward", "begin", "target"),
-    ("wait for masks", "target", "masks"),
-    ("verify", "masks", "verify"),
-    ("drafter extend", "verify", "extend"),
-    ("wait for row 0", "extend", "row0"),
-    ("drafting", "row0", "end"),
-)
 
 
 @dataclass(frozen=True)
@@ -61,6 +50,11 @@ class RoundParts:
     replay: DeviceArray
     draft_length: int
     masked_drafts: bool
+
+    @property
+    def timing(self) -> RoundTiming:
+        """What the round stamps on its timeline."""
+        return RoundTiming(self.draft_length, self.masked_drafts)
 
     @property
     def width(self) -> int:
@@ -146,15 +140,17 @@ class RoundGraph:
                 row_ready = grammar.record(f"row {step - 1} ready")
             hidden = self._step(model, drafter, hidden, step)
             if masked:
+                self._stamp(model, f"step{step}")
                 model.wait(row_ready)
+                self._stamp(model, f"row{step - 1}")
             self._draw(model, step)
         self._stamp(model, "end")
 
     def _stamp(self, lane: Lane, name: str) -> None:
         timeline = self.parts.timeline.field("ns")
         args = [self.parts.replay, timeline, timeline.stride, self.parts.timeline.slots]
-        kernel = self._kernels["stamp_time"]
-        lane.kernel(kernel, 1, 1, [*args, STAMPS.index(name)], name=f"stamp {name}")
+        kernel, column = self._kernels["stamp_time"], self.parts.timing.columns.index(name)
+        lane.kernel(kernel, 1, 1, [*args, column], name=f"stamp {name}")
 
     def _begin(self, lane: Lane) -> None:
         p, s = self.parts, self.scratch

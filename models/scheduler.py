@@ -133,6 +133,7 @@ class Scheduler:
         """Launch a round of everybody seated; False when there is nobody."""
         rows = list(self.seating.seated.values())
         if not rows:
+            self.replays.resting = not self.replays.unread
             return False
         ahead = (len(self.replays.unread) + 1) * self._width
         for running in rows:

@@ -24,6 +24,10 @@ class EngineStats:
     tested, accepted : per draft position, how often a draft was tested and accepted.
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
         and the tokens they committed, from which the acceptance length is taken.
+    timed_rounds, round_ns : replays whose timeline was read (with the results of the next one), and
+        the nanoseconds they took on the device's clock.
+    between_ns : nanoseconds from the end of a replay to the beginning of the next, prefills
+        included; not where the engine had nothing to do.
     part_ns : nanoseconds on the device's clock per part of the round.
     """
 
@@ -45,6 +49,9 @@ class EngineStats:
     speculated_tokens: int = 0
     tested: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    timed_rounds: int = 0
+    round_ns: int = 0
+    between_ns: int = 0
     part_ns: dict[str, int] = field(default_factory=dict)
     generate_seconds: float = 0.0
 
@@ -65,6 +72,13 @@ class EngineStats:
         for j in range(min(tested, accepted + 1)):
             self.tested[j] += 1
             self.accepted[j] += j < accepted
+
+    def count_time(self, begin_ns: int, end_ns: int, last_end_ns: int) -> None:
+        """Add one replay's time, and the time since the last one ended."""
+        if begin_ns > 0:
+            self.timed_rounds += 1
+            self.round_ns += end_ns - begin_ns
+            self.between_ns += begin_ns - last_end_ns if last_end_ns > 0 else 0
 
     def count_stale(self, count: int) -> None:
         """Add a row whose request had left."""
@@ -87,6 +101,16 @@ class EngineStats:
         return [a / t if t else 0.0 for a, t in zip(self.accepted, self.tested, strict=True)]
 
     @property
+    def exposed_ns(self) -> int:
+        """Nanoseconds for which the model stood still for the grammar."""
+        return sum(ns for name, ns in self.part_ns.items() if name.startswith("wait for"))
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of all rounds' time for which the model stood still for the grammar."""
+        return self.exposed_ns / self.round_ns if self.round_ns else 0.0
+
+    @property
     def part_share(self) -> dict[str, float]:
         """Per part of the round, its share of the time of all parts."""
         total = sum(self.part_ns.values())
@@ -100,4 +124,6 @@ class EngineStats:
             "acceptance_length": self.acceptance_length,
             "acceptance": self.acceptance,
             "part_share": self.part_share,
+            "exposed_ns": self.exposed_ns,
+            "exposed_share": self.exposed_share,
         }

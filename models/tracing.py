@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from graft.cudagraph.clocks import tie_clocks
 from graft.cudagraph.trace import Trace, TraceEvent, Wait
-from graft.models.round import PARTS
+from graft.models.timing import RoundTiming
 
 if TYPE_CHECKING:
     from graft.models.engine import Engine
 
 __all__ = ["trace_rounds"]
-
-#: Parts of a round that are waits, and the host step that is waited for.
-WAITS = {"wait for masks": "open: missing rows", "wait for row 0": "commit, fill row 0"}
 
 
 @contextmanager
@@ -25,12 +22,13 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
 
     On the soft device the driver tells the begin and end of every node. On CUDA hardware the device
     stamps the borders of a round's parts, and host steps are timed on the host's clock, tied to the
-    device's within ``Trace.clock_error_ns``; the last replay of the block has no parts there.
+    device's within ``Trace.clock_error_ns``.
     """
     if engine.device.kind == "soft":
         watched = {one.exec: one.graph for one in engine.rounds.values()}
         with Trace.record(engine.device, watched) as trace:
             yield trace
+            engine.settle()  # a round launched ahead is traced whole
         return
     trace = Trace(engine.device.describe())
     parts: dict[int, dict[str, int]] = {}
@@ -39,16 +37,17 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     first = replays.number
     try:
         yield trace
+        engine.settle()
     finally:
         replays.on_parts = None
-    engine.device.synchronize()
     tie = tie_clocks(engine.device)
     trace.clock_error_ns = tie.error_ns
+    round_parts = next(iter(engine.rounds.values())).parts
     for replay, stamps in parts.items():
         if replay > first:
-            _add_parts(trace, replay - first, {k: tie.host_ns(v) for k, v in stamps.items() if v})
-    decoder = next(iter(engine.rounds.values())).parts.decoder
-    for span in decoder.timeline():
+            at = {k: tie.host_ns(v) for k, v in stamps.items() if v}
+            _add_parts(trace, round_parts.timing, replay - first, at)
+    for span in round_parts.decoder.timeline():
         if span.replay > first:
             trace.events.append(
                 TraceEvent(span.step, "host", "grammar", "round", span.replay - first,
@@ -57,13 +56,14 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     trace.sort()
 
 
-def _add_parts(trace: Trace, replay: int, at: dict[str, int]) -> None:
-    for name, start, end in PARTS:
+def _add_parts(trace: Trace, timing: RoundTiming, replay: int, at: dict[str, int]) -> None:
+    waits = timing.waits
+    for name, start, end in timing.spans:
         if start not in at or end not in at:
             continue
-        if name in WAITS:
+        if name in waits:
             trace.waits.append(
-                Wait("model", name, WAITS[name], replay, at[start], max(at[start], at[end]))
+                Wait("model", name, waits[name], replay, at[start], max(at[start], at[end]))
             )
         else:
             trace.events.append(

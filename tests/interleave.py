@@ -25,8 +25,9 @@ from graft.models.running import Running
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
+from graft.models.timing import RoundTiming
 
-COLUMNS = ("begin",)
+TIMING = RoundTiming(0, False)
 MOST_ACTIONS = 4000
 
 
@@ -62,7 +63,7 @@ class Interleaving:
                 device, entries,
                 {n: ("int32", (batch,)) for n in names} | {"tokens": ("int32", (batch, width))},
             ),
-            TickingRing(device, entries, {"ns": ("int64", (len(COLUMNS),))}),
+            TickingRing(device, entries, {"ns": ("int64", (len(TIMING.columns),))}),
         ]  # fmt: skip
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
@@ -76,7 +77,7 @@ class Interleaving:
         )
         stream: Any = toy
         self.scheduler = Scheduler(
-            Replays(parts, stream, COLUMNS, ()),
+            Replays(parts, stream, TIMING),
             Seating(slots, self.rows, toy.caches, toy, toy, None),
             {size: self._graph(size) for size in {1, self.rows}},
             EngineStats(draft_length=self.k),
