@@ -67,7 +67,8 @@ class Engine:
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
-        for a `Vocabulary`; for grammars that do not name their backend themselves.
+        for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
+        every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
     grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
         "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
         mailbox, spinkernel and native that works, given 4 usable cores; else native.
@@ -102,7 +103,7 @@ class Engine:
         pages: int | None = None,
         mask_drafts: bool = True,
         verify: str = "rejection",
-        grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
+        grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
         compile_threads: int = 2,
         compile_timeout_s: float = 30.0,
