@@ -184,6 +184,7 @@ class Engine:
             self._replays.wait(self.stats, Shield())
             self._replays.finish()
             self.stats.idle_launches += 1
+        self._replays.settle(self.stats)
 
     # Requests ---------------------------------------------------------------------------------
 

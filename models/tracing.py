@@ -24,11 +24,12 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     stamps the borders of a round's parts, and host steps are timed on the host's clock, tied to the
     device's within ``Trace.clock_error_ns``.
     """
+    engine.settle()  # rounds launched before the block do not belong to it
     if engine.device.kind == "soft":
         watched = {one.exec: one.graph for one in engine.rounds.values()}
         with Trace.record(engine.device, watched) as trace:
             yield trace
-            engine.settle()  # a round launched ahead is traced whole
+            engine.settle()
         return
     trace = Trace(engine.device.describe())
     parts: dict[int, dict[str, int]] = {}
