@@ -3,7 +3,8 @@
 The driver's own copies share the records of host steps, whose runs are then counted together and
 which may run at the same time. So graft builds a definition again, node by node, wherever it needs
 a second one: every copy has records, replay numbers and failures of its own. The copy that becomes
-a child graph reports to its parent.
+a child graph reports to its parent. What cannot be copied can still be moved: the child then is the
+parent's node, records and all.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graft.cudagraph import nodes
+from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import OptionError
 from graft.native import _native
 
 if TYPE_CHECKING:
     from graft.cudagraph.graph import Graph
+    from graft.cudagraph.graphlane import GraphLane
 
-__all__ = ["Recipe", "captured_handle", "child_maker", "rebuild"]
+__all__ = ["Recipe", "add_moved", "can_move", "captured_handle", "child_maker", "rebuild"]
+
+#: The driver that can move a graph into another one: CUDA 12.9.
+MOVES_SINCE = 12090
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def rebuild(source: Graph, target: Graph, why: str) -> None:
                 f"graph {source.name!r} cannot be {why}: its {node.kind} node {node.name!r} "
                 + (
                     "is a conditional, of which the driver allows no copies"
-                    if node.kind in ("if", "while")
+                    if node.kind in ("if", "while", "switch")
                     else "cannot be built a second time"
                 )
             )
@@ -67,6 +73,33 @@ def _swap(value: Any, source: Graph, target: Graph) -> Any:
     if isinstance(value, tuple):
         return tuple(_swap(item, source, target) for item in value)
     return value
+
+
+def can_move() -> bool:
+    """Return whether driver and bindings can move a graph into another one."""
+    known = hasattr(cu, "CUgraphChildGraphNodeOwnership")
+    return known and int(call(cu.cuDriverGetVersion)) >= MOVES_SINCE
+
+
+def add_moved(lane: GraphLane, child: Graph, name: str) -> None:
+    """Do what GraphLane.child says of ``move``."""
+    parent = lane.graph
+    if child.records == parent.records or child.executable is not None:
+        why = "has an open executable" if child.executable is not None else "holds that graph"
+        raise OptionError(f"graph {child.name!r} cannot be moved into {parent.name!r}: it {why}")
+    if not can_move():
+        lane.child(child, name=name)
+        child.give_away(parent, None)
+        return
+    child.settle()
+
+    def make(graph: int, after: list[Any], _: tuple) -> Any:
+        return nodes.move_child(graph, after, child.handle)
+
+    with child.editing(), parent.editing():
+        # The child's kernels read its status, which tells of the parent's failures from now on.
+        index = parent.add("child", name, lane.name, parent.keep((child.status.owner,)), make)
+        child.give_away(parent, index)
 
 
 def captured_handle(child: object) -> int:

@@ -1,4 +1,4 @@
-"""IF and WHILE nodes: bodies that run when a kernel says so.
+"""IF, WHILE and SWITCH nodes: bodies that run when a kernel says so.
 
 A :class:`Condition` is a number that kernels set with ``cudaGraphSetConditional(handle, value)``
 (``#include "conditional.cuh"``; pass the condition as an ``unsigned long long`` argument). The
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Condition", "GraphBody", "add_conditional", "make_condition"]
 
 #: Kinds of nodes that the driver allows in a body, at any depth.
-ALLOWED = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
+ALLOWED = frozenset({"kernel", "copy", "fill", "child", "if", "while", "switch"})
 
 
 class Condition(int):
@@ -49,8 +49,13 @@ class GraphBody(Graph):
     def __init__(self, root: Graph, name: str, handle: int) -> None:
         # The driver owns the body; the root owns the records of its nodes.
         self._init_definition(root.device, name, root.status, root.state)
-        self.root = root
+        self._root = root
         self._body = handle
+
+    @property
+    def root(self) -> Graph:
+        """The graph around the conditional."""
+        return self._root
 
     @property
     def handle(self) -> int:
@@ -71,8 +76,7 @@ class GraphBody(Graph):
                 "allows kernels, copies, fills, child graphs and conditionals there"
             )
         for node in inner.nodes if inner is not None else ():
-            recipe = inner.recipe(node.index) if inner is not None else None
-            below = recipe.args[0] if recipe is not None and node.kind == "child" else None
+            below = inner.child_at(node.index) if inner is not None else None
             self.refuse(node.kind, f"{name}/{node.name}", below)
 
     def condition(self, default: int | None = None, *, name: str = "condition") -> Condition:
@@ -107,7 +111,7 @@ def make_condition(graph: Graph, default: int | None, name: str) -> Condition:
 def add_conditional(
     graph: Graph, lane: str, kind: str, condition: Condition, bodies: int, name: str
 ) -> list[GraphBody]:
-    """Add an IF (one or two bodies) or WHILE node to a lane."""
+    """Add an IF (one or two bodies), WHILE or SWITCH (any number) node to a lane."""
     root = graph.root if isinstance(graph, GraphBody) else graph
     if not isinstance(condition, Condition):
         raise OptionError(f"{kind} {name!r} needs a condition made by Graph.condition()")
@@ -126,5 +130,8 @@ def add_conditional(
     attach: Callable[[int], tuple] = graph.keep(())
     graph.add(kind, name, lane, attach, make)
     condition.used = True
-    titles = [name] if bodies == 1 else [name, f"{name}/else"]
+    if kind == "switch":
+        titles = [f"{name}/{case}" for case in range(bodies)]
+    else:
+        titles = [name, f"{name}/else"][:bodies]
     return [GraphBody(root, t, h) for t, h in zip(titles, handles, strict=True)]

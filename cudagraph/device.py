@@ -23,6 +23,7 @@ from graft.cudagraph.streams import Stream, wait_streams
 from graft.native import _native
 
 if TYPE_CHECKING:
+    from graft.cudagraph.events import Event
     from graft.cudagraph.kernels import KernelModule
 
 __all__ = ["Device", "Stream", "open_device"]
@@ -172,6 +173,12 @@ class Device:
         with self._lock:
             self._streams.add(made)
         return made
+
+    def event(self, name: str = "event", *, timing: bool = False) -> Event:
+        """Make an event, for what leaves a graph or meets outside of one."""
+        from graft.cudagraph.events import Event
+
+        return Event(self, name, timing=timing)
 
     def empty(self, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
         """Allocate an array with undefined contents."""

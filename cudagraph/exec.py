@@ -15,6 +15,8 @@ from graft.cudagraph.memory import check_byte
 from graft.cudagraph.nodes import fill_params
 from graft.cudagraph.nodeupdate import (
     COPY,
+    EVENT_RECORD,
+    EVENT_WAIT,
     FILL,
     KERNEL,
     Kept,
@@ -25,7 +27,7 @@ from graft.cudagraph.nodeupdate import (
 from graft.native import _native
 
 if TYPE_CHECKING:
-    from graft.cudagraph.conditional import GraphBody
+    from graft.cudagraph.events import Event
     from graft.cudagraph.graph import Graph, Node
     from graft.cudagraph.kernels import Kernel
     from graft.cudagraph.lanes import Array, Dims
@@ -78,6 +80,7 @@ class GraphExec:
         self._closed = False
         self._definition = weakref.ref(graph)
         self._cells = graph.cells
+        self._lent = graph._lent
         for cell in self._cells:
             cell.native.restart()  # replays of this executable count from 1
         self._kept: Kept | None = None
@@ -148,7 +151,7 @@ class GraphExec:
             raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
         self._check((code, "cuGraphExecUpdate"))
         self._native.adopt(graph.state)
-        self._cells = graph.cells
+        self._cells, self._lent = graph.cells, graph._lent
         self._state, self.status, self.name = graph.state, graph.status, graph.name
         graph.adopted_by(self)
 
@@ -168,7 +171,7 @@ class GraphExec:
         args: Iterable[object],
         *,
         shared: int = 0,
-        within: GraphBody | None = None,
+        within: Graph | None = None,
     ) -> None:
         """Change a kernel node of the definition (or of a body, ``within``) for later launches.
 
@@ -185,21 +188,37 @@ class GraphExec:
         del during
 
     def update_copy(
-        self, node: Node | str, dst: Array, src: Array, *, within: GraphBody | None = None
+        self, node: Node | str, dst: Array, src: Array, *, within: Graph | None = None
     ) -> None:
         """Change a copy node for later launches; see :meth:`update_kernel`."""
         handle = find_node(within or self._definition(), node, "update the", ("copy",))
         self._set(COPY, handle, *set_copy(dst, src))
 
     def update_fill(
-        self, node: Node | str, dst: Array, byte: int = 0, *, within: GraphBody | None = None
+        self, node: Node | str, dst: Array, byte: int = 0, *, within: Graph | None = None
     ) -> None:
         """Change a fill node for later launches; see :meth:`update_kernel`."""
         handle = find_node(within or self._definition(), node, "update the", ("fill",))
         self._set(FILL, handle, fill_params(dst.ptr, check_byte(byte), dst.nbytes), (dst.owner,))
 
+    def update_event(self, node: Node | str, event: Event, *, within: Graph | None = None) -> None:
+        """Let an event node record, or wait for, another event in later launches.
+
+        Raises
+        ------
+        OptionError
+            There is no such event node, or the definition was dropped.
+        """
+        graph = within or self._definition()
+        kinds = ("event record", "event wait")
+        handle = find_node(graph, node, "update the", kinds)
+        assert graph is not None
+        found = next(n for n in graph.nodes if graph.node_handle(n.index) == handle)
+        kind = EVENT_RECORD if found.kind == "event record" else EVENT_WAIT
+        self._set_address(kind, handle, event.handle, (event.owner,))
+
     def set_enabled(
-        self, node: Node | str, enabled: bool, *, within: GraphBody | None = None
+        self, node: Node | str, enabled: bool, *, within: Graph | None = None
     ) -> None:
         """Let a kernel, copy or fill node do its work in later launches, or nothing.
 
@@ -212,7 +231,7 @@ class GraphExec:
         enter("cuGraphNodeSetEnabled")
         self._check(self._native.set_enabled(handle, enabled))
 
-    def is_enabled(self, node: Node | str, *, within: GraphBody | None = None) -> bool:
+    def is_enabled(self, node: Node | str, *, within: Graph | None = None) -> bool:
         """Return whether a kernel, copy or fill node works in later launches."""
         kinds = ("kernel", "copy", "fill")
         handle = find_node(within or self._definition(), node, "ask about the", kinds)
@@ -223,6 +242,9 @@ class GraphExec:
         return bool(enabled)
 
     def _set(self, kind: int, node: int, params: Any, owners: object) -> None:
+        self._set_address(kind, node, params.getPtr(), owners)
+
+    def _set_address(self, kind: int, node: int, params: int, owners: object) -> None:
         self._require_open()
         enter("cuGraphExecNodeSetParams")
         if self._kept is None:
@@ -230,7 +252,7 @@ class GraphExec:
             self._native.keep(self._kept)
         # Held before the change is made, so that a launch from another thread is safe.
         self._kept.put(node, owners, self.query, lambda: self._wait(None))
-        self._check(self._native.set_node(kind, node, params.getPtr()))
+        self._check(self._native.set_node(kind, node, params))
 
     def query(self) -> bool:
         """Return whether every launch has finished."""

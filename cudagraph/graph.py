@@ -41,7 +41,7 @@ class Node:
     Attributes
     ----------
     name : str
-    kind : {"kernel", "copy", "fill", "host", "child", "if", "while", ...}
+    kind : {"kernel", "copy", "fill", "host", "child", "if", "event wait", ...}
     lane : str
     index : int
         Position in ``Graph.nodes``.
@@ -104,6 +104,9 @@ class Graph:
         self._handles: list[Any] = []
         self._recipes: dict[int, Recipe] = {}
         self._worker: MailboxWorker | None = None
+        self._lent: list[PinnedArray] = []  # status words of moved children
+        self._moved_into: str | None = None
+        self._moved: dict[int, Graph] = {}  # child graphs that became nodes, by index
         # Serialises edits of the definition; never held while waiting for host work.
         self._lock = threading.RLock()
         self._exec: weakref.ref[GraphExec] | None = None
@@ -111,6 +114,8 @@ class Graph:
     @property
     def handle(self) -> int:
         """The CUgraph as an integer."""
+        if self._moved_into is not None:
+            raise OptionError(f"graph {self.name!r} was moved into {self._moved_into!r}")
         if self._resource is None:
             raise OptionError(f"graph {self.name!r} is closed")
         return self._resource.handle
@@ -149,7 +154,8 @@ class Graph:
 
     def node_handle(self, index: int) -> int:
         """Return the CUgraphNode of a node as an integer."""
-        self.handle  # noqa: B018  (raises when the graph is closed)
+        if self._moved_into is None:
+            self.handle  # noqa: B018  (raises when the graph is closed)
         return int(self._handles[index])
 
     def cell(self, value: object = None, *, name: str = "cell") -> Cell:
@@ -243,17 +249,56 @@ class Graph:
     def recipes(self) -> list[Recipe | None]:
         """Return how each node was added; OptionError when the graph is closed."""
         with self._lock:
-            if self.nodes and not self._recipes and self._resource is None:
-                raise OptionError(f"graph {self.name!r} is closed")
+            if self._moved_into is not None or (self._resource is None and not self._recipes):
+                self.handle  # noqa: B018  (raises)
             return [self.recipe(index) for index in range(len(self.nodes))]
 
     def recipe(self, index: int) -> Recipe | None:
         """Return how a node was added; None for one that cannot be added a second time."""
         return self._recipes.get(index)
 
-    def add_child(self, child: Graph | object, *, lane: str = "main", name: str = "child") -> None:
+    def add_child(
+        self,
+        child: Graph | object,
+        *,
+        lane: str = "main",
+        name: str = "child",
+        move: bool = False,
+    ) -> None:
         """Add another graph as one node of a lane; see :meth:`GraphLane.child`."""
-        self.lane(lane).child(child, name=name)
+        self.lane(lane).child(child, name=name, move=move)
+
+    def child_at(self, index: int) -> Graph | None:
+        """Return the child graph that a node is; None for other nodes and captured graphs."""
+        recipe = self.recipe(index)
+        if recipe is not None and self.nodes[index].kind == "child":
+            part: Graph = recipe.args[0]
+            return part
+        return self._moved.get(index)
+
+    def give_away(self, parent: Graph, index: int | None) -> None:
+        """Become the parent's: node ``index`` of it, or (None) nothing, as it was copied."""
+        root = parent.root
+        if index is not None and self._resource is not None:
+            self._resource.disown()
+            _native.adopt_state(self.state, root.state)
+            root.cells.extend(self.cells)
+            root._conditions.extend(self._conditions)
+            root._lent.extend((self.status, *self._lent))
+            parent._moved[index] = self
+        self._resource = None
+        self._recipes.clear()
+        self._moved_into = parent.name
+
+    def settle(self) -> None:
+        """Wait until launches of an earlier executable, which count in the records, are over."""
+        if self._exec is not None:
+            self.device.synchronize()
+
+    @property
+    def root(self) -> Graph:
+        """The whole graph that this one is part of: itself, or what is around a body."""
+        return self
 
     def clone(self, name: str | None = None) -> Graph:
         """Return a copy with host steps, replay numbers and failures of its own.
@@ -306,9 +351,7 @@ class Graph:
         with self._lock:
             if self.executable is not None:
                 raise OptionError(f"graph {self.name!r} has an open executable; close it first")
-            if self._exec is not None:
-                # Launches of an earlier executable still count in the shared records.
-                self.device.synchronize()
+            self.settle()
             for condition in self._conditions:
                 if not condition.used:
                     raise OptionError(

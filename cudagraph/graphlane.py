@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from graft.cudagraph import nodes
 from graft.cudagraph.cells import Cell
-from graft.cudagraph.children import child_maker
+from graft.cudagraph.children import add_moved, child_maker
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.events import Event
 from graft.cudagraph.hostwork import HostWork, NativeWork, Spin, as_work, use_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from graft.cudagraph.graph import Graph
 
 __all__ = ["Again", "GraphLane", "GraphMark"]
+
+MOST_CASES = 1024
 
 #: A lane's method, its arguments and options: how a node is added to another graph.
 Again = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -92,7 +95,9 @@ class GraphLane:
 
         self._add("fill", name or "fill", (dst.owner,), make, ("fill", (dst, byte), {}))
 
-    def child(self, child: Graph | object, *, name: str | None = None) -> None:
+    def child(
+        self, child: Graph | object, *, name: str | None = None, move: bool = False
+    ) -> None:
         """Add another graph as one node.
 
         Parameters
@@ -102,6 +107,11 @@ class GraphLane:
             this graph. A captured graph is the CUgraph of a finished capture (or CuPy's Graph, or
             torch's CUDAGraph that kept its graph); the driver copies it, and its host work belongs
             to this graph from now on.
+        move : bool
+            Let the Graph itself become the node, also with mailboxes and conditionals, of which
+            there are no copies. It belongs to this graph then: it is neither edited nor
+            instantiated any more. Where driver or bindings cannot move (before CUDA 12.9) it is
+            copied and dropped, or refused if there is no copy of it.
 
         Raises
         ------
@@ -114,6 +124,9 @@ class GraphLane:
 
         title = name or getattr(child, "name", None) or "child"
         self.graph.refuse("child", title, child if isinstance(child, Graph) else None)
+        if move and isinstance(child, Graph):
+            add_moved(self, child, title)
+            return
         make, part = child_maker(self.graph, child, title)
         again: Again | None = None if part is None else ("child", (part,), {})
         self._add("child", title, (), make, again)
@@ -167,6 +180,15 @@ class GraphLane:
     def while_(self, condition: Condition, *, name: str = "while") -> GraphBody:
         """Add a WHILE node and return its body, which runs as long as the condition is not 0."""
         return self._conditional("while", condition, 1, name)[0]
+
+    def switch(self, condition: Condition, cases: int, *, name: str = "switch") -> list[GraphBody]:
+        """Add a SWITCH node and return its bodies: body i runs when the condition is i.
+
+        None of them runs for a condition of ``cases`` or more.
+        """
+        if not isinstance(cases, int) or not 1 <= cases <= MOST_CASES:
+            raise OptionError(f"switch {name!r} must have 1 to {MOST_CASES} cases, not {cases!r}")
+        return self._conditional("switch", condition, cases, name)
 
     def _conditional(
         self, kind: str, condition: Condition, bodies: int, name: str
@@ -236,6 +258,26 @@ class GraphLane:
         """
         limits = Limits(deadline_s, replay_deadline_s, device_deadline_s or 2.0 * deadline_s)
         add_mailbox(self, work, worker, limits, output, name, spinning=True)
+
+    def record_event(self, event: Event, *, name: str | None = None) -> None:
+        """Add a node that records an event in every replay, for who waits outside of this graph."""
+        self._event("event record", event, nodes.add_event_record, "record_event", name)
+
+    def wait_event(self, event: Event, *, name: str | None = None) -> None:
+        """Add a node that waits for what an event named when the replay was launched."""
+        self._event("event wait", event, nodes.add_event_wait, "wait_event", name)
+
+    def _event(
+        self, kind: str, event: Event, add: Callable[..., Any], method: str, name: str | None
+    ) -> None:
+        if not isinstance(event, Event):
+            raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
+        handle = event.handle
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return add(graph, after, handle)
+
+        self._add(kind, name or event.name, (event.owner,), make, (method, (event,), {}))
 
     def record(self, name: str | None = None) -> GraphMark:
         """Mark this point; on an empty lane it is the start of the graph."""

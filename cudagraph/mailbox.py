@@ -29,7 +29,7 @@ __all__ = ["Mailbox", "MailboxWorker", "current_part", "usable_cores"]
 
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
 LINE_WORDS = 16
-REQUEST, ACK, GAVE_UP = 0, 1, 2
+REQUEST, ACK, GAVE_UP, COUNTER, LEASE, REFUSED = range(6)
 MOST_THREADS = 64
 LONGEST_LIMIT_S = 86400.0
 #: Fewer cores than this: a spinning worker would take one away from the work it waits for.
@@ -141,14 +141,17 @@ class Limits:
 
 
 class Mailbox:
-    """One mailbox of a graph: its words, its work and who answers. Made by graph lanes.
+    """One mailbox of a graph: its words, its work and who answers. Made by lanes.
 
     Attributes
     ----------
     words : PinnedArray
-        int32 [3, 16]: request, ack and gave_up, a cache line each.
-    counter : DeviceArray
-        uint32 [1], the number of the last request.
+        int32 [6, 16]: request, ack and gave_up, a cache line each; then counter, lease and refused
+        of a captured mailbox.
+    counter : DeviceArray or None
+        uint32 [1], the number of the last request; of a captured mailbox a line of ``words``.
+    status : PinnedArray or None
+        int32 [16], status words of a captured mailbox; as those of a graph.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class Mailbox:
         *,
         spinning: bool,
         output: PinnedArray | None,
+        captured: bool = False,
     ) -> None:
         if not isinstance(worker, MailboxWorker):
             raise OptionError(f"worker must be a MailboxWorker, not {type(worker).__name__}")
@@ -167,8 +171,10 @@ class Mailbox:
             raise OptionError(f"output must be a PinnedArray, not {type(output).__name__}")
         self.item = as_work(work)
         self.worker, self.limits, self.spinning, self.output = worker, limits, spinning, output
-        self.words: PinnedArray = device.pinned((3, LINE_WORDS), "int32")
-        self.counter: DeviceArray = device.zeros((1,), "uint32")
+        self.words: PinnedArray = device.pinned((6, LINE_WORDS), "int32")
+        self.status = device.pinned((LINE_WORDS,), "int32") if captured else None
+        # No device memory while a stream captures: zeroing it would be device work.
+        self.counter: DeviceArray | None = None if captured else device.zeros((1,), "uint32")
         self.kernels = device.load(KERNELS)
         self.scratch = None if output is None else np.zeros(output.shape, output.array.dtype)
 
@@ -177,7 +183,9 @@ class Mailbox:
         """What must live as long as the graph can run."""
         keep = self.item.keep if isinstance(self.item, NativeWork) else None
         output = None if self.output is None else self.output.owner
-        return (self.words.owner, self.counter.owner, self.kernels, self.scratch, output, keep)
+        arrays = (self.words, self.counter, self.status)
+        owners = (array.owner for array in arrays if array is not None)
+        return (*owners, self.kernels, self.scratch, output, keep)
 
     def device_address(self, word: int) -> int:
         """Device address of a word."""
@@ -202,7 +210,10 @@ class Mailbox:
         if self.scratch is not None and self.output is not None:
             results = (self.scratch.ctypes.data, self.output.host_ptr, self.output.nbytes)
         gave_up = self.host_address(GAVE_UP) if self.spinning else 0
-        words = (self.host_address(REQUEST), self.host_address(ACK), gave_up)
+        leased = (0, 0)
+        if self.status is not None:
+            leased = (self.status.host_ptr, self.host_address(REFUSED))
+        words = (self.host_address(REQUEST), self.host_address(ACK), gave_up, *leased)
         limits = (self.limits.answer_s, self.limits.replay_s or 0.0)
         attached: tuple = _native.attach_mailbox(
             graph, state, self.worker.native, title, fn, args, native, words, results, limits, keep

@@ -41,6 +41,7 @@ def add_mailbox(
     )  # fmt: skip
     title = name or box.item.title
     owners = (graph.status.owner, *box.owners)
+    assert box.counter is not None
     request = box.kernels["mailbox_request"]
     asks = request.pack((box.counter, box.device_address(REQUEST)))
 

@@ -18,12 +18,15 @@ __all__ = [
     "add_child",
     "add_conditional",
     "add_copy",
+    "add_event_record",
+    "add_event_wait",
     "add_fill",
     "add_host",
     "add_kernel",
     "copy_params",
     "fill_params",
     "kernel_params",
+    "move_child",
     "set_priority",
 ]
 
@@ -123,17 +126,36 @@ def add_child(graph: int, after: list[Any], child: int) -> Any:
     return call(cu.cuGraphAddChildGraphNode, graph, after, len(after), child)
 
 
+def move_child(graph: int, after: list[Any], child: int) -> Any:
+    """Add another graph itself as one node, which owns it then; return its CUgraphNode."""
+    any_node = cu.CUgraphNodeParams()
+    any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+    any_node.graph.graph = cu.CUgraph(child)
+    any_node.graph.ownership = (
+        cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+    )
+    return call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
+
+
+def add_event_record(graph: int, after: list[Any], event: int) -> Any:
+    """Add a node that records an event and return its CUgraphNode."""
+    return call(cu.cuGraphAddEventRecordNode, graph, after, len(after), event)
+
+
+def add_event_wait(graph: int, after: list[Any], event: int) -> Any:
+    """Add a node that waits for an event and return its CUgraphNode."""
+    return call(cu.cuGraphAddEventWaitNode, graph, after, len(after), event)
+
+
 def add_conditional(
     graph: int, after: list[Any], condition: int, kind: str, bodies: int
 ) -> tuple[Any, list[int]]:
-    """Add an "if" or "while" node; return its CUgraphNode and the CUgraphs of its bodies."""
+    """Add an "if", "while" or "switch" node; return its CUgraphNode and its bodies' CUgraphs."""
     any_node = cu.CUgraphNodeParams()
     any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
     types = cu.CUgraphConditionalNodeType
     any_node.conditional.handle = cu.CUgraphConditionalHandle(condition)
-    any_node.conditional.type = (
-        types.CU_GRAPH_COND_TYPE_IF if kind == "if" else types.CU_GRAPH_COND_TYPE_WHILE
-    )
+    any_node.conditional.type = getattr(types, f"CU_GRAPH_COND_TYPE_{kind.upper()}")
     any_node.conditional.size = bodies
     any_node.conditional.ctx = call(cu.cuCtxGetCurrent)
     node = call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)

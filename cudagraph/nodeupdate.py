@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "find_node", "kernel_change", "set_copy"]
 
-KERNEL, COPY, FILL = range(3)
+KERNEL, COPY, FILL, EVENT_RECORD, EVENT_WAIT = range(5)
 #: Replaced operand sets that may wait for launches in flight before an update waits for these.
 WAITING = 256
 

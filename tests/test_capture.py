@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda.bindings import driver as cu
+from lifetime_util import released, settled
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
@@ -62,14 +62,6 @@ def foreign(stream: Stream) -> Iterator[Foreign]:
         pass
 
 
-def released(count: int) -> None:
-    for _ in range(1000):  # a driver may run destructors late, on a thread of its own
-        if native.released_records() >= count:
-            return
-        time.sleep(0.005)
-    assert native.released_records() >= count
-
-
 def test_hostfunc_becomes_a_node_of_the_capture(foreign: Foreign) -> None:
     """Nothing runs at capture; each replay runs the work once, long after Python dropped it."""
     calls: list[int] = []
@@ -80,7 +72,7 @@ def test_hostfunc_becomes_a_node_of_the_capture(foreign: Foreign) -> None:
 
     work = Work()
     watch = weakref.ref(work)
-    before = native.released_records()
+    before = settled()
     foreign.begin()
     hostfunc(foreign.stream, work, 7)
     hostfunc(foreign.stream.handle, work, 8)
@@ -139,7 +131,7 @@ def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: For
     foreign.end()
     del kernel, data, out
     gc.collect()
-    _native.flush(5.0)
+    _native.flush(60.0)
     others = [device.zeros((8,), "int32") for _ in range(20)]
     foreign.launch(2)
     assert result.tolist() == [5] * 8 and not any(o.to_host().any() for o in others)
@@ -151,11 +143,12 @@ def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Strea
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
     gc.collect()
-    _native.flush(5.0)
+    _native.flush(60.0)
+    settled()
     failed, live = native.failed_frees(), native.live_resources()
     ok(cu.cuStreamBeginCapture(stream.handle, mode))
     del array
-    assert _native.flush(5.0) and native.live_resources() == live - 1
+    assert _native.flush(60.0) and native.live_resources() == live - 1
     assert native.failed_frees() == failed
     hostfunc(stream, list)
     ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(stream.handle))))
@@ -163,6 +156,7 @@ def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Strea
 
 def test_an_invalidated_capture_is_refused(stream: Stream) -> None:
     """hostfunc names the invalidated capture and leaves no record behind."""
+    settled()
     live = native.live_records()
     ok(cu.cuStreamBeginCapture(stream.handle, THREAD_LOCAL))
     assert int(cu.cuStreamSynchronize(stream.handle)[0]) != 0
@@ -170,7 +164,7 @@ def test_an_invalidated_capture_is_refused(stream: Stream) -> None:
         hostfunc(stream, print)
     assert caught.value.code_name == "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
     assert int(cu.cuStreamEndCapture(stream.handle)[0]) == caught.value.code
-    _native.flush(5.0)
+    _native.flush(60.0)
     assert native.live_records() == live
     stream.synchronize(60)
     hostfunc(stream, list)

@@ -1,4 +1,4 @@
-"""IF and WHILE nodes of explicit graphs."""
+"""IF, WHILE and SWITCH nodes of explicit graphs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ extern "C" __global__ void add(int* data, int value) { *data += value; }
 extern "C" __global__ void below(unsigned long long condition, const int* data, int limit) {
   cudaGraphSetConditional(condition, *data < limit ? 1u : 0u);
 }
+"""
+TEXT_CASES = """
+#include "conditional.cuh"
+extern "C" __global__ void choose(unsigned long long condition, int* which) {
+  cudaGraphSetConditional(condition, (*which)++);
+}
+extern "C" __global__ void count(int* data, int i) { data[i] += i == 0 ? 1 : i == 1 ? 10 : 100; }
 """
 
 
@@ -63,6 +70,32 @@ def test_if_else_takes_one_branch(
     assert data.to_host()[0] == expected
 
 
+def test_switch_runs_the_body_of_its_number(device: Device, stream: Stream, module) -> None:
+    """Body i for a condition of i, none beyond the last; each replay chooses anew."""
+    which, data = device.zeros((1,), "int32"), device.zeros((3,), "int32")
+    one = [load_text(device, TEXT_CASES, "switch_test.cu")[name] for name in ("choose", "count")]
+    graph = Graph(device, "switch")
+    lane = graph.lane("main")
+    case = graph.condition(name="case")
+    lane.kernel(one[0], 1, 1, [case, which])
+    bodies = lane.switch(case, 3, name="kind")
+    assert [body.name for body in bodies] == ["kind/0", "kind/1", "kind/2"]
+    for i, body in enumerate(bodies):
+        body.lane("inside").kernel(one[1], 1, 1, [data, i])
+    assert graph.nodes[1].kind == "switch"
+    executable = graph.instantiate()
+    for _ in range(5):  # chooses 0, 1, 2, 3, 4
+        executable.launch(stream)
+    executable.synchronize(60)
+    assert data.to_host().tolist() == [1, 10, 100]
+    with pytest.raises(OptionError, match=r"'kind'.*cases, not 0"):
+        lane.switch(graph.condition(), 0, name="kind")
+    with pytest.raises(OptionError, match=r"host node 'masks'.*'kind/1'"):
+        bodies[1].lane("inside").host(print, name="masks")
+    with pytest.raises(OptionError, match=r"'kind' is a conditional"):
+        graph.clone()
+
+
 def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     """Operands of a body live as long as the executable, and a body may hold a child graph."""
     import gc
@@ -82,7 +115,7 @@ def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     executable = graph.instantiate()
     del own, data, result, inner, graph, lane, body
     gc.collect()
-    _native.flush(5.0)
+    _native.flush(60.0)
     others = [device.zeros((1,), "int32") for _ in range(20)]
     for _ in range(2):
         executable.launch(stream)
@@ -96,6 +129,9 @@ def test_host_work_is_refused_in_bodies(device: Device) -> None:
     body = graph.lane("main").while_(graph.condition(0), name="loop")
     with pytest.raises(OptionError, match=r"host node 'masks'.*'loop'"):
         body.lane("inside").host(print, name="masks")
+    for transport in ("mailbox", "spin"):
+        with pytest.raises(OptionError, match=r"request node 'request: ask'.*'loop'"):
+            getattr(body.lane("inside"), transport)(print, name="ask")
     child = Graph(device, "child")
     child.lane("x").host(print, name="fill")
     middle = Graph(device, "middle")

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+import lifetime_util
 import numpy as np
 import pytest
 
@@ -43,9 +44,7 @@ class Tracked:
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:
     """Start each test with nothing left to free."""
-    gc.collect()
-    time.sleep(0.02)
-    _native.flush(LIMIT_S)
+    lifetime_util.settled()
     yield
 
 

@@ -1,7 +1,7 @@
 // The device's side of a mailbox: post a request, and wait for its answer by spinning.
 //
-// The words are pinned host memory, a cache line each. The counter is device memory, so requests
-// number themselves in every replay: 1, 2, ... (0 means "none").
+// The words are pinned host memory, a cache line each. Requests number themselves in every replay
+// by a counter that only the device writes: 1, 2, ... (0 means "none").
 #include "graft.cuh"
 
 __device__ __forceinline__ int load_acquire_system(const int* word) {
@@ -24,26 +24,56 @@ __device__ __forceinline__ void rest() { __nanosleep(200); }
 __device__ __forceinline__ void rest() {}
 #endif
 
-// One thread. Everything that earlier nodes wrote is visible to the host before the request is.
-extern "C" __global__ void mailbox_request(unsigned int* counter, int* request) {
+__device__ __forceinline__ int next_number(unsigned int* counter) {
   unsigned int number = *counter + 1u;
   if (number == 0u) number = 1u;
   *counter = number;
   __threadfence_system();
-  store_release_system(request, static_cast<int>(number));
+  return static_cast<int>(number);
 }
 
-// One thread. Waits until `ack` carries the number of the present request, at most deadline_ns on
-// the device's own clock; then says in `gave_up` that nobody waits for this answer any more.
+// False when deadline_ns have passed on the device's own clock before `ack` carries the number.
+__device__ __forceinline__ bool wait_for(const int* ack, int number,
+                                         unsigned long long deadline_ns) {
+  const unsigned long long begin = global_timer_ns();
+  while (load_acquire_system(ack) != number) {
+    if (global_timer_ns() - begin > deadline_ns) return false;
+    rest();
+  }
+  return true;
+}
+
+// One thread. Everything that earlier nodes wrote is visible to the host before the request is.
+extern "C" __global__ void mailbox_request(unsigned int* counter, int* request) {
+  store_release_system(request, next_number(counter));
+}
+
+// One thread. Waits until `ack` carries the number of the present request, at most deadline_ns;
+// then says in `gave_up` that nobody waits for this answer any more.
 extern "C" __global__ void mailbox_wait(const unsigned int* counter, const int* ack, int* gave_up,
                                         unsigned long long deadline_ns) {
   const int number = static_cast<int>(*counter);
-  const unsigned long long begin = global_timer_ns();
-  while (load_acquire_system(ack) != number) {
-    if (global_timer_ns() - begin > deadline_ns) {
-      store_release_system(gave_up, number);
-      return;
-    }
-    rest();
+  if (!wait_for(ack, number, deadline_ns)) store_release_system(gave_up, number);
+}
+
+// One thread, for graphs that anybody may instantiate: request and wait in one kernel, under a
+// lease that one executable holds at a time. Whoever finds it taken asks nothing, stores 5 in
+// `status` and goes on: its answer is missing, and readers of the status know. `refused` tells the
+// host.
+extern "C" __global__ void mailbox_leased(unsigned int* counter, unsigned int* lease, int* request,
+                                          const int* ack, int* gave_up, int* refused, int* status,
+                                          unsigned long long deadline_ns) {
+  if (atomicCAS(lease, 0u, 1u) != 0u) {
+    store_release_system(status, 5);
+    store_release_system(refused, 1);
+    return;
   }
+  const int number = next_number(counter);
+  store_release_system(request, number);
+  if (!wait_for(ack, number, deadline_ns)) {
+    store_release_system(status, 4);
+    store_release_system(gave_up, number);
+  }
+  __threadfence_system();
+  atomicExch(lease, 0u);
 }

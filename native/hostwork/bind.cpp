@@ -102,7 +102,8 @@ void bind_lifetime(nb::module_& m) {
       .value("GRAPH", ResourceKind::kGraph);
   nb::class_<Resource>(m, "Resource", "Owner of one driver handle; freed by the reaper.")
       .def(nb::init<ResourceKind, std::uint64_t>(), nb::arg("kind"), nb::arg("handle"))
-      .def_prop_ro("handle", &Resource::handle);
+      .def_prop_ro("handle", &Resource::handle)
+      .def("disown", &Resource::disown, "The driver owns the handle from now on.");
   m.def(
       "flush", [](double timeout_s) { return flush(timeout_s); }, nb::arg("timeout_s"),
       nb::call_guard<nb::gil_scoped_release>(),
@@ -112,6 +113,13 @@ void bind_lifetime(nb::module_& m) {
   m.def("leaked_items", &leaked_items);
   m.def("live_records", &live_records);
   m.def("released_records", &released_records);
+  m.def(
+      "adopt_state",
+      [](std::shared_ptr<GraphState> child, std::shared_ptr<GraphState> parent) {
+        return child->set_parent(parent);
+      },
+      nb::arg("child"), nb::arg("parent"), nb::call_guard<nb::gil_scoped_release>(),
+      "Let the host steps of a moved graph count, fail and stand down with its parent.");
   m.def("live_thread_states", &live_thread_states);
   m.def("close_gate", &close_gate, nb::arg("timeout_s"),
         "Let no thread enter Python any more; called once, when the interpreter exits.");
@@ -273,7 +281,8 @@ void bind_exec(nb::module_& m) {
             const nb::gil_scoped_release release;
             return pair(self.set_node(static_cast<Exec::NodeKind>(kind), node, params));
           },
-          nb::arg("kind"), nb::arg("node"), nb::arg("params"), "0 kernel, 1 copy, 2 fill")
+          nb::arg("kind"), nb::arg("node"), nb::arg("params"),
+          "0 kernel, 1 copy, 2 fill, 3 event record, 4 event wait")
       .def(
           "set_enabled",
           [pair](Exec& self, std::uint64_t node, bool enabled) {
@@ -344,6 +353,15 @@ void bind_waits(nb::module_& m) {
   m.def(
       "query_stream", [](std::uint64_t stream) { return driver().stream_query(as_handle(stream)); },
       nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "query_event", [](std::uint64_t event) { return driver().event_query(as_handle(event)); },
+      nb::arg("event"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "wait_event",
+      [](std::uint64_t event, std::optional<double> timeout_s) {
+        return wait_for([event] { return driver().event_query(as_handle(event)); }, timeout_s);
+      },
+      nb::arg("event"), nb::arg("timeout_s").none(), "(finished, code)");
   m.def(
       "wait_streams",
       [](const std::vector<std::uint64_t>& streams, std::optional<double> timeout_s) {

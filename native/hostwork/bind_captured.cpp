@@ -64,6 +64,12 @@ void bind_captured(nb::module_& m) {
       },
       nb::arg("graph"), nb::arg("parent"),
       "Let a captured graph's host steps belong to a parent; False: they have another.");
+  m.def(
+      "captured_state",
+      [](std::uint64_t id, std::uint64_t graph) {
+        return capture_state(CaptureInfo{kCapturing, id, reinterpret_cast<Handle>(graph)});
+      },
+      nb::arg("id"), nb::arg("graph"), "The state that all host steps of one capture share.");
   m.def("spin_supported", [] { return driver().launch_host_func_v2 != nullptr; });
   m.def("take_captured_failure", []() -> nb::object {
     Failure failure;

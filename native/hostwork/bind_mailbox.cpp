@@ -32,7 +32,7 @@ struct Spec {
   nb::object fn;  // None: `function` and `data` are a native function's
   nb::tuple args;
   std::uint64_t function, data;
-  std::uint64_t request, ack, gave_up;
+  std::uint64_t request, ack, gave_up, status, refused;
   std::uint64_t scratch, output, bytes;
   double answer_s, replay_s;
   nb::object keep;
@@ -52,7 +52,8 @@ nb::tuple attach_mailbox(std::uint64_t graph, const std::shared_ptr<GraphState>&
   HostRecord* const record = make_record(spec);
   record->set_state(state);
   const MailboxWords words{pointer<std::uint32_t>(spec.request), pointer<std::uint32_t>(spec.ack),
-                           pointer<std::uint32_t>(spec.gave_up)};
+                           pointer<std::uint32_t>(spec.gave_up), pointer<std::int32_t>(spec.status),
+                           pointer<std::int32_t>(spec.refused)};
   const MailboxOutput output{pointer<void>(spec.scratch), pointer<void>(spec.output),
                              static_cast<std::size_t>(spec.bytes)};
   auto port =
@@ -104,14 +105,15 @@ void bind_mailboxes(nb::module_& m) {
         return attach_mailbox(
             graph, state, worker,
             Spec{std::move(name), std::move(fn), std::move(args), c.first, c.second, word(words, 0),
-                 word(words, 1), word(words, 2), word(output, 0), word(output, 1), word(output, 2),
-                 limits.first, limits.second, std::move(keep)});
+                 word(words, 1), word(words, 2), word(words, 3), word(words, 4), word(output, 0),
+                 word(output, 1), word(output, 2), limits.first, limits.second, std::move(keep)});
       },
       nb::arg("graph"), nb::arg("state"), nb::arg("worker"), nb::arg("name"), nb::arg("fn").none(),
       nb::arg("args"), nb::arg("native"), nb::arg("words"), nb::arg("output"), nb::arg("limits"),
       nb::arg("keep").none(),
       "Let a worker answer a mailbox: (code, api, user object). `native` is (function, data), "
-      "`words` (request, ack, gave_up or 0), `output` (scratch, output, bytes).");
+      "`words` (request, ack, gave_up or 0, status and refused or 0), `output` (scratch, "
+      "output, bytes).");
   m.def("current_part", [] {
     const CurrentPart part = current_part();
     return std::make_pair(part.index, part.count);

@@ -80,6 +80,8 @@ void bind_driver(const std::string& path, Handle context) {
   resolve(get, "cuGraphExecKernelNodeSetParams", 12000, &d.graph_exec_kernel_set);
   resolve(get, "cuGraphExecMemcpyNodeSetParams", 10020, &d.graph_exec_memcpy_set);
   resolve(get, "cuGraphExecMemsetNodeSetParams", 10020, &d.graph_exec_memset_set);
+  resolve(get, "cuGraphExecEventRecordNodeSetEvent", 11010, &d.graph_exec_record_set);
+  resolve(get, "cuGraphExecEventWaitNodeSetEvent", 11010, &d.graph_exec_wait_set);
   resolve(get, "cuGraphNodeSetEnabled", 11060, &d.graph_node_set_enabled);
   resolve(get, "cuGraphNodeGetEnabled", 11060, &d.graph_node_get_enabled);
   resolve(get, "cuGraphLaunch", 10000, &d.graph_launch);

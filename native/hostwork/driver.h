@@ -46,6 +46,8 @@ struct Driver {
   Result (*graph_exec_kernel_set)(Handle exec, Handle node, const void* params);
   Result (*graph_exec_memcpy_set)(Handle exec, Handle node, const void* params, Handle context);
   Result (*graph_exec_memset_set)(Handle exec, Handle node, const void* params, Handle context);
+  Result (*graph_exec_record_set)(Handle exec, Handle node, Handle event);
+  Result (*graph_exec_wait_set)(Handle exec, Handle node, Handle event);
   Result (*graph_node_set_enabled)(Handle exec, Handle node, unsigned int enabled);
   Result (*graph_node_get_enabled)(Handle exec, Handle node, unsigned int* enabled);
   Result (*graph_launch)(Handle exec, Handle stream);

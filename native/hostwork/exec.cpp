@@ -68,9 +68,10 @@ Result Exec::update(std::uint64_t graph, UpdateInfo* info) {
 }
 
 Outcome Exec::set_node(NodeKind kind, std::uint64_t node, std::uint64_t params) {
-  static constexpr const char* kNames[] = {"cuGraphExecKernelNodeSetParams",
-                                           "cuGraphExecMemcpyNodeSetParams",
-                                           "cuGraphExecMemsetNodeSetParams"};
+  static constexpr const char* kNames[] = {
+      "cuGraphExecKernelNodeSetParams", "cuGraphExecMemcpyNodeSetParams",
+      "cuGraphExecMemsetNodeSetParams", "cuGraphExecEventRecordNodeSetEvent",
+      "cuGraphExecEventWaitNodeSetEvent"};
   const char* name = kNames[static_cast<int>(kind)];
   const Driver& d = driver();
   const Handle which = reinterpret_cast<Handle>(node);
@@ -84,6 +85,10 @@ Outcome Exec::set_node(NodeKind kind, std::uint64_t node, std::uint64_t params) 
       return {d.graph_exec_memcpy_set(exec_, which, with, primary_context()), name};
     case NodeKind::kFill:
       return {d.graph_exec_memset_set(exec_, which, with, primary_context()), name};
+    case NodeKind::kEventRecord:
+      return {d.graph_exec_record_set(exec_, which, reinterpret_cast<Handle>(params)), name};
+    case NodeKind::kEventWait:
+      return {d.graph_exec_wait_set(exec_, which, reinterpret_cast<Handle>(params)), name};
   }
   return {kClosed, name};
 }

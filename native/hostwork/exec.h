@@ -41,8 +41,8 @@ class Exec {
   Result update(std::uint64_t graph, UpdateInfo* info);
 
   // Changes one node for later launches; launches in flight keep what they had. `params` is the
-  // driver's structure of that kind of node.
-  enum class NodeKind : int { kKernel, kCopy, kFill };
+  // driver's structure of that kind of node; of an event node the event.
+  enum class NodeKind : int { kKernel, kCopy, kFill, kEventRecord, kEventWait };
   Outcome set_node(NodeKind kind, std::uint64_t node, std::uint64_t params);
   Outcome set_enabled(std::uint64_t node, bool enabled);
   Outcome get_enabled(std::uint64_t node, bool* enabled);

@@ -63,9 +63,14 @@ Port::Port(HostRecord* record, std::shared_ptr<GraphState> state, std::shared_pt
       output_(output),
       limits_(limits),
       parts_(static_cast<std::uint64_t>(parts)),
-      before_(state_->launched()) {}
+      before_(captured() ? 0 : state_->launched()) {
+  if (captured()) state_->add_status(words_.status);
+}
 
-Port::~Port() { retire(record_); }
+Port::~Port() {
+  if (captured()) state_->remove_status(words_.status);  // before the record lets go of them
+  retire(record_);
+}
 
 std::uint32_t Port::closed() const {
   const std::uint64_t owner = owner_.load(std::memory_order_acquire);
@@ -74,6 +79,7 @@ std::uint32_t Port::closed() const {
 
 bool Port::expecting(std::uint32_t last) const {
   if (mailboxes_abandoned()) return false;
+  if (captured()) return true;
   const auto launched = static_cast<std::uint32_t>(state_->launched() - before_);
   const std::uint32_t done = closed();
   return newer(launched, newer(last, done) ? last : done);
@@ -103,7 +109,7 @@ bool Port::claim(std::uint32_t seq, Who who) noexcept {
 // Only the winner of the claim comes here, once per request: the request is taken back before the
 // device can go on and post the next one.
 void Port::acknowledge(std::uint32_t seq) noexcept {
-  if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
+  if (!captured() && expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   __atomic_store_n(words_.request, 0u, __ATOMIC_RELAXED);
   __atomic_store_n(words_.ack, words_.gave_up == nullptr ? 1u : seq, __ATOMIC_RELEASE);
 }
@@ -112,13 +118,16 @@ bool Port::last_part(std::uint32_t seq) noexcept {
   std::uint64_t before = arrived_.load(std::memory_order_acquire);
   std::uint64_t after = 0;
   do {
-    const bool same = static_cast<std::uint32_t>(before >> 16) == seq;
+    const auto counted = static_cast<std::uint32_t>(before >> 16);
+    if (newer(counted, seq)) return false;  // overrun, while others do a later request
+    const bool same = counted == seq;
     after = same ? before + 1 : (std::uint64_t{seq} << 16 | 1);
   } while (!arrived_.compare_exchange_weak(before, after, std::memory_order_acq_rel));
   return (after & 0xffff) == parts_;
 }
 
 void Port::serve(std::uint32_t seq, int part) noexcept {
+  check_lease();
   inside_.fetch_add(1);  // before the claim is read: the watchdog then sees this thread (M8)
   open(seq);
   if (owner_.load() == pack(seq, kOpen)) {
@@ -158,8 +167,8 @@ bool Port::overrun() const {
   return released && inside_.load() > 0;
 }
 
-void Port::fail(std::uint32_t seq, std::string why) noexcept {
-  state_->fail(kStatusDeadline, Failure{record_->name(), replay_of(seq), nullptr, std::move(why)});
+void Port::fail(std::uint32_t seq, std::string why, StatusCode code) noexcept {
+  state_->fail(code, Failure{record_->name(), replay_of(seq), nullptr, std::move(why)});
 }
 
 // Status first, then the answer (M5); who loses the claim writes nothing.
@@ -169,7 +178,17 @@ void Port::release(std::uint32_t seq, const std::string& why) {
   acknowledge(seq);
 }
 
+// The device stored it before it went on without an answer (M11).
+void Port::check_lease() noexcept {
+  if (!captured() || __atomic_load_n(words_.refused, __ATOMIC_ACQUIRE) == 0) return;
+  if (__atomic_exchange_n(words_.refused, 0, __ATOMIC_ACQ_REL) == 0) return;  // one tells
+  fail(closed() + 1,
+       "another executable of the captured graph was running, and its words are for one at a time",
+       kStatusLease);
+}
+
 bool Port::check(std::int64_t now_ns) {
+  check_lease();
   const std::uint64_t owner = owner_.load();
   if (words_.gave_up != nullptr && (owner & 3) == kOpen &&
       __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE) == seq_of(owner) && seq_of(owner) != 0) {

@@ -16,11 +16,16 @@ namespace graft::hostwork {
 
 class Worker;
 
-// Pinned words of one mailbox, each on a cache line of its own, private to one executable.
+// Pinned words of one mailbox, each on a cache line of its own, private to one executable, or of a
+// captured graph, whose executables a lease keeps apart (M11).
 struct MailboxWords {
   std::uint32_t* request = nullptr;  // written by the device: number of the request; 0: none
   std::uint32_t* ack = nullptr;      // written by the host: 1, or the number with `gave_up`
   std::uint32_t* gave_up = nullptr;  // written by a spinning kernel at its own deadline; or null
+  // Of a captured mailbox, else null: its status words, and a word that the device sets (the status
+  // being kStatusLease then) when it finds the mailbox in use by another executable.
+  std::int32_t* status = nullptr;
+  std::int32_t* refused = nullptr;
 };
 
 // Where results go: the work fills `scratch`, whoever wins the answer copies it to `output`.
@@ -49,6 +54,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
   // Is a request coming that is newer than `last` and than the last one answered?
   bool expecting(std::uint32_t last) const;
+  // In a captured graph, which anybody may launch: nobody says when a request is coming.
+  bool captured() const { return words_.status != nullptr; }
   // Does part `part` of a request; the last part to come answers. Called by worker threads.
   void serve(std::uint32_t seq, int part) noexcept;
   // Called by the watchdog only: releases what is overdue. Returns whether it must look again.
@@ -72,7 +79,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   void acknowledge(std::uint32_t seq) noexcept;
   bool last_part(std::uint32_t seq) noexcept;
   void release(std::uint32_t seq, const std::string& why);
-  void fail(std::uint32_t seq, std::string why) noexcept;
+  void fail(std::uint32_t seq, std::string why, StatusCode code = kStatusDeadline) noexcept;
+  void check_lease() noexcept;
   std::uint32_t closed() const;
   std::int64_t replay_of(std::uint32_t seq) const { return state_->base() + before_ + seq; }
 

@@ -33,6 +33,8 @@ namespace {
 
 using Core = Worker::Core;
 
+// Only captured graphs could ask, and none has for kPatience seconds: look every kPatientSleep.
+constexpr double kPatience = 20e-3, kPatientSleep = 500e-6;
 constexpr unsigned long kTimerSlackNs = 1000;  // the default of 50 us would double a short sleep
 
 struct Served {
@@ -74,14 +76,17 @@ void park(Core& core, std::uint64_t kicks) {
   --core.parked;
 }
 
-void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
+// `patient`: a request may come, but nobody said so.
+void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns, bool patient) {
   const double idle = static_cast<double>(monotonic_ns() - idle_since_ns) * 1e-9;
   if (options.spin || idle < options.spin_s) {
     for (int i = 0; i < 16; ++i) cpu_relax();
     return;
   }
-  const double whole = std::floor(options.sleep_s);
-  timespec t{static_cast<time_t>(whole), static_cast<long>((options.sleep_s - whole) * 1e9)};
+  const double sleep =
+      patient && idle > kPatience ? std::max(options.sleep_s, kPatientSleep) : options.sleep_s;
+  const double whole = std::floor(sleep);
+  timespec t{static_cast<time_t>(whole), static_cast<long>((sleep - whole) * 1e9)};
   nanosleep(&t, nullptr);
 }
 
@@ -94,7 +99,7 @@ void serve_forever(const std::shared_ptr<Core>& shared, int index) {
   while (true) {
     const std::uint64_t kicks = core.kicks.load();
     if (version != core.version.load() && !refresh(core, &mine, &version)) return;
-    bool any = false, expecting = false;
+    bool any = false, expecting = false, patient = true;
     for (Served& s : mine) {
       const std::uint32_t seq = s.port->request();
       if (seq != 0 && seq != s.last) {
@@ -103,12 +108,14 @@ void serve_forever(const std::shared_ptr<Core>& shared, int index) {
         if (index == 0) core.served.fetch_add(1, std::memory_order_relaxed);
         any = true;
       }
-      expecting = expecting || s.port->expecting(s.last);
+      const bool soon = s.port->expecting(s.last);
+      expecting = expecting || soon;
+      patient = patient && (!soon || s.port->captured());
     }
     if (any) {
       idle_since = monotonic_ns();
     } else if (expecting) {
-      pause_briefly(core.options, idle_since);
+      pause_briefly(core.options, idle_since, patient);
     } else {
       park(core, kicks);
       idle_since = monotonic_ns();

@@ -30,22 +30,24 @@ Result destroy(ResourceKind kind, std::uint64_t handle) {
   return kSuccess;
 }
 
+}  // namespace
+
 class ResourceEnd final : public Reapable {
  public:
   ResourceEnd(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
 
   void reap(std::vector<PyObject*>&) noexcept override {
     // A faulted context refuses every call; the handle then goes with the context.
-    if (destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
+    if (owned && destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
     live.fetch_sub(1);
   }
+
+  bool owned = true;  // set before the hand-over
 
  private:
   const ResourceKind kind_;
   const std::uint64_t handle_;
 };
-
-}  // namespace
 
 Resource::Resource(ResourceKind kind, std::uint64_t handle)
     : end_(new ResourceEnd(kind, handle)), handle_(handle) {
@@ -53,6 +55,8 @@ Resource::Resource(ResourceKind kind, std::uint64_t handle)
 }
 
 Resource::~Resource() { retire(end_); }
+
+void Resource::disown() noexcept { end_->owned = false; }
 
 std::int64_t live_resources() { return live.load(); }
 std::int64_t failed_frees() { return failed.load(); }

@@ -9,6 +9,8 @@ namespace graft::hostwork {
 
 enum class ResourceKind : int { kDeviceMemory, kPinnedMemory, kEvent, kStream, kModule, kGraph };
 
+class ResourceEnd;
+
 // Frees one driver handle when the last reference goes. The free happens on the reaper thread.
 class Resource {
  public:
@@ -18,9 +20,11 @@ class Resource {
   Resource& operator=(const Resource&) = delete;
 
   std::uint64_t handle() const { return handle_; }
+  // Somebody else frees the handle from now on.
+  void disown() noexcept;
 
  private:
-  Reapable* const end_;  // allocated up front: the destructor must not allocate
+  ResourceEnd* const end_;  // allocated up front: the destructor must not allocate
   const std::uint64_t handle_;
 };
 

@@ -19,6 +19,7 @@ enum StatusCode : std::int32_t {
   kStatusNative = 2,    // a native function reported failure or threw
   kStatusShutdown = 3,  // the interpreter is shutting down: Python is not entered any more
   kStatusDeadline = 4,  // a mailbox was not answered, or not reached, in time
+  kStatusLease = 5,     // two executables of one captured graph asked a mailbox at the same time
 };
 
 struct Failure {
@@ -47,7 +48,9 @@ void drop_later(PyObject* reference) noexcept;
 class GraphState : public std::enable_shared_from_this<GraphState> {
  public:
   // `status` points to two pinned int32 words that outlive this object, or is null.
-  explicit GraphState(std::int32_t* status) : status_(status) {}
+  explicit GraphState(std::int32_t* status) {
+    if (status != nullptr) status_.push_back(status);
+  }
   ~GraphState();
   GraphState(const GraphState&) = delete;
   GraphState& operator=(const GraphState&) = delete;
@@ -58,9 +61,12 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
     return parent != nullptr && parent->failed();
   }
 
-  // Failures count as the parent's too, and its failures stop the host steps here: this state
-  // belongs to a graph that became a child graph. False: it has another parent.
-  bool set_parent(std::shared_ptr<GraphState> parent);
+  // Failures count as the parent's too, its failures stop the host steps here, and its launches are
+  // launches of this state's graph, which became a child graph. False: it has another parent.
+  bool set_parent(const std::shared_ptr<GraphState>& parent);
+  // More words like `status`; whoever adds them takes them away again before they are freed.
+  void add_status(std::int32_t* words);
+  void remove_status(std::int32_t* words) noexcept;
   // Called with each first failure of a state without a parent, on the failing thread.
   void report_to(void (*report)(GraphState&)) { report_ = report; }
 
@@ -73,11 +79,11 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   void clear();
 
   // What is added to a record's count of runs to give the replay number of the executable.
-  std::int64_t base() const { return base_.load(std::memory_order_acquire); }
+  std::int64_t base() const;
   void set_base(std::int64_t base) { base_.store(base, std::memory_order_release); }
 
   // Launches of the definition by all of its executables.
-  std::int64_t launched() const { return launched_.load(std::memory_order_relaxed); }
+  std::int64_t launched() const;
   void count_launch() noexcept;
 
   void add_listener(std::weak_ptr<LaunchListener> listener);
@@ -86,13 +92,15 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
 
  private:
   bool note(StatusCode code, Failure failure) noexcept;
+  void store_status(std::int32_t code, std::int64_t replay) noexcept;
 
-  std::int32_t* const status_;
+  std::vector<std::int32_t*> status_;  // guarded by the mutex
   std::atomic<bool> failed_{false};
   std::atomic<std::int64_t> base_{0};
   std::atomic<std::int64_t> launched_{0};
   std::atomic<GraphState*> parent_{nullptr};
   std::shared_ptr<GraphState> keep_parent_;
+  std::int64_t joined_at_ = 0;  // launches of the parent before this became its child
   void (*report_)(GraphState&) = nullptr;
   mutable std::mutex listeners_mutex_;
   std::vector<std::weak_ptr<LaunchListener>> listeners_;

@@ -78,10 +78,13 @@ void watch_forever() {
 
 void watch(const std::shared_ptr<Port>& port) {
   Watchdog& w = watchdog();
-  const std::lock_guard<std::mutex> lock(w.mutex);
-  w.ports.push_back(port);
-  if (!w.started) std::thread(watch_forever).detach();
-  w.started = true;
+  {
+    const std::lock_guard<std::mutex> lock(w.mutex);
+    w.ports.push_back(port);
+    if (!w.started) std::thread(watch_forever).detach();
+    w.started = true;
+  }
+  wake_watchdog();  // nobody announces the launches of captured graphs
 }
 
 void wake_watchdog() noexcept {

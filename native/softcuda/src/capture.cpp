@@ -226,7 +226,7 @@ std::optional<CUresult> capture_launch(CUstream stream, const Exec& exec) {
   });
 }
 
-std::optional<CUresult> capture_record(CUstream stream, CUevent event, bool external) {
+std::optional<CUresult> capture_record(CUstream stream, CUevent event) {
   if (idle()) return std::nullopt;
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -238,15 +238,12 @@ std::optional<CUresult> capture_record(CUstream stream, CUevent event, bool exte
     return std::nullopt;
   }
   if (it->second.capture->invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-  if (external) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "event record nodes are not implemented");
-  }
   s.events[event] = it->second;
   settle(s);
   return CUDA_SUCCESS;
 }
 
-std::optional<CUresult> capture_wait(CUstream stream, CUevent event, bool external) {
+std::optional<CUresult> capture_wait(CUstream stream, CUevent event) {
   if (idle()) return std::nullopt;
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -256,9 +253,6 @@ std::optional<CUresult> capture_wait(CUstream stream, CUevent event, bool extern
     if (is_legacy(stream)) return forbid_legacy(s);
     if (of_stream == s.streams.end()) return std::nullopt;
     if (of_stream->second.capture->invalid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-    if (external) {
-      return refuse(CUDA_ERROR_NOT_SUPPORTED, "event wait nodes are not implemented");
-    }
     return invalidate(*of_stream->second.capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
                       "a captured stream waits for an event recorded outside of the capture");
   }

@@ -19,8 +19,8 @@ std::optional<CUresult> capture_fill(CUstream stream, const Work& work,
 std::optional<CUresult> capture_launch(CUstream stream, const Exec& exec);
 
 // Event record and wait: fork and join.
-std::optional<CUresult> capture_record(CUstream stream, CUevent event, bool external);
-std::optional<CUresult> capture_wait(CUstream stream, CUevent event, bool external);
+std::optional<CUresult> capture_record(CUstream stream, CUevent event);
+std::optional<CUresult> capture_wait(CUstream stream, CUevent event);
 void capture_forget_event(CUevent event);     // destroyed
 void capture_forget_stream(CUstream stream);  // destroyed: its capture is void
 

@@ -100,6 +100,8 @@ enum CUgraphNodeType : int {
   CU_GRAPH_NODE_TYPE_HOST = 3,
   CU_GRAPH_NODE_TYPE_GRAPH = 4,
   CU_GRAPH_NODE_TYPE_EMPTY = 5,
+  CU_GRAPH_NODE_TYPE_WAIT_EVENT = 6,
+  CU_GRAPH_NODE_TYPE_EVENT_RECORD = 7,
   CU_GRAPH_NODE_TYPE_BATCH_MEM_OP = 12,
   CU_GRAPH_NODE_TYPE_CONDITIONAL = 13,
 };
@@ -145,6 +147,8 @@ struct CUDA_HOST_NODE_PARAMS_v2 {
   unsigned syncMode;
   CUcontext ctx;
 };
+
+enum : int { CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE = 0, CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE = 1 };
 
 struct CUDA_CHILD_GRAPH_NODE_PARAMS {
   CUgraph graph;
@@ -275,6 +279,7 @@ struct CUgraphNodeParams {
     CUDA_BATCH_MEM_OP_NODE_PARAMS memOp;
     CUDA_HOST_NODE_PARAMS_v2 host;
     CUDA_CHILD_GRAPH_NODE_PARAMS graph;
+    CUevent event;  // of a record or wait node
     CUDA_CONDITIONAL_NODE_PARAMS conditional;
   };
   long long reserved2;
@@ -282,6 +287,10 @@ struct CUgraphNodeParams {
 static_assert(sizeof(CUgraphNodeParams) == 256, "driver ABI");
 
 // One entry point calls another across files.
+CUresult cuGraphAddEventRecordNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
+                                   size_t n, CUevent event);
+CUresult cuGraphAddEventWaitNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                                 CUevent event);
 CUresult cuGraphAddBatchMemOpNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
                                   size_t n, const CUDA_BATCH_MEM_OP_NODE_PARAMS* params);
 

@@ -156,6 +156,10 @@ std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
     auto op = std::make_unique<Op>();
     if (node.enabled) op->work = node.condition ? conditional_work(node, top) : node.work;
     op->program = program.get();
+    if (op->work.event) {
+      op->event_slot = static_cast<unsigned>(program->event_nodes.size());
+      program->event_nodes.push_back(op.get());
+    }
     op->indegree = static_cast<int>(node.dependencies.size());
     program->nodes.push_back(std::move(op));
   }
@@ -195,6 +199,9 @@ static CUresult instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   if (out == nullptr || flags > 15) return CUDA_ERROR_INVALID_VALUE;
   if (graph->captures.load() > 0) {
     return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
+  }
+  if (graph->moved || graph->body_of != nullptr) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph belongs to a node of another graph");
   }
   if ((flags & 4) != 0) {
     return refuse(CUDA_ERROR_NOT_SUPPORTED, "graphs launched from the device are not implemented");
@@ -327,7 +334,13 @@ SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
     work.program = exec->program;
   }
   if (auto r = capture_launch(stream_handle, *exec)) return *r;
+  for (const Op* node : work.program->event_nodes) {
+    if (node->work.event->destroyed.load()) {
+      return refuse(CUDA_ERROR_INVALID_HANDLE, "an event that the graph uses was destroyed");
+    }
+  }
   count_add(What::graph_launch);
+  work.events = launch_events(*work.program);
   enqueue(*stream, std::move(work), OpRef(), &exec->last);
   return CUDA_SUCCESS;
 }
@@ -350,6 +363,9 @@ SC_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph_handle
   std::shared_ptr<Graph> graph = graphs().get(graph_handle);
   if (!exec || !graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no graph");
   if (info == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (graph->moved) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph belongs to a node of another graph");
+  }
   *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_SUCCESS, nullptr, nullptr};
   auto references = std::make_shared<References>();
   std::vector<FlatNode> flat;

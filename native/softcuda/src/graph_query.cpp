@@ -8,9 +8,10 @@ using namespace softcuda;
 
 namespace {
 const char* type_name(CUgraphNodeType type) {
-  static const char* const names[] = {"kernel", "memcpy", "memset", "host", "graph", "empty"};
+  static const char* const names[] = {"kernel", "memcpy", "memset",     "host",
+                                      "graph",  "empty",  "event wait", "event record"};
   if (type == CU_GRAPH_NODE_TYPE_BATCH_MEM_OP) return "memory operation";
-  return type >= 0 && type <= CU_GRAPH_NODE_TYPE_EMPTY ? names[type] : "other";
+  return type >= 0 && type <= CU_GRAPH_NODE_TYPE_EVENT_RECORD ? names[type] : "other";
 }
 
 // The two-call protocol: null asks for the count, an array takes at most *n and the rest is null.

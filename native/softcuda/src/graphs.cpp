@@ -81,21 +81,20 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
 }
 
 // Child graphs are reachable through handles of their own; forget those first.
-static void forget_children(Graph& graph) {
-  for (auto& node : graph.nodes) {
-    for (auto& body : node->bodies) {
-      forget_children(*body);
-      graphs().take(body->handle);
-    }
-    if (!node->child) continue;
-    forget_children(*node->child);
-    graphs().take(node->child->handle);
+static void forget_children(Node& node) {
+  for (auto& body : node.bodies) {
+    for (auto& inner : body->nodes) forget_children(*inner);
+    graphs().take(body->handle);
   }
+  if (!node.child) return;
+  for (auto& inner : node.child->nodes) forget_children(*inner);
+  graphs().take(node.child->handle);
 }
 
 std::shared_ptr<Graph> take_graph(CUgraph handle) {
   std::shared_ptr<Graph> graph = graphs().take(handle);
-  if (graph) forget_children(*graph);
+  if (!graph) return graph;
+  for (auto& node : graph->nodes) forget_children(*node);
   return graph;
 }
 
@@ -146,6 +145,9 @@ SC_EXPORT CUresult cuGraphDestroy(CUgraph handle) {
   if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
   if (graph->captures.load() > 0) {
     return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
+  }
+  if (graph->moved || graph->body_of != nullptr) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph belongs to a node of another graph");
   }
   take_graph(handle);
   return CUDA_SUCCESS;
@@ -232,6 +234,9 @@ SC_EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode* out, CUgraph graph,
   SC_API(cuGraphAddChildGraphNode, 0);
   std::shared_ptr<Graph> original = graphs().get(child);
   if (!original) return refuse(CUDA_ERROR_INVALID_HANDLE, "the child is not a graph");
+  if (original->moved) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the child was moved into another graph");
+  }
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   {
@@ -246,6 +251,35 @@ SC_EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode* out, CUgraph graph,
   CUresult r = add_node(out, graph, deps, n, std::move(node));
   if (r == CUDA_SUCCESS) made->handle = graphs().add(made);
   return r;
+}
+
+static bool contains(const Graph& top, const Graph* wanted) {
+  if (&top == wanted) return true;
+  for (auto& node : top.nodes) {
+    if (node->child && contains(*node->child, wanted)) return true;
+    for (auto& body : node->bodies) {
+      if (contains(*body, wanted)) return true;
+    }
+  }
+  return false;
+}
+
+// The child itself becomes the node's, with its references and its handle (G7).
+static CUresult move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                           CUgraph child) {
+  std::shared_ptr<Graph> moving = graphs().get(child);
+  std::shared_ptr<Graph> into = graphs().get(graph);
+  if (!moving || !into) return refuse(CUDA_ERROR_INVALID_HANDLE, "the child is not a graph");
+  if (moving->moved || moving->body_of != nullptr || moving->captures.load() > 0 ||
+      contains(*moving, into.get())) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the child belongs to another graph or is captured to");
+  }
+  auto node = std::make_shared<Node>();
+  node->type = CU_GRAPH_NODE_TYPE_GRAPH;
+  node->child = moving;
+  if (CUresult r = add_node(out, graph, deps, n, std::move(node)); r != CUDA_SUCCESS) return r;
+  moving->moved = true;
+  return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
@@ -274,11 +308,18 @@ SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgr
       return cuGraphAddMemsetNode(out, graph, deps, n, &params->memset, nullptr);
     case CU_GRAPH_NODE_TYPE_CONDITIONAL:
       return add_conditional(out, graph, deps, n, &params->conditional);
+    case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
+      return cuGraphAddEventWaitNode(out, graph, deps, n, params->event);
+    case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
+      return cuGraphAddEventRecordNode(out, graph, deps, n, params->event);
     case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
       return cuGraphAddBatchMemOpNode(out, graph, deps, n, &params->memOp);
     case CU_GRAPH_NODE_TYPE_GRAPH: {
-      if (params->graph.ownership != 0) {
-        return refuse(CUDA_ERROR_NOT_SUPPORTED, "moving a child graph is not implemented");
+      if (params->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
+        return move_child(out, graph, deps, n, params->graph.graph);
+      }
+      if (params->graph.ownership != CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE) {
+        return refuse(CUDA_ERROR_INVALID_VALUE, "no such ownership of a child graph");
       }
       CUresult r = cuGraphAddChildGraphNode(out, graph, deps, n, params->graph.graph);
       if (r == CUDA_SUCCESS) {
@@ -341,6 +382,7 @@ SC_EXPORT CUresult cuGraphDestroyNode(CUgraphNode handle) {
     return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
   }
   graph_nodes().take(handle);
+  forget_children(*node);
   auto& nodes = node->graph->nodes;
   for (auto& other : nodes) {
     auto& list = other->dependencies;

@@ -75,6 +75,7 @@ struct Graph {
   std::vector<std::shared_ptr<Node>> nodes;
   std::shared_ptr<References> references = std::make_shared<References>();
   Graph* body_of = nullptr;  // of a conditional's body: the graph the conditional is in
+  bool moved = false;        // into a parent, which owns it (G7)
   std::vector<std::shared_ptr<Condition>> conditions;
   std::atomic<int> captures{0};  // stream captures that go on into this graph
 };

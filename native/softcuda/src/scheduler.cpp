@@ -105,6 +105,21 @@ void set_event(Event& event, OpRef op) {
   event.op = std::move(op);
 }
 
+std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
+  if (program.event_nodes.empty()) return nullptr;
+  auto made = std::make_shared<LaunchEvents>(program.event_nodes.size());
+  std::lock_guard<std::mutex> lock(g_mutex);
+  for (const Op* node : program.event_nodes) {
+    if (node->work.kind == WorkKind::event_wait) (*made)[node->event_slot] = node->work.event->op;
+  }
+  for (const Op* node : program.event_nodes) {
+    if (node->work.kind != WorkKind::event_record) continue;
+    // Its first reference is dropped by finish(), as that of any operation (S3).
+    (*made)[node->event_slot] = node->work.event->op = OpRef(new Op);
+  }
+  return made;
+}
+
 OpRef event_op(Event& event) {
   std::lock_guard<std::mutex> lock(g_mutex);
   return event.op;
@@ -195,9 +210,29 @@ void finish(Op* op, std::vector<Op*>* ready) {
   }
 }
 
+const OpRef& event_of(const Op& node) {
+  return (*node.program->launch->work.events)[node.event_slot];
+}
+
+// False: what the node waits for is not done yet, and wakes it (V2).
+bool begin_wait(Op* op) {
+  Op* before = event_of(*op).get();
+  if (before == nullptr) return true;
+  std::lock_guard<std::mutex> lock(g_mutex);
+  if (before->done) return true;
+  op->pending.store(1, std::memory_order_relaxed);
+  before->successors.push_back(op);
+  return false;
+}
+
 void begin_launch(Op* op, std::vector<Op*>* ready) {
   Program& program = *op->work.program;
   if (program.nodes.empty() || sticky() != CUDA_SUCCESS) {
+    for (const Op* node : program.event_nodes) {  // who waits for them wakes all the same
+      if (node->work.kind != WorkKind::event_record) continue;
+      const OpRef signal = (*op->work.events)[node->event_slot];
+      finish(signal.get(), ready);
+    }
     finish(op, ready);
     return;
   }
@@ -216,7 +251,8 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   Op* mine = nullptr;
   for (size_t i = 0; i < ready->size(); ++i) {
     Op* op = (*ready)[i];
-    if (op->work.kind != WorkKind::none && queue_blocked(op)) continue;
+    const bool event = op->work.kind >= WorkKind::event_record;
+    if (op->work.kind != WorkKind::none && !event && queue_blocked(op)) continue;
     switch (op->work.kind) {
       case WorkKind::none:
         finish(op, ready);
@@ -229,6 +265,13 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
         break;
       case WorkKind::host:
         push_host(op);
+        break;
+      case WorkKind::event_record:
+        finish(event_of(*op).get(), ready);
+        finish(op, ready);
+        break;
+      case WorkKind::event_wait:
+        if (begin_wait(op)) finish(op, ready);
         break;
       case WorkKind::memop:
         if (start_memops(op)) finish(op, ready);

@@ -49,7 +49,23 @@ struct HostWork {
   void* data = nullptr;
 };
 
-enum class WorkKind : uint8_t { none, kernel, copy, fill, host, graph, memop, conditional };
+enum class WorkKind : uint8_t {
+  none,
+  kernel,
+  copy,
+  fill,
+  host,
+  graph,
+  memop,
+  conditional,
+  event_record,
+  event_wait
+};
+
+class OpRef;
+// What the event nodes of one launch stand for, in the order of Program::event_nodes: of a record
+// node the operation that the event now names, of a wait node the one that is waited for.
+using LaunchEvents = std::vector<OpRef>;
 
 // What one op does. A graph node's Work is built when the node is added or updated and shared.
 struct Work {
@@ -61,6 +77,8 @@ struct Work {
   std::shared_ptr<const ConditionalWork> conditional;
   HostWork host;
   std::shared_ptr<Program> program;
+  std::shared_ptr<Event> event;                // of a graph's event node
+  std::shared_ptr<const LaunchEvents> events;  // of a graph launch
 };
 
 // One unit of the op graph: a stream operation (its own object) or a node of a Program.
@@ -76,6 +94,7 @@ struct Op {
   Program* program = nullptr;
   std::vector<unsigned> next;  // indices of dependent nodes
   int indegree = 0;
+  unsigned event_slot = 0;  // of an event node: its place in LaunchEvents
   // Progress of a kernel: blocks handed out, workers inside.
   std::atomic<uint64_t> next_block{0};
   std::atomic<int> users{0};
@@ -110,7 +129,9 @@ struct Stream {
 };
 
 struct Event {
+  void* handle = nullptr;
   unsigned flags = 0;
+  std::atomic<bool> destroyed{false};
   OpRef op;  // what was last recorded; guarded by the scheduler's mutex
 };
 
@@ -121,11 +142,13 @@ struct Program {
   std::atomic<int> remaining{0};
   Op* launch = nullptr;  // the stream operation, or the conditional node whose body this is
   std::vector<std::pair<unsigned*, unsigned>> defaults;  // stored when a launch begins
+  std::vector<Op*> event_nodes;
   std::shared_ptr<void> keep;  // user-object references held for this plan
 };
 
 // null for an unknown handle; the legacy stream for NULL and CU_STREAM_LEGACY.
 std::shared_ptr<Stream> find_stream(CUstream handle);
+std::shared_ptr<Event> find_event(CUevent handle);  // null for an unknown one
 Handles<Stream>& streams();
 
 // Appends `work` to the stream; `after` adds one more dependency, `serial` is a slot that orders
@@ -136,6 +159,9 @@ void abandon(Stream& stream);  // destroyed; what is queued still runs
 bool is_done(const OpRef& op);
 uint64_t finished_ns(const OpRef& op);
 void set_event(Event& event, OpRef op);
+// Prepares a launch's event nodes: waits name what was recorded before the launch, then the events
+// of record nodes name this launch (V1). Null when there are none.
+std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
 OpRef event_op(Event& event);
 // Block until done, or until a fault; returns the sticky error if any.
 CUresult wait_op(const OpRef& op, const char* what);

@@ -8,6 +8,19 @@ Handles<Event>& events() {
   return h;
 }
 }  // namespace
+
+std::shared_ptr<Event> find_event(CUevent handle) { return events().get(handle); }
+
+// Of an event that is used as an external one: the node a capture gets. No value: there is no
+// capture, where the flag is invalid.
+static CUresult capture_external(CUstream stream, CUgraphNodeType type, WorkKind kind,
+                                 std::shared_ptr<Event> event) {
+  Work work;
+  work.kind = kind;
+  work.event = std::move(event);
+  if (auto r = capture_work(stream, type, work)) return *r;
+  return refuse(CUDA_ERROR_INVALID_VALUE, "the external flag is for capturing streams");
+}
 }  // namespace softcuda
 
 using namespace softcuda;
@@ -71,7 +84,10 @@ SC_EXPORT CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsi
   std::shared_ptr<Event> event = events().get(event_handle);
   if (!stream || !event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream or not an event");
   if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
-  if (auto r = capture_wait(handle, event_handle, flags == 1)) return *r;
+  if (flags == 1) {
+    return capture_external(handle, CU_GRAPH_NODE_TYPE_WAIT_EVENT, WorkKind::event_wait, event);
+  }
+  if (auto r = capture_wait(handle, event_handle)) return *r;
   OpRef op = event_op(*event);
   if (op) enqueue(*stream, Work(), op);  // an event never recorded is complete
   return CUDA_SUCCESS;
@@ -137,14 +153,17 @@ SC_EXPORT CUresult cuEventCreate(CUevent* out, unsigned flags) {
   }
   auto event = std::make_shared<Event>();
   event->flags = flags;
-  *out = static_cast<CUevent>(events().add(event));
+  event->handle = events().add(event);
+  *out = static_cast<CUevent>(event->handle);
   live_add(Kind::event, 1);
   return CUDA_SUCCESS;
 }
 
 SC_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
   SC_API(cuEventDestroy, 0);
-  if (!events().take(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an event");
+  std::shared_ptr<Event> event = events().take(handle);
+  if (!event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an event");
+  event->destroyed.store(true);
   live_add(Kind::event, -1);
   capture_forget_event(handle);
   return CUDA_SUCCESS;
@@ -154,7 +173,10 @@ static CUresult record(CUevent event_handle, CUstream handle, bool external) {
   std::shared_ptr<Stream> stream = find_stream(handle);
   std::shared_ptr<Event> event = events().get(event_handle);
   if (!stream || !event) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream or not an event");
-  if (auto r = capture_record(handle, event_handle, external)) return *r;
+  if (external) {
+    return capture_external(handle, CU_GRAPH_NODE_TYPE_EVENT_RECORD, WorkKind::event_record, event);
+  }
+  if (auto r = capture_record(handle, event_handle)) return *r;
   set_event(*event, enqueue(*stream, Work()));
   return CUDA_SUCCESS;
 }

@@ -1,0 +1,153 @@
+"""Child graphs that are moved, not copied: mailboxes, conditionals, cells and all."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from lifetime_util import Step, released, settled
+
+from graft.cudagraph import children
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import HostWorkError, OptionError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.mailbox import MailboxWorker
+
+LIMIT_S = 60.0
+TEXT = """
+extern "C" __global__ void unless(const int* status, int* data) { if (!status[0]) *data += 1; }
+"""
+
+
+def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream: Stream) -> None:
+    """What cannot be copied runs in the parent, is answered there, and lives with it."""
+    answers = [0]
+
+    def work(out: np.ndarray) -> None:
+        answers[0] += 1
+        out[:] = answers[0]
+
+    watch = weakref.ref(work)
+    output, result = device.pinned((4,), "int32"), device.zeros((4,), "int32")
+    child = Graph(device, "child")
+    lane = child.lane("grammar")
+    lane.mailbox(work, output=output, worker=MailboxWorker())
+    lane.if_(child.condition(1), name="always").lane("inside").fill(result, 0)
+    lane.copy(result, output)
+    parent = Graph(device, "parent")
+    before, after = Step(), Step()
+    parent.lane("main").host(before)
+    with pytest.raises(OptionError, match="'child' cannot be"):
+        parent.add_child(child)
+    parent.add_child(child, name="moved", move=True)
+    parent.lane("main").host(after)
+    run = parent.instantiate()
+    del child, lane, parent, work, output
+    gc.collect()
+    for i in range(1, 21):
+        run.launch(stream)
+        run.synchronize(LIMIT_S)
+        assert result.to_host().tolist() == [i] * 4
+    assert before.calls == after.calls == 20
+    run.close()
+    del run
+    count = settled()
+    gc.collect()
+    released(count)
+    assert watch() is None
+
+
+def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> None:
+    """Editing, instantiating, cloning or moving it again is refused by both names."""
+    child, parent = Graph(device, "small"), Graph(device, "large")
+    child.lane("x").fill(device.zeros((1,), "int32"))
+    parent.add_child(child, move=True)
+    for attempt in (
+        lambda: child.lane("x").host(print),
+        child.instantiate,
+        child.clone,
+        lambda: parent.add_child(child, move=True),
+        lambda: Graph(device, "third").add_child(child),
+    ):
+        with pytest.raises(OptionError, match=r"'small'.*'large'"):
+            attempt()
+    with pytest.raises(OptionError, match=r"'large'.*holds that graph"):
+        parent.add_child(parent, move=True)
+    busy = Graph(device, "busy")
+    busy.lane("x").fill(device.zeros((1,), "int32"))
+    run = busy.instantiate()
+    with pytest.raises(OptionError, match=r"'busy'.*open executable"):
+        parent.add_child(busy, move=True)
+    run.close()
+
+
+def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Stream) -> None:
+    """A step of a moved child fails the parent's replay by its number; both statuses say so."""
+    kernel = load_text(device, TEXT, "moves_test.cu")["unless"]
+    good = [device.zeros((1,), "int32") for _ in range(2)]
+    fail, calls = [False], [0]
+
+    def step(value: object) -> None:
+        calls[0] += 1
+        if fail[0]:
+            raise ValueError(f"cell {value}")
+
+    child = Graph(device, "child")
+    cell = child.cell("first", name="payload")
+    child.lane("x").host(step, name="inner", cell=cell)
+    early = child.instantiate()  # it ran alone before: its records have counted
+    for _ in range(3):
+        early.launch(stream)
+    early.synchronize(LIMIT_S)
+    early.close()
+    child.lane("x").kernel(kernel, 1, 1, [child.status, good[0]])
+    parent = Graph(device, "parent")
+    parent.add_child(child, move=True)
+    parent.lane("main").kernel(kernel, 1, 1, [parent.status, good[1]])
+    run = parent.instantiate()
+    run.launch(stream)
+    run.launch(stream)
+    run.synchronize(LIMIT_S)
+    fail[0] = True
+    run.set(cell, "second")
+    run.launch(stream)
+    with pytest.raises(HostWorkError, match="cell second") as failed:
+        run.synchronize(LIMIT_S)
+    assert (failed.value.node, failed.value.replay) == ("inner", 3)
+    assert child.status.array[0] == parent.status.array[0] == 1
+    assert [g.to_host()[0] for g in good] == [2, 2] and calls == [6]
+    fail[0] = False
+    run.clear(LIMIT_S)
+    assert child.status.array[0] == parent.status.array[0] == 0
+    run.launch(stream)
+    run.synchronize(LIMIT_S)
+    assert [g.to_host()[0] for g in good] == [3, 3]
+    run.close()
+
+
+def test_without_moves_a_child_is_copied_or_refused(
+    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older driver: the child is copied and given up all the same, or refused by the node."""
+    monkeypatch.setattr(children, "can_move", lambda: False)
+    step = Step()
+    before = settled()
+    child, parent = Graph(device, "child"), Graph(device, "parent")
+    child.lane("x").host(step)
+    parent.add_child(child, move=True)
+    released(before + 1)  # the original's record; the copy has one of its own
+    with pytest.raises(OptionError, match="'child' was moved into 'parent'"):
+        child.instantiate()
+    run = parent.instantiate()
+    run.launch(stream)
+    run.synchronize(LIMIT_S)
+    assert step.calls == 1
+    choosing = Graph(device, "choosing")
+    choosing.lane("x").if_(choosing.condition(1), name="choice")
+    with pytest.raises(OptionError, match="'choice' is a conditional"):
+        parent.add_child(choosing, move=True)
+    choosing.instantiate().close()  # refused, it is still its owner's
+    run.close()
