@@ -2,7 +2,7 @@
 
 No thread of the driver's takes part, so host work is neither serialised with other host functions
 nor woken through the driver; and a wait that nobody answers is released at a deadline. The rules
-stand in ``native/hostwork/INVARIANTS.md`` (M1 to M10).
+stand in ``native/hostwork/INVARIANTS.md`` (M1 to M12).
 """
 
 from __future__ import annotations

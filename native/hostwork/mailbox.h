@@ -1,6 +1,6 @@
 // A mailbox: the device posts a request, a worker of ours answers, the device goes on.
 //
-// INVARIANTS.md states the rules: M1 to M10.
+// INVARIANTS.md states the rules: M1 to M12.
 #pragma once
 
 #include <atomic>
