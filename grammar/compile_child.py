@@ -24,9 +24,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-__all__ = ["compile_native", "receive", "register_types", "send", "tokenizer_info"]
+__all__ = [
+    "compile_native", "read_native", "receive", "register_types", "send", "tokenizer_info",
+]  # fmt: skip
 
-_TYPES = ("TokenizerInfo", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
+_TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type: tokens are given as bytes
 _PR_SET_PDEATHSIG = 1
 
@@ -66,6 +68,18 @@ def compile_native(
         options = json.loads(text)
         text = f"{root} ::= " + " | ".join(_quote(option) for option in options)
     return compiler.compile_grammar_from_strings(text, root)
+
+
+def read_native(types: Any, kind: str, text: str, root: str) -> None:
+    """Read a grammar without compiling it for a vocabulary; a refusal is a RuntimeError."""
+    if kind == "regex":
+        types.Grammar.from_regex(text, False)
+    elif kind == "lark":
+        types.Grammar.from_lark(text, [], [])
+    elif kind == "ebnf":
+        types.Grammar.from_ebnf(text, root)
+    elif kind == "structural_tag":
+        types.Grammar.from_structural_tag(_structural_tag(text))
 
 
 def _quote(text: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from .preflight import parser_limits
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-__all__ = ["LLGuidanceBackend", "grammar_text", "library"]
+__all__ = ["LLGuidanceBackend", "grammar_text", "library", "objection"]
 
 _RELEASE = "1.9."
 _MATCHER_BYTES = 64 << 10  # LLGuidance does not tell
@@ -74,12 +75,26 @@ def grammar_text(spec: GrammarSpec) -> str:
         return _lark(_structural_tag(spec.text))
     if spec.root != "root":
         raise GrammarError(f"ebnf: LLGuidance starts from the rule root, not {spec.root!r}")
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return _lark(any_to_lark(spec.text))
-    except (GbnfToLarkError, ValueError, AssertionError, IndexError) as error:
+    except Exception as error:  # the converter raises whatever comes, Exception itself too
         raise GrammarError(f"ebnf: {clean_message(error)}") from error
+
+
+def objection(message: str, kind: str) -> str:
+    """LLGuidance's reason in one sentence, with the place only where it is one of the user's."""
+    lines = message.strip().split("\n")
+    reasons = [line[len("error: ") :] for line in lines if line.startswith("error: ")]
+    text = re.split(r"\s\d+ \| ", clean_message(message))[0]
+    if reasons:  # of a regex: an excerpt stands before it
+        text = re.split(r" \(in regex\)|: regex parse error", text)[0] + f": {reasons[0]}"
+    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", text)
+    if place:  # graft's own first line is not the user's
+        where = f"line {int(place[1]) - 1}, column {place[2]}: " if kind == "lark" else ""
+        text = where + text[place.end() :]
+    return text
 
 
 def _lark(text: str) -> str:
@@ -235,7 +250,7 @@ class LLGuidanceBackend:
         failed, said = self._library.LLMatcher.validate_grammar_with_warnings(
             text, limits=parser_limits()
         )
-        ignored = list(dict.fromkeys(clean_message(line) for line in said))
+        ignored = list(dict.fromkeys(objection(line, spec.kind) for line in said))
         if failed:
             raise GrammarError(f"{spec.kind}: {' '.join(ignored)}")
         if ignored and not spec.partial:
@@ -247,18 +262,18 @@ class LLGuidanceBackend:
     def _handle(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]) -> Any:
         from graft.native import _native
 
-        text = compiled.native.text
+        text, kind = compiled.native.text, compiled.spec.kind
         if not self._native:
             handle = self._library.LLMatcher(
                 self._tokenizer, text, log_level=0, limits=parser_limits()
             )
             if handle.is_error():
-                raise GrammarError(f"{compiled.spec.kind}: {clean_message(handle.get_error())}")
+                raise GrammarError(f"{kind}: {objection(handle.get_error(), kind)}")
             return handle
         try:
             return _native.guide.LLGuidanceMatcher(self._tokenizer, text, stop_ids)
         except RuntimeError as error:
-            raise GrammarError(f"{compiled.spec.kind}: {clean_message(error)}") from None
+            raise GrammarError(f"{kind}: {objection(str(error), kind)}") from None
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start of the grammar, independent of all others.

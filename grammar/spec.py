@@ -48,6 +48,8 @@ class StructuralTag:
 class GrammarSpec:
     """A validated, hashable grammar text. Build one with the class methods.
 
+    They refuse what no installed backend can read; made directly, it is read when compiled.
+
     Attributes
     ----------
     kind
@@ -197,14 +199,14 @@ class GrammarSpec:
     def regex(cls, pattern: str) -> GrammarSpec:
         """Text that matches the whole pattern. An empty pattern is refused."""
         _check_text("regex", pattern)
-        return cls("regex", pattern)
+        return _check_syntax(cls("regex", pattern))
 
     @classmethod
     def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
         """A grammar in XGrammar's EBNF (GBNF), started from the rule ``root``."""
         _check_text("EBNF", text)
         _check_text("EBNF root rule", root)
-        return cls("ebnf", text, root=root)
+        return _check_syntax(cls("ebnf", text, root=root))
 
     @classmethod
     def choice(cls, options: Sequence[str]) -> GrammarSpec:
@@ -225,7 +227,7 @@ class GrammarSpec:
     def lark(cls, text: str) -> GrammarSpec:
         """A grammar in the Lark dialect of the backend, started from the rule ``start``."""
         _check_text("Lark", text)
-        return cls("lark", text)
+        return _check_syntax(cls("lark", text))
 
     @classmethod
     def structural_tag(
@@ -269,20 +271,16 @@ class GrammarSpec:
         for trigger in triggers:
             if not any(tag.begin.startswith(trigger) for tag in tags):
                 raise GrammarError(f"structural tag: no tag begins with the trigger {trigger!r}")
-        return cls(
-            "structural_tag",
-            json.dumps(
-                {
-                    "triggers": list(dict.fromkeys(triggers)),
-                    "tags": [
-                        {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
-                        for tag in tags
-                    ],
-                    "at_least_one": bool(at_least_one),
-                },
-                ensure_ascii=False,
-            ),
-        )
+        parts = {
+            "triggers": list(dict.fromkeys(triggers)),
+            "tags": [
+                {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
+                for tag in tags
+            ],
+            "at_least_one": bool(at_least_one),
+        }
+        text = json.dumps(parts, ensure_ascii=False)
+        return _check_syntax(cls("structural_tag", text))
 
     def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
         """This grammar after free text that ends with ``marker``, as reasoning models write it.
@@ -326,6 +324,12 @@ def _unenforced(found: list[str]) -> GrammarError:
     return GrammarError(
         f"JSON schema: cannot be enforced: {named} (partial=True takes the schema all the same)"
     )
+
+
+def _check_syntax(spec: GrammarSpec) -> GrammarSpec:
+    from .syntax import check_syntax  # which asks backends, which build on this module
+
+    return check_syntax(spec)
 
 
 def _check_text(what: str, text: object) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.spec import GrammarSpec, StructuralTag
 from graft.tools import cli, generate
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -83,6 +84,97 @@ def test_two_grammars_in_a_row_are_refused(tmp_path):
         requests_of("--prompts", str(rows))
 
 
+TAGS = {"tags": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+        "triggers": ["<f"]}
+LARK = 'start: NUM "+" NUM\nNUM: /[0-9]{1,2}/'
+
+
+@pytest.mark.parametrize(("flag", "text", "grammar"), [
+    ("--lark", LARK, GrammarSpec.lark(LARK)),
+    ("--ebnf", 'root ::= "a"', GrammarSpec.ebnf('root ::= "a"')),
+    ("--structural-tag", json.dumps(TAGS), GrammarSpec.structural_tag(
+        [StructuralTag.of("<f>", {"type": "integer"}, "</f>")], ["<f"])),
+    ("--json-object", None, GrammarSpec.json_object()),
+    ("--regex", None, GrammarSpec.regex("a+")),
+    ("--choice", None, GrammarSpec.choice(["x", "y"])),
+])
+def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
+    """Each flag, and the key of that name in a row, makes its grammar; --after goes with each."""
+    values = {"--json-object": [], "--regex": ["a+"], "--choice": ["x,y"]}
+    if text is not None:
+        (tmp_path / "g").write_text(text)
+        values[flag] = [str(tmp_path / "g")]
+    ((request, _, _),) = requests_of("--prompt", "p", flag, *values[flag])
+    assert request.grammar == grammar
+    ((request, _, _),) = requests_of("--prompt", "p", flag, *values[flag], "--after", "</think>")
+    assert request.grammar == grammar.after("</think>")
+
+    key = flag[2:].replace("-", "_")
+    value = {"regex": "a+", "choice": ["x", "y"], "json_object": True}.get(key, text)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps(row) for row in (
+        {"prompt": "p", key: value}, {"prompt": "p", key: value, "after": 7}, {"prompt": "p"})))
+    first, second, third = requests_of("--prompts", str(rows), "--after", "###")
+    assert first.request.grammar == grammar.after("###")
+    assert second.request.grammar == grammar.after(7)
+    assert third.request.grammar is None
+    *_, third = requests_of("--prompts", str(rows), flag, *values[flag])
+    assert third.request.grammar == grammar
+
+
+def test_a_row_names_its_backend(tmp_path):
+    """A row's backend goes with its grammar: routed for a schema, as it stands for the others."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps(row) for row in (
+        {"prompt": "p", "schema": SCHEMA, "backend": "llguidance"},
+        {"prompt": "p", "lark": LARK, "backend": "llguidance"},
+        {"prompt": "p", "regex": "a+", "backend": "auto"})))
+    schema, lark, regex = [one.request.grammar for one in requests_of("--prompts", str(rows))]
+    assert schema == GrammarSpec.json_schema(SCHEMA, backend="llguidance")
+    assert lark.backend == "llguidance" and regex == GrammarSpec.regex("a+")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--regex", "a(b"], r"--regex a\(b: regex: .*parenthesis"),
+    (["--choice", "a,,b"], "--choice a,,b: choice option: is empty"),
+    (["--lark", "FILE"], r"--lark \S+: lark: line 1, column 4"),
+    (["--ebnf", "FILE"], r"--ebnf \S+: ebnf: "),
+    (["--schema", "FILE"], r"--schema \S+: JSON schema: the text is not JSON"),
+    (["--structural-tag", "FILE"], r"--structural-tag \S+: structural tag: .* not JSON"),
+    (["--structural-tag", "/no/such/file"], "--structural-tag /no/such/file: "),
+    (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
+    (["--after", "###"], "--after ###: after names the end of free text"),
+])
+def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, arguments, said):
+    """What cannot be a grammar is refused by the flag and its value, before a model is opened."""
+    (tmp_path / "bad").write_text("no grammar: (")
+    arguments = [str(tmp_path / "bad") if a == "FILE" else a for a in arguments]
+    with pytest.raises(OptionError, match=said):
+        requests_of("--prompt", "x", *arguments)
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    ([], "must be an object, not list"),
+    ({"tags": 3}, "must be lists"),
+    ({"tags": [{"begin": "<"}], "triggers": ["<"]}, "needs begin, schema and end"),
+    ({"tags": [], "triggers": [], "x": 1}, "unknown x"),
+    ({"tags": [], "triggers": []}, "at least one"),
+])
+def test_structural_tags_of_a_wrong_form_are_refused(tmp_path, value, said):
+    """A structural tag says what is wrong with its form, in a row for that row alone."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "p", "structural_tag": value}) + '\n{"prompt": "q"}\n')
+    bad, good = requests_of("--prompts", str(rows))
+    assert bad.refusal is not None and said in bad.refusal and good.refusal is None
+
+
+def test_output_after_a_marker_is_checked_without_the_free_text():
+    """What stands before the marker does not decide over validity; without it nobody can tell."""
+    ((request, choices, refusal),) = requests_of("--prompt", "x", "--choice", "a,b", "--after", "#")
+    asked = generate.Asked(request, choices, refusal)
+    assert [asked.is_valid(text) for text in ("so#a", "so#c", "so")] == [True, False, None]
+
+
 @pytest.mark.parametrize("arguments", [
     ["--prompt", "x", "--model", "/no/such/model"],
     ["--prompt", "x", "--draft", "/no/such/drafter"],
@@ -140,11 +232,13 @@ def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
         {"prompt": "Say yes or no.", "choice": ["yes", "no"]},
         {"prompt": "pages: 72\nGive only the pages.", "regex": "[0-9]{1,4}"},
         {"prompt": "Bits.", "ebnf": 'root ::= ("0" | "1") ("0" | "1")'},
+        {"prompt": "Sum?", "lark": LARK, "backend": "llguidance"},
     )))
-    status, said = run_json(capsys, "--prompts", str(rows))
+    status, said = run_json(capsys, "--prompts", str(rows), "--backend", "auto")
     assert status == 0
-    assert [output["id"] for output in said["outputs"]] == ["0", "1", "2", "3"]
-    assert [output["valid"] for output in said["outputs"]] == [True, True, True, None]
+    assert [output["id"] for output in said["outputs"]] == ["0", "1", "2", "3", "4"]
+    assert [output["valid"] for output in said["outputs"]] == [True, True, True, None, None]
+    assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", said["outputs"][4]["text"])
     assert said["outputs"][3]["text"] in {"00", "01", "10", "11"}
 
 

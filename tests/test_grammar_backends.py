@@ -160,7 +160,7 @@ def test_grammars_that_a_backend_refuses(backend):
     """A grammar with an error is refused in one sentence, here and by the compile service."""
     service = GrammarService(vocabulary(), backend.name.lower())
     try:
-        for spec in (GrammarSpec.regex("(a"), GrammarSpec.lark("start: missing_rule")):
+        for spec in (GrammarSpec("regex", "(a"), GrammarSpec("lark", "start: missing_rule")):
             with pytest.raises(GrammarError) as here:
                 backend.compile(spec)
             there = service.submit(spec).exception()

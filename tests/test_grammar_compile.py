@@ -69,8 +69,8 @@ def test_equal_specs_share_one_future_that_nobody_can_cancel(service):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        (GrammarSpec.regex("a(b"), "parenthesis is not closed"),
-        (GrammarSpec.ebnf("root ::= x"), '"x" is not defined'),
+        (GrammarSpec("regex", "a(b"), "parenthesis is not closed"),
+        (GrammarSpec("ebnf", "root ::= x"), '"x" is not defined'),
         (
             GrammarSpec.json_schema({"type": "string", "pattern": "(?=a)b"}),
             "cannot be enforced as a whole: Lookahead",
@@ -152,7 +152,7 @@ def test_refusals_for_lack_of_time_are_not_kept(backend):
     """What another attempt may bring is tried again; a refusal of the grammar itself is kept."""
     service = CompileService(backend, timeout_s=1)
     try:
-        for spec, kept in ((ENDLESS, False), (GrammarSpec.regex("a(b"), True)):
+        for spec, kept in ((ENDLESS, False), (GrammarSpec("regex", "a(b"), True)):
             first = service.submit(spec)
             assert isinstance(first.exception(timeout=60), GrammarError)
             wait_until(lambda: not service._pending)
@@ -267,7 +267,7 @@ def test_services_of_equal_settings_share_backend_and_grammars():
         (GrammarSpec.json_schema({"enum": ["x" * 40000]}), "40014 characters"),
         (GrammarSpec.regex("(a{100}){100}"), "10000 items"),
         (GrammarSpec.regex("a^b"), "a pattern"),
-        (GrammarSpec.regex("(" * 50 + "a" + ")" * 50), "groups nested"),
+        (GrammarSpec("regex", "(" * 50 + "a" + ")" * 50), "groups nested"),
         (GrammarSpec.ebnf('root ::= "a"{1,500}'), "500 items"),
         (GrammarSpec.lark('start: "a"'), "lark"),
         (GrammarSpec.structural_tag([TAG_OF_NUMBER], ["<"]), "multipleOf"),

@@ -9,7 +9,14 @@ import jsonschema
 import pytest
 from guide_util import byte_vocabulary
 
-from graft.grammar import GrammarError, GrammarSpec, Matcher, Vocabulary, XGrammarBackend
+from graft.grammar import (
+    GrammarError,
+    GrammarSpec,
+    Matcher,
+    StructuralTag,
+    Vocabulary,
+    XGrammarBackend,
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +82,13 @@ def test_bad_specs_are_refused_when_made(make, message):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        (GrammarSpec.regex("a(b"), "parenthesis is not closed"),
-        (GrammarSpec.regex("[z-a]"), "lower bound is larger"),
-        (GrammarSpec.regex(r"(a)\1"), "Backreference"),
+        (GrammarSpec("regex", "a(b"), "parenthesis is not closed"),
+        (GrammarSpec("regex", "[z-a]"), "lower bound is larger"),
+        (GrammarSpec("regex", r"(a)\1"), "Backreference"),
         (GrammarSpec.regex("a(?=b)"), "Lookahead"),
-        (GrammarSpec.ebnf("root ::= "), "Expect element"),
-        (GrammarSpec.ebnf("root ::= missing"), '"missing" is not defined'),
-        (GrammarSpec.ebnf('start ::= "a"'), '"root" is not found'),
+        (GrammarSpec("ebnf", "root ::= "), "Expect element"),
+        (GrammarSpec("ebnf", "root ::= missing"), '"missing" is not defined'),
+        (GrammarSpec("ebnf", 'start ::= "a"'), '"root" is not found'),
         (GrammarSpec.json_schema({"type": "foo"}), 'Unsupported type "foo"'),
         (GrammarSpec.json_schema({"$ref": "#/nowhere"}), "Cannot find field nowhere"),
         (GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "not closed"),
@@ -95,6 +102,49 @@ def test_refusals_are_one_clear_sentence(backend, spec, message):
     assert ".cc" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NO_TAG = StructuralTag.of("<f>", {"type": "string", "pattern": "("}, "</f>")
+ANY_CONTENT = StructuralTag.of("<f>", {"minLength": 5, "maxLength": 3, "type": "string"}, "</f>")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: GrammarSpec.regex("a(b"), "regex: .*parenthesis is not closed"),
+        (lambda: GrammarSpec.regex("[z-a]"), "regex: .*lower bound is larger"),
+        (lambda: GrammarSpec.ebnf("root ::= x"), 'ebnf: .*"x" is not defined'),
+        (lambda: GrammarSpec.ebnf('root ::= "x'), "ebnf: .*string literal"),
+        (lambda: GrammarSpec.ebnf('root ::= "x"', root="r"), 'ebnf: .*"r" is not found'),
+        (lambda: GrammarSpec.lark("start: x"), 'lark: line 1, column 8: unknown name: "x"'),
+        (lambda: GrammarSpec.lark('a: "b"'), "lark: no start rule found"),
+        (lambda: GrammarSpec.lark('start: a\na: "b'), "lark: line 2, column 6: lexer error"),
+        (lambda: GrammarSpec.lark("start: " + "(" * 50000), "lark: .*too deeply nested"),
+        (lambda: GrammarSpec.structural_tag([NO_TAG], ["<f"]), "structural_tag: .*unclosed group"),
+        (lambda: GrammarSpec.structural_tag([ANY_CONTENT], ["<f"]), "minLength .5. is greater"),
+    ],
+)
+def test_grammars_that_no_backend_can_read_are_refused_when_made(make, message, capfd):
+    """A grammar with an error of syntax raises in one sentence, without a vocabulary or a model."""
+    with pytest.raises(GrammarError, match=message) as caught:
+        make()
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+    assert "no_forcing" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_grammar_that_one_backend_reads_is_taken():
+    """Notation that only one backend knows is no error; which one compiles it is known later."""
+    for pattern in (r"\p{L}+", "(?i)abc", "a(?=b)"):
+        assert GrammarSpec.regex(pattern).text == pattern
+    assert GrammarSpec.lark('start: "a" /[0-9]+/').kind == "lark"
+
+
+def test_reading_a_huge_grammar_neither_crashes_nor_takes_long():
+    """Nesting and repetition that would exhaust a backend's stack or time are left to a child."""
+    GrammarSpec.regex("(" * 100_000)
+    GrammarSpec.regex("a{1,100000}" * 30)
+    GrammarSpec.ebnf("root ::= " + "(" * 5000)
 
 
 def test_specs_are_equal_by_content_and_keep_property_order():

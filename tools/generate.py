@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
 from graft.models.tracing import trace_rounds
 from graft.tools.demo_model import demo_model
+from graft.tools.grammar_options import (
+    GRAMMAR_KEYS,
+    GRAMMARS,
+    add_grammar_arguments,
+    given_grammar,
+    make_grammar,
+    read_text,
+)
 from graft.tools.timeline import check_trace_path, write_trace
 from graft.tools.validity import is_valid
 
 #: Fields of a row of --prompts that go into the request as they are.
 PASSED = ("prompt", "messages", "tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p",
           "seed", "verify", "stop", "stop_ids", "id")
-GRAMMARS = ("schema", "regex", "ebnf", "choice")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompt", help="the text to answer")
     prompts.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
                          help="one request per line: prompt or messages, and optionally id, "
-                              "schema, regex, ebnf or choice, and sampling options by name")
+                              "what the grammar and sampling flags say, by name, for example "
+                              "json_object or max_tokens; schemas and tags may be objects")
 
-    guide = parser.add_argument_group("grammar").add_mutually_exclusive_group()
-    parser.add_argument("--partial", action="store_true",
-                        help="take a schema of which a part cannot be enforced; the output is "
-                             "checked against it then, and marked validated or not")
-    guide.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
-    guide.add_argument("--regex", metavar="R", help="regular expression of the whole output")
-    guide.add_argument("--ebnf", type=Path, metavar="F", help="grammar file; starts at root")
-    guide.add_argument("--choice", metavar="A,B", help="one of these, separated by commas")
+    add_grammar_arguments(parser)
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=256)
@@ -74,14 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def read_text(path: Path, what: str) -> str:
-    """Text of a file that the user named."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{what} {path}: {error}") from error
-
-
 class Asked(NamedTuple):
     """A request with the choices it was given, which its grammar no longer shows."""
 
@@ -91,50 +82,21 @@ class Asked(NamedTuple):
 
     def is_valid(self, text: str) -> bool | None:
         """Whether an output obeys the grammar; None when nothing independent can tell."""
+        grammar = self.request.grammar
+        if grammar is not None and grammar.marker is not None:
+            _, marker, text = text.partition(grammar.marker.text or "\0")
+            if not marker:  # it is a token that is no text, or it never came
+                return None
         if self.choices is not None:
             return text in self.choices
-        return is_valid(self.request.grammar, text)
+        return is_valid(grammar, text)
 
 
-def _choices(value: object) -> list[str]:
-    if isinstance(value, str):
-        value = value.split(",")
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise OptionError(f"choice must be a list of strings, got {value!r}")
-    return value
-
-
-def make_grammar(
-    given: Mapping[str, Any], partial: bool
-) -> tuple[GrammarSpec | None, list[str] | None]:
-    """The grammar named by at most one of schema, regex, ebnf and choice; and the choices."""
-    named = [name for name in GRAMMARS if given.get(name) is not None]
-    if len(named) > 1:
-        raise OptionError(f"give at most one grammar, got {' and '.join(named)}")
-    if not named:
-        return None, None
-    value = given[named[0]]
-    if named[0] == "choice":
-        choices = _choices(value)
-        return GrammarSpec.choice(choices), choices
-    makers: dict[str, Callable[[Any], GrammarSpec]] = {
-        "schema": functools.partial(GrammarSpec.json_schema, partial=partial),
-        "regex": GrammarSpec.regex,
-        "ebnf": GrammarSpec.ebnf,
-    }
-    return makers[named[0]](value), None
-
-
-def _defaults(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sampling options and grammar of the command line, as fields of a row of --prompts."""
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Sampling options of the command line, as fields of a row of --prompts."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "verify")
     sampling = {name: getattr(options, name) for name in names}
-    grammar: dict[str, Any] = {"regex": options.regex, "choice": options.choice}
-    if options.schema is not None:
-        grammar["schema"] = read_text(options.schema, "--schema")
-    if options.ebnf is not None:
-        grammar["ebnf"] = read_text(options.ebnf, "--ebnf")
-    return sampling | {"stop": tuple(options.stop)}, grammar
+    return sampling | {"stop": tuple(options.stop)}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -149,7 +111,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise OptionError(f"--prompts {path}, line {number}: {error}") from error
         if not isinstance(row, dict):
             raise OptionError(f"--prompts {path}, line {number}: a row must be an object")
-        unknown = sorted(set(row) - {*PASSED, *GRAMMARS})
+        unknown = sorted(set(row) - {*PASSED, *GRAMMAR_KEYS})
         if unknown:
             raise OptionError(f"--prompts {path}, line {number}: unknown {', '.join(unknown)}")
         rows.append(row)
@@ -158,9 +120,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _with_defaults(own: dict[str, Any], grammar: dict[str, Any]) -> dict[str, Any]:
+    """A row's grammar in place of the options'; the marker and the backend each by themselves."""
+    if any(name in own for name in GRAMMARS):
+        return {"after": grammar["after"]} | own
+    stated = any(grammar[name] is not None for name in GRAMMARS)
+    return (grammar if stated else {}) | own
+
+
 def read_requests(options: argparse.Namespace) -> list[Asked]:
     """Requests of the command line; what a row of --prompts says wins over the options."""
-    sampling, grammar = _defaults(options)
+    sampling, grammar = _sampling(options), given_grammar(options)
     rows = [{"prompt": options.prompt}] if options.prompts is None else read_rows(options.prompts)
     asked = []
     for index, row in enumerate(rows):
@@ -168,12 +138,10 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
         if options.seed is not None:
             fields.setdefault("seed", options.seed + index)
         fields.setdefault("id", str(index))
-        own = {name: row[name] for name in GRAMMARS if row.get(name) is not None}
+        own = {name: row[name] for name in GRAMMAR_KEYS if row.get(name) is not None}
         try:
-            spec, choices = make_grammar(own or grammar, options.partial)
+            spec, choices = make_grammar(_with_defaults(own, grammar), options.partial)
         except GrammarError as error:
-            if options.prompts is None:
-                raise
             asked.append(Asked(Request(**fields), None, str(error)))  # the other rows go on
             continue
         asked.append(Asked(Request(**fields, grammar=spec), choices))
@@ -191,6 +159,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
         drafter = None
     return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
+                  grammar_backend=options.backend,
                   verify=options.verify, overlap=options.overlap)
 
 

@@ -1,0 +1,61 @@
+"""Whether a stated grammar is one at all, asked of the installed backends without a vocabulary."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from .errors import GrammarError, clean_message
+from .preflight import BACKENDS, parser_limits
+
+if TYPE_CHECKING:
+    from .spec import GrammarSpec
+
+__all__ = ["check_syntax"]
+
+
+def check_syntax(spec: GrammarSpec) -> GrammarSpec:
+    """The specification, if some installed backend can read it; takes about a millisecond.
+
+    What XGrammar might run away with is not asked of it here (`compile_risk`): such a grammar is
+    read when it is compiled, in a process that can be killed.
+
+    Raises
+    ------
+    GrammarError
+        With the reason, if every backend in question refuses the grammar.
+    """
+    names = [spec.backend] if spec.backend else list(BACKENDS)
+    asked = {"llguidance": _llguidance, "xgrammar": _xgrammar}
+    said = {name: asked[name](spec) for name in names if importlib.util.find_spec(name)}
+    if said and all(said.values()):
+        first = said.get("xgrammar" if spec.kind in ("ebnf", "regex") else "llguidance")
+        raise GrammarError(f"{spec.kind}: {first or next(iter(said.values()))}")
+    return spec
+
+
+def _llguidance(spec: GrammarSpec) -> str:
+    from llguidance import LLMatcher
+
+    from .llguidance import grammar_text, objection
+
+    try:
+        text = grammar_text(spec)
+    except GrammarError as error:
+        return str(error).removeprefix(f"{spec.kind}: ")
+    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    return objection("\n".join(messages), spec.kind) or "is refused" if failed else ""
+
+
+def _xgrammar(spec: GrammarSpec) -> str:
+    from .compile_child import read_native
+    from .compile_risk import risk
+    from .xgrammar import library
+
+    if spec.kind != "lark" and risk(spec):
+        return ""
+    try:
+        read_native(library(), spec.kind, spec.text, spec.root)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return clean_message(error) or "is refused"
+    return ""
