@@ -8,6 +8,7 @@ lets the device go on in between, and compares every request with its sequential
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from interleave_language import STOPS, VOCAB, ToyBackend, ToyText, sequential
 
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
+from graft.grammar.matcher import CompiledGrammar
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
 from graft.models.running import Running
@@ -42,10 +44,32 @@ class Pressing:
             raise KeyboardInterrupt
 
 
-class Interleaving:
-    """One run; `run()` raises AssertionError when anything differs from the sequential truth."""
+Grammars = Callable[[random.Random], CompiledGrammar]
 
-    def __init__(self, device: Device, seed: int):
+
+def toy_grammars(rng: random.Random) -> CompiledGrammar:
+    """A grammar that nobody has seen before, whose matchers are Python."""
+    return ToyBackend().compile(rng.randrange(1 << 30))
+
+
+class Interleaving:
+    """One run; `run()` raises AssertionError when anything differs from the sequential truth.
+
+    Parameters
+    ----------
+    device : whose pinned memory the rings use.
+    grammars : draws a request's grammar.
+    transport : "python" or "native": which of the guided decoder's workers does the steps.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        seed: int,
+        grammars: Grammars = toy_grammars,
+        transport: str = "python",
+    ):
+        self.grammars = grammars
         rng = self.rng = random.Random(seed)
         self.depth = rng.choice((1, 2, 2, 2, 3))
         self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
@@ -68,7 +92,7 @@ class Interleaving:
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
             toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
-            masked_drafts=toy.masked, transport="python", ring=max(entries, 2),
+            masked_drafts=toy.masked, transport=transport, ring=max(entries, 2), threads=1,
         )  # fmt: skip
         for part in (*self.rings, toy.decoder):
             part.toy = toy
@@ -89,7 +113,7 @@ class Interleaving:
         self.tokens: dict[str, list[int]] = {}
         self.text: dict[str, str] = {}
         self.ended: dict[str, Output] = {}
-        self.compiling: list[tuple[Running, int]] = []
+        self.compiling: list[tuple[Running, CompiledGrammar]] = []
         self.cancelled: set[str] = set()
         self.cancels = rng.choice((0.0, 0.0, 0.02))  # per action
         self.preempts = rng.choice((0.0, 0.03, 0.1))
@@ -104,7 +128,7 @@ class Interleaving:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
         rng = self.rng
         prompt = [rng.randrange(VOCAB - 2) for _ in range(rng.randint(1, 9))]
-        grammar = rng.randrange(1 << 30) if rng.random() < 0.7 else None
+        grammar = self.grammars(rng) if rng.random() < 0.7 else None
         stop = () if grammar is not None else tuple(
             chr(0x41 + rng.randrange(VOCAB)) for _ in range(rng.choice((0, 2, 4)))
         )  # fmt: skip
@@ -131,7 +155,7 @@ class Interleaving:
             running.grammar.set_exception(GrammarError("broken"))
             self.truth[running.id] = ([], "refused")
         else:
-            running.grammar.set_result(ToyBackend().compile(grammar))
+            running.grammar.set_result(grammar)
 
     # Host actions -------------------------------------------------------------------------------
 

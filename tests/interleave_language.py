@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
+from graft.grammar.vocabulary import Vocabulary
 from graft.models.running import Running
 
 VOCAB = 40  # no multiple of 32
@@ -118,6 +119,17 @@ class ToyBackend:
         return ToyMatcher(compiled, stop_ids)
 
 
+#: Regular expressions over the ids of `letters`; the last two run into a letter that is not there.
+PATTERNS = ("[a-z]{1,12}", "(ab|cd)*e?[0-9]{2,9}", "a+b+c+", "([a-f]{3},?)+", "x|yz{8}", "[^a-m]+",
+            "a[b-e]{2,6}(#|f)", "[a-g]{1,5}#*(#|[0-9]{3})#")  # fmt: skip
+
+
+def letters() -> Vocabulary:
+    """One byte per id: letters, digits, a comma, and a few pairs; no '#'."""
+    tokens = [bytes([0x61 + i]) for i in range(26)] + [bytes([0x30 + i]) for i in range(9)]
+    return Vocabulary([*tokens, b",", b"ab", b"cd", b"", b""], VOCAB, STOPS)
+
+
 class ToyText:
     """One character per token; the last one is held back until the next has come."""
 
@@ -134,12 +146,12 @@ class ToyText:
         return text
 
 
-def sequential(running: Running, grammar: int | None) -> tuple[list[int], str]:
+def sequential(running: Running, compiled: CompiledGrammar | None) -> tuple[list[int], str]:
     """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
-    matcher = None if grammar is None else ToyBackend().compile(grammar).backend.matcher(
-        ToyBackend().compile(grammar), running.stop_ids
-    )  # fmt: skip
+    matcher = None
+    if compiled is not None:
+        matcher = compiled.backend.matcher(compiled, running.stop_ids)
     text, decoder = "", ToyText()
     while True:
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())

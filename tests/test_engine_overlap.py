@@ -75,13 +75,23 @@ def disturbed(engine: Engine, requests: list[Request], seed: int) -> tuple[dict[
     return done, preemptions
 
 
-@pytest.mark.parametrize("batch, mask_drafts", [(1, False), (2, True), (5, False), (8, True)])
-def test_disturbed_requests_get_the_same(truth, batch: int, mask_drafts: bool) -> None:
+@pytest.mark.parametrize(
+    "batch, options",
+    [
+        (1, {"mask_drafts": False}),
+        (2, {"mask_drafts": True}),
+        (3, {"speculation": False}),
+        (5, {"mask_drafts": False}),
+        (8, {"mask_drafts": True}),
+    ],
+    ids=str,
+)
+def test_disturbed_requests_get_the_same(truth, batch: int, options: dict[str, bool]) -> None:
     """Greedy and coupled, joined late, preempted, cancelled: all tokens as if each ran alone."""
-    with settled(demo_engine(max_batch_size=batch, mask_drafts=mask_drafts)) as engine:
+    with settled(demo_engine(max_batch_size=batch, **options)) as engine:
         preempted = 0
-        for mode, options in (("greedy", {}), ("coupled", COUPLED)):
-            requests = workload(**options)
+        for mode in ("greedy", "coupled"):
+            requests = workload(**({} if mode == "greedy" else COUPLED))
             outputs, preemptions = disturbed(engine, requests, seed=batch)
             preempted += preemptions
             for request, expected in zip(requests, truth[mode], strict=True):
@@ -91,7 +101,7 @@ def test_disturbed_requests_get_the_same(truth, batch: int, mask_drafts: bool) -
                 else:
                     assert answer(output) == expected, (mode, request.id)
         assert preempted == engine.stats.preemptions > 0
-        assert engine.stats.speculated_rounds > 0
+        assert (engine.stats.speculated_rounds > 0) == options.get("speculation", True)
 
 
 @pytest.mark.full

@@ -38,9 +38,11 @@ def test_one_launch_per_round(engine: Engine) -> None:
 
 def test_fills_per_round(engine: Engine) -> None:
     """No more than K+1 mask rows are filled per request and round."""
+    engine.settle()
     before = engine.counters()["grammar"]["fills"]
     engine.reset_stats()
     engine.generate(mixed_requests(4, seed=21))
+    engine.settle()
     fills = engine.counters()["grammar"]["fills"] - before
     assert 0 < fills <= (engine.options.draft_length + 1) * engine.stats.row_rounds
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import random
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from interleave import Interleaving
 from interleave_device import TickingRing
+from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.slots import Ring
+from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.pyguide import PythonWorker
+from graft.grammar.spec import GrammarSpec
+from graft.grammar.xgrammar import XGrammarBackend
 from graft.models.replay import Replays, Seat
 from graft.models.running import Running
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 
 
-def check_seeds(device: Device, seeds: range) -> None:
+def check_seeds(device: Device, seeds: range, *how: Any) -> None:
     for seed in seeds:
         try:
-            Interleaving(device, seed).run()
+            Interleaving(device, seed, *how).run()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 
@@ -30,6 +36,25 @@ def check_seeds(device: Device, seeds: range) -> None:
 def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
     """Hundreds of schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C."""
     check_seeds(device, range(300))
+
+
+@pytest.fixture(scope="module")
+def patterns() -> Callable[[random.Random], CompiledGrammar]:
+    """Draws one of a few regular expressions, compiled by XGrammar."""
+    backend = XGrammarBackend(letters())
+    compiled = [backend.compile(GrammarSpec.regex(pattern)) for pattern in PATTERNS]
+    return lambda rng: rng.choice(compiled)
+
+
+def test_the_native_worker_interleaves_like_the_python_one(device: Device, patterns) -> None:
+    """The C++ steps and real matchers under the same schedules."""
+    check_seeds(device, range(150), patterns, "native")
+
+
+@pytest.mark.full
+def test_the_native_worker_for_long(device: Device, patterns) -> None:
+    """The same for four thousand further schedules."""
+    check_seeds(device, range(50_000, 54_000), patterns, "native")
 
 
 @pytest.mark.full
