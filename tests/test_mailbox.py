@@ -588,3 +588,15 @@ def test_a_fault_wakes_everybody_and_workers_sleep():
         env={**os.environ, "GRAFT_DEVICE": "soft"},
     )  # fmt: skip
     assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "1", "0"], done.stderr
+
+
+def test_native_owners_of_a_worker_hold_no_python_reference(device):
+    """A worker's thread may drop the last of them, and must not need the GIL for it."""
+    worker = MailboxWorker()
+    before = sys.getrefcount(worker.native)
+    graph = Graph(device, "owners")
+    graph.lane("main").mailbox(lambda: None, worker=worker)
+    run = graph.instantiate()
+    assert sys.getrefcount(worker.native) == before
+    run.close()
+    graph.close()

@@ -7,12 +7,13 @@ leaves out how the thread was woken, which is the same for all. Only the soft de
 
 All arms live in one process and take turns in random order, so that a change of the machine's mood
 meets all of them; the first 100 replays of each are dropped. Python is "idle", "busy" (another
-thread runs bytecode) or "held" (another thread keeps the GIL through C calls of 2 ms).
+thread runs bytecode) or "held" (another thread keeps the GIL through C calls of 2 ms). Replays
+follow one another at once, and, with idle Python and the least number of steps, also after pauses.
 
 graft's Python steps leave the driver's thread its Python thread state, and whoever calls Python on
 that thread afterwards finds it: cuda.core too, which alone makes and drops one in every callback.
-So cuda.core is measured twice, on a "fresh" thread before any Python step of graft's, and on a
-"kept" one, among all arms. Only the first tells what cuda.core costs by itself.
+So before each replay the thread is brought into the state in which that arm is used when it is
+alone in a process; "cuda.core kept" is cuda.core on a thread where graft's state was left.
 Usage::
 
     python -m graft.tools.callback_latency [--samples 10000] [--callbacks 1 8 64]
@@ -37,12 +38,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import GraftError
-from graft.native import live_thread_states
-from graft.tools.latency_arms import ARMS, BASELINE, Arm, Hops, empty_work, make_arm, unavailable
+from graft.tools.latency_arms import BASELINE, Arm, Hops, empty_work
+from graft.tools.latency_bars import bars, ratios
+from graft.tools.latency_harm import clock_tick_ns, harm
+from graft.tools.latency_peers import ARMS, make_arm, unavailable
 from graft.tools.latency_plot import histograms
 
 __all__ = ["empty_work", "main", "measure_all", "quantiles"]
@@ -50,9 +54,9 @@ __all__ = ["empty_work", "main", "measure_all", "quantiles"]
 CALLBACKS = (1, 8, 64)
 PYTHON = ("idle", "busy", "held")
 DROPPED = 100
-PEER = "cuda.core"
-#: Arms of the phase in which no Python step of graft's has run on the driver's thread yet.
-FRESH = (BASELINE, "native", PEER)
+#: Pauses before a replay, in microseconds: long ones let threads and cores fall asleep.
+PAUSES_US = (0, 100, 5000)
+HARM_REPEATS = 20
 HELD_US = 2000
 QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 WARNING = "times of the soft device, a CPU; a GPU's are not these"
@@ -64,13 +68,16 @@ class Cell:
 
     arm: Arm
     python: str
-    thread: str = "kept"
+    pause_us: int = 0
     join: list[int] = field(default_factory=list)
     cpu: list[int] = field(default_factory=list)
     hops: list[np.ndarray] = field(default_factory=list)
 
     def take(self) -> None:
-        """Replay once and keep what it took."""
+        """Replay once, after the pause, and keep what it took."""
+        self.arm.prepare()
+        if self.pause_us:
+            time.sleep(self.pause_us * 1e-6)
         join, cpu, hops = self.arm.replay()
         self.join.append(join)
         self.cpu.append(cpu)
@@ -137,57 +144,78 @@ def measure(cells: Sequence[Cell], samples: int, dropped: int, limit_s: float,
 
 def measure_all(device: Device, samples: int, *, callbacks: Sequence[int] = CALLBACKS,
                 python: Sequence[str] = PYTHON, arms: Sequence[str] = ARMS,
-                dropped: int = DROPPED, limit_s: float = 900.0, seed: int = 0) -> list[Cell]:
-    """Measure arms x callbacks x states of Python; the baseline is always among the arms.
+                pauses_us: Sequence[int] = PAUSES_US, dropped: int = DROPPED,
+                harm_repeats: int = HARM_REPEATS, limit_s: float = 600.0, seed: int = 0
+                ) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """Measure every arm in every state; the baseline is always among the arms.
 
-    Where cuda.core is an arm and the process ran no Python host step of graft's yet, it is measured
-    on a fresh thread first.
+    Returns
+    -------
+    cells : list of Cell
+        Arms x callbacks x states of Python without pauses, and arms x pauses with the least number
+        of callbacks and idle Python.
+    harmed : list of dict
+        What each arm costs a neighbour; see :func:`graft.tools.latency_harm.harm`.
     """
-    rng, hops, done = random.Random(seed), Hops(device), []
-    names = [name for name in dict.fromkeys([BASELINE, *arms]) if not unavailable(name)]
-    phases = {"kept": names}
-    if PEER in names and live_thread_states() == 0:
-        phases = {"fresh": [name for name in names if name in FRESH], **phases}
+    rng, hops, least = random.Random(seed), Hops(device), min(callbacks)
+    names = [n for n in dict.fromkeys([BASELINE, *arms]) if not unavailable(n, device)]
+    groups = [(state, 0) for state in python]
+    groups += [("idle", pause) for pause in pauses_us if pause and "idle" in python]
     built: list[Arm] = []
+    done: list[Cell] = []
     try:
         for n in callbacks:
             built.extend(make_arm(device, name, n, hops) for name in names)
-        for thread, wanted in phases.items():
-            for state in python:
-                cells = [Cell(arm, state, thread) for arm in built if arm.name in wanted]
-                with python_is(state):
-                    measure(cells, samples, dropped, limit_s, rng)
-                done.extend(cells)
+        few = [arm for arm in built if arm.callbacks == least]
+        for state, pause in tqdm(groups, desc="states", unit="state", disable=None):
+            cells = [Cell(arm, state, pause) for arm in (few if pause else built)]
+            with python_is(state):
+                measure(cells, samples, dropped, limit_s, rng)
+            done.extend(cells)
+        harmed = harm(device, few, harm_repeats, rng) if harm_repeats else []
     finally:
         for arm in built:
             arm.close()
-    return done
+    return done, harmed
 
 
-def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
+def report(device: Device, cells: Sequence[Cell], harmed: Sequence[dict[str, Any]]
+           ) -> dict[str, Any]:
     """The figures with what a reader needs to judge them."""
-    floors = {(c.thread, c.python, c.arm.callbacks): float(np.median(c.join))
+    floors = {(c.pause_us, c.python, c.arm.callbacks): float(np.median(c.join))
               for c in cells if c.arm.name == BASELINE}
     rows = []
     for cell in cells:
-        floor = floors[cell.thread, cell.python, cell.arm.callbacks]
+        floor = floors[cell.pause_us, cell.python, cell.arm.callbacks]
         joins = np.array(cell.join, np.float64)
         rows.append({
             "transport": cell.arm.name, "callbacks": cell.arm.callbacks, "python": cell.python,
-            "thread": cell.thread, "samples": len(joins), "join_us": quantiles(joins - floor),
+            "pause_us": cell.pause_us, "samples": len(joins), "join_us": quantiles(joins - floor),
             "baseline_p50_us": floor / 1000.0,
             "hop_us": None if cell.hop is None else quantiles(cell.hop),
             "cpu_us_per_replay": float(np.mean(cell.cpu)) / 1000.0,
         })
     return {"device": device.describe(), "kind": device.kind,
             "warning": WARNING if device.kind == "soft" else "",
-            "driver": int(call(cu.cuDriverGetVersion)), "machine": platform.machine(),
-            "processor": processor(), "system": platform.platform(), "cores": os.cpu_count(),
+            "driver": int(call(cu.cuDriverGetVersion)), "clock_tick_ns": clock_tick_ns(device),
+            "machine": platform.machine(), "processor": processor(),
+            "system": platform.platform(), "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)), "load": os.getloadavg(),
-            "python": platform.python_version(),
+            "governor": first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+            "environment": {k: v for k, v in os.environ.items() if k.startswith("CUDA_")},
+            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
             "switch_interval_us": sys.getswitchinterval() * 1e6, "held_us": HELD_US,
-            "unavailable": {name: why for name in ARMS if (why := unavailable(name))},
-            "ratios": ratios(rows), "cells": rows}
+            "unavailable": {name: why for name in ARMS if (why := unavailable(name, device))},
+            "ratios": ratios(rows), "bars": bars(rows, device.kind), "harm": list(harmed),
+            "cells": rows}
+
+
+def first_line(path: str) -> str:
+    """A small file's first line, or "" where there is none."""
+    try:
+        return Path(path).read_text().split("\n", 1)[0]
+    except OSError:
+        return ""
 
 
 def processor() -> str:
@@ -200,35 +228,26 @@ def processor() -> str:
     return named[0] if named else platform.machine()
 
 
-def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median hops of graft's steps, among all arms, as parts of cuda.core's on either thread."""
-    hop = {(row["transport"], row["callbacks"], row["python"], row["thread"]): row["hop_us"]["p50"]
-           for row in rows if row["hop_us"] is not None}
-    return [{"transport": name, "callbacks": n, "python": state, "cuda_core_thread": other,
-             "of_cuda_core": value / hop[PEER, n, state, other]}
-            for (name, n, state, thread), value in hop.items()
-            for other in ("fresh", "kept")
-            if name != PEER and thread == "kept" and (PEER, n, state, other) in hop]
-
-
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
     heads = "".join(f"{q:>10}" for q in QUANTILES)
     lines = [f"device: {result['device']}",
-             f"{'':<41}{'hop there and back, us':^50} {'join less empty nodes, us':^50}",
-             f"{'transport':<12}{'steps':>5} {'python':<7}{'thread':<6}"
-             f"{'samples':>9} {heads} {heads}   cpu us"]
+             f"{'':<44}{'hop there and back, us':^50} {'join less empty nodes, us':^50}",
+             f"{'transport':<18}{'steps':>5} {'python':<6}{'pause':>6}"
+             f"{'samples':>8} {heads} {heads}   cpu us"]
     for row in result["cells"]:
         figures = [" " * 9 + "-" if row[what] is None else f"{row[what][q]:>10.2f}"
                    for what in ("hop_us", "join_us") for q in QUANTILES]
-        lines.append(f"{row['transport']:<12}{row['callbacks']:>5} {row['python']:<7}"
-                     f"{row['thread']:<6}{row['samples']:>9} "
+        lines.append(f"{row['transport']:<18}{row['callbacks']:>5} {row['python']:<6}"
+                     f"{row['pause_us']:>6}{row['samples']:>8} "
                      f"{''.join(figures[:5])} {''.join(figures[5:])}"
                      f"{row['cpu_us_per_replay']:>9.1f}")
-    for row in result["ratios"]:
-        lines.append(f"median hop of {row['transport']} / cuda.core on a "
-                     f"{row['cuda_core_thread']} thread, {row['callbacks']} steps, python "
-                     f"{row['python']}: {row['of_cuda_core']:.4f}")
+    for row in result["harm"]:
+        lines.append(f"a neighbour's kernels beside {row['transport']}: "
+                     f"{row['neighbour_us']:.0f} us, {row['of_alone']:.2f} of alone")
+    for bar in result["bars"]:
+        lines.append(f"{bar['what']}: {bar['value']:.4f}, at most {bar['limit']:.2f}: "
+                     f"{'holds' if bar['holds'] else 'MISSED'}")
     for name, why in result["unavailable"].items():
         lines.append(f"not measured: {name}: {why}")
     if result["warning"]:
@@ -239,7 +258,7 @@ def table(result: dict[str, Any]) -> str:
 def draw(result: dict[str, Any], cells: Sequence[Cell]) -> str:
     """Histograms of the joins, nothing subtracted."""
     title = f"Join, nothing subtracted. {result['device']}"
-    return histograms(title, {f"{c.arm.name}, {c.arm.callbacks} steps, {c.python}, {c.thread}":
+    return histograms(title, {f"{c.arm.name}, {c.arm.callbacks} steps, {c.python}, {c.pause_us} us":
                               np.array(c.join, np.float64) for c in cells})
 
 
@@ -251,25 +270,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="host steps in a graph, 1 to 64")
     parser.add_argument("--python", nargs="+", choices=PYTHON, default=PYTHON)
     parser.add_argument("--transports", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--pauses-us", type=int, nargs="*", default=PAUSES_US, metavar="US",
+                        help="pauses before replays, with idle Python and the fewest steps")
+    parser.add_argument("--harm-repeats", type=int, default=HARM_REPEATS,
+                        help="times a neighbour's kernels run beside each arm; 0: not at all")
     parser.add_argument("--dropped", type=int, default=DROPPED, help="first replays left out")
-    parser.add_argument("--limit-s", type=float, default=900.0,
+    parser.add_argument("--limit-s", type=float, default=600.0,
                         help="seconds per state of Python; cells then have fewer samples")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--svg", type=Path, help="also draw histograms of the joins here")
     options = parser.parse_args(arguments)
-    if options.samples < 1 or options.dropped < 0:
-        parser.error("--samples must be at least 1 and --dropped at least 0")
+    if options.samples < 1 or min(options.dropped, options.harm_repeats) < 0:
+        parser.error("--samples must be at least 1, --dropped and --harm-repeats at least 0")
     if not all(1 <= n <= Hops.MOST for n in options.callbacks):
         parser.error(f"--callbacks must be 1 to {Hops.MOST}")
     try:
         device = open_device()
-        cells = measure_all(device, options.samples, callbacks=options.callbacks,
-                            python=options.python, arms=options.transports,
-                            dropped=options.dropped, limit_s=options.limit_s)
+        cells, harmed = measure_all(
+            device, options.samples, callbacks=options.callbacks, python=options.python,
+            arms=options.transports, pauses_us=options.pauses_us, dropped=options.dropped,
+            harm_repeats=options.harm_repeats, limit_s=options.limit_s)
     except GraftError as error:
         print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    result = report(device, cells)
+    result = report(device, cells, harmed)
     print(table(result))
     for path, text in ((options.json, lambda: json.dumps(result, indent=1) + "\n"),
                        (options.svg, lambda: draw(result, cells))):

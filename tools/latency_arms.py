@@ -1,5 +1,7 @@
 """The arms of the latency laboratory: one graph each, kernel, host steps, kernel.
 
+graft's own are here, the peers in ``latency_peers``.
+
 Every arm has the same shape: a kernel stamps the device's time, ``callbacks`` host steps follow one
 another, a second kernel stamps the time. A Python body appends CLOCK_MONOTONIC to a list and the
 native one writes it to memory. With the soft device's record of when it entered a host function and
@@ -9,7 +11,6 @@ when that returned, these tell the hop from the rest of the join.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -18,33 +19,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graft.cudagraph.chooser import SONAME
-from graft.cudagraph.compiler import cache_folder, include_folders
 from graft.cudagraph.driver import call, cu
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.cudagraph.graph import Graph, GraphLane
+from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
 
 if TYPE_CHECKING:
     from graft.cudagraph.device import Device
 
-__all__ = ["ARMS", "BASELINE", "Arm", "CudaCoreArm", "GraftArm", "Hops", "empty_work", "make_arm",
-           "unavailable"]
+__all__ = ["BASELINE", "KERNELS", "Arm", "GraftArm", "Hops", "empty_work", "giving_back",
+           "keeping"]
 
 KERNELS = Path(__file__).parent / "kernels" / "clock.cu"
 BASELINE = "empty"
-#: The floor, graft's transports, and the peer.
-ARMS = (BASELINE, "native", "mailbox", "spinkernel", "python", "cuda.core")
 #: Arms whose body runs in a function that the driver's thread calls: they have a hop.
-HOPPING = ("native", "python", "cuda.core")
+HOPPING = ("native", "native spin", "python", "cuda.core", "cuda.core builder", "cuda.core kept",
+           "cupy")
 LIMIT_S = 120.0
-
-
-def unavailable(name: str) -> str:
-    """Why an arm cannot be measured here; "" when it can."""
-    if name == "cuda.core":
-        found = importlib.util.find_spec("cuda.core")
-        return "" if found else "cuda.core is not installed (pip install cuda-core==1.2.2)"
-    return ""
 
 
 def empty_work(transport: str) -> NativeWork | PythonWork:
@@ -54,6 +45,17 @@ def empty_work(transport: str) -> NativeWork | PythonWork:
     # free(NULL) is a C function of the right type that does nothing.
     address = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
     return NativeWork(address, 0, name="free(NULL)")
+
+
+def keeping() -> PythonWork:
+    """Have the driver's thread keep a Python thread state, as after any Python step of graft's."""
+    return PythonWork(lambda: None)
+
+
+def giving_back() -> NativeWork:
+    """Have the driver's thread drop the Python thread state that graft's steps left it."""
+    release = _native.native_api()["release_thread_state"]
+    return NativeWork(release, 0, name="release thread state")
 
 
 class Hops:
@@ -87,9 +89,24 @@ class Arm(ABC):
 
     def __init__(self, device: Device, name: str, callbacks: int, hops: Hops) -> None:
         self.name, self.callbacks, self.hops = name, callbacks, hops
+        self.side = device.stream(f"beside {name}")
+        self.before = self.first_work()
         self.stamps = device.pinned((2,), "uint64")
         self.called: list[int] = []
         self.written = np.zeros(callbacks, np.uint64)
+
+    def prepare(self) -> None:
+        """Run one host function, not timed, that brings the driver's thread into this arm's state.
+
+        Python on that thread is cheap for whoever comes after graft, because graft's steps leave it
+        a Python thread state. Each arm finds what it would find if it were alone in the process.
+        """
+        hostfunc(self.side, self.before)
+        self.side.synchronize()
+
+    def first_work(self) -> NativeWork | PythonWork:
+        """Return what `prepare` runs."""
+        return empty_work("native")
 
     @abstractmethod
     def run(self) -> None:
@@ -109,7 +126,7 @@ class Arm(ABC):
         return said
 
     def replay(self) -> tuple[int, int, np.ndarray | None]:
-        """Replay once.
+        """Replay once; `prepare` comes first.
 
         Returns
         -------
@@ -127,13 +144,14 @@ class Arm(ABC):
         join = int(self.stamps.array[1]) - int(self.stamps.array[0])
         if self.name not in HOPPING or not self.hops.supported:
             return join, cpu, None
-        marks = self.written.astype(np.int64) if self.name == "native" else np.array(self.called)
+        marks = np.array(self.called) if self.called else self.written.astype(np.int64)
         record = self.hops.last(self.callbacks)
         return join, cpu, np.stack([marks - record[:, 0], record[:, 1] - marks], axis=1)
 
     def close(self) -> None:
         """Drop the graph and its memory."""
         self.drop()
+        self.side.close()
         self.stamps.close()
 
 
@@ -154,11 +172,22 @@ class GraftArm(Arm):
                                lambda handle, after, _: call(cu.cuGraphAddEmptyNode, handle, after,
                                                              len(after)))
                 continue
-            add = {"mailbox": lane.mailbox, "spinkernel": lane.spin}.get(name, lane.host)
-            add(work or self._work(i), name=f"host step {i}")
+            self._add(lane, work or self._work(i), f"host step {i}")
         lane.kernel(stamp, 1, 1, (self.stamps, 1), name="after")
         self.executable = self.graph.instantiate()
         self.executable.upload(self.stream)
+
+    def _add(self, lane: GraphLane, work: NativeWork | PythonWork, title: str) -> None:
+        if self.name == "mailbox":
+            lane.mailbox(work, name=title)
+        elif self.name == "spinkernel":
+            lane.spin(work, name=title)
+        else:
+            lane.host(work, spin="force" if self.name == "native spin" else False, name=title)
+
+    def first_work(self) -> NativeWork | PythonWork:
+        """A Python step finds the thread state that its predecessors left."""
+        return keeping() if self.name == "python" else super().first_work()
 
     def _work(self, index: int) -> NativeWork | PythonWork:
         if self.name == "python":
@@ -178,62 +207,3 @@ class GraftArm(Arm):
         self.executable.close()
         self.graph.close()
         self.stream.close()
-
-
-class CudaCoreArm(Arm):
-    """cuda.core's explicit graph with its own callbacks of Python functions, unmodified."""
-
-    def __init__(self, device: Device, name: str, callbacks: int, hops: Hops) -> None:
-        super().__init__(device, name, callbacks, hops)
-        from cuda.core import Device as CoreDevice
-        from cuda.core import LaunchConfig
-        from cuda.core.graph import GraphDefinition, GraphNode
-
-        core = CoreDevice(device.ordinal)
-        core.set_current()
-        self.stream = core.create_stream()
-        self.code = object_code(device)
-        stamp, one = self.code.get_kernel("stamp_ns"), LaunchConfig(grid=1, block=1)
-        self.definition = GraphDefinition()
-        where = np.uint64(self.stamps.ptr)
-        node = self.definition.launch(one, stamp, where, np.int32(0))
-        for _ in range(callbacks):
-            # A callback node's own attribute "callback" is its function.
-            node = GraphNode.callback(node, self.body())
-        GraphNode.launch(node, one, stamp, where, np.int32(1))
-        self.executable = self.definition.instantiate()
-        self.executable.upload(self.stream)
-
-    def run(self) -> None:
-        """Launch and wait."""
-        self.executable.launch(self.stream)
-        self.stream.sync()
-
-    def drop(self) -> None:
-        """Close executable and stream."""
-        self.executable.close()
-        self.stream.close()
-
-
-def object_code(device: Device) -> Any:
-    """Return the stamping kernels as cuda.core's ObjectCode."""
-    from cuda.core import ObjectCode, Program, ProgramOptions
-
-    text, folders = KERNELS.read_text(), include_folders(KERNELS.parent)
-    if device.kind == "soft":
-        from graft.native.softcuda.compile import compile_cpu
-
-        image = compile_cpu(text, KERNELS.name, include_dirs=folders,
-                            cache_dir=cache_folder() / "soft")
-        return ObjectCode.from_cubin(image)
-    major, minor = device.compute_capability
-    options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}",
-                             include_path=[str(folder) for folder in folders])
-    return Program(text, "c++", options).compile("cubin")
-
-
-def make_arm(device: Device, name: str, callbacks: int, hops: Hops) -> Arm:
-    """Build an arm by name."""
-    if name == "cuda.core":
-        return CudaCoreArm(device, name, callbacks, hops)
-    return GraftArm(device, name, callbacks, hops)

@@ -180,11 +180,12 @@ void bind_records(nb::module_& m) {
         return detach(as_handle(graph), as_handle(object));
       },
       nb::arg("graph"), nb::arg("object"), nb::call_guard<nb::gil_scoped_release>());
-  // For native work that is compiled elsewhere: addresses of the functions of current.h.
+  // For native work that is compiled elsewhere: addresses of functions of current.h and gate.h.
   m.def("native_api", [] {
     nb::dict out;
     out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);
     out["fail_current"] = reinterpret_cast<std::uint64_t>(&fail_current);
+    out["release_thread_state"] = reinterpret_cast<std::uint64_t>(&release_thread_state);
     return out;
   });
   m.def("run_counts", [] {

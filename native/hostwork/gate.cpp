@@ -26,8 +26,10 @@ void leave() { entered.fetch_sub(1); }
 // Owns the extra PyGILState reference that keeps a foreign thread's state alive between calls.
 struct ThreadState {
   bool held = false;
-  ~ThreadState() {
+  ~ThreadState() { release(); }
+  void release() {
     if (!held || !enter()) return;  // after the gate closed the state is leaked on purpose
+    held = false;
     const PyGILState_STATE outer = PyGILState_Ensure();
     PyGILState_Release(PyGILState_LOCKED);  // the extra reference, GIL stays held
     PyGILState_Release(outer);
@@ -69,6 +71,8 @@ bool close_gate(double timeout_s) {
 }
 
 bool gate_open() { return !closed.load(); }
+
+void release_thread_state(void*) { thread_state.release(); }
 
 std::int64_t live_thread_states() { return thread_states.load(); }
 

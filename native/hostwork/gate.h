@@ -33,6 +33,10 @@ bool gate_open();
 // Threads that keep a Python thread state now.
 std::int64_t live_thread_states();
 
+// Host function: the calling thread gives its kept Python thread state back, and makes a new one
+// when it next enters Python. For measurements; needs the GIL.
+void release_thread_state(void*);
+
 // Marks the calling thread as inside a host function: driver calls are refused there.
 class HostWorkScope {
  public:

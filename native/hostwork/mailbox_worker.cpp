@@ -11,6 +11,7 @@
 
 #include "hostwork/mailbox.h"
 #include "hostwork/relax.h"
+#include "short_slice.h"
 
 namespace graft::hostwork {
 
@@ -45,6 +46,7 @@ struct Served {
 void place(Core& core, int index) {
   const std::string name = core.options.name.substr(0, 12) + std::to_string(index);
   pthread_setname_np(pthread_self(), name.c_str());
+  ask_for_short_slice();
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
   if (core.options.cpus.empty()) return;
   cpu_set_t set;

@@ -24,7 +24,10 @@ struct WorkerOptions {
 
 // One or more threads and the ports they serve. The threads park while no launch of any of their
 // graphs is in flight (M7), and end when the last owner of this object is gone.
-class Worker {
+//
+// Made by std::make_shared only, like GraphState: whoever drops the last owner, a worker's own
+// thread too, then takes no GIL.
+class Worker : public std::enable_shared_from_this<Worker> {
  public:
   explicit Worker(WorkerOptions options);
   ~Worker();

@@ -1,6 +1,8 @@
 // Running memory operations, and the one thread that looks at words waited for (W2-W4).
 #include "memops.h"
 
+#include "../../short_slice.h"
+
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -129,6 +131,7 @@ void look(Poller& p, std::vector<Op*>* done) {
 
 void poll_main() {
   pthread_setname_np(pthread_self(), "softcuda-poll");
+  graft::ask_for_short_slice();
   prctl(PR_SET_TIMERSLACK, 1000UL);  // the default of 50 us would double the sleep
   Poller& p = poller();
   uint64_t active = now_ns();

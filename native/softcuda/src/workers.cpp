@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "../../short_slice.h"
 #include "executor.h"
 #include "trace.h"
 
@@ -141,6 +142,7 @@ bool run_kernel(Pool& p, Executor* executor, Op* op, bool helping) {
 
 void worker_main(unsigned index) {
   pthread_setname_np(pthread_self(), ("softcuda-sm" + std::to_string(index)).c_str());
+  graft::ask_for_short_slice();
   Executor* executor = make_executor(index);
   Pool& p = pool();
   p.executors[index] = executor;
@@ -172,6 +174,7 @@ void worker_main(unsigned index) {
 
 void host_main() {
   pthread_setname_np(pthread_self(), "softcuda-host");
+  graft::ask_for_short_slice();
   HostQueue& q = host_queue();
   for (;;) {
     Op* op = nullptr;
