@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.transports import Transport, choose_transport
 from graft.grammar.backend import GrammarBackend
@@ -44,6 +44,9 @@ from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 from graft.models.tokenizer import Tokenizer
 from graft.models.validation import Validation
+
+#: Seconds that close() waits for what was dropped and is still being freed.
+REST_S = 5.0
 
 
 def buckets(max_batch_size: int) -> list[int]:
@@ -168,6 +171,7 @@ class Engine:
         )  # fmt: skip
         self._ids = itertools.count()
         self._failure: str | None = None
+        self._faulted = False
         self._closed = False
         try:
             self._build_rounds()
@@ -258,6 +262,7 @@ class Engine:
                 self._scheduler.step(shield)
             except Exception as failure:
                 self._failure = str(failure)  # no traceback: it would hold what close() gives back
+                self._faulted = isinstance(failure, DeviceError)
                 raise
         events, self._scheduler.events = self._scheduler.events, []
         return events
@@ -346,7 +351,8 @@ class Engine:
         Raises
         ------
         DeviceError, HostWorkError
-            The device or a round in flight failed; everything was given back all the same.
+            The device or a round in flight failed, and no step has told so yet; everything was
+            given back all the same.
         """
         if self._closed:
             return
@@ -355,10 +361,14 @@ class Engine:
         self._closed = True
         try:
             self._drain()
+        except (DeviceError, HostWorkError):
+            if self._failure is None:
+                raise
         finally:
             del self._built, self._parts, self._admission, self._replays, self._scheduler
             gc.collect()  # cycles must not keep device memory until some later collection
-            self.device.rest()
+            # What a faulted device was doing when it stopped never ends and is never given back.
+            self.device.rest(0.0 if self._faulted else REST_S)
 
     def _drain(self) -> None:
         with ExitStack() as stack:  # every one of them, last first, whatever another raises

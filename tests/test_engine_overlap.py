@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +221,49 @@ def test_preempting_what_does_not_run() -> None:
         while engine.busy:
             outputs += [e.output for e in engine.step() if e.output is not None]
         assert [o.preempted for o in outputs] == [1]
+
+
+FAULT = """
+import contextlib, sys
+sys.path.insert(0, sys.argv[1])
+from engine_util import demo_engine
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
+from graft.models.errors import EngineError
+from graft.models.request import Request
+engine = demo_engine(max_batch_size=2)
+stray = load_text(engine.device, '''
+extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
+''', "stray.cu")["stray"]
+data = engine.device.zeros((4,), "int32")
+for seed in range(2):
+    engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
+for _ in range(3):
+    engine.step()
+print("unread:", engine.counters()["held"]["unread_replays"])
+with contextlib.suppress(DeviceError):  # the fault may come before the call has returned
+    StreamLane(engine._built.stream).kernel(stray, 1, 1, [data, 1 << 40])
+try:
+    while engine.busy:
+        engine.step()
+except DeviceError as error:
+    print("typed:", error.code_name)
+try:
+    engine.step()
+except EngineError as error:
+    print("then:", str(error).split(":")[0])
+del data, stray
+engine.close()
+print("closed")
+"""
+
+
+def test_a_fault_with_rounds_in_flight() -> None:
+    """A device that faults under two rounds ends them: one error, then refusals, then the end."""
+    command = [sys.executable, "-c", FAULT, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "unread: 1", "typed: CUDA_ERROR_ILLEGAL_ADDRESS", "then: the engine has failed", "closed",
+    ]  # fmt: skip
