@@ -83,6 +83,7 @@ class StockMatcher(Matcher):
 
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
+        self._require_row(row)
         if not self._dead:
             try:
                 self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

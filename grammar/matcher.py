@@ -107,6 +107,16 @@ class Matcher(ABC):
         if self.is_terminated():
             raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
 
+    def _require_row(self, row: np.ndarray) -> None:
+        # The libraries look at the address alone: strides and other types would be written over.
+        if row.dtype != np.int32 or row.shape != ((self.size + 31) // 32,):
+            raise GrammarError(
+                f"mask row: is {row.dtype} {list(row.shape)}, "
+                f"expected int32 [{(self.size + 31) // 32}]"
+            )
+        if not row.flags.c_contiguous:
+            raise GrammarError("mask row: must be contiguous")
+
 
 class NativeBackedMatcher(Matcher):
     """A matcher whose Python methods call the native one."""

@@ -171,6 +171,7 @@ class XGrammarMatcher(Matcher):
 
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
+        self._require_row(row)
         self._handle.fill_next_token_bitmask(row, 0, False)
         # XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
         row &= self._acceptable.view(np.int32)
