@@ -597,6 +597,7 @@ def test_native_owners_of_a_worker_hold_no_python_reference(device):
     graph = Graph(device, "owners")
     graph.lane("main").mailbox(lambda: None, worker=worker)
     run = graph.instantiate()
-    assert sys.getrefcount(worker.native) == before
+    after = sys.getrefcount(worker.native)
+    assert after == before
     run.close()
     graph.close()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from graft.cudagraph.compiler import cache_folder
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import GraftError
@@ -59,7 +60,9 @@ def _image(device: Device) -> bytes:
         return PTX
     from graft.native.softcuda.compile import compile_cpu
 
-    return bytes(compile_cpu('extern "C" __global__ void nothing() {}', "nothing.cu"))
+    image: bytes = compile_cpu('extern "C" __global__ void nothing() {}', "nothing.cu",
+                               cache_dir=cache_folder() / "soft")
+    return image
 
 
 def _launch(device: Device, stream: Stream, *, load: bool) -> Timed:
@@ -158,7 +161,8 @@ def _child(name: str, situation: str, place: str, hold_s: float) -> tuple[float,
     graph = Graph(device, "held")
     lane = graph.lane("main")
     add = lane.host if situation == "host function" else lane.mailbox
-    post, wait = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (libc.sem_post, libc.sem_wait))
+    post, wait = (ctypes.cast(function, ctypes.c_void_p).value or 0
+                  for function in (libc.sem_post, libc.sem_wait))
     lane.host(NativeWork(post, ctypes.addressof(begun), name="sem_post"), name="begun")
     add(NativeWork(wait, ctypes.addressof(gate), name="sem_wait"), name="held")
     run = graph.instantiate()
@@ -242,8 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.child:
-            *where, hold_s = options.child
-            print(json.dumps(_child(*where, float(hold_s))))
+            name, situation, place, hold_s = options.child
+            print(json.dumps(_child(name, situation, place, float(hold_s))))
             return 0
         device = open_device()
         rows = measure(options.calls)
