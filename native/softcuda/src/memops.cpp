@@ -1,8 +1,6 @@
 // Running memory operations, and the one thread that looks at words waited for (W2-W4).
 #include "memops.h"
 
-#include "../../short_slice.h"
-
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -10,6 +8,8 @@
 #include <condition_variable>
 #include <deque>
 #include <thread>
+
+#include "../../short_slice.h"
 
 namespace softcuda {
 namespace {
