@@ -33,8 +33,11 @@ class Validation:
 
     def __call__(self, running: Running) -> None:
         """Check the text of a request whose grammar was enforced loosely, however it ended."""
-        spec, output = running.request.grammar, running.output
-        if spec is None or not spec.partial:
+        grammar, output = running.grammar, running.output
+        if grammar is None or not grammar.done() or grammar.exception() is not None:
+            return  # there is no text
+        spec = grammar.result().spec  # what a router has made of the request's
+        if not spec.partial:
             return
         text = self._guided_text(running, spec)
         if text is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_util import demo_engine, mixed_requests
 
+from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.router import check_output
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
@@ -45,6 +47,14 @@ def test_loose_grammars_are_marked(engine: Engine, multiple: int, holds: bool) -
     assert output.validated is holds and output.error is None
 
 
+def test_partial_where_nothing_was_left_out(engine: Engine) -> None:
+    """Permission to loosen is no loosening: what the router could enforce whole is not marked."""
+    spec = GrammarSpec.json_schema(integer(multipleOf=7), partial=True)
+    (output,) = engine.generate([Request(prompt="age: 42", grammar=spec, max_tokens=40)])
+    assert output.finished and json.loads(output.text)["age"] % 7 == 0
+    assert output.validated is None
+
+
 def test_the_router_marks_what_it_left_out(engine: Engine) -> None:
     """A routed schema is compiled without a part; the text is checked against the user's."""
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True,
@@ -58,7 +68,7 @@ def test_the_router_marks_what_it_left_out(engine: Engine) -> None:
 
 def test_a_loose_output_that_was_cut_is_not_valid(engine: Engine) -> None:
     """A text that is no JSON yet does not satisfy the schema, whatever it would have become."""
-    spec = GrammarSpec.json_schema(integer(multipleOf=7), partial=True)
+    spec = GrammarSpec.json_schema(integer(multipleOf=7), partial=True, backend="xgrammar")
     (output,) = engine.generate([Request(prompt="age: 42", grammar=spec, max_tokens=3)])
     assert output.reason == "length" and output.validated is False
 
@@ -100,8 +110,12 @@ def test_only_what_follows_the_marker_is_checked(
     spec = GrammarSpec.json_schema(integer(multipleOf=7), partial=True).after(marker)
     nothing: Any = None
     running = Running(
-        Request(prompt="x", grammar=spec), Output("x", tokens=tokens, text=text), [1], 9, (2,),
-        decoder=nothing,
+        Request(prompt="x"), Output("x", tokens=tokens, text=text), [1], 9, (2,), decoder=nothing,
+        grammar=Future(),
     )  # fmt: skip
+    Validation(tokenizer, vocabulary)(running)
+    assert running.output.validated is None, "nothing was compiled, nothing ran"
+    assert running.grammar is not None
+    running.grammar.set_result(CompiledGrammar(nothing, spec, nothing, 0))
     Validation(tokenizer, vocabulary)(running)
     assert running.output.validated is valid
