@@ -10,7 +10,7 @@ from typing import Any
 from .rewrite_disjoint import Disjointness
 from .rewrite_negate import Negation
 from .rewrite_objects import dependencies, distinct, property_count, property_names
-from .rewrite_strings import FORMATS, ecma_pattern
+from .rewrite_strings import FORMATS, HOSTNAME, ecma_pattern
 from .rewrite_terms import (
     Cannot,
     Kinds,
@@ -256,6 +256,8 @@ def _format(tools: Tools, value: Any, site: Site) -> None:
         site.out["format"] = value
     elif value in FORMATS:
         site.extra += [{"pattern": pattern} for pattern in FORMATS[value]]
+    elif value == "hostname" and tools.draft <= 6:  # later ones judge punycode as well
+        site.extra.append({"pattern": HOSTNAME, "maxLength": 253})
     elif value in _REFUSED_FORMATS:
         raise Cannot("format", f"{value!r} cannot be enforced exactly")
     else:

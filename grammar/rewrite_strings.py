@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .rewrite_terms import Cannot
 
-__all__ = ["FORMATS", "ecma_pattern", "literals", "none_of", "quote"]
+__all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
 
 ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
@@ -248,3 +248,9 @@ def _uris(v4: str, v6: str) -> dict[str, tuple[str, ...]]:
 
 #: Formats with a regular language, as patterns that must all match.
 FORMATS: dict[str, tuple[str, ...]] = _formats()
+
+#: RFC 1034 host names of letters, digits and hyphens, which is all that drafts before 7 know.
+HOSTNAME = (
+    r"^[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+    r"(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$"
+)

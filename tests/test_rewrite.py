@@ -165,6 +165,22 @@ def test_formats_of_the_standard_are_exact(name, good, bad):
     assert [text for text in bad if grammar.takes(text)] == []
 
 
+def test_host_names_are_exact_up_to_draft_6_and_refused_later():
+    """Labels of 63 characters, names of 253; from draft 7 on punycode counts, which has no form."""
+    label = "a" * 63
+    good = ["a", "1host", "a--b.com", "A-1.example", f"{label}.com", ".".join([label] * 3) + ".b"]
+    bad = ["", ".", "-a", "a-", "a_b", "a.", ".a", "a..b", f"a{label}", ".".join([label] * 4),
+           "a\n", "\u212aelvin.example", "a b"]  # fmt: skip
+    schema = {"type": "string", "format": "hostname"}
+    for draft in (4, 6):
+        new = rewrite(schema, draft=draft)
+        assert not new.lost
+        grammar = Grammar(new.schema)
+        assert [text for text in good if not grammar.takes(text)] == []
+        assert [text for text in bad if grammar.takes(text)] == []
+    assert [reason.keyword for reason in rewrite(schema, draft=7).lost] == ["format"]
+
+
 def test_a_schema_is_left_unchanged_by_its_rewriting():
     """Rewriting works on copies."""
     for schema in SCHEMAS:

@@ -129,9 +129,13 @@ def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for answer in answers
         if verdict(answer) in ("refused", "marked")
     )
-    fills = np.concatenate([np.asarray(a["fill_ns"], float) for a in compiled] or [np.zeros(0)])
+    fills, cpu = (
+        np.concatenate([np.asarray(a[name], float) for a in compiled] or [np.zeros(0)])
+        for name in ("fill_ns", "fill_cpu_ns")
+    )
     return {
         "schemas": len(answers),
+        "compiled": len(compiled),
         **{name: verdicts[name] for name in
            ("right", "marked", "refused", "spelling", "wrong", "timeout", "crash")},
         "right_percent": round(100 * verdicts["right"] / max(1, len(answers)), 2),
@@ -141,6 +145,7 @@ def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "invalid": sum(len(a["invalid"]) for a in plain),
         "compile_ms": quantiles(np.asarray([a["compile_s"] for a in compiled]) * 1e3),
         "fill_us": quantiles(fills / 1e3),
+        "fill_cpu_us": quantiles(cpu / 1e3),
         "fills": len(fills),
         "backends": dict(collections.Counter(a["backend"] for a in plain if a["backend"])),
         "causes": dict(causes.most_common()),
@@ -156,17 +161,19 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """A plain-text table, a line a subject."""
-    head = ["subject", "right", "marked", "refused", "spelling", "wrong", "hang", "crash",
-            "invalid taken", "compile ms p50/p99/max", "fill us p50/p99/p99.9/max"]  # fmt: skip
+    head = ["subject", "right", "compiled", "marked", "refused", "spelling", "wrong", "hang",
+            "crash", "valid taken", "invalid taken", "compile ms p50/p99/p99.9/max",
+            "fill us p50/p99/p99.9/max", "of the CPU"]  # fmt: skip
     lines = [head]
     for name, s in summaries.items():
-        compile_ms, fill = s["compile_ms"], s["fill_us"]
-        times = ["-" if not compile_ms else "/".join(
-            f"{compile_ms[q]:.3g}" for q in ("p50", "p99", "max"))]  # fmt: skip
-        times.append("-" if not fill else "/".join(f"{fill[q]:.3g}" for q in QUANTILES))
-        counts = [str(s[k]) for k in
-                  ("marked", "refused", "spelling", "wrong", "timeout", "crash")]  # fmt: skip
+        times = [
+            "/".join(f"{s[kind][q]:.3g}" for q in QUANTILES) if s[kind] else "-"
+            for kind in ("compile_ms", "fill_us", "fill_cpu_us")
+        ]
+        counts = [str(s[k]) for k in ("compiled", "marked", "refused", "spelling", "wrong",
+                                      "timeout", "crash")]  # fmt: skip
         lines.append([name, f"{s['right_percent']:.2f} %", *counts,
+                      f"{s['valid_accepted']}/{s['valid']}",
                       f"{s['invalid_accepted']}/{s['invalid']}", *times])  # fmt: skip
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
@@ -175,14 +182,17 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def run(rows: Sequence[dict[str, Any]], subjects: Sequence[str], tokenizer: Path,
-        timeout_s: float, draft: int = 2020) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+def run(
+    rows: Sequence[dict[str, Any]], subjects: Sequence[str], tokenizer: Path, timeout_s: float,
+    draft: int = 2020, compact: bool = False,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """Every subject's answers, in the order of the rows; subjects take turns on each schema."""
     children = {name: Child(name, tokenizer, timeout_s) for name in subjects}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
         for row in tqdm(rows, unit="schema", disable=not sys.stderr.isatty()):
-            task = {key: row[key] for key in ("schema", "valid", "invalid")} | {"draft": draft}
+            task = {key: row[key] for key in ("schema", "valid", "invalid")}
+            task |= {"draft": draft, "compact": compact}
             for name, child in children.items():
                 answers[name].append(child.ask(task))
     finally:
@@ -203,6 +213,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")
     made.add_argument("--draft", type=int, default=2020, choices=(3, 4, 6, 7, 2019, 2020),
                       help="draft of schemas that name none")  # fmt: skip
+    made.add_argument("--compact", action="store_true",
+                      help="instances without spaces, grammars that take any white space")
     made.add_argument("--json", type=Path, help="write the results here")
     made.add_argument("--svg", type=Path, help="draw the times here")
     return made
@@ -218,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if tokenizer.suffix == ".gz":
                 tokenizer = Path(folder) / "tokenizer.json"
                 tokenizer.write_bytes(gzip.decompress(options.tokenizer.read_bytes()))
-            answers = run(rows, options.subjects, tokenizer, options.timeout, options.draft)
+            answers = run(rows, options.subjects, tokenizer, options.timeout, options.draft,
+                          options.compact)  # fmt: skip
     except (GraftError, OSError) as error:
         print(f"graft: {error}", file=sys.stderr)
         return 2
@@ -231,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
             "folder": options.folder.name, "tokenizer": options.tokenizer.name,
             "schemas": len(rows), "every": options.every, "timeout_s": options.timeout,
+            "compact": options.compact, "load": os.getloadavg(),
             "subjects": summaries,
             "not_right": {
                 name: [
