@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import json
@@ -203,13 +202,10 @@ class LLGuidanceBackend:
 
     Notes
     -----
-    Construction sorts the vocabulary, about 0.6 s for 128k tokens. A matcher is made from the
-    grammar's text (milliseconds), never cloned, since clones share a lock; the first one of each
-    grammar is made when it is compiled.
+    Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
+    either: each is a deep copy, made in microseconds, of one that stands at the start.
     Every spelling of a text in tokens is legal: forced text is not narrowed to the tokens that the
-    model's tokenizer would choose. Neither LLGuidance's forcing nor its rollback is used: in
-    release 1.9.1, streams with rollbacks gave wrong masks now and then, and more often with forced
-    text narrowed. States that move forward only are right, and copying one takes microseconds.
+    model's tokenizer would choose.
     """
 
     name = "LLGuidance"
@@ -256,10 +252,11 @@ class LLGuidanceBackend:
         if ignored and not spec.partial:
             raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
         compiled = CompiledGrammar(self, spec, _Grammar(text), _MATCHER_BYTES + len(text))
-        compiled.native.spares.append(self._handle(compiled, self.vocabulary.stop_ids))
+        compiled.native.start = self._start(compiled)
         return compiled
 
-    def _handle(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]) -> Any:
+    def _start(self, compiled: CompiledGrammar) -> Any:
+        """What matchers are copied from."""
         from graft.native import _native
 
         text, kind = compiled.native.text, compiled.spec.kind
@@ -271,7 +268,7 @@ class LLGuidanceBackend:
                 raise GrammarError(f"{kind}: {objection(handle.get_error(), kind)}")
             return handle
         try:
-            return _native.guide.LLGuidanceMatcher(self._tokenizer, text, stop_ids)
+            return _native.guide.LLGuidanceGrammar(self._tokenizer, text)
         except RuntimeError as error:
             raise GrammarError(f"{kind}: {objection(str(error), kind)}") from None
 
@@ -289,22 +286,22 @@ class LLGuidanceBackend:
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
-        handle = None
-        if ending == self.vocabulary.stop_ids:
-            with contextlib.suppress(IndexError):  # engines on several threads may share a grammar
-                handle = compiled.native.spares.pop()
-        handle = handle or self._handle(compiled, ending)
+        start = compiled.native.start
         matcher: Matcher
         if self._native:
+            from graft.native import _native
+
+            handle = _native.guide.LLGuidanceMatcher(start, ending)
             matcher = NativeBackedMatcher(compiled, ending, handle)
         else:
-            matcher = StockMatcher(compiled, ending, handle)
+            matcher = StockMatcher(compiled, ending, start)
         return marked(matcher, compiled.spec.marker)
 
 
 class _Grammar:
-    """A grammar's text and matchers in stock, made when there was time for it."""
+    """A grammar's text, and what matchers are copied from."""
+
+    start: Any = None
 
     def __init__(self, text: str):
         self.text = text
-        self.spares: list[Any] = []

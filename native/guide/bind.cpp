@@ -120,10 +120,12 @@ void bind_matchers(nb::module_& guide) {
             new (self) llguidance::Tokenizer(lengths, text, stop_ids);
           },
           nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"));
+  nb::class_<llguidance::Grammar>(guide, "LLGuidanceGrammar")
+      .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&>(),
+           nb::arg("tokenizer"), nb::arg("text"), Release());
   nb::class_<llguidance::Matcher, NativeMatcher>(guide, "LLGuidanceMatcher")
-      .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&,
-                    const std::vector<uint32_t>&>(),
-           nb::arg("tokenizer"), nb::arg("grammar"), nb::arg("stop_ids"), Release());
+      .def(nb::init<std::shared_ptr<llguidance::Grammar>, const std::vector<uint32_t>&>(),
+           nb::arg("grammar"), nb::arg("stop_ids"), Release());
 
   nb::class_<Marker>(guide, "Marker")
       .def(

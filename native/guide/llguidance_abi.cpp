@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -71,7 +72,10 @@ struct Api {
   int32_t (*validate)(void*, const uint32_t*, size_t) = nullptr;
   int32_t (*consume)(void*, uint32_t) = nullptr;
   void* (*clone)(const void*) = nullptr;
-  int32_t (*compute_mask)(void*, uint32_t*, size_t) = nullptr;
+  int32_t (*rollback)(void*, size_t) = nullptr;
+  int32_t (*reset)(void*) = nullptr;
+  int32_t (*compute_mask)(void*) = nullptr;
+  const uint32_t* (*get_mask)(void*) = nullptr;
   bool (*is_accepting)(void*) = nullptr;
 };
 
@@ -130,7 +134,10 @@ std::string load(const char* library) {
   symbol(module, "llg_matcher_validate_tokens", &loaded.validate);
   symbol(module, "llg_matcher_consume_token", &loaded.consume);
   symbol(module, "llg_clone_matcher", &loaded.clone);
-  symbol(module, "llg_matcher_compute_mask_into", &loaded.compute_mask);
+  symbol(module, "llg_matcher_rollback", &loaded.rollback);
+  symbol(module, "llg_matcher_reset", &loaded.reset);
+  symbol(module, "llg_matcher_compute_mask", &loaded.compute_mask);
+  symbol(module, "llg_matcher_get_mask", &loaded.get_mask);
   symbol(module, "llg_matcher_is_accepting", &loaded.is_accepting);
   check_layout(loaded);
   api = loaded;
@@ -164,104 +171,154 @@ Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& by
 
 Tokenizer::~Tokenizer() { api.free_tokenizer(tokenizer_); }
 
-void Matcher::Free::operator()(void* matcher) const { api.free_matcher(matcher); }
+void Free::operator()(void* matcher) const { api.free_matcher(matcher); }
 
-Matcher::Matcher(std::shared_ptr<const Tokenizer> tokenizer, const std::string& grammar,
-                 const std::vector<uint32_t>& stop_ids)
-    : tokenizer_(std::move(tokenizer)), grammar_(grammar), stop_ids_(stop_ids) {
-  base_ = make();
-  if (const char* message = api.get_error(base_.get())) throw std::runtime_error(message);
-  live_.reset(api.clone(base_.get()));
-  history_.reserve(4096);
-}
-
-Matcher::Handle Matcher::make() const {
+Grammar::Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
+    : tokenizer_(std::move(tokenizer)) {
   MatcherOptions options{};
   api.set_defaults(&options, tokenizer_->get());
   options.log_buffer_level = options.log_stderr_level = 0;
   options.limits.initial_lexer_fuel = options.limits.step_lexer_fuel = kLexerFuel;
-  return Handle(api.new_matcher(&options, "llguidance", grammar_.c_str()));
+  start_.reset(api.new_matcher(&options, "llguidance", text.c_str()));
+  if (const char* message = api.get_error(start_.get())) throw std::runtime_error(message);
 }
 
-Answer Matcher::failed(const Handle& handle, ErrorText* error) noexcept {
-  const char* message = api.get_error(handle.get());
+Handle Grammar::start() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return Handle(api.clone(start_.get()));
+}
+
+void Grammar::hand_back(Handle matcher) {
+  // The mask at the start takes the place of the last one (invariant 5).
+  if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (generation_ >= kGenerations) return;
+  ++generation_;
+  start_.swap(matcher);
+}
+
+Matcher::Matcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids)
+    : grammar_(std::move(grammar)),
+      tokenizer_(grammar_->tokenizer()),
+      stop_ids_(stop_ids),
+      live_(grammar_->start()) {
+  path_.reserve(4096);
+}
+
+Matcher::~Matcher() { grammar_->hand_back(std::move(live_)); }
+
+Answer Matcher::failed(ErrorText* error) noexcept {
+  const char* message = api.get_error(live_.get());
   error->keep(message != nullptr ? message : "LLGuidance failed without a reason");
   return Answer::kFailed;
 }
 
 Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
-  if (terminated_ || dead_ || token < 0 || token >= tokenizer_->vocab_size()) return Answer::kNo;
+  if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Answer::kNo;
   const uint32_t id = static_cast<uint32_t>(token);
   if (contains(stop_ids_, id)) {
     terminated_ = api.is_accepting(live_.get());
     return terminated_ ? Answer::kYes : Answer::kNo;
   }
-  if (contains(tokenizer_->stop_ids(), id)) return Answer::kNo;  // another request's
+  if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // another request's
+  const Answer legal = is_legal(id, error);
+  if (legal != Answer::kYes) return legal;
+  if (size_ == path_.size() || path_[size_] != id) {
+    path_.resize(size_);
+    path_.push_back(id);
+  }
+  return advance(size_ + 1, error);
+}
+
+// Invariant 4. The mask at hand, and tokens that were consumed here before, spare the question.
+Answer Matcher::is_legal(uint32_t id, ErrorText* error) noexcept {
+  if (size_ < path_.size() && path_[size_] == id) return Answer::kYes;
+  if (const uint32_t* mask = api.get_mask(live_.get())) {
+    return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
+  }
   const int32_t valid = api.validate(live_.get(), &id, 1);
-  if (valid < 0) return failed(live_, error);
-  if (valid == 0) return Answer::kNo;
-  if (api.consume(live_.get(), id) != 0) return failed(live_, error);
-  history_.push_back(id);
-  if (++tail_ > kTail) return catch_up(kTail / 2, error);
+  return valid < 0 ? failed(error) : valid == 0 ? Answer::kNo : Answer::kYes;
+}
+
+// Consumes tokens of the path until `size` of them are.
+Answer Matcher::advance(size_t size, ErrorText* error) noexcept {
+  for (; size_ < size; ++size_) {
+    if (api.consume(live_.get(), path_[size_]) != 0) return failed(error);
+  }
   return Answer::kYes;
 }
 
 Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
-  auto* bits = reinterpret_cast<uint32_t*>(row);
-  if (words != (tokenizer_->vocab_size() + 31) / 32) {
+  if (words != (tokenizer_.vocab_size() + 31) / 32) {
     error->keep("the mask row is not one of this vocabulary");
     return Filled::kFailed;
   }
-  if (!dead_ && api.compute_mask(live_.get(), bits, static_cast<size_t>(words) * 4) != 0) {
-    const char* message = api.get_error(live_.get());
-    dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
-    if (!dead_) {
-      failed(live_, error);
-      return Filled::kFailed;
-    }
-  }
+  if (!dead_ && compute(error) == Answer::kFailed) return Filled::kFailed;
   if (dead_) {
     std::fill(row, row + words, 0);
     return Filled::kMask;
   }
-  for (const uint32_t stop : tokenizer_->stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
+  std::memcpy(row, api.get_mask(live_.get()), static_cast<size_t>(words) * 4);
+  auto* bits = reinterpret_cast<uint32_t*>(row);
+  for (const uint32_t stop : tokenizer_.stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
   if (api.is_accepting(live_.get())) {
     for (const uint32_t stop : stop_ids_) bits[stop >> 5] |= 1u << (stop & 31);
   }
-  row[words - 1] &= last_word_bits(tokenizer_->vocab_size());
+  row[words - 1] &= last_word_bits(tokenizer_.vocab_size());
   return Filled::kMask;
 }
 
-// Moves the base by the oldest `tokens` of the tail.
-Answer Matcher::catch_up(size_t tokens, ErrorText* error) noexcept {
-  const size_t first = history_.size() - tail_;
-  for (size_t i = 0; i < tokens; ++i) {
-    if (api.consume(base_.get(), history_[first + i]) != 0) return failed(base_, error);
+// Computes the mask that get_mask() gives, or finds the state dead.
+Answer Matcher::compute(ErrorText* error) noexcept {
+  uint64_t checksum = 0;
+  if (!compute_once(&checksum)) return dead_ ? Answer::kYes : failed(error);
+  if (lowest_ < masked_at_ && checksum == checksum_) {  // invariant 5
+    const size_t size = size_;
+    if (api.rollback(live_.get(), size - lowest_) != 0) return failed(error);
+    size_ = lowest_;
+    if (!compute_once(&checksum) || advance(size, error) == Answer::kFailed ||
+        !compute_once(&checksum)) {
+      return failed(error);
+    }
   }
-  tail_ -= tokens;
+  checksum_ = checksum;
+  masked_at_ = lowest_ = size_;
   return Answer::kYes;
+}
+
+bool Matcher::compute_once(uint64_t* checksum) noexcept {
+  if (api.compute_mask(live_.get()) != 0) {
+    const char* message = api.get_error(live_.get());
+    dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
+    return false;
+  }
+  const uint32_t* mask = api.get_mask(live_.get());
+  const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
+  *checksum = 0;
+  for (int64_t w = 0; w < words; ++w) *checksum += mask[w];
+  return true;
 }
 
 Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
   if (tokens <= 0) return Answer::kYes;
   size_t undone = static_cast<size_t>(tokens);
-  if (undone > history_.size() + (terminated_ ? 1 : 0)) {
+  if (undone > size_ + (terminated_ ? 1 : 0)) {
     error->keep("rollback of more tokens than were accepted");
     return Answer::kFailed;
   }
   if (terminated_) --undone;
-  terminated_ = dead_ = false;
-  if (undone == 0) return Answer::kYes;
-  history_.resize(history_.size() - undone);
-  if (undone > tail_) {
-    base_ = make();
-    tail_ = history_.size();
-  } else {
-    tail_ -= undone;
+  terminated_ = false;
+  const size_t size = size_ - undone;
+  if (dead_) {
+    dead_ = false;
+    live_ = grammar_->start();
+    size_ = masked_at_ = lowest_ = 0;
+    return advance(size, error);
   }
-  const Answer answer = catch_up(tail_, error);
-  live_.reset(api.clone(base_.get()));
-  return answer;
+  if (undone != 0 && api.rollback(live_.get(), undone) != 0) return failed(error);
+  size_ = size;
+  lowest_ = std::min(lowest_, size_);
+  return Answer::kYes;
 }
 
 Answer Matcher::is_terminated(ErrorText*) noexcept {

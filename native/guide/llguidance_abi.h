@@ -3,20 +3,23 @@
 // 1. load() runs once, before the first call; it checks the release, every symbol and the layout of
 //    the options, and throws std::runtime_error naming what differs.
 // 2. A Tokenizer is read-only once made and shared by its matchers, which keep it alive.
-// 3. Each request has a matcher made from the grammar's text, not a clone: clones share lexer
-// states
-//    under a lock.
+// 3. A Grammar holds one matcher at the start. Each request gets a deep copy of it, which shares
+//    nothing, so that no lock is ever waited for. LLGuidance builds its lexer's states as it needs
+//    them: a matcher that is done hands its states back for the next copies.
 // 4. A token that LLGuidance refuses to consume leaves it in an error state for good, so each token
 //    is validated first. Stop tokens are never consumed: termination is kept here.
-// 5. LLGuidance's own rollback is not used: release 1.9.1 can reuse parser rows of the path that
-// was
-//    undone and then gives a wrong mask. A state that only moves forward is kept instead, and what
-//    is rolled back is a clone of it. The two belong to one request, so their lock is never waited
-//    for. Undoing more than was accepted since the last rollback makes the matcher anew.
+// 5. LLGuidance keeps the last mask it computed and gives it out again where parser row and lexer
+//    state have the same numbers. In release 1.9.1 its rollback does not drop that mask, so a row
+//    that was undone and made anew can get the mask of the undone one. A mask computed after a
+//    rollback is therefore suspected if it equals the one computed before; it is then computed
+//    again, behind a mask at the point that was rolled back to, whose row was never undone.
+// 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
+//    another copy of the start and consumes the history again.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -48,12 +51,35 @@ class Tokenizer {
   std::vector<uint32_t> stop_ids_;
 };
 
+struct Free {
+  void operator()(void* matcher) const;
+};
+using Handle = std::unique_ptr<void, Free>;
+
+class Grammar {
+ public:
+  // `text`: LLGuidance's own JSON form. Throws std::runtime_error with LLGuidance's reason.
+  Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text);
+
+  const Tokenizer& tokenizer() const { return *tokenizer_; }
+  Handle start() const;
+  void hand_back(Handle matcher);
+
+ private:
+  // So that the lexer of a grammar in use for days stays below LLGuidance's limit of states.
+  static constexpr int kGenerations = 32;
+
+  std::shared_ptr<const Tokenizer> tokenizer_;
+  mutable std::mutex mutex_;
+  Handle start_;
+  int generation_ = 0;
+};
+
 class Matcher final : public NativeMatcher {
  public:
-  // `grammar`: LLGuidance's own JSON form. `stop_ids`: those of this request, no text.
-  // Throws std::runtime_error with LLGuidance's reason.
-  Matcher(std::shared_ptr<const Tokenizer> tokenizer, const std::string& grammar,
-          const std::vector<uint32_t>& stop_ids);
+  // `stop_ids`: those of this request, no text.
+  Matcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids);
+  ~Matcher() override;
 
   Answer accept(int32_t token, ErrorText* error) noexcept override;
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override;
@@ -61,26 +87,23 @@ class Matcher final : public NativeMatcher {
   Answer is_terminated(ErrorText* error) noexcept override;
 
  private:
-  static constexpr size_t kTail = 256;
+  Answer failed(ErrorText* error) noexcept;
+  Answer is_legal(uint32_t id, ErrorText* error) noexcept;
+  Answer advance(size_t size, ErrorText* error) noexcept;
+  Answer compute(ErrorText* error) noexcept;
+  bool compute_once(uint64_t* checksum) noexcept;
 
-  struct Free {
-    void operator()(void* matcher) const;
-  };
-  using Handle = std::unique_ptr<void, Free>;
-
-  Handle make() const;
-  static Answer failed(const Handle& handle, ErrorText* error) noexcept;
-  Answer catch_up(size_t tokens, ErrorText* error) noexcept;
-
-  std::shared_ptr<const Tokenizer> tokenizer_;
-  std::string grammar_;
+  std::shared_ptr<Grammar> grammar_;
+  const Tokenizer& tokenizer_;
   std::vector<uint32_t> stop_ids_;
-  Handle base_;                    // moves forward only: history_ without its last `tail_` tokens
-  Handle live_;                    // the present state
-  std::vector<uint32_t> history_;  // every consumed token
-  size_t tail_ = 0;
-  bool dead_ = false;        // no token is legal: LLGuidance has given up on `live_`
-  bool terminated_ = false;  // by a stop token, beyond the consumed ones
+  Handle live_;                 // the present state
+  std::vector<uint32_t> path_;  // consumed tokens; behind them those that were undone last
+  size_t size_ = 0;             // consumed tokens
+  size_t masked_at_ = 0;        // `size_` when the last mask was computed
+  size_t lowest_ = 0;           // least `size_` since then
+  uint64_t checksum_ = 0;       // of that mask
+  bool dead_ = false;           // no token is legal: LLGuidance has given up on `live_`
+  bool terminated_ = false;     // by a stop token, beyond the consumed ones
 };
 
 }  // namespace graft::guide::llguidance
