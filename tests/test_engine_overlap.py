@@ -209,6 +209,31 @@ def test_closing_with_rounds_in_flight() -> None:
         assert engine.generate(mixed_requests(1))[0].reason == "stop"
 
 
+def test_a_resumed_request_can_be_rebuilt() -> None:
+    """After a preemption too, a slot's matcher can be made anew from what it has generated."""
+    with settled(demo_engine(max_batch_size=2)) as engine:
+        request = replace(mixed_requests(1)[0], id="one")
+        expected = engine.generate([request])[0].tokens
+        engine.submit(request)
+        tokens: list[int] = []
+        for preempting in (True, False):
+            seen = len(tokens)
+            while len(tokens) == seen:
+                tokens += [t for event in engine.step() for t in event.tokens]
+            if preempting:
+                assert engine.preempt("one")
+        engine.settle()
+        (running,) = engine._scheduler.seating.seated.values()
+        assert running.before and running.output.tokens[: len(tokens)] == tokens
+        rebuilt, fresh = engine._parts.decoder.rebuild(running.slot), running.make_matcher()
+        assert fresh is not None and rebuilt.legal().tolist() == fresh.legal().tolist()
+        for token in expected[len(running.output.tokens) :]:
+            assert rebuilt.accept(token)
+        assert rebuilt.is_terminated()
+        while engine.busy:
+            engine.step()
+
+
 def test_preempting_what_does_not_run() -> None:
     """Only a request that has a slot can be preempted."""
     with settled(demo_engine(max_batch_size=1)) as engine:

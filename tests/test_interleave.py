@@ -35,7 +35,7 @@ def check_seeds(device: Device, seeds: range, *how: Any) -> None:
 
 def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
     """Hundreds of schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C."""
-    check_seeds(device, range(300))
+    check_seeds(device, range(250))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def patterns() -> Callable[[random.Random], CompiledGrammar]:
 
 def test_the_native_worker_interleaves_like_the_python_one(device: Device, patterns) -> None:
     """The C++ steps and real matchers under the same schedules."""
-    check_seeds(device, range(150), patterns, "native")
+    check_seeds(device, range(100), patterns, "native")
 
 
 @pytest.mark.full
