@@ -25,6 +25,10 @@ from .pyguide import STEPS, PythonWorker
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
 
+#: How masked drafts are made legal.
+LEGALITIES = ("fill", "probe")
+#: Ids that a drafter offers per draft in mode probe.
+CANDIDATES = 16
 #: Ways a step can be part of a graph.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel", "python")
 
@@ -99,9 +103,12 @@ class GuidedDecoder:
     slots, draft_length, vocab_size
         The sizes above; ``vocab_size`` is the number of logit columns.
     masked_drafts
-        Whether the graph has draft steps, so that each draft is sampled under its own mask row.
-    draft_rows
-        ``"round"``: rows after drafts are filled in the round that uses them. The only form yet.
+        Whether the graph has draft steps, so that each draft is legal when it is drawn.
+    draft_legality
+        How masked drafts are: ``"fill"``: each is drawn under its mask row; ``"probe"``: the
+        drafter's candidates are tested one by one, the first legal one is the draft, and all rows
+        are filled by the next round's open step. The exchange then has ``candidates`` int32
+        ``[slots, 3 + c]``, ids of ``{replay, j, count, ids}``, and ``answers`` int32 ``[slots, 4]``.
     transport
         ``"native"``: C++ without the GIL, in host nodes; ``"mailbox"`` and ``"spinkernel"``: the
         same on a worker thread, waited for by memory operations or by a spinning kernel;
@@ -141,7 +148,7 @@ class GuidedDecoder:
         draft_length: int,
         vocab_size: int,
         masked_drafts: bool,
-        draft_rows: Literal["round"] = "round",
+        draft_legality: Literal["fill", "probe"] = "fill",
         transport: str = "native",
         worker: MailboxWorker | None = None,
         deadline_s: float = 10.0,
@@ -158,8 +165,14 @@ class GuidedDecoder:
         ):
             if value < low:
                 raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
-        if draft_rows != "round":
-            raise OptionError(f"guided decoder: draft_rows is {draft_rows!r}, must be 'round'")
+        if draft_legality not in LEGALITIES:
+            raise OptionError(
+                f"guided decoder: draft_legality is {draft_legality!r}, must be one of "
+                f"{', '.join(LEGALITIES)}"
+            )
+        self.probes = draft_legality == "probe" and draft_length > 0
+        if self.probes and not masked_drafts:
+            raise OptionError("guided decoder: draft_legality 'probe' needs masked_drafts=True")
         if transport not in STEP_TRANSPORTS:
             raise OptionError(
                 f"guided decoder: transport is {transport!r}, must be one of "
@@ -186,6 +199,10 @@ class GuidedDecoder:
             "committed": (slots, draft_length + 3),
             "drafted": (slots, draft_length + 2),
         }
+        most_candidates = 0
+        if self.probes:
+            most_candidates = exchange.field("candidates").array.shape[-1] - 3
+            shapes |= {"candidates": (slots, max(most_candidates, 1) + 3), "answers": (slots, 4)}
         for name, shape in shapes.items():
             array = exchange.field(name).array
             if array.shape != shape or array.dtype != np.int32:
@@ -215,13 +232,16 @@ class GuidedDecoder:
                 slots=slots,
                 draft_length=draft_length,
                 vocab_size=vocab_size,
+                most_candidates=most_candidates,
                 ring=ring,
                 threads=threads,
                 budget_ns=0 if budget_us is None else int(budget_us * 1000),
                 clock=0 if clock is None else clock.ctypes.data,
             )
         else:
-            self._worker = PythonWorker(exchange, slots, draft_length, vocab_size, ring)
+            self._worker = PythonWorker(
+                exchange, slots, draft_length, vocab_size, ring, most_candidates
+            )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
         """Say which requests ``replay`` holds, in row order, before it is launched.
@@ -289,11 +309,17 @@ class GuidedDecoder:
         return self._work(1, 0)
 
     def draft_work(self, j: int) -> NativeWork | PythonWork:
-        """After draft ``j`` was sampled, ``1 <= j < draft_length``: fill row ``j``."""
+        """The step that makes a draft legal.
+
+        Mode fill: after draft ``j`` was drawn, ``1 <= j < draft_length``: fill row ``j``. Mode
+        probe: once the candidates for draft ``j`` are known, ``1 <= j <= draft_length``: find the
+        first legal one.
+        """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        if not 1 <= j < self.draft_length:
-            raise OptionError(f"guided decoder: draft step {j} is outside [1, {self.draft_length})")
+        end = self.draft_length + self.probes
+        if not 1 <= j < end:
+            raise OptionError(f"guided decoder: draft step {j} is outside [1, {end})")
         return self._work(2, j)
 
     def counters(self) -> dict[str, int]:

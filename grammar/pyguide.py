@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["PythonWorker"]
 
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
+NEVER = 2**31 - 1
 TIMELINE_REPLAYS = 256
 STEPS = ("open", "commit", "draft")
 
@@ -34,8 +35,8 @@ class _Slot:
     n: int = 0
     matcher: Matcher | None = None
     scratch: int = 0
-    rows: int = 0
-    chain_ended: bool = False
+    chain_end: int = NEVER
+    made: list[int] = field(default_factory=list)
     ended: bool = False
     terminated: bool = False
     applied: int = 0
@@ -46,15 +47,28 @@ class _Slot:
 class PythonWorker:
     """Same interface as the native worker: publish, retire, run, counters, timeline, history."""
 
-    def __init__(self, exchange: Any, slots: int, draft_length: int, vocab_size: int, ring: int):
+    def __init__(
+        self,
+        exchange: Any,
+        slots: int,
+        draft_length: int,
+        vocab_size: int,
+        ring: int,
+        most_candidates: int = 0,
+    ):
         self._mask = exchange.field("mask").array
         self._state = exchange.field("row_state").array
         self._committed = exchange.field("committed").array
         self._drafted = exchange.field("drafted").array
+        self._candidates = self._answers = None
+        if most_candidates:
+            self._candidates = exchange.field("candidates").array
+            self._answers = exchange.field("answers").array
+        self._most_candidates = most_candidates
         self._draft_length = draft_length
         self._vocab_size = vocab_size
         self._ring = ring
-        self._slots = [_Slot(s) for s in range(slots)]
+        self._slots = [_Slot(s, made=[NOT_READY] * (draft_length + 1)) for s in range(slots)]
         self._snapshots: dict[int, Sequence[GuidedRequest]] = {}
         self._current: Sequence[GuidedRequest] | None = None
         self._replay = 0
@@ -130,39 +144,32 @@ class PythonWorker:
                 self._count["free_rows"] += self._draft_length + 1
                 continue
             self._apply_commit(slot, self._replay - 1)
-            if slot.ended:
-                continue
-            if slot.rows == 0:
-                self._fill(slot, 0)
-            drafted = self._drafted[slot.index]
-            if slot.drafts_of != 0 and self._replay_of(drafted) == slot.drafts_of:
-                v = int(drafted[1])
-                if not 0 <= v <= self._draft_length:
-                    self._fail(slot)
-                for j in range(1, v + 1):
-                    if slot.ended or slot.chain_ended or slot.rows > v:
-                        break
-                    if not self._advance(slot, j, int(drafted[1 + j])):
-                        break
-            self._roll_back(slot)
+            drafts = [] if slot.ended else self._drafts(slot, slot.drafts_of)
+            if not slot.ended:
+                self._make_rows(slot, drafts)
 
     def _commit(self) -> None:
         for request in self._current or ():
             slot = self._slots[request.slot]
-            if slot.matcher is not None:
-                self._apply_commit(slot, self._replay)
+            if slot.matcher is None:
+                continue
+            applied = self._apply_commit(slot, self._replay)
+            if applied and not slot.ended and not self._most_candidates:
+                self._fill(slot, 0)
 
     def _draft(self, j: int) -> None:
         for request in self._current or ():
             slot = self._slots[request.slot]
-            if slot.matcher is None or slot.ended or slot.chain_ended:
+            if slot.matcher is None or slot.ended or slot.drafts_of != self._replay:
                 continue
-            drafted = self._drafted[slot.index]
-            if slot.drafts_of != self._replay or self._replay_of(drafted) != self._replay:
+            drafts = self._drafts(slot, self._replay)
+            if slot.ended:
                 continue
-            if int(drafted[1]) < j or slot.scratch != j - 1:
-                continue
-            self._advance(slot, j, int(drafted[1 + j]))
+            if self._most_candidates:
+                if len(drafts) == j - 1:
+                    self._probe(slot, j, drafts)
+            elif len(drafts) >= j and slot.scratch == j - 1 and j < slot.chain_end:
+                self._advance(slot, j, drafts[j - 1])
 
     def _join(self, slot: _Slot, request: GuidedRequest) -> None:
         self._invalidate(slot)
@@ -172,60 +179,118 @@ class PythonWorker:
         slot.n = request.position
         slot.matcher = request.matcher
         slot.scratch = 0
-        slot.chain_ended = slot.ended = slot.terminated = False
+        slot.ended = slot.terminated = False
         slot.applied = self._replay - 1
         slot.drafts_of = 0
         slot.log = []
         if slot.matcher is None:
             for j in range(self._draft_length + 1):
                 self._stamp(slot, j, FREE, 0)
-            slot.rows = self._draft_length + 1
 
-    def _apply_commit(self, slot: _Slot, latest: int) -> None:
+    def _apply_commit(self, slot: _Slot, latest: int) -> bool:
         committed = self._committed[slot.index]
         replay = self._replay_of(committed)
         if replay <= slot.applied or slot.ended:
-            return
+            return False
         count = int(committed[1])
         slot.applied = replay
         if count == 0 and replay <= latest:
-            return
+            return False
         self._roll_back(slot)
         self._invalidate(slot)
         slot.drafts_of = replay
         if slot.ended or replay > latest or not 0 <= count <= self._draft_length + 1:
             self._count["desyncs"] += 1
             self._fail(slot)
-            return
+            return True
         slot.n += count
         self._count["commits"] += 1
         for token in committed[2 : 2 + count].tolist():
             if not self._accept(slot, token):
                 self._count["desyncs"] += 1
                 self._fail(slot)
-                return
+                return True
             slot.log.append(token)
             self._count["committed_tokens"] += 1
         if slot.terminated:
             self._count["terminations"] += 1
             slot.ended = True
             self._stamp(slot, 0, DEAD_END, slot.n)
-            return
-        self._fill(slot, 0)
+        return True
+
+    def _drafts(self, slot: _Slot, of: int) -> list[int]:
+        """The drafts of replay ``of``, where they follow the slot's present state."""
+        drafted = self._drafted[slot.index]
+        if of == 0 or self._replay_of(drafted) != of:
+            return []
+        v = int(drafted[1])
+        if not 0 <= v <= self._draft_length:
+            self._fail(slot)
+            return []
+        return [int(token) for token in drafted[2 : 2 + v]]
+
+    def _make_rows(self, slot: _Slot, drafts: list[int]) -> None:
+        rows = min(len(drafts) + 1, slot.chain_end)
+        missing = [j for j in range(rows) if slot.made[j] == NOT_READY]
+        if missing:
+            if missing[0] < slot.scratch:
+                self._roll_back(slot)
+            if not slot.ended and slot.made[slot.scratch] == NOT_READY:
+                self._fill(slot, slot.scratch)
+            for j in range(slot.scratch + 1, missing[-1] + 1):
+                if slot.ended or j >= slot.chain_end or not self._advance(slot, j, drafts[j - 1]):
+                    break
+        self._roll_back(slot)
 
     def _advance(self, slot: _Slot, j: int, token: int) -> bool:
-        if slot.scratch < j:
-            if not self._accept(slot, token):
-                slot.chain_ended = True
-                self._count["refused_drafts"] += 1
-                return False
-            slot.scratch = j
-        if slot.terminated:
-            slot.chain_ended = True
+        if not self._accept(slot, token):
+            slot.chain_end = j
+            self._count["refused_drafts"] += 1
             return False
-        if slot.rows <= j:
+        slot.scratch = j
+        if slot.terminated:
+            slot.chain_end = j
+            return False
+        if slot.made[j] == NOT_READY:
             self._fill(slot, j)
-        return not slot.ended and not slot.chain_ended
+        return not slot.ended and slot.chain_end > j
+
+    def _probe(self, slot: _Slot, j: int, drafts: list[int]) -> None:
+        assert self._candidates is not None and self._answers is not None
+        record = self._candidates[slot.index]
+        if self._replay_of(record) != self._replay or int(record[1]) != j:
+            return
+        if not 0 <= int(record[2]) <= self._most_candidates:
+            self._fail(slot)
+            return
+        for i in range(slot.scratch + 1, j):  # drawn from a row
+            if i >= slot.chain_end:
+                break
+            if not self._accept(slot, drafts[i - 1]):
+                self._count["refused_drafts"] += 1
+                slot.chain_end = i
+                return
+            slot.scratch = i
+            if slot.terminated:
+                slot.chain_end = i
+        if slot.scratch != j - 1 or slot.chain_end < j:
+            return
+        answer = self._answers[slot.index]
+        for token in record[3 : 3 + int(record[2])].tolist():
+            self._count["probes"] += 1
+            if self._accept(slot, token):
+                slot.scratch = j
+                if slot.terminated:
+                    slot.chain_end = j
+                answer[:3] = (record[0], j, token)
+                return
+            if slot.ended:
+                return
+        self._count["probe_misses"] += 1
+        if slot.made[j - 1] == NOT_READY:
+            self._fill(slot, j - 1)
+        if not slot.ended:
+            answer[:3] = (record[0], j, -1)
 
     def _accept(self, slot: _Slot, token: int) -> bool:
         assert slot.matcher is not None
@@ -250,7 +315,6 @@ class PythonWorker:
         except RuntimeError as error:
             self._internal_error(slot, error)
             return
-        slot.rows = j + 1
         if not constrained:
             self._count["free_rows"] += 1
             self._stamp(slot, j, FREE, slot.n + j)
@@ -260,7 +324,7 @@ class PythonWorker:
             return
         self._count["dead_ends"] += 1
         self._stamp(slot, j, DEAD_END, slot.n + j)
-        slot.chain_ended = True
+        slot.chain_end = min(slot.chain_end, j + 1)
         if j == 0:
             slot.ended = True
 
@@ -279,8 +343,7 @@ class PythonWorker:
     def _invalidate(self, slot: _Slot) -> None:
         for j in range(self._draft_length + 1):
             self._stamp(slot, j, NOT_READY, 0)
-        slot.rows = 0
-        slot.chain_ended = False
+        slot.chain_end = NEVER
 
     def _internal_error(self, slot: _Slot, error: Exception) -> None:
         self._error = self._error or str(error)[:255]
@@ -294,8 +357,9 @@ class PythonWorker:
     def _stamp(self, slot: _Slot, j: int, state: int, position: int) -> None:
         row = self._state[slot.index, j]
         row[0] = NOT_READY
-        row[1:] = (slot.epoch, position, 0)
+        row[1:] = (slot.epoch, position, int(state == FREE and slot.matcher is None))
         row[0] = state
+        slot.made[j] = state
 
     def _replay_of(self, row: np.ndarray) -> int:
         difference = (int(row[0]) - self._replay) & 0xFFFFFFFF

@@ -41,6 +41,10 @@ class Sampler:
         int32 [Vd], target id of each drafter column; None when they are the same.
     t2d : DeviceArray or None
         int32 [V], drafter column of each target id or -1. Given exactly when ``d2t`` is.
+    candidates : int, optional
+        Ids per draft that the grammar is asked about before it is drawn, 0 to 64; then the exchange
+        also has ``candidates`` int32 [3 + candidates] and ``answers`` int32 [4]. Default 0: drafts
+        are drawn under mask rows.
     max_batch : int
         Most batch rows of a call.
     block : int, optional
@@ -77,6 +81,7 @@ class Sampler:
         d2t: DeviceArray | None,
         t2d: DeviceArray | None,
         max_batch: int,
+        candidates: int = 0,
         block: int | None = None,
     ) -> None:
         check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
@@ -100,6 +105,10 @@ class Sampler:
         check_field("exchange", exchange, "row_state", (width, 4))
         check_field("exchange", exchange, "committed", (width + 2,))
         check_field("exchange", exchange, "drafted", (width + 1,))
+        check_range("candidates", candidates, 0, 64)
+        if candidates > 0:
+            check_field("exchange", exchange, "candidates", (3 + candidates,))
+            check_field("exchange", exchange, "answers", (4,))
         mask = exchange.field("mask")
         if tuple(mask.shape) != (width, self._words) or exchange.slots < state.slots:
             raise ShapeError(
@@ -111,6 +120,7 @@ class Sampler:
         self.vocab_size, self.token_limit = vocab_size, token_limit
         self.draft_length, self.draft_vocab = draft_length, draft_vocab
         self.d2t, self.t2d, self.max_batch = d2t, t2d, max_batch
+        self.most_candidates = candidates
         rows = max_batch * width
         self.probs = device.zeros((rows, vocab_size), "float32")
         self.target_tok = device.zeros((rows,), "int32")
@@ -125,6 +135,7 @@ class Sampler:
         verify = load(device, "verify", self._block)
         self._verify, self._publish = verify["verify_chain"], verify["publish_round"]
         self._draft = load(device, "draft", self._block)["sample_draft"]
+        self._candidates = load(device, "candidates", self._block)["draft_candidates"]
 
     def target(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, width: int) -> None:
         """Mask and filter the target's rows; decide the greedy or coupled token of each.
@@ -240,23 +251,18 @@ class Sampler:
             1 <= j <= K.
         masked : bool
             Apply the slot's mask row ``j - 1``; otherwise drafts may be illegal (and are refused
-            by the next verification).
+            by the next verification). With candidates the row counts only where there is no
+            answer.
 
         Raises
         ------
         OptionError, ShapeError
             Also when ``verify`` was not yet written: it names the replay number.
         """
-        batch = self._batch(row_slot)
-        check_range("j", j, 1, self.draft_length)
-        check_array(
-            "draft_logits", draft_logits, "float32", ("B", "Vd"),
-            {"B": batch, "Vd": self.draft_vocab},
-        )  # fmt: skip
-        if self._replay is None:
-            raise OptionError("draft comes after verify in a round; verify was not written yet")
+        batch = self._check_draft(draft_logits, row_slot, j)
         s, mask, state = self.state, self.exchange.field("mask"), self.exchange.field("row_state")
         drafted = self.exchange.field("drafted")
+        answers = self.exchange.field("answers") if masked and self.most_candidates else None
         lane.kernel(
             self._draft,
             batch,
@@ -267,9 +273,55 @@ class Sampler:
                 s.epoch, s.limit, s.stop_ids, s.stop_count, s.seed, s.sample, s.temperature,
                 s.top_k, s.top_p, s.min_p, s.verify, s.q, s.q_kind, mask, mask.stride, self._words,
                 state, state.stride, self._replay, drafted, drafted.stride,
+                answers, 0 if answers is None else answers.stride,
             ],
             name=f"draft {j}",
         )  # fmt: skip
+
+    def candidates(
+        self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
+    ) -> None:
+        """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer.
+
+        Parameters
+        ----------
+        lane, draft_logits, row_slot, j
+            As in ``draft``.
+
+        Raises
+        ------
+        OptionError, ShapeError
+            Also when the sampler was made without candidates.
+        """
+        if self.most_candidates == 0:
+            raise OptionError("the sampler was made without candidates")
+        batch = self._check_draft(draft_logits, row_slot, j)
+        s, state = self.state, self.exchange.field("row_state")
+        ids = self.exchange.field("candidates")
+        lane.kernel(
+            self._candidates,
+            batch,
+            self._block,
+            [
+                draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
+                s.drafts.shape[1], self.count, s.n, s.drafts, s.draft_len, s.active, s.epoch,
+                s.limit, s.stop_ids, s.stop_count, s.seed, s.sample, s.temperature, s.top_k,
+                s.top_p, s.min_p, s.verify, s.q, state, state.stride, self._replay,
+                self.most_candidates, ids, ids.stride,
+            ],
+            name=f"candidates {j}",
+        )  # fmt: skip
+
+    def _check_draft(self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> int:
+        batch = self._batch(row_slot)
+        check_range("j", j, 1, self.draft_length)
+        check_array(
+            "draft_logits", draft_logits, "float32", ("B", "Vd"),
+            {"B": batch, "Vd": self.draft_vocab},
+        )  # fmt: skip
+        if self._replay is None:
+            raise OptionError("draft comes after verify in a round; verify was not written yet")
+        return batch
 
     def _batch(self, row_slot: DeviceArray) -> int:
         """Check the row map and return its length."""

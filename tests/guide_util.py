@@ -42,7 +42,7 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
 class ArrayExchange:
     """`PinnedSlots` in plain memory: slot rows padded to 64 bytes."""
 
-    def __init__(self, slots: int, draft_length: int, vocab_size: int):
+    def __init__(self, slots: int, draft_length: int, vocab_size: int, candidates: int = 4):
         words = (vocab_size + 31) // 32
         self._fields: dict[str, Any] = {}
         for name, shape in (
@@ -50,6 +50,8 @@ class ArrayExchange:
             ("row_state", (draft_length + 1, 4)),
             ("committed", (draft_length + 3,)),
             ("drafted", (draft_length + 2,)),
+            ("candidates", (3 + candidates,)),
+            ("answers", (4,)),
         ):
             used = int(np.prod(shape))
             stride = -(-used // 16) * 16
@@ -128,9 +130,10 @@ class Device:
         illegal: float = 0.1,
         stall: float = 0.05,
         wrong: float = 0.0,
+        probe: bool = False,
         options: dict[str, Any] | None = None,
     ):
-        self.backend, self.k, self.masked = backend, draft_length, masked
+        self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
         self.oracle = oracle or backend
         self.oracle_grammars: dict[GrammarSpec, CompiledGrammar] = {}
         self.rng = np.random.default_rng(seed)
@@ -144,6 +147,7 @@ class Device:
                 draft_length=draft_length,
                 vocab_size=self.size,
                 masked_drafts=masked,
+                draft_legality="probe" if probe else "fill",
                 transport=transport,  # type: ignore[arg-type]
                 ring=4,
                 **((options or {}) if transport != "python" else {}),
@@ -161,7 +165,8 @@ class Device:
         if draft_length:
             works.append([d.commit_work() for d in self.decoders])
         if masked:
-            works += [[d.draft_work(j) for d in self.decoders] for j in range(1, draft_length)]
+            last = draft_length + probe
+            works += [[d.draft_work(j) for d in self.decoders] for j in range(1, last)]
         self.works = works
 
     # The host's side.
@@ -216,9 +221,12 @@ class Device:
         if self.k:
             self._step(1)
             for s in rows:
-                if counts[s]:
+                if counts[s] and not self.probe:
                     self._check_row(s, 0)
         for j in range(1, self.k + 1):
+            if self.probe:
+                self._probe(j, [s for s in rows if counts[s]])
+                continue
             for s in rows:
                 if counts[s]:
                     self._draft(s, j)
@@ -243,7 +251,7 @@ class Device:
             run_work(work)
         first = self.exchanges[0]
         for other in self.exchanges[1:]:
-            for name in ("row_state", "mask"):
+            for name in ("row_state", "mask", "answers"):
                 np.testing.assert_array_equal(first.field(name).array, other.field(name).array)
 
     def _state(self, slot: int, j: int) -> int:
@@ -371,6 +379,57 @@ class Device:
         token = self._choose(choices)
         if self.rng.random() < self.illegal:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
+        self._keep(slot, j, token)
+
+    def _probe(self, j: int, rows: Sequence[int]) -> None:
+        """Offer candidates, legal and not; the answer is the first that is legal."""
+        offers = {s: self._offer(s, j) for s in rows if self._drafts_on(s, j)}
+        self._step(1 + j)
+        for s, offer in offers.items():
+            truth = self.slots[s]
+            assert truth is not None
+            if truth.start is None:
+                self._keep(s, j, self._choose(np.arange(self.size)))
+                continue
+            row = oracle_row(truth.start, truth.history + truth.drafts)
+            replay, draft, token, _ = self.exchanges[0].field("answers").array[s].tolist()
+            if truth.confused or row is None:
+                assert (replay, draft) != (self.replay, j)
+                continue
+            legal = bits(row)
+            if not len(legal):  # a dead end: found by filling the row
+                self._check_row(s, j - 1)
+                continue
+            assert (replay, draft) == (self.replay, j)
+            expected = [int(id) for id in offer if id in legal and 0 <= id < self.size]
+            assert token == (expected[0] if expected else -1)
+            if token < 0:
+                self._check_row(s, j - 1)
+                token = self._choose(legal[legal < self.size])
+            self._keep(s, j, token)
+
+    def _drafts_on(self, slot: int, j: int) -> bool:
+        truth = self.slots[slot]
+        assert truth is not None
+        stopped = truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP)
+        return len(truth.drafts) == j - 1 and truth.n + j < truth.limit and not stopped
+
+    def _offer(self, slot: int, j: int) -> list[int]:
+        truth = self.slots[slot]
+        assert truth is not None
+        likely = [-1, self.size, 2**31 - 1, *range(self.size)]
+        if truth.start and self.rng.random() < 0.8:
+            row = oracle_row(truth.start, truth.history + truth.drafts)
+            likely = likely if row is None or not row.any() else likely[:3] + bits(row).tolist()
+        count = int(self.rng.integers(0, 5))
+        offer = [int(id) for id in self.rng.choice(likely, count)]
+        for exchange in self.exchanges:
+            exchange.field("candidates").array[slot, : 3 + count] = [self.replay, j, count, *offer]
+        return offer
+
+    def _keep(self, slot: int, j: int, token: int) -> None:
+        truth = self.slots[slot]
+        assert truth is not None
         truth.drafts.append(token)
         for exchange in self.exchanges:
             drafted = exchange.field("drafted").array[slot]

@@ -106,7 +106,8 @@ def test_rebuild_needs_a_constrained_request(decoder):
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"ring": 1}, "ring is 1"),
         ({"transport": "carrier pigeon"}, "carrier pigeon"),
-        ({"draft_rows": "probe"}, "probe"),
+        ({"draft_legality": "guess"}, "guess"),
+        ({"draft_legality": "probe", "masked_drafts": False}, "needs masked_drafts"),
     ],
 )
 def test_bad_options_are_refused_by_name(changes, message):

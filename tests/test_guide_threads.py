@@ -48,7 +48,7 @@ def test_several_threads_make_the_same_rows(backend, draft_length, masked):
         backend, slots=6, draft_length=draft_length, masked=masked, seed=20 + draft_length,
         options={"threads": 3},
     )  # fmt: skip
-    play(device, 80 if backend.child == "xgrammar" else 30)
+    play(device, 80 if backend.name == "XGrammar" else 30)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         if not name.endswith("_ns"):

@@ -14,7 +14,8 @@ enum RowState : int32_t {
   kRowError = 4,
 };
 
-// row_state[slot][j]: {state, epoch, position, 0}; row j masks the token after position n + j.
+// row_state[slot][j]: {state, epoch, position, 1 if the request has no grammar}; row j masks the
+// token after position n + j.
 constexpr int kRowStateWords = 4;
 
 // committed[slot]: {replay, count, t_1 .. t_{K+1}}.

@@ -311,7 +311,7 @@ void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept 
   __atomic_store_n(row, kRowNotReady, __ATOMIC_RELEASE);
   row[1] = slot.epoch;
   row[2] = position;
-  row[3] = 0;
+  row[3] = state == kRowFree && slot.matcher == nullptr ? 1 : 0;
   __atomic_store_n(row, state, __ATOMIC_RELEASE);
 }
 

@@ -4,8 +4,24 @@
 // active and have j - 1 drafts. Whether position j is drafted depends on the prefix alone (row
 // stamp, stop id, limit, dead end of the pruned vocabulary, broken logits), never on what would be
 // drawn.
+//
+// Where candidates were probed, `answers` holds the first legal one (int4 {replay, j, id, 0}): it
+// is the draft, as a point mass. With -1 none was legal and row j - 1 was filled: the best of the
+// row is the draft, a point mass too. Requests without a grammar are not probed and draw from q.
 #include "draw.cuh"
 #include "slot.cuh"
+
+// One thread: draft j of a slot, in its state and in the record that the host reads.
+__device__ __forceinline__ void keep_draft(int index, int j, int token, int kind, int replay,
+                                           int* drafts, int* q_kind, int* draft_len, int* record) {
+  drafts[index] = token;
+  q_kind[index] = kind;
+  *draft_len = j;
+  record[0] = replay;
+  record[1] = j;
+  record[1 + j] = token;
+  __threadfence_system();
+}
 
 extern "C" __global__ void sample_draft(
     const float* logits, int draft_vocab, int token_limit, const int* d2t, const int* row_slot,
@@ -15,7 +31,7 @@ extern "C" __global__ void sample_draft(
     const float* temperature, const int* top_k, const float* top_p, const float* min_p,
     const int* verify, float* q, int* q_kind, const unsigned int* mask, int mask_stride,
     int mask_words, const int* row_state, int row_state_stride, const int* replay_number,
-    int* drafted, int drafted_stride) {
+    int* drafted, int drafted_stride, const int* answers, int answers_stride) {
   __shared__ Scratch scratch;
   const int b = static_cast<int>(blockIdx.x);
   const int slot = row_slot[b];
@@ -25,16 +41,30 @@ extern "C" __global__ void sample_draft(
   const int index = slot * draft_stride + j - 1;
   if (j > 1 && is_stop(stop_ids + slot * MAX_STOP_IDS, stop_count[slot], drafts[index - 1])) return;
 
+  int token = -1;
+  if (answers) {
+    const int* answer = answers + static_cast<long long>(slot) * answers_stride;
+    if (answer[0] == *replay_number && answer[1] == j) token = answer[2];
+  }
+  if (token >= 0) {
+    if (threadIdx.x == 0) {
+      int* record = drafted + static_cast<long long>(slot) * drafted_stride;
+      keep_draft(index, j, token, DRAFT_POINT, *replay_number, drafts, q_kind, draft_len + slot,
+                 record);
+    }
+    return;
+  }
+
   Row row;
   row.logits = logits + static_cast<long long>(b) * draft_vocab;
   row.size = draft_vocab;
   row.mask = nullptr;
   row.token_limit = token_limit;
   row.map = d2t;
+  int state = ROW_FREE;
   if (masked) {
-    const int state =
-        stamped_state(row_state + static_cast<long long>(slot) * row_state_stride + 4 * (j - 1),
-                      epoch[slot], position - 1);
+    state = stamped_state(row_state + static_cast<long long>(slot) * row_state_stride + 4 * (j - 1),
+                          epoch[slot], position - 1);
     if (state != ROW_FREE && state != ROW_READY) return;
     if (state == ROW_READY) {
       const unsigned int* bits = mask + static_cast<long long>(slot) * mask_stride +
@@ -45,7 +75,9 @@ extern "C" __global__ void sample_draft(
 
   int column = -1;
   int kind = DRAFT_POINT;
-  if (temperature[slot] < GREEDY_TEMPERATURE) {
+  const bool coupled = verify[slot] == VERIFY_COUPLED;
+  const bool probed = answers && state == ROW_READY;
+  if (temperature[slot] < GREEDY_TEMPERATURE || (probed && !coupled)) {
     float best_logit;
     const int status = d2t ? row_best<true, false>(row, nullptr, scratch, &column, &best_logit)
                            : row_best<false, false>(row, nullptr, scratch, &column, &best_logit);
@@ -56,7 +88,6 @@ extern "C" __global__ void sample_draft(
     const int status = d2t ? row_distribution<true>(row, filter, table, scratch)
                            : row_distribution<false>(row, filter, table, scratch);
     if (status != ROW_OK) return;
-    const bool coupled = verify[slot] == VERIFY_COUPLED;
     const Noise noise = {seed[slot], position,
                          (coupled ? PURPOSE_NOISE : PURPOSE_DRAFT) | static_cast<u32>(sample[slot])
                                                                          << 8};
@@ -64,13 +95,7 @@ extern "C" __global__ void sample_draft(
     kind = coupled ? DRAFT_POINT : DRAFT_DENSE;
   }
   if (threadIdx.x != 0) return;
-  const int token = d2t ? d2t[column] : column;
-  drafts[index] = token;
-  q_kind[index] = kind;
-  draft_len[slot] = j;
   int* record = drafted + static_cast<long long>(slot) * drafted_stride;
-  record[0] = *replay_number;
-  record[1] = j;
-  record[1 + j] = token;
-  __threadfence_system();
+  keep_draft(index, j, d2t ? d2t[column] : column, kind, *replay_number, drafts, q_kind,
+             draft_len + slot, record);
 }
