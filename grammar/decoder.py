@@ -82,13 +82,16 @@ class Exchange(Protocol):
     def field(self, name: str) -> Any: ...
 
 
-def default_threads(slots: int, cores: int | None = None) -> int:
-    """Threads for a step of so many slots: one per 8 slots, at most half the usable cores.
+def default_threads(batch: int, transport: str = "native", cores: int | None = None) -> int:
+    """Threads for steps of so many requests: one per 8, at most half the usable cores.
 
-    1 on two cores or for small batches: handing over costs more than it saves there.
+    1 on two cores or for small batches: handing over costs more than it saves there. Python steps
+    have one.
     """
+    if transport == "python":
+        return 1
     usable = len(os.sched_getaffinity(0)) if cores is None else cores
-    return max(1, min(usable // 2, slots // 8))
+    return max(1, min(usable // 2, batch // 8))
 
 
 class GuidedDecoder:
@@ -107,8 +110,9 @@ class GuidedDecoder:
     draft_legality
         How masked drafts are: ``"fill"``: each is drawn under its mask row; ``"probe"``: the
         drafter's candidates are tested one by one, the first legal one is the draft, and all rows
-        are filled by the next round's open step. The exchange then has ``candidates`` int32
-        ``[slots, 3 + c]``, ids of ``{replay, j, count, ids}``, and ``answers`` int32 ``[slots, 4]``.
+        are filled by the next round's open step. The exchange then also has ``candidates`` int32
+        ``[slots, 3 + c]`` (``{replay, j, count, ids}``) and ``answers`` int32 ``[slots, 4]``
+        (``{replay, j, id or -1, 0}``).
     transport
         ``"native"``: C++ without the GIL, in host nodes; ``"mailbox"`` and ``"spinkernel"``: the
         same on a worker thread, waited for by memory operations or by a spinning kernel;
@@ -179,7 +183,7 @@ class GuidedDecoder:
                 f"{', '.join(STEP_TRANSPORTS)}"
             )
         if threads is None:
-            threads = default_threads(slots) if transport != "python" else 1
+            threads = default_threads(slots, transport)
         if threads < 1 or (budget_us is not None and not budget_us >= 1):
             raise OptionError(
                 f"guided decoder: threads is {threads} and budget_us is {budget_us}, must be at "

@@ -11,7 +11,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.slots import PinnedSlots, Ring
 from graft.cudagraph.transports import TRANSPORTS
 from graft.grammar.backend import BACKENDS, GrammarBackend
-from graft.grammar.decoder import GuidedDecoder
+from graft.grammar.decoder import CANDIDATES, LEGALITIES, GuidedDecoder, default_threads
 from graft.grammar.service import GrammarService
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
@@ -43,6 +43,9 @@ class Options:
     page_size: int
     pages: int
     mask_drafts: bool
+    draft_legality: str
+    grammar_threads: int | None
+    grammar_budget_us: float | None
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
     grammar_transport: str
     compile_threads: int
@@ -162,6 +165,10 @@ def _assemble(
         )
 
     words = -(-config.vocab_size // 32)
+    draft_vocab = config.vocab_size if drafter is None else drafter.draft_vocab
+    candidates = 0
+    if options.draft_legality == "probe" and drafter is not None:
+        candidates = min(CANDIDATES, draft_vocab)
     exchange = PinnedSlots(
         device,
         slots,
@@ -170,12 +177,11 @@ def _assemble(
             "row_state": ("int32", (width, 4)),
             "committed": ("int32", (width + 2,)),
             "drafted": ("int32", (width + 1,)),
+            "candidates": ("int32", (3 + candidates,)),
+            "answers": ("int32", (4,)),
         },
     )
-    state = SlotState(
-        device, slots, options.draft_length, config.vocab_size if drafter is None
-        else drafter.draft_vocab,
-    )  # fmt: skip
+    state = SlotState(device, slots, options.draft_length, draft_vocab)
     sampler = Sampler(
         device,
         state,
@@ -183,7 +189,8 @@ def _assemble(
         vocab_size=config.vocab_size,
         token_limit=min(tokenizer.vocab_size, config.vocab_size),
         draft_length=options.draft_length,
-        draft_vocab=config.vocab_size if drafter is None else drafter.draft_vocab,
+        draft_vocab=draft_vocab,
+        candidates=candidates,
         d2t=None if drafter is None else drafter.d2t,
         t2d=None if drafter is None else drafter.t2d,
         max_batch=batch,
@@ -194,6 +201,9 @@ def _assemble(
         draft_length=options.draft_length,
         vocab_size=config.vocab_size,
         masked_drafts=options.mask_drafts,
+        draft_legality="probe" if candidates else "fill",
+        threads=options.grammar_threads or default_threads(batch, options.grammar_transport),
+        budget_us=options.grammar_budget_us,
         transport=options.grammar_transport,
         ring=2 * RING_ENTRIES,
     )
@@ -258,6 +268,20 @@ def check_options(options: Options, drafter: Path | None) -> None:
             f"grammar_backend must be one of {names} or make a GrammarBackend, "
             f"got {options.grammar_backend!r}"
         )
+    if options.draft_legality not in LEGALITIES:
+        raise OptionError(
+            f"draft_legality must be one of {', '.join(LEGALITIES)}, "
+            f"got {options.draft_legality!r}"
+        )
+    if options.draft_legality == "probe" and not options.mask_drafts:
+        raise OptionError("draft_legality 'probe' needs mask_drafts: blind drafts are not probed")
+    if options.grammar_threads is not None and options.grammar_threads < 1:
+        raise OptionError(f"grammar_threads must be at least 1, got {options.grammar_threads}")
+    if options.grammar_budget_us is not None and not options.grammar_budget_us >= 1:
+        raise OptionError(f"grammar_budget_us must be at least 1, got {options.grammar_budget_us}")
+    late = options.grammar_budget_us is not None or (options.grammar_threads or 1) > 1
+    if late and options.grammar_transport == "python":
+        raise OptionError("grammar_threads and grammar_budget_us need a native transport")
     if options.grammar_transport not in TRANSPORTS:
         raise OptionError(
             f"grammar_transport must be one of {', '.join(TRANSPORTS)}, "

@@ -68,6 +68,9 @@ class Engine:
         most 4096.
     page_size, pages : shape of the paged caches; by default every slot can be full at once.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
+    draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
+        grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
+        next target forward. A probed draft is a point mass under rejection sampling.
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
@@ -75,6 +78,9 @@ class Engine:
     grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
         "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
         mailbox, spinkernel and native that works, given 4 usable cores; else native.
+    grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
+    grammar_budget_us : microseconds that a grammar step waits for its requests; one that is late
+        sits rounds out and resumes exactly. None: it waits for all.
     overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
         greedy and coupled requests are the same either way.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
@@ -105,9 +111,12 @@ class Engine:
         page_size: int = 16,
         pages: int | None = None,
         mask_drafts: bool = True,
+        draft_legality: str = "fill",
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
+        grammar_threads: int | None = None,
+        grammar_budget_us: float | None = None,
         compile_threads: int = 2,
         compile_timeout_s: float = 30.0,
         overlap: bool = True,
@@ -134,6 +143,9 @@ class Engine:
             page_size=page_size,
             pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
             mask_drafts=mask_drafts,
+            draft_legality=draft_legality,
+            grammar_threads=grammar_threads,
+            grammar_budget_us=grammar_budget_us,
             grammar_backend=grammar_backend,
             grammar_transport=grammar_transport,
             compile_threads=compile_threads,

@@ -9,6 +9,12 @@ Two lanes meet at marks::
 rows after unmasked drafting) beside the target forward; `commit` advances the matchers by what was
 accepted and fills row 0 beside the drafter's extend; row j is filled beside the drafter step that
 feeds draft j.
+
+Where drafts are probed instead, no row is filled while drafting; each draft waits for the answer to
+its candidates, and `open` fills all rows::
+
+    model    ... extend - candidates 1 - [answer] - draft 1 - step 2 - candidates 2 - [answer] - ...
+    grammar  commit ------------------- probe 1 ----------------------------------- probe 2 ----^
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.graph import Graph, GraphExec, GraphLane
+from graft.cudagraph.graph import Graph, GraphExec, GraphLane, GraphMark
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.slots import PinnedSlots, Ring
@@ -54,7 +60,7 @@ class RoundParts:
     @property
     def timing(self) -> RoundTiming:
         """What the round stamps on its timeline."""
-        return RoundTiming(self.draft_length, self.masked_drafts)
+        return RoundTiming(self.draft_length, self.masked_drafts, self.decoder.probes)
 
     @property
     def width(self) -> int:
@@ -120,31 +126,43 @@ class RoundGraph:
         self.exec: GraphExec = self.graph.instantiate()
 
     def _draft(self, model: Lane, grammar: GraphLane, drafter: Eagle3Drafter) -> None:
-        """Commit what was accepted, and draft the next K tokens under their masks."""
+        """Commit what was accepted, and draft the next K tokens."""
         parts, masked = self.parts, self.parts.masked_drafts
+        probed = parts.decoder.probes
         tokens_known = model.record("tokens known")
         grammar.wait(tokens_known)
-        parts.decoder.add(grammar, parts.decoder.commit_work(), name="commit, fill row 0")
-        row_ready = grammar.record("row 0 ready")
+        name = "commit" if probed else "commit, fill row 0"
+        parts.decoder.add(grammar, parts.decoder.commit_work(), name=name)
+        ready = grammar.record("row 0 ready")
         hidden = self._extend(model, drafter)
-        if masked:
-            model.wait(row_ready)
-        self._stamp(model, "row0")
-        self._draw(model, 1)
-        for step in range(2, parts.draft_length + 1):
+        for j in range(1, parts.draft_length + 1):
+            if j > 1:
+                if masked and not probed:
+                    ready = self._grammar_step(model, grammar, j - 1, f"fill row {j - 1}")
+                hidden = self._step(model, drafter, hidden, j)
+            logits, row_slot = self.scratch.draft_logits[: self.batch], self._row_slot
+            if probed:
+                parts.sampler.candidates(model, logits, row_slot, j)
+            if masked or j == 1:
+                self._stamp(model, "extend" if j == 1 else f"step{j}")
+            if probed:
+                ready = self._grammar_step(model, grammar, j, f"probe {j}")
             if masked:
-                drafted = model.record(f"draft {step - 1} known")
-                grammar.wait(drafted)
-                row_work = parts.decoder.draft_work(step - 1)
-                parts.decoder.add(grammar, row_work, name=f"fill row {step - 1}")
-                row_ready = grammar.record(f"row {step - 1} ready")
-            hidden = self._step(model, drafter, hidden, step)
-            if masked:
-                self._stamp(model, f"step{step}")
-                model.wait(row_ready)
-                self._stamp(model, f"row{step - 1}")
-            self._draw(model, step)
+                model.wait(ready)
+            if masked or j == 1:
+                self._stamp(model, f"row{j - 1}")
+            parts.sampler.draft(model, logits, row_slot, j, masked)
         self._stamp(model, "end")
+
+    def _grammar_step(self, model: Lane, grammar: GraphLane, j: int, name: str) -> GraphMark:
+        """The grammar's step for draft j, once the model lane is here; done at the mark."""
+        grammar.wait(model.record(f"{name}: asked"))
+        self.parts.decoder.add(grammar, self.parts.decoder.draft_work(j), name=name)
+        return grammar.record(f"{name}: done")
+
+    @property
+    def _row_slot(self) -> DeviceArray:
+        return self.scratch.row_slot[: self.batch]
 
     def _stamp(self, lane: Lane, name: str) -> None:
         timeline = self.parts.timeline.field("ns")
@@ -178,8 +196,7 @@ class RoundGraph:
         self._stamp(lane, "target")
 
     def _verify(self, lane: Lane) -> None:
-        p, s = self.parts, self.scratch
-        row_slot = s.row_slot[: self.batch]
+        p, s, row_slot = self.parts, self.scratch, self._row_slot
         p.sampler.target(lane, s.logits[: self.batch * p.width], row_slot, p.width)
         p.sampler.verify(lane, row_slot, p.width, p.replay, p.outputs)
         self._stamp(lane, "verify")
@@ -200,13 +217,7 @@ class RoundGraph:
         out = drafter.entries(lane, _rows(rows, count), s.features[:count])
         hidden = drafter.gather(lane, out, s.gather[: self.batch])
         drafter.head(lane, hidden, s.draft_logits[: self.batch])
-        self._stamp(lane, "extend")
         return hidden
-
-    def _draw(self, lane: Lane, j: int) -> None:
-        s, batch = self.scratch, self.batch
-        logits, row_slot = s.draft_logits[:batch], s.row_slot[:batch]
-        self.parts.sampler.draft(lane, logits, row_slot, j, self.parts.masked_drafts)
 
     def _step(
         self, lane: Lane, drafter: Eagle3Drafter, hidden: DeviceArray, step: int

@@ -14,11 +14,12 @@ class RoundTiming:
     Parameters
     ----------
     draft_length : drafts per round.
-    masked : whether each draft waits for its mask row.
+    masked : whether each draft waits for the grammar: its mask row or, when `probed`, its answer.
     """
 
     draft_length: int
     masked: bool
+    probed: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -49,5 +50,8 @@ class RoundTiming:
     @property
     def waits(self) -> dict[str, str]:
         """Parts in which the model waits for the grammar, and the host step it waits for."""
+        if self.probed:
+            waits = {f"wait for row {j}": f"probe {j + 1}" for j in range(self.draft_length)}
+            return {"wait for masks": "open: missing rows"} | waits
         waits = {"wait for masks": "open: missing rows", "wait for row 0": "commit, fill row 0"}
         return waits | {f"wait for row {j}": f"fill row {j}" for j in range(1, self.draft_length)}

@@ -412,4 +412,5 @@ def test_small_machines_and_batches_use_one_thread():
     """One thread up to three cores or fifteen slots, then at most one per eight slots."""
     table = {(64, 1): 1, (64, 2): 1, (64, 3): 1, (8, 64): 1, (15, 8): 1, (16, 8): 2, (64, 64): 8,
              (64, 4): 2}  # fmt: skip
-    assert {key: default_threads(*key) for key in table} == table
+    assert {key: default_threads(key[0], cores=key[1]) for key in table} == table
+    assert default_threads(64, "python", 64) == 1

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
+    models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
+                        help="draw drafts under filled mask rows, or have the grammar test the "
+                             "drafter's candidates (default fill)")
     models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
                         help="launch a round before the last one was read (default: yes)")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
@@ -160,6 +163,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
     return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
+                  draft_legality=options.draft_legality,
                   verify=options.verify, overlap=options.overlap)
 
 
@@ -213,7 +217,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "part_share": stats.part_share,
         "exposed_share": stats.exposed_share,
         "options": {"draft_length": engine.options.draft_length,
-                    "mask_drafts": engine.options.mask_drafts, "verify": engine.verify,
+                    "mask_drafts": engine.options.mask_drafts,
+                    "draft_legality": engine.options.draft_legality, "verify": engine.verify,
                     "overlap": engine.options.overlap},
     }
 
