@@ -267,57 +267,6 @@ def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream
     assert native.failed_frees() == failed
 
 
-def replay_many(device: Device, stream: Stream, count: int) -> None:
-    """Replay a graph with Python and native host steps, in flight by the dozen; memory is flat."""
-    import ctypes
-
-    seen = np.zeros(1, np.int64)
-
-    def step() -> None:
-        seen[0] += 1
-
-    buffer = ctypes.create_string_buffer(64)
-    work = ctypes.cast(ctypes.CDLL(None).sem_init, ctypes.c_void_p).value or 0
-    data, pinned = device.zeros((16,), "int32"), device.pinned((16,), "int32")
-    graph = Graph(device, "soak")
-    a, b = graph.lane("a"), graph.lane("b")
-    a.host(step)
-    a.copy(pinned, data)
-    b.host(NativeWork(work, ctypes.addressof(buffer), keep=buffer, name="sem_init"))
-    a.wait(b.record())
-    a.host(step)
-    executable = graph.instantiate()
-
-    def replay(times: int) -> None:
-        for i in range(times):
-            executable.launch(stream)
-            if i % 16 == 15:
-                executable.synchronize(60)
-        executable.synchronize(60)
-
-    warm = max(count // 10, 1000)
-    replay(warm)
-    gc.collect()
-    before, records = resident_kib(), native.live_records()
-    replay(count)
-    gc.collect()
-    grown = resident_kib() - before
-    assert seen[0] == 2 * (warm + count) and native.live_records() == records
-    assert grown < 2048, f"resident memory grew by {grown} KiB in {count} replays"
-    executable.close()
-
-
-def test_20000_replays_keep_memory_flat(device: Device, stream: Stream) -> None:
-    """Resident memory does not grow with replays."""
-    replay_many(device, stream, 20_000)
-
-
-@pytest.mark.soak
-def test_a_million_replays_keep_memory_flat(device: Device, stream: Stream) -> None:
-    """The same, for a million replays."""
-    replay_many(device, stream, 1_000_000)
-
-
 def test_many_graphs_come_and_go(device: Device, stream: Stream) -> None:
     """Building, replaying and dropping graphs leaves no record and no memory behind."""
 
