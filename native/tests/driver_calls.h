@@ -36,6 +36,25 @@ CUresult cuGraphAddHostNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t,
                             const CUDA_HOST_NODE_PARAMS*);
 CUresult cuGraphAddEmptyNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t);
 CUresult cuGraphAddChildGraphNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t, CUgraph);
+CUresult cuGraphAddBatchMemOpNode(CUgraphNode*, CUgraph, const CUgraphNode*, size_t,
+                                  const CUDA_BATCH_MEM_OP_NODE_PARAMS*);
+CUresult cuGraphAddNode_v2(CUgraphNode*, CUgraph, const CUgraphNode*, const CUgraphEdgeData*,
+                           size_t, CUgraphNodeParams*);
+CUresult cuGraphConditionalHandleCreate(uint64_t*, CUgraph, CUcontext, unsigned, unsigned);
+CUresult cuGraphClone(CUgraph*, CUgraph);
+CUresult cuStreamBeginCapture_v2(CUstream, int);
+CUresult cuStreamEndCapture(CUstream, CUgraph*);
+CUresult cuStreamGetCaptureInfo_v3(CUstream, int*, uint64_t*, CUgraph*, const CUgraphNode**,
+                                   const CUgraphEdgeData**, size_t*);
+CUresult cuStreamUpdateCaptureDependencies_v2(CUstream, const CUgraphNode*, const CUgraphEdgeData*,
+                                              size_t, unsigned);
+CUresult cuStreamWaitEvent(CUstream, CUevent, unsigned);
+CUresult cuEventRecord(CUevent, CUstream);
+CUresult cuEventRecordWithFlags(CUevent, CUstream, unsigned);
+CUresult cuEventDestroy_v2(CUevent);
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, size_t, CUstream);
+CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, size_t, CUstream);
+CUresult cuGraphExecDestroy(CUgraphExec);
 CUresult cuGraphInstantiateWithFlags(CUgraphExec*, CUgraph, unsigned long long);
 CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec, CUgraphNode,
                                            const CUDA_KERNEL_NODE_PARAMS*);

@@ -1,84 +1,30 @@
 // One random graph on the device, driven through random operations beside its sequential model.
 #pragma once
 
-#include <memory>
-
-#include "driver_calls.h"
-#include "hostwork/current.h"
-#include "hostwork/exec.h"
-#include "hostwork/record.h"
-#include "model.h"
+#include "graph_build.h"
 
 namespace stress {
 
-struct Kernels {
-  CUmodule module = nullptr;
-  CUfunction plain = nullptr, barrier = nullptr, warp = nullptr, stray = nullptr;
-  bool barriers = true;
-};
-
-// A host step. Its data dies with its record: a record that dies early is a use after free.
-class HostStep : public graft::hostwork::HostRecord {
- public:
-  struct Data {
-    unsigned* cells;
-    NodeSpec node;
-    int out;
-    int runs = 0;  // one run at a time
-  };
-  HostStep(const std::string& name, Data* data)
-      : HostRecord(name, run, data, nullptr), data_(data) {}
-
- private:
-  static void run(void* raw) {
-    Data& data = *static_cast<Data*>(raw);
-    if (graft::hostwork::current_replay() <= 0) std::abort();
-    if (++data.runs == data.node.fails_in_run) {
-      graft::hostwork::fail_current("told to fail");
-      return;
-    }
-    unsigned now[kWords];
-    for (int w = 0; w < kWords; ++w) {
-      now[w] = gather_word(data.cells, data.out, data.node.salt, data.node.reads(0),
-                           data.node.reads(1), data.node.reads(2), w);
-    }
-    std::memcpy(data.cells + data.out * kWords, now, sizeof now);
-  }
-  std::unique_ptr<Data> data_;
-};
-
-// A definition: the driver's graph, its nodes and the state that its host steps share.
-struct Definition {
-  CUgraph graph = nullptr;
-  std::vector<CUgraphNode> nodes;
-  std::shared_ptr<graft::hostwork::GraphState> state =
-      std::make_shared<graft::hostwork::GraphState>(nullptr);
-  void drop() {
-    if (graph != nullptr) CALL(cuGraphDestroy(graph));
-    graph = nullptr;
-  }
-};
-
 class GraphCase {
  public:
-  GraphCase(Random& random, const Kernels& kernels) : random_(random), kernels_(kernels) {
+  GraphCase(Random& random, const Kernels& kernels)
+      : random_(random),
+        chain_(below(random, 3) == 0),
+        spec_(random_graph(random, chain_, kernels.barriers)),
+        builder_(kernels, spec_, below(random, 3) == 0) {
     CALL(cuStreamCreate(&streams_[0], CU_STREAM_NON_BLOCKING));
     CALL(cuStreamCreate(&streams_[1], CU_STREAM_NON_BLOCKING));
   }
+  ~GraphCase() {
+    CALL(cuStreamDestroy_v2(streams_[0]));
+    CALL(cuStreamDestroy_v2(streams_[1]));
+  }
+  GraphCase(const GraphCase&) = delete;
 
   void run() {
-    const bool chain = below(random_, 3) == 0;
-    spec_ = random_graph(random_, chain, kernels_.barriers);
-    if (chain) choose_failure();
+    if (chain_) choose_failure();
     Model model(spec_.nodes.size());
-    const size_t bytes = model.words().size() * sizeof(unsigned);
-    void* memory = nullptr;
-    CALL(cuMemHostAlloc(&memory, bytes, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
-    cells_ = static_cast<unsigned*>(memory);
-    CALL(cuMemHostGetDevicePointer_v2(&alias_, memory, 0));
-    std::memset(memory, 0, bytes);
-
-    Definition definition = build();
+    Definition definition = builder_.build();
     CUgraphExec handle = nullptr;
     CUevent event = nullptr;
     CALL(cuGraphInstantiateWithFlags(&handle, definition.graph, 0));
@@ -86,7 +32,7 @@ class GraphCase {
     graft::hostwork::Exec exec(reinterpret_cast<uint64_t>(handle),
                                reinterpret_cast<uint64_t>(event), definition.state);
     for (unsigned step = 3 + below(random_, 8); step > 0; --step) {
-      switch (below(random_, 6)) {
+      switch (below(random_, 7)) {
         case 0:
           update(exec, &definition, &model);
           break;
@@ -98,6 +44,9 @@ class GraphCase {
           break;
         case 3:
           compare(definition, &model);
+          break;
+        case 4:
+          launch_clone(definition, &model);
           break;
         default:
           launch(exec, &model);
@@ -112,26 +61,43 @@ class GraphCase {
     compare(definition, &model);
     exec.close();
     definition.drop();
-    CALL(cuMemFreeHost(memory));
-    CALL(cuStreamDestroy_v2(streams_[0]));
-    CALL(cuStreamDestroy_v2(streams_[1]));
   }
 
  private:
   void choose_failure() {
     for (NodeSpec& node : spec_.nodes) {
-      if (node.kind != Kind::host || below(random_, 3) != 0) continue;
+      if (!node.is_host() || below(random_, 3) != 0) continue;
       node.fails_in_run = 1 + static_cast<int>(below(random_, 3));
       return;
     }
   }
 
   void launch(graft::hostwork::Exec& exec, Model* model) {
-    const auto stream = reinterpret_cast<uint64_t>(streams_[below(random_, 2)]);
+    const unsigned which = below(random_, 2);
+    const CUstream other = streams_[1 - which];
     for (unsigned times = 1 + below(random_, 3); times > 0; --times) {
-      CALL(exec.launch(stream).result);
+      if (below(random_, 2) == 0) CALL(cuEventRecord(builder_.held, other));
+      CALL(exec.launch(reinterpret_cast<uint64_t>(streams_[which])).result);
       model->replay(spec_);
+      for (CUevent mark : builder_.marks) {
+        if (below(random_, 2) == 0) CALL(cuStreamWaitEvent(other, mark, 0));
+      }
     }
+  }
+
+  // The driver's own copy: it shares the records, so nothing else may run.
+  void launch_clone(const Definition& definition, Model* model) {
+    if (edited_ || !spec_.can_be_cloned()) return;
+    settle();
+    CUgraph clone = nullptr;
+    CUgraphExec exec = nullptr;
+    CALL(cuGraphClone(&clone, definition.graph));
+    CALL(cuGraphInstantiateWithFlags(&exec, clone, 0));
+    CALL(cuGraphDestroy(clone));
+    CALL(cuGraphLaunch(exec, streams_[0]));
+    CALL(cuGraphExecDestroy(exec));
+    model->replay(spec_);
+    settle();
   }
 
   void settle() {
@@ -144,10 +110,10 @@ class GraphCase {
     settle();
     const std::vector<unsigned>& wanted = model->words();
     for (size_t i = 0; i < wanted.size(); ++i) {
-      if (cells_[i] == wanted[i]) continue;
+      if (builder_.cells[i] == wanted[i]) continue;
       std::fprintf(stderr, "cell %zu word %zu is %08x, not %08x\n", i / kWords, i % kWords,
-                   cells_[i], wanted[i]);
-      WANT(cells_[i] == wanted[i]);
+                   builder_.cells[i], wanted[i]);
+      WANT(builder_.cells[i] == wanted[i]);
     }
     graft::hostwork::Failure failure;
     WANT(definition.state->pending(&failure) == model->failed());
@@ -164,7 +130,7 @@ class GraphCase {
       node.salt = static_cast<unsigned>(random_());
       node.fails_in_run = 0;
     }
-    Definition next = build();
+    Definition next = builder_.build();
     graft::hostwork::UpdateInfo info{};
     CALL(exec.update(reinterpret_cast<uint64_t>(next.graph), &info));
     exec.adopt(next.state);
@@ -179,8 +145,9 @@ class GraphCase {
     const size_t i = below(random_, static_cast<unsigned>(spec_.nodes.size()));
     if (updated_ || spec_.nodes[i].kind > Kind::warp) return;
     spec_.nodes[i].salt = static_cast<unsigned>(random_());
-    Launch launch(*this, i);
-    CALL(cuGraphExecKernelNodeSetParams_v2(exec, definition.nodes[i], &launch.params));
+    edited_ = true;
+    const auto launch = builder_.cell_kernel(i);
+    CALL(cuGraphExecKernelNodeSetParams_v2(exec, definition.nodes[i], &launch->params));
   }
 
   void toggle(CUgraphExec exec, const Definition& definition) {
@@ -188,89 +155,16 @@ class GraphCase {
     NodeSpec& node = spec_.nodes[i];
     if (updated_ || !node.can_be_disabled()) return;
     node.enabled = !node.enabled;
+    edited_ = true;
     CALL(cuGraphNodeSetEnabled(exec, definition.nodes[i], node.enabled));
   }
 
-  // Parameters of the kernel that writes cell i.
-  struct Launch {
-    Launch(GraphCase& of, size_t i) : cells(of.alias_), out(static_cast<int>(i)) {
-      const NodeSpec& node = of.spec_.nodes[i];
-      salt = node.salt;
-      for (size_t k = 0; k < 3; ++k) reads[k] = node.reads(k);
-      params.func = node.kind == Kind::barrier ? of.kernels_.barrier
-                    : node.kind == Kind::warp  ? of.kernels_.warp
-                                               : of.kernels_.plain;
-      params.gridDimX = kWords / kBlock;
-      params.blockDimX = kBlock;
-      params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1;
-      params.kernelParams = pointers;
-    }
-    CUdeviceptr cells;
-    int out;
-    unsigned salt;
-    int reads[3];
-    void* pointers[6] = {&cells, &out, &salt, &reads[0], &reads[1], &reads[2]};
-    CUDA_KERNEL_NODE_PARAMS params{};
-  };
-
-  Definition build() {
-    Definition made;
-    CALL(cuGraphCreate(&made.graph, 0));
-    for (size_t i = 0; i < spec_.nodes.size(); ++i) {
-      std::vector<CUgraphNode> after;
-      for (int from : spec_.nodes[i].after) after.push_back(made.nodes[static_cast<size_t>(from)]);
-      made.nodes.push_back(add(made, i, after));
-    }
-    return made;
-  }
-
-  CUgraphNode add(Definition& made, size_t i, const std::vector<CUgraphNode>& after) {
-    const NodeSpec& node = spec_.nodes[i];
-    const CUdeviceptr cell = alias_ + i * kWords * sizeof(unsigned);
-    CUgraphNode out = nullptr;
-    if (node.kind == Kind::host) {
-      auto* data = new HostStep::Data{cells_, node, static_cast<int>(i)};
-      auto* record = new HostStep("host " + std::to_string(i), data);
-      record->set_state(made.state);
-      CALL(graft::hostwork::attach(made.graph, record).result);
-      const CUDA_HOST_NODE_PARAMS params{graft::hostwork::run_host_record,
-                                         static_cast<graft::hostwork::HostRecord*>(record)};
-      CALL(cuGraphAddHostNode(&out, made.graph, after.data(), after.size(), &params));
-    } else if (node.kind == Kind::copy) {
-      CUDA_MEMCPY3D params{};
-      params.srcMemoryType = params.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-      params.dstDevice = cell;
-      params.srcDevice = alias_ + static_cast<size_t>(node.reads(0)) * kWords * sizeof(unsigned);
-      params.WidthInBytes = kWords * sizeof(unsigned);
-      params.Height = params.Depth = 1;
-      CALL(cuGraphAddMemcpyNode(&out, made.graph, after.data(), after.size(), &params, nullptr));
-    } else if (node.kind == Kind::fill) {
-      const CUDA_MEMSET_NODE_PARAMS params{cell, 0, node.salt & 255, 1, kWords * sizeof(unsigned),
-                                           1};
-      CALL(cuGraphAddMemsetNode(&out, made.graph, after.data(), after.size(), &params, nullptr));
-    } else if (node.kind == Kind::empty) {
-      CALL(cuGraphAddEmptyNode(&out, made.graph, after.data(), after.size()));
-    } else if (node.kind == Kind::child) {
-      CUgraph child = nullptr;
-      CUgraphNode inner = nullptr;
-      Launch launch(*this, i);
-      CALL(cuGraphCreate(&child, 0));
-      CALL(cuGraphAddKernelNode_v2(&inner, child, nullptr, 0, &launch.params));
-      CALL(cuGraphAddChildGraphNode(&out, made.graph, after.data(), after.size(), child));
-      CALL(cuGraphDestroy(child));
-    } else {
-      Launch launch(*this, i);
-      CALL(cuGraphAddKernelNode_v2(&out, made.graph, after.data(), after.size(), &launch.params));
-    }
-    return out;
-  }
-
   Random& random_;
-  const Kernels& kernels_;
+  const bool chain_;
   GraphSpec spec_;
-  bool updated_ = false;
-  unsigned* cells_ = nullptr;
-  CUdeviceptr alias_ = 0;
+  Builder builder_;
+  bool updated_ = false;  // the definition's nodes are no longer those that name the executable's
+  bool edited_ = false;   // the executable differs from its definition
   CUstream streams_[2] = {};
 };
 

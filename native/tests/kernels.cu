@@ -1,5 +1,7 @@
 // Kernels of the stress test: each writes one cell of kWords words from up to three others, and
 // from what the cell held before. model.h computes the same.
+#include "conditional.cuh"
+#include "mailbox.cu"
 #include "stress_cell.h"
 
 extern "C" __global__ void plain_cell(unsigned* cells, int out, unsigned salt, int a, int b,
@@ -29,3 +31,27 @@ extern "C" __global__ void warp_cell(unsigned* cells, int out, unsigned salt, in
 
 // Writes where nothing is.
 extern "C" __global__ void stray_cell(unsigned* cells, int out) { cells[out] = 1; }
+
+// Conditions: what a cell holds, and how often a loop has turned.
+extern "C" __global__ void decide_cell(unsigned long long condition, const unsigned* cells, int a,
+                                       unsigned cases) {
+  cudaGraphSetConditional(condition, cells[a * kWords] % cases);
+}
+extern "C" __global__ void turn_cell(unsigned long long condition, unsigned* turns, int place,
+                                     unsigned limit) {
+  if (++turns[place] == limit) turns[place] = 0;
+  cudaGraphSetConditional(condition, turns[place]);
+}
+
+// The mailbox's kernels with stores and loads by functions of the program, for a sanitizer that
+// must see them: it knows nothing of what runs in here.
+using Post = void (*)(int* word, int value);
+using Look = int (*)(const int* word);
+
+extern "C" __global__ void post_cell(unsigned* counter, int* request, unsigned long long post) {
+  reinterpret_cast<Post>(post)(request, next_number(counter));
+}
+extern "C" __global__ void await_cell(const unsigned* counter, const int* ack,
+                                      unsigned long long look) {
+  while (reinterpret_cast<Look>(look)(ack) != static_cast<int>(*counter)) rest();
+}

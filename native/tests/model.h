@@ -14,9 +14,27 @@ using Random = std::mt19937;
 
 inline unsigned below(Random& random, unsigned n) { return static_cast<unsigned>(random() % n); }
 
-enum class Kind { plain, barrier, warp, host, copy, fill, empty, child };
+enum class Kind {
+  plain,
+  barrier,
+  warp,
+  host,
+  copy,
+  fill,
+  empty,
+  child,    // one plain kernel node
+  mailbox,  // a host step that a worker answers: request, wait of memory operations
+  spin,     // the same with a kernel that waits
+  moved,    // a child that was moved, and holds an IF
+  choice,   // IF-ELSE by what a cell holds
+  pick,     // SWITCH of three by the same
+  loop,     // WHILE, one to three turns
+  mark,     // records an event
+  hold,     // waits for an event
+  count_
+};
 
-// Node i writes cell i; a child graph is one plain kernel node.
+// Node i writes cell i; empty and event nodes write nothing.
 struct NodeSpec {
   Kind kind = Kind::plain;
   unsigned salt = 0;
@@ -26,6 +44,14 @@ struct NodeSpec {
 
   int reads(size_t i) const { return i < after.size() && i < 3 ? after[i] : -1; }
   bool can_be_disabled() const { return kind != Kind::host && kind < Kind::empty; }
+  bool is_host() const { return kind == Kind::host || is_mailbox(); }
+  bool is_mailbox() const { return kind == Kind::mailbox || kind == Kind::spin; }
+  bool writes_nothing() const {
+    return kind == Kind::empty || kind == Kind::mark || kind == Kind::hold;
+  }
+  // Of a conditional: the cell that decides.
+  int decider(int out) const { return after.empty() ? out : after[0]; }
+  unsigned turns() const { return 1 + salt % 3; }
 };
 
 struct GraphSpec {
@@ -33,9 +59,16 @@ struct GraphSpec {
 
   bool has_host() const {
     for (auto& node : nodes) {
-      if (node.kind == Kind::host) return true;
+      if (node.is_host()) return true;
     }
     return false;
+  }
+  // The driver copies no conditionals, and words of mailboxes are one executable's.
+  bool can_be_cloned() const {
+    for (auto& node : nodes) {
+      if (node.is_mailbox() || (node.kind >= Kind::moved && node.kind <= Kind::loop)) return false;
+    }
+    return true;
   }
 };
 
@@ -45,7 +78,7 @@ inline GraphSpec random_graph(Random& random, bool chain, bool barriers) {
   const unsigned count = 2 + below(random, 22);
   for (unsigned i = 0; i < count; ++i) {
     NodeSpec node;
-    node.kind = static_cast<Kind>(below(random, 8));
+    node.kind = static_cast<Kind>(below(random, static_cast<unsigned>(Kind::count_)));
     if (!barriers && (node.kind == Kind::barrier || node.kind == Kind::warp)) {
       node.kind = Kind::plain;
     }
@@ -86,7 +119,7 @@ class Model {
  private:
   void run(const NodeSpec& node, int out) {
     unsigned* cell = words_.data() + out * kWords;
-    if (node.kind == Kind::host) {
+    if (node.is_host()) {
       const int number = ++runs_[static_cast<size_t>(out)];
       if (failed_) return;
       if (number == node.fails_in_run) {
@@ -95,7 +128,7 @@ class Model {
         return;
       }
     }
-    if (!node.enabled || node.kind == Kind::empty) return;
+    if (!node.enabled || node.writes_nothing()) return;
     if (node.kind == Kind::fill) {
       std::memset(cell, static_cast<int>(node.salt & 255), kWords * sizeof *cell);
       return;
@@ -104,10 +137,23 @@ class Model {
       std::memcpy(cell, words_.data() + node.reads(0) * kWords, kWords * sizeof *cell);
       return;
     }
+    unsigned salt = node.salt, turns = 1;
+    if (node.kind == Kind::choice || node.kind == Kind::pick) {
+      const unsigned value = words_[static_cast<size_t>(node.decider(out) * kWords)];
+      const unsigned body = node.kind == Kind::pick ? value % 4 : value % 2 == 0;
+      if (body == 3) return;
+      salt += body;
+    } else if (node.kind == Kind::loop) {
+      turns = node.turns();
+    }
+    for (; turns > 0; --turns) gather(node, out, salt, cell);
+  }
+
+  void gather(const NodeSpec& node, int out, unsigned salt, unsigned* cell) {
     unsigned now[kWords];
     for (int w = 0; w < kWords; ++w) {
-      now[w] = gather_word(words_.data(), out, node.salt, node.reads(0), node.reads(1),
-                           node.reads(2), w);
+      now[w] =
+          gather_word(words_.data(), out, salt, node.reads(0), node.reads(1), node.reads(2), w);
     }
     for (int w = 0; w < kWords; ++w) {
       const int first = w / kBlock * kBlock;

@@ -39,6 +39,12 @@ CUcontext open_device() {
   return context;
 }
 
+#ifdef SOFTCUDA_TSAN_FIBERS
+// What the kernels of mailboxes do to their words, where the sanitizer sees it.
+void post_word(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+int look_at_word(const int* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+#endif
+
 Kernels load(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> image{std::istreambuf_iterator<char>(file), {}};
@@ -49,6 +55,18 @@ Kernels load(const char* path) {
   CALL(cuModuleGetFunction(&kernels.barrier, kernels.module, "barrier_cell"));
   CALL(cuModuleGetFunction(&kernels.warp, kernels.module, "warp_cell"));
   CALL(cuModuleGetFunction(&kernels.stray, kernels.module, "stray_cell"));
+  CALL(cuModuleGetFunction(&kernels.decide, kernels.module, "decide_cell"));
+  CALL(cuModuleGetFunction(&kernels.turn, kernels.module, "turn_cell"));
+#ifdef SOFTCUDA_TSAN_FIBERS
+  kernels.post = reinterpret_cast<uint64_t>(&post_word);
+  kernels.look = reinterpret_cast<uint64_t>(&look_at_word);
+  CALL(cuModuleGetFunction(&kernels.request, kernels.module, "post_cell"));
+  CALL(cuModuleGetFunction(&kernels.wait, kernels.module, "await_cell"));
+#else
+  CALL(cuModuleGetFunction(&kernels.request, kernels.module, "mailbox_request"));
+  CALL(cuModuleGetFunction(&kernels.wait, kernels.module, "mailbox_wait"));
+  CALL(cuModuleGetFunction(&kernels.leased, kernels.module, "mailbox_leased"));
+#endif
   return kernels;
 }
 
@@ -56,6 +74,10 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads, b
   CUcontext context = open_device();
   Kernels kernels = load(image);
   kernels.barriers = barriers;
+  graft::hostwork::WorkerOptions options;
+  options.threads = 2;
+  options.name = "stress";
+  kernels.worker = std::make_shared<graft::hostwork::Worker>(options);
   std::vector<std::thread> running;
   for (unsigned t = 0; t < threads; ++t) {
     running.emplace_back([&, t] {

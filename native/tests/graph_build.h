@@ -1,0 +1,361 @@
+// What a random graph consists of on the device: its memory, and its nodes, explicit or captured.
+#pragma once
+
+#include <memory>
+
+#include "driver_calls.h"
+#include "host_step.h"
+#include "hostwork/captured.h"
+#include "hostwork/exec.h"
+#include "hostwork/mailbox_worker.h"
+#include "model.h"
+
+namespace stress {
+
+struct Kernels {
+  CUmodule module = nullptr;
+  CUfunction plain = nullptr, barrier = nullptr, warp = nullptr, stray = nullptr;
+  CUfunction decide = nullptr, turn = nullptr;
+  CUfunction request = nullptr, wait = nullptr, leased = nullptr;
+  uint64_t post = 0, look = 0;  // functions that request and wait take; 0: they need none
+  bool barriers = true;
+  std::shared_ptr<graft::hostwork::Worker> worker;
+};
+
+// A definition: the driver's graph, its nodes and the state that its host steps share.
+struct Definition {
+  CUgraph graph = nullptr;
+  std::vector<CUgraphNode> nodes;
+  std::shared_ptr<graft::hostwork::GraphState> state =
+      std::make_shared<graft::hostwork::GraphState>(nullptr);
+  void drop() {
+    if (graph != nullptr) CALL(cuGraphDestroy(graph));
+    graph = nullptr;
+  }
+};
+
+// A one-dimensional launch and the values of its arguments.
+struct Launch {
+  CUDA_KERNEL_NODE_PARAMS params{};
+  std::vector<uint64_t> values;
+  std::vector<void*> pointers;
+
+  Launch(CUfunction function, unsigned grid, unsigned block, std::vector<uint64_t> arguments)
+      : values(std::move(arguments)) {
+    for (uint64_t& value : values) pointers.push_back(&value);  // little endian: ints fit too
+    params.func = function;
+    params.gridDimX = grid;
+    params.blockDimX = block;
+    params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1;
+    params.kernelParams = pointers.data();
+  }
+  Launch(const Launch&) = delete;
+};
+
+class Builder {
+ public:
+  using After = std::vector<CUgraphNode>;
+  static constexpr size_t kBytes = kWords * sizeof(unsigned);
+
+  Builder(const Kernels& kernels, const GraphSpec& spec, bool captured)
+      : kernels_(kernels), spec_(spec), captured_(captured) {
+    const size_t count = spec.nodes.size();
+    void* memory = nullptr;
+    CALL(cuMemHostAlloc(&memory, count * (kBytes + sizeof(unsigned)), 3));
+    cells = static_cast<unsigned*>(memory);
+    CALL(cuMemHostGetDevicePointer_v2(&alias_, memory, 0));
+    std::memset(memory, 0, count * (kBytes + sizeof(unsigned)));
+    for (auto& node : spec.nodes) {
+      if (node.kind != Kind::mark) continue;
+      marks.emplace_back();
+      CALL(cuEventCreate(&marks.back(), CU_EVENT_DISABLE_TIMING));
+    }
+    CALL(cuEventCreate(&held, CU_EVENT_DISABLE_TIMING));
+    CALL(cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING));
+  }
+  ~Builder() {
+    CALL(cuMemFreeHost(cells));
+    for (CUevent event : marks) CALL(cuEventDestroy_v2(event));
+    CALL(cuEventDestroy_v2(held));
+    CALL(cuStreamDestroy_v2(stream_));
+  }
+  Builder(const Builder&) = delete;
+
+  Definition build() {
+    Definition made;
+    next_mark_ = 0;
+    graft::hostwork::CaptureInfo info;
+    if (captured_) {
+      CALL(cuStreamBeginCapture_v2(stream_, 2));  // relaxed: memory is allocated meanwhile
+      CALL(graft::hostwork::capture_info(reinterpret_cast<uint64_t>(stream_), &info));
+      made.graph = static_cast<CUgraph>(info.graph);
+      made.state = graft::hostwork::capture_state(info);
+    } else {
+      CALL(cuGraphCreate(&made.graph, 0));
+    }
+    for (size_t i = 0; i < spec_.nodes.size(); ++i) {
+      After after;
+      for (int from : spec_.nodes[i].after) after.push_back(made.nodes[static_cast<size_t>(from)]);
+      CUgraphNode added = captured_ ? capture(made, i, after, info) : nullptr;
+      made.nodes.push_back(added != nullptr ? added : add(made, i, after));
+    }
+    if (captured_) CALL(cuStreamEndCapture(stream_, &made.graph));
+    return made;
+  }
+
+  // The kernel that writes cell i, with `more` added to its salt.
+  std::unique_ptr<Launch> cell_kernel(size_t i, unsigned more = 0) const {
+    const NodeSpec& node = spec_.nodes[i];
+    const CUfunction function = node.kind == Kind::barrier ? kernels_.barrier
+                                : node.kind == Kind::warp  ? kernels_.warp
+                                                           : kernels_.plain;
+    return std::make_unique<Launch>(
+        function, kWords / kBlock, kBlock,
+        std::vector<uint64_t>{alias_, i, node.salt + more, number(node.reads(0)),
+                              number(node.reads(1)), number(node.reads(2))});
+  }
+
+  unsigned* cells = nullptr;
+  std::vector<CUevent> marks;  // of the nodes that record, in order
+  CUevent held = nullptr;      // what the nodes that wait wait for
+
+ private:
+  static uint64_t number(int value) { return static_cast<uint64_t>(value); }
+  CUdeviceptr cell(size_t i) const { return alias_ + i * kBytes; }
+
+  CUgraphNode kernel(CUgraph graph, const After& after, const Launch& launch) const {
+    CUgraphNode out = nullptr;
+    CALL(cuGraphAddKernelNode_v2(&out, graph, after.data(), after.size(), &launch.params));
+    return out;
+  }
+
+  CUgraphNode generic(CUgraph graph, const After& after, CUgraphNodeParams* params) const {
+    CUgraphNode out = nullptr;
+    CALL(cuGraphAddNode_v2(&out, graph, after.data(), nullptr, after.size(), params));
+    return out;
+  }
+
+  HostStep* host_step(const Definition& made, size_t i, std::unique_ptr<Box> box) const {
+    auto* data = new HostStep::Data{cells, spec_.nodes[i], static_cast<int>(i), 0, std::move(box)};
+    auto* step = new HostStep("host " + std::to_string(i), data);
+    step->set_state(made.state);
+    return step;
+  }
+
+  // The host's side of a mailbox, retained on the graph.
+  const Box& port(const Definition& made, size_t i, bool spinning, bool leased) const {
+    auto own = std::make_unique<Box>(kBytes);
+    const Box& box = *own;
+    HostStep* const step = host_step(made, i, std::move(own));
+    graft::hostwork::MailboxWords words{box.word(Box::kRequest), box.word(Box::kAck)};
+    if (spinning) words.gave_up = box.word(Box::kGaveUp);
+    if (leased) {
+      words.status = reinterpret_cast<int32_t*>(box.word(Box::kStatus));
+      words.refused = reinterpret_cast<int32_t*>(box.word(Box::kRefused));
+    }
+    const graft::hostwork::MailboxOutput output{box.scratch(), cells + i * kWords, kBytes};
+    auto port = std::make_shared<graft::hostwork::Port>(
+        step, made.state, kernels_.worker, words, output, graft::hostwork::MailboxLimits{kNever, 0},
+        kernels_.worker->threads());
+    kernels_.worker->add(port);
+    made.state->add_listener(port);
+    graft::hostwork::watch(port);
+    CALL(graft::hostwork::attach(made.graph, new graft::hostwork::PortHold(port)).result);
+    return box;
+  }
+
+  CUgraphNode mailbox(const Definition& made, size_t i, const After& after, bool spinning) const {
+    const Box& box = port(made, i, spinning, false);
+    const auto address = [&](Box::Line line) { return box.alias(line); };
+    const CUgraphNode asked =
+        kernel(made.graph, after,
+               Launch(kernels_.request, 1, 1,
+                      {address(Box::kCounter), address(Box::kRequest), kernels_.post}));
+    if (spinning) {
+      const uint64_t last = kernels_.look != 0 ? kernels_.look : address(Box::kGaveUp);
+      return kernel(made.graph, {asked},
+                    Launch(kernels_.wait, 1, 1,
+                           {address(Box::kCounter), address(Box::kAck), last, kNeverNs}));
+    }
+    CUstreamBatchMemOpParams ops[2] = {};
+    ops[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+    ops[0].waitValue.address = ops[1].writeValue.address = address(Box::kAck);
+    ops[0].waitValue.value = 1;
+    ops[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+    const CUDA_BATCH_MEM_OP_NODE_PARAMS params{nullptr, 2, ops, 0};
+    CUgraphNode out = nullptr;
+    CALL(cuGraphAddBatchMemOpNode(&out, made.graph, &asked, 1, &params));
+    return out;
+  }
+
+  uint64_t condition(CUgraph graph, bool begins_true) const {
+    uint64_t handle = 0;
+    CALL(cuGraphConditionalHandleCreate(&handle, graph, nullptr, begins_true, begins_true));
+    return handle;
+  }
+
+  // A conditional whose body b runs the cell's kernel with b added to its salt.
+  CUgraphNode conditional(CUgraph graph, size_t i, const After& after, int type, unsigned bodies,
+                          uint64_t handle) const {
+    CUgraphNodeParams params{};
+    params.type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
+    params.conditional = {handle, type, bodies, nullptr, nullptr};
+    const CUgraphNode out = generic(graph, after, &params);
+    for (unsigned b = 0; b < bodies; ++b) {
+      const CUgraph body = params.conditional.phGraph_out[b];
+      const CUgraphNode inner = kernel(body, {}, *cell_kernel(i, b));
+      if (type != CU_GRAPH_COND_TYPE_WHILE) continue;
+      const CUdeviceptr turns = alias_ + spec_.nodes.size() * kBytes;
+      kernel(body, {inner},
+             Launch(kernels_.turn, 1, 1, {handle, turns, i, spec_.nodes[i].turns()}));
+    }
+    return out;
+  }
+
+  CUgraphNode decided(CUgraph graph, size_t i, const After& after, int type, unsigned bodies,
+                      unsigned cases) const {
+    const uint64_t handle = condition(graph, false);
+    const uint64_t by = number(spec_.nodes[i].decider(static_cast<int>(i)));
+    const CUgraphNode first =
+        kernel(graph, after, Launch(kernels_.decide, 1, 1, {handle, alias_, by, cases}));
+    return conditional(graph, i, {first}, type, bodies, handle);
+  }
+
+  CUgraphNode child(CUgraph graph, size_t i, const After& after, bool move) const {
+    CUgraph inner = nullptr;
+    CALL(cuGraphCreate(&inner, 0));
+    if (move) {
+      conditional(inner, i, {}, CU_GRAPH_COND_TYPE_IF, 1, condition(inner, true));
+      CUgraphNodeParams params{};
+      params.type = CU_GRAPH_NODE_TYPE_GRAPH;
+      params.graph = {inner, CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE};
+      return generic(graph, after, &params);
+    }
+    kernel(inner, {}, *cell_kernel(i));
+    CUgraphNode out = nullptr;
+    CALL(cuGraphAddChildGraphNode(&out, graph, after.data(), after.size(), inner));
+    CALL(cuGraphDestroy(inner));
+    return out;
+  }
+
+  CUgraphNode add(const Definition& made, size_t i, const After& after) {
+    const NodeSpec& node = spec_.nodes[i];
+    const CUgraph graph = made.graph;
+    CUgraphNode out = nullptr;
+    switch (node.kind) {
+      case Kind::host: {
+        HostStep* const step = host_step(made, i, nullptr);
+        CALL(graft::hostwork::attach(graph, step).result);
+        const CUDA_HOST_NODE_PARAMS params{graft::hostwork::run_host_record,
+                                           static_cast<graft::hostwork::HostRecord*>(step)};
+        CALL(cuGraphAddHostNode(&out, graph, after.data(), after.size(), &params));
+        return out;
+      }
+      case Kind::copy: {
+        CUDA_MEMCPY3D params{};
+        params.srcMemoryType = params.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+        params.dstDevice = cell(i);
+        params.srcDevice = cell(static_cast<size_t>(node.reads(0)));
+        params.WidthInBytes = kBytes;
+        params.Height = params.Depth = 1;
+        CALL(cuGraphAddMemcpyNode(&out, graph, after.data(), after.size(), &params, nullptr));
+        return out;
+      }
+      case Kind::fill: {
+        const CUDA_MEMSET_NODE_PARAMS params{cell(i), 0, node.salt & 255, 1, kBytes, 1};
+        CALL(cuGraphAddMemsetNode(&out, graph, after.data(), after.size(), &params, nullptr));
+        return out;
+      }
+      case Kind::empty:
+        CALL(cuGraphAddEmptyNode(&out, graph, after.data(), after.size()));
+        return out;
+      case Kind::mark:
+        CALL(cuGraphAddEventRecordNode(&out, graph, after.data(), after.size(),
+                                       marks[next_mark_++]));
+        return out;
+      case Kind::hold:
+        CALL(cuGraphAddEventWaitNode(&out, graph, after.data(), after.size(), held));
+        return out;
+      case Kind::mailbox:
+      case Kind::spin:
+        return mailbox(made, i, after, node.kind == Kind::spin);
+      case Kind::child:
+      case Kind::moved:
+        return child(graph, i, after, node.kind == Kind::moved);
+      case Kind::choice:
+        return decided(graph, i, after, CU_GRAPH_COND_TYPE_IF, 2, 2);
+      case Kind::pick:
+        return decided(graph, i, after, CU_GRAPH_COND_TYPE_SWITCH, 3, 4);
+      case Kind::loop:
+        return conditional(graph, i, after, CU_GRAPH_COND_TYPE_WHILE, 1, condition(graph, true));
+      default:
+        return kernel(graph, after, *cell_kernel(i));
+    }
+  }
+
+  // Puts node i on the capturing stream, after the nodes given; null for what is added explicitly.
+  CUgraphNode capture(const Definition& made, size_t i, const After& after,
+                      const graft::hostwork::CaptureInfo& info) {
+    const NodeSpec& node = spec_.nodes[i];
+    CALL(cuStreamUpdateCaptureDependencies_v2(stream_, after.data(), nullptr, after.size(), 1));
+    const auto run = [&](const Launch& launch) {
+      const CUDA_KERNEL_NODE_PARAMS& p = launch.params;
+      CALL(cuLaunchKernel(p.func, p.gridDimX, 1, 1, p.blockDimX, 1, 1, 0, stream_, p.kernelParams,
+                          nullptr));
+    };
+    switch (node.kind) {
+      case Kind::plain:
+      case Kind::barrier:
+      case Kind::warp:
+        run(*cell_kernel(i));
+        break;
+      case Kind::host:
+        CALL(graft::hostwork::launch_captured(reinterpret_cast<uint64_t>(stream_), info,
+                                              host_step(made, i, nullptr), false)
+                 .result);
+        break;
+      case Kind::copy:
+        CALL(cuMemcpyDtoDAsync_v2(cell(i), cell(static_cast<size_t>(node.reads(0))), kBytes,
+                                  stream_));
+        break;
+      case Kind::fill:
+        CALL(cuMemsetD8Async(cell(i), node.salt & 255, kBytes, stream_));
+        break;
+      case Kind::mark:
+        CALL(cuEventRecordWithFlags(marks[next_mark_++], stream_, 1));
+        break;
+      case Kind::hold:
+        CALL(cuStreamWaitEvent(stream_, held, 1));
+        break;
+      case Kind::spin: {
+        if (kernels_.leased == nullptr) return nullptr;
+        const Box& box = port(made, i, true, true);
+        run(Launch(kernels_.leased, 1, 1,
+                   {box.alias(Box::kCounter), box.alias(Box::kLease), box.alias(Box::kRequest),
+                    box.alias(Box::kAck), box.alias(Box::kGaveUp), box.alias(Box::kRefused),
+                    box.alias(Box::kStatus), kNeverNs}));
+        break;
+      }
+      default:
+        return nullptr;
+    }
+    int status = 0;
+    size_t count = 0;
+    const CUgraphNode* ends = nullptr;
+    CALL(cuStreamGetCaptureInfo_v3(stream_, &status, nullptr, nullptr, &ends, nullptr, &count));
+    WANT(status == 1 && count == 1);
+    return ends[0];
+  }
+
+  static constexpr double kNever = 600;
+  static constexpr uint64_t kNeverNs = 600'000'000'000;
+  const Kernels& kernels_;
+  const GraphSpec& spec_;
+  const bool captured_;
+  CUdeviceptr alias_ = 0;
+  CUstream stream_ = nullptr;  // of captures
+  size_t next_mark_ = 0;
+};
+
+}  // namespace stress
