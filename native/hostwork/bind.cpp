@@ -244,7 +244,7 @@ void bind_exec(nb::module_& m) {
   nb::class_<PayloadCell>(m, "PayloadCell", "A value that changes between replays.")
       .def(nb::new_([](nb::object value, std::uint64_t address) {
              auto cell = std::make_shared<PayloadCell>();
-             cell->set(0, value.release().ptr(), address);
+             Py_XDECREF(cell->set(0, value.release().ptr(), address));
              return cell;
            }),
            nb::arg("value").none(), nb::arg("address"))
@@ -313,8 +313,12 @@ void bind_exec(nb::module_& m) {
           [](Exec& self, std::shared_ptr<PayloadCell> cell, nb::object value,
              std::uint64_t address) {
             PyObject* reference = value.release().ptr();
-            const nb::gil_scoped_release release;
-            self.set_payload(*cell, reference, address);
+            PyObject* replaced = nullptr;
+            {
+              const nb::gil_scoped_release release;
+              replaced = self.set_payload(*cell, reference, address);
+            }
+            Py_XDECREF(replaced);
           },
           nb::arg("cell"), nb::arg("value").none(), nb::arg("address"))
       .def("query",

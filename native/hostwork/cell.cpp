@@ -10,19 +10,15 @@ PayloadCell::~PayloadCell() {
   for (Entry& entry : entries_) drop_later(entry.value);
 }
 
-void PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t address) {
-  PyObject* replaced = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!entries_.empty() && entries_.back().first >= first) {
-      // No replay was launched in between: nobody has seen the value.
-      replaced = std::exchange(entries_.back().value, value);
-      entries_.back().address = address;
-    } else {
-      entries_.push_back({first, value, address});
-    }
+PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t address) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (entries_.empty() || entries_.back().first < first) {
+    entries_.push_back({first, value, address});
+    return nullptr;
   }
-  drop_later(replaced);
+  // No replay was launched in between: nobody has seen the value.
+  entries_.back().address = address;
+  return std::exchange(entries_.back().value, value);
 }
 
 PayloadCell::Payload PayloadCell::pick(std::int64_t replay) {

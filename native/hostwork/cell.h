@@ -24,7 +24,9 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
   PayloadCell& operator=(const PayloadCell&) = delete;
 
   // For replays from `first` on. Takes over a reference; `address` is what native work gets.
-  void set(std::int64_t first, PyObject* value, std::uint64_t address);
+  // Returns a value that it replaced before any replay could see it, which is the caller's then: a
+  // million of them at once would only queue up for the reaper.
+  [[nodiscard]] PyObject* set(std::int64_t first, PyObject* value, std::uint64_t address);
 
   struct Payload {
     PyObject* value;  // borrowed: it lives until a later replay picks

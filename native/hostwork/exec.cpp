@@ -119,9 +119,9 @@ void Exec::keep(PyObject* owners) {
   }
 }
 
-void Exec::set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address) {
+PyObject* Exec::set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  cell.set(launches_ + 1, value, address);
+  return cell.set(launches_ + 1, value, address);
 }
 
 Outcome Exec::query() {

@@ -51,8 +51,8 @@ class Exec {
   // called once.
   void keep(PyObject* owners);
 
-  // The value that launches from now on see. Takes over a reference.
-  void set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address);
+  // The value that launches from now on see. Takes over a reference, and may give one back.
+  [[nodiscard]] PyObject* set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address);
 
   // Takes over the state of the definition that the executable runs from now on.
   void adopt(std::shared_ptr<GraphState> state);
