@@ -13,6 +13,10 @@
 #endif
 
 NB_MODULE(_native, m) {
+  // Threads that are not Python's enter by PyGILState, which knows the main interpreter only (P6).
+  if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+    throw nanobind::import_error("graft runs in Python's main interpreter only");
+  }
   // Types that outlive the interpreter on purpose (driver threads use them) are no leak.
   nanobind::set_leak_warnings(false);
   bind_hostwork(m);

@@ -232,3 +232,23 @@ def test_polls_release_the_gil(device: Device) -> None:
     assert seen == [True]
     assert not _native.poll_i32_eq(pinned.host_ptr, 4, 0.01)
     assert _native.load_acquire_i32(pinned.host_ptr) == 5
+
+
+def test_a_sub_interpreter_is_refused_by_name() -> None:
+    """Threads of the driver enter the main interpreter only, so graft is imported nowhere else."""
+    program = """
+try:
+    import _xxsubinterpreters as interpreters
+except ImportError:
+    import _interpreters as interpreters
+child = interpreters.create()
+said = None
+try:
+    said = interpreters.run_string(child, "import graft.native._native")  # 3.13 returns the error
+except interpreters.RunFailedError as error:
+    said = error
+print(said)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=120)
+    assert "main interpreter" in done.stdout or "subinterpreters" in done.stdout, done

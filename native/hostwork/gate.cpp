@@ -1,5 +1,8 @@
 #include "hostwork/gate.h"
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -23,6 +26,15 @@ bool enter() {
 
 void leave() { entered.fetch_sub(1); }
 
+// Takes the GIL.
+PyGILState_STATE take_gil() {
+  try {
+    return PyGILState_Ensure();
+  } catch (abi::__forced_unwind&) {
+    park_for_good();
+  }
+}
+
 // Owns the extra PyGILState reference that keeps a foreign thread's state alive between calls.
 struct ThreadState {
   bool held = false;
@@ -30,7 +42,7 @@ struct ThreadState {
   void release() {
     if (!held || !enter()) return;  // after the gate closed the state is leaked on purpose
     held = false;
-    const PyGILState_STATE outer = PyGILState_Ensure();
+    const PyGILState_STATE outer = take_gil();
     PyGILState_Release(PyGILState_LOCKED);  // the extra reference, GIL stays held
     PyGILState_Release(outer);
     thread_states.fetch_sub(1);
@@ -44,7 +56,7 @@ thread_local ThreadState thread_state;
 PythonEntry::PythonEntry() : entered_(enter()), state_(PyGILState_UNLOCKED) {
   if (!entered_) return;
   const bool foreign = PyGILState_GetThisThreadState() == nullptr;
-  state_ = PyGILState_Ensure();
+  state_ = take_gil();
   if (foreign) {
     (void)PyGILState_Ensure();  // never paired on this thread until it exits
     thread_state.held = true;
@@ -56,6 +68,10 @@ PythonEntry::~PythonEntry() {
   if (!entered_) return;
   PyGILState_Release(state_);
   leave();
+}
+
+void park_for_good() {
+  while (true) pause();
 }
 
 bool close_gate(double timeout_s) {

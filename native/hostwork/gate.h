@@ -25,6 +25,11 @@ class PythonEntry {
   PyGILState_STATE state_;
 };
 
+// The interpreter ended while this thread was in Python, after the gate's time limit, and makes the
+// thread exit. It must unwind neither through guards nor into the driver: it waits for the end of
+// the process.
+[[noreturn]] void park_for_good();
+
 // Closes the gate for good and waits until every entered thread has left, at most timeout_s.
 // Called with the GIL held (it is released while waiting). Returns whether all have left.
 bool close_gate(double timeout_s);

@@ -1,10 +1,10 @@
 #include "hostwork/record.h"
 
 #include <cxxabi.h>
-#include <unistd.h>
 
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "hostwork/gate.h"
 #include "hostwork/running.h"
@@ -43,29 +43,25 @@ PyObject* take_exception() {
 #endif
 }
 
-// callable(payload, *arguments); the GIL is held from pick() on, so the payload is still there.
-PyObject* call_with_payload(PyObject* callable, PyObject* arguments, PyObject* payload) {
-  if (payload == nullptr) payload = Py_None;
-  const Py_ssize_t count = PyTuple_GET_SIZE(arguments);
-  PyObject* all = PyTuple_New(count + 1);
-  if (all == nullptr) return nullptr;
-  Py_INCREF(payload);
-  PyTuple_SET_ITEM(all, 0, payload);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* item = PyTuple_GET_ITEM(arguments, i);
-    Py_INCREF(item);
-    PyTuple_SET_ITEM(all, i + 1, item);
+// callable(payload, *arguments), or callable(*arguments) where payload is null. The GIL is held
+// from pick() on; the reference taken here keeps the payload when the callable changes the cell. Up
+// to kFew arguments nothing is allocated.
+PyObject* call(PyObject* callable, PyObject* arguments, PyObject* payload) {
+  constexpr std::size_t kFew = 14;
+  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(arguments));
+  PyObject* few[kFew + 2];
+  std::vector<PyObject*> many(count > kFew ? count + 2 : 0);
+  // The first place is room for a bound method's self (PY_VECTORCALL_ARGUMENTS_OFFSET).
+  PyObject** const all = (many.empty() ? few : many.data()) + 1;
+  std::size_t given = 0;
+  if (payload != nullptr) all[given++] = new_reference(payload);
+  for (std::size_t i = 0; i < count; ++i) {
+    all[given++] = PyTuple_GET_ITEM(arguments, static_cast<Py_ssize_t>(i));
   }
-  PyObject* result = PyObject_CallObject(callable, all);
-  Py_DECREF(all);
+  PyObject* result =
+      PyObject_Vectorcall(callable, all, given | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  Py_XDECREF(payload);
   return result;
-}
-
-// The interpreter ended while this thread was in Python, after the gate's time limit, and now
-// makes the thread exit. It must unwind neither through the guards here nor into the driver, so
-// it waits for the end of the process.
-[[noreturn]] void park() {
-  while (true) pause();
 }
 
 // The destructor of the user object: runs on a driver thread or inside a destroy call.
@@ -117,10 +113,14 @@ void HostRecord::run_python(std::int64_t replay) {
   }
   PyObject* result = nullptr;
   try {
-    result = cell_ == nullptr ? PyObject_CallObject(callable_, arguments_)
-                              : call_with_payload(callable_, arguments_, cell_->pick(replay).value);
+    PyObject* payload = nullptr;
+    if (cell_ != nullptr) {
+      payload = cell_->pick(replay).value;
+      if (payload == nullptr) payload = Py_None;
+    }
+    result = call(callable_, arguments_, payload);
   } catch (abi::__forced_unwind&) {
-    park();
+    park_for_good();
   }
   if (result == nullptr) {
     fail(kStatusPython, replay, take_exception(), "");
@@ -151,7 +151,7 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
       function_(cell_ == nullptr ? data_ : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
-    park();
+    park_for_good();
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());
   } catch (...) {
