@@ -121,7 +121,7 @@ class Replays:
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
     resting : set by the caller while it has nothing to launch; told to the next flight.
-    on_parts : told each replay's number and stamps, by name, on the device's clock.
+    on_parts : told each replay that is over, and its stamps by name, on the device's clock.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Replays:
         self.retired = 0
         self.unread: deque[Flight] = deque()
         self._tails: deque[Flight] = deque()  # read, not retired
-        self.on_parts: Callable[[int, dict[str, int]], None] | None = None
+        self.on_parts: Callable[[Flight, dict[str, int]], None] | None = None
 
     def launch(self, graph: Launchable, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -246,7 +246,7 @@ class Replays:
         row: Sequence[int] = timeline.field("ns").array[replay % timeline.slots].tolist()
         ns = dict(zip(self._columns, row, strict=True))
         if self.on_parts is not None:
-            self.on_parts(replay, ns)
+            self.on_parts(flight, ns)
         before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(row)
         stats.count_time(ns["begin"], self._ended_ns, before)
         for name, start, end in self._spans:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graft.cudagraph.clocks import tie_clocks
@@ -12,8 +13,46 @@ from graft.models.timing import RoundTiming
 
 if TYPE_CHECKING:
     from graft.models.engine import Engine
+    from graft.models.replay import Flight
 
-__all__ = ["trace_rounds"]
+__all__ = ["RoundTimes", "time_rounds", "trace_rounds"]
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """One replay: how many requests sat in it, and its stamps by name, device nanoseconds."""
+
+    replay: int
+    requests: int
+    ns: dict[str, int]
+
+    @property
+    def round_ns(self) -> int:
+        """From its beginning to its last stamp."""
+        return max(self.ns.values()) - self.ns["begin"]
+
+    def part_ns(self, span: tuple[str, str, str]) -> int:
+        """Of one of `RoundTiming.spans`; 0 where it was not stamped."""
+        _, start, end = span
+        return self.ns[end] - self.ns[start] if self.ns[start] and self.ns[end] else 0
+
+
+@contextmanager
+def time_rounds(engine: Engine) -> Iterator[list[RoundTimes]]:
+    """Collect the stamps of every round inside the block, on any device; full afterwards."""
+    engine.settle()
+    replays = engine._replays
+    rounds: list[RoundTimes] = []
+
+    def collect(flight: Flight, ns: dict[str, int]) -> None:
+        rounds.append(RoundTimes(flight.replay, len(flight.seats), ns))
+
+    replays.on_parts = collect
+    try:
+        yield rounds
+        engine.settle()
+    finally:
+        replays.on_parts = None
 
 
 @contextmanager
@@ -32,22 +71,15 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
             engine.settle()
         return
     trace = Trace(engine.device.describe())
-    parts: dict[int, dict[str, int]] = {}
-    replays = engine._replays
-    replays.on_parts = parts.__setitem__
-    first = replays.number
-    try:
+    first = engine._replays.number
+    with time_rounds(engine) as rounds:
         yield trace
-        engine.settle()
-    finally:
-        replays.on_parts = None
     tie = tie_clocks(engine.device)
     trace.clock_error_ns = tie.error_ns
     round_parts = next(iter(engine.rounds.values())).parts
-    for replay, stamps in parts.items():
-        if replay > first:
-            at = {k: tie.host_ns(v) for k, v in stamps.items() if v}
-            _add_parts(trace, round_parts.timing, replay - first, at)
+    for one in rounds:
+        at = {k: tie.host_ns(v) for k, v in one.ns.items() if v}
+        _add_parts(trace, round_parts.timing, one.replay - first, at)
     for span in round_parts.decoder.timeline():
         if span.replay > first:
             trace.events.append(

@@ -29,11 +29,12 @@ def soft(device):
 
 @pytest.fixture
 def traced(soft, stream):
-    """Two launches of fill - [slow host step on another lane] - copy, and their trace."""
+    """Two launches of fill - slow host step on another lane - copy, and their trace."""
     one, two = soft.zeros((64,), "int32"), soft.zeros((64,), "int32")
     graph = Graph(soft, "two lanes")
     model, grammar = graph.lane("model"), graph.lane("grammar")
     model.fill(one, 1, name="before")
+    grammar.wait(model.record("before done"))  # however busy the machine is, slow ends later
     grammar.host(PythonWork(time.sleep, SLEEP_S), name="slow")
     model.wait(grammar.record("slow done"))
     model.copy(two, one, name="after")
