@@ -55,6 +55,8 @@ class Rewritten:
         What could not be said exactly.
     changed
         What was rewritten, for the curious.
+    narrowed
+        Where the new schema allows less: values that have no exact form beside others that do.
     home
         Where the document's draft puts definitions: ``"$defs"`` or ``"definitions"``.
     """
@@ -62,6 +64,7 @@ class Rewritten:
     schema: Any
     lost: tuple[Reason, ...]
     changed: tuple[Reason, ...]
+    narrowed: tuple[Reason, ...]
     home: str
 
 
@@ -87,7 +90,9 @@ def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> 
     ]
     new = worker.whole(schema)
     return Rewritten(
-        new, tuple(dict.fromkeys(worker.lost)), tuple(dict.fromkeys(worker.changed)), worker.home
+        new,
+        *(tuple(dict.fromkeys(found)) for found in (worker.lost, worker.changed, worker.narrowed)),
+        worker.home,
     )
 
 
@@ -101,6 +106,7 @@ class _Rewriter(Tools):
         )
         self.lost: list[Reason] = []
         self.changed: list[Reason] = []
+        self.narrowed: list[Reason] = []
         self.draft = draft
         self.references = references
         self.negation = Negation(references, draft)

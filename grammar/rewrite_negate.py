@@ -59,6 +59,39 @@ class Negation:
         self._references = references
         self._draft = draft
         self._depth = 0
+        self._missing: list[Cannot] | None = None  # not None while a part may be left out
+
+    def most_of(
+        self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None
+    ) -> tuple[Any, Cannot | None]:
+        """`of`, or where it has no words for it a part of the complement, and what is missing.
+
+        Objects that fail the schema only in the value of a property are left out if the complement
+        of that value's schema cannot be said, while those without the property are kept.
+
+        Raises
+        ------
+        Cannot
+            If nothing would be left, or something else has no words.
+        """
+        self._missing = []
+        try:
+            found, missing = self.of(schema, kinds, names), self._missing
+        finally:
+            self._missing = None
+        if found is False and missing:
+            raise missing[0]
+        return found, missing[0] if missing else None
+
+    def _if_possible(self, name: str, part: Any) -> Any:
+        """Objects whose property fails the schema; none if that may be left out and has no form."""
+        try:
+            return _property(name, self.of(part))
+        except Cannot as error:
+            if self._missing is None:
+                raise
+            self._missing.append(error)
+            return False
 
     def of(
         self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None,
@@ -238,7 +271,7 @@ class Negation:
         for name in required if isinstance(required, list) else ():
             yield {"type": "object", "properties": {name: False}}
         for name, part in properties.items():
-            yield _property(name, self.of(part))
+            yield self._if_possible(name, part)
         patterns = schema.get("patternProperties") or {}
         for pattern, part in patterns.items():
             if part is True or part == {}:

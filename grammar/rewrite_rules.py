@@ -62,6 +62,7 @@ class Tools(ABC):
 
     lost: list[Reason]
     changed: list[Reason]
+    narrowed: list[Reason]
     draft: int
     references: References
     negation: Negation
@@ -98,12 +99,15 @@ def _one_of(tools: Tools, value: Any, site: Site) -> None:
     if not isinstance(value, list) or not value:
         raise Cannot("oneOf", "must be a list of schemas")
     here = f"{site.at}/oneOf"
+    before = len(tools.narrowed)
     made = [tools.schema(part, f"{here}/{i}", site.kinds) for i, part in enumerate(value)]
+    # What a narrowed option leaves out still counts when another one is to exclude it.
+    tested = made if len(tools.narrowed) == before else value
     base = {k: part for k, part in site.out.items() if k not in _NOT_ABOUT_VALUES}
     overlaps: dict[int, list[int]] = {}
     for i in range(len(value)):
         for j in range(i):
-            if not tools.disjoint.proved(made[i], made[j], base):
+            if not tools.disjoint.proved(tested[i], tested[j], base):
                 overlaps.setdefault(i, []).append(j)
                 overlaps.setdefault(j, []).append(i)
     if not overlaps:
@@ -113,43 +117,56 @@ def _one_of(tools: Tools, value: Any, site: Site) -> None:
     try:
         if sum(map(len, overlaps.values())) > _MOST_OVERLAPS:
             raise Cannot("oneOf", f"with {len(value)} options too much is to be excluded")
-        options = []
+        options, narrowed = [], []
         for i, part in enumerate(made):
             kinds = meet(site.kinds, kinds_of(value[i]))
             names = _closed_names(value[i], tools.references)
             if names is None:
                 names = _closed_names(site.schema, tools.references)
+            missing: list[Cannot] = []
             others = [
                 _share_only_empty(tools, value[i], value[j])
-                or _without(tools, (value[i], value[j]), base, kinds, names)
+                or _without(tools, (value[i], value[j]), base, kinds, names, missing)
                 for j in overlaps.get(i, ())
             ]
             if False not in others:
                 apart = [tools.fresh(o, f"{here}/{i}", kinds) for o in others if o is not True]
+                if missing and tools.disjoint.proved(part, {"allOf": apart}, base):
+                    raise missing[0]  # nothing of the option would be left
                 options.append({"allOf": [part, *apart]} if apart else part)
+            narrowed += [Reason(f"{here}/{i}", "oneOf", f"leaves values out: {m}") for m in missing]
     except Cannot as error:
         tools.lose(site.at, "oneOf", f"options may overlap, and {error}")
         site.extra.append({"anyOf": made})
         return
+    tools.narrowed += narrowed
     tools.note(site.at, "oneOf", "its overlapping options exclude each other explicitly")
     site.extra.append({"anyOf": options} if options else False)
 
 
 def _without(
-    tools: Tools, pair: tuple[Any, Any], base: Any, kinds: Kinds, names: frozenset[str] | None
-) -> Any:
+    tools: Tools, pair: tuple[Any, Any], base: Any, kinds: Kinds, names: frozenset[str] | None,
+    missing: list[Cannot],
+) -> Any:  # fmt: skip
     """What else to ask of the first of a pair so that the second refuses it.
 
-    Values of types of which they share none need nothing more.
+    Values of types of which they share none need nothing more. What has no words is left out and
+    added to ``missing``.
     """
+
+    def complement(kinds: Kinds) -> Any:
+        found, left_out = tools.negation.most_of(pair[1], kinds, names)
+        missing.extend([] if left_out is None else [left_out])
+        return found
+
     shared = frozenset(
         kind for kind in kinds
         if not tools.disjoint.proved(*pair, base, frozenset((kind,)))
     )  # fmt: skip
     if shared == kinds:
-        return tools.negation.of(pair[1], kinds, names)
+        return complement(kinds)
     options: list[Any] = [{"type": sorted(kinds - shared)}]
-    rest = tools.negation.of(pair[1], shared, names) if shared else False
+    rest = complement(shared) if shared else False
     if rest is not False:
         options.append({"allOf": [{"type": sorted(shared)}, rest]})
     return any_of(options)

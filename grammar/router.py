@@ -42,11 +42,14 @@ class Route:
     exact
         Whether exactly the texts of values that satisfy the schema can be produced, in the
         spelling that grammars use: properties in the schema's order, or those first that are
-        required (see `rewrite_orders`); integers without fraction.
+        required (see `rewrite_orders`); integers without fraction; less what is ``narrowed``.
     reasons
         Why it is not exact: JSON pointer, keyword, why.
     rewritten
         What was rewritten, in the same form.
+    narrowed
+        Values that satisfy the schema and are not produced, in the same form: where options of a
+        ``oneOf`` overlap in ways that have no exact form, texts stay clear of the overlap.
     """
 
     backend: str | None
@@ -54,6 +57,7 @@ class Route:
     exact: bool
     reasons: tuple[Reason, ...] = ()
     rewritten: tuple[Reason, ...] = ()
+    narrowed: tuple[Reason, ...] = ()
 
     def refusal(self) -> str:
         """The reasons as one sentence."""
@@ -104,7 +108,8 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
     if empty:  # proved by one backend, whatever another would let through
         best = empty[0]
     return Route(
-        best.backend, best.schema, best.exact, best.reasons[:_MOST_REASONS], new.changed
+        best.backend, best.schema, best.exact, best.reasons[:_MOST_REASONS], new.changed,
+        new.narrowed,
     )
 
 

@@ -115,6 +115,47 @@ def test_a_complement_is_the_complement():
             assert holds != other, (schema, complement, value)
 
 
+NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
+    # Each option requires a list: clear texts have one of them, valid ones may have a broken other.
+    ({"type": "object", "oneOf": [
+        {"required": ["a"], "properties": {"a": {"type": "array", "items": {"type": "string"}}}},
+        {"required": ["b"], "properties": {"b": {"type": "array", "items": {"type": "null"}}}}]},
+     [{"a": ["x"]}, {"b": [None]}, {"a": [], "c": 1}],
+     [{}, {"a": [], "b": []}, {"a": [1]}, {"a": ["x"], "b": [None]}, {"c": 1}]),
+    # A narrowed option inside another oneOf: what it leaves out is excluded all the same.
+    ({"oneOf": [
+        {"type": "object", "oneOf": [
+            {"required": ["a"], "properties": {"a": {"type": "string", "pattern": "x+"}}},
+            {"required": ["b"], "properties": {"b": {"type": "string", "pattern": "y+"}}}]},
+        {"type": "object", "required": ["a", "b"]}]},
+     [{"a": "x"}, {"b": "y"}],
+     [{}, {"a": "n"}, {"a": "x", "b": "n"}, {"a": "n", "b": "y"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema, clear, invalid", NARROWED)
+def test_overlaps_without_a_complement_are_kept_clear_of(schema, clear, invalid):
+    """Texts stay out of such an overlap, which is named; no invalid value gets in by it."""
+    judge = jsonschema.Draft202012Validator(schema)
+    new = rewrite(schema, oracle=unsatisfiable)
+    assert new.narrowed and not new.lost
+    assert all(reason.keyword == "oneOf" for reason in new.narrowed)
+    grammar = Grammar(new.schema)
+    for value in clear:
+        assert judge.is_valid(value) and grammar.takes(value), value
+    for value in invalid:
+        assert not judge.is_valid(value) and not grammar.takes(value), value
+
+
+def test_an_option_is_never_narrowed_to_nothing():
+    """Options that differ in the value of a required property alone are refused, not emptied."""
+    schema = {"type": "object", "required": ["a"], "oneOf": [
+        {"properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]},
+        {"properties": {"a": {"type": "string", "pattern": "y+"}}, "required": ["a"]}]}  # fmt: skip
+    new = rewrite(schema, oracle=unsatisfiable)
+    assert [reason.keyword for reason in new.lost] == ["oneOf"] and not new.narrowed
+
+
 def test_what_has_no_complement_says_so():
     """Inexpressible complements raise, naming the keyword."""
     for schema, keyword in [
