@@ -9,6 +9,7 @@ grammar wrongly held for risky comes out the same, a little later.
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
@@ -33,6 +34,8 @@ _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 def risk(spec: GrammarSpec) -> str:
     """Why XGrammar is better asked in a process that can be killed; empty: no reason is known."""
+    if os.environ.get("TVM_FFI_RELEASE_GIL_BY_DEFAULT") == "0":
+        return "TVM-FFI is told to hold the GIL while it compiles"
     if len(spec.text) > _TEXT:
         return f"{len(spec.text)} characters"
     if spec.kind == "json_schema":

@@ -18,20 +18,20 @@ from .preflight import parser_limits
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-__all__ = ["LLGuidanceBackend", "grammar_text", "library", "objection"]
+__all__ = ["LLGuidanceBackend", "grammar_text", "library", "objection", "probe"]
 
 _RELEASE = "1.9."
-_MATCHER_BYTES = 64 << 10  # LLGuidance does not tell
+_MATCHER_BYTES = 80 << 10  # LLGuidance does not tell: measured for a schema and 129k tokens
 
 
 @functools.cache
 def library() -> Any:
-    """Import LLGuidance once and hand its module to the native worker too.
+    """LLGuidance's Python module.
 
     Raises
     ------
     GrammarError
-        If LLGuidance is not installed, is of another release, or its ABI is not the known one.
+        If LLGuidance is not installed, is of another release, or cannot be loaded.
     """
     install = "install it with: pip install llguidance==1.9.1"
     try:
@@ -42,42 +42,63 @@ def library() -> Any:
         raise GrammarError(f"LLGuidance {release} is installed, graft needs {_RELEASE}x; {install}")
     try:
         import llguidance
-
-        from graft.native import _native
-
-        _native.guide.load_llguidance(llguidance._lib.__file__)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except (ImportError, OSError) as error:
         raise GrammarError(f"LLGuidance {release} cannot be used: {error}") from error
     return llguidance
 
 
-def grammar_text(spec: GrammarSpec) -> str:
-    """LLGuidance's JSON form of a grammar.
+@functools.cache
+def probe() -> str:
+    """Hand LLGuidance's C symbols to the native worker, which checks them; returns the release.
+
+    Raises
+    ------
+    GrammarError
+        If they are not the known ones; the Python transport does without them.
+    """
+    from graft.native import _native
+
+    try:
+        return str(_native.guide.load_llguidance(library()._lib.__file__))
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise GrammarError(
+            f"LLGuidance cannot be driven natively: {error}; "
+            "grammar_transport='python' can do without"
+        ) from error
+
+
+def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
+    """LLGuidance's JSON form of a grammar; with ``forcing``, forced text is spelled its way.
 
     Raises
     ------
     GrammarError
         If the grammar cannot be stated to LLGuidance.
     """
+    head = "" if forcing else '%llguidance {"no_forcing": true}'  # see LLGuidanceBackend
+    return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
+
+
+def _lark(spec: GrammarSpec) -> str:
     spec = spec.resolved("llguidance")
     if spec.kind == "json_schema":
-        return _lark("start: %json " + json.dumps(_schema(spec)))
+        return "start: %json " + json.dumps(_schema(spec))
     if spec.kind == "regex":
         # Slashes end a regex in Lark unless they are escaped.
-        return _lark("start: /" + _escape_slashes(spec.text) + "/")
+        return "start: /" + _escape_slashes(spec.text) + "/"
     if spec.kind == "lark":
-        return _lark(spec.text)
+        return spec.text
     if spec.kind == "choice":
         options = (_literal(option) for option in json.loads(spec.text))
-        return _lark("start: " + " | ".join(options))
+        return "start: " + " | ".join(options)
     if spec.kind == "structural_tag":
-        return _lark(_structural_tag(spec.text))
+        return _structural_tag(spec.text)
     if spec.root != "root":
         raise GrammarError(f"ebnf: LLGuidance starts from the rule root, not {spec.root!r}")
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return _lark(any_to_lark(spec.text))
+        return any_to_lark(spec.text)
     except Exception as error:  # the converter raises whatever comes, Exception itself too
         raise GrammarError(f"ebnf: {clean_message(error)}") from error
 
@@ -94,11 +115,6 @@ def objection(message: str, kind: str) -> str:
         where = f"line {int(place[1]) - 1}, column {place[2]}: " if kind == "lark" else ""
         text = where + text[place.end() :]
     return text
-
-
-def _lark(text: str) -> str:
-    # see LLGuidanceBackend
-    return json.dumps({"grammars": [{"lark_grammar": '%llguidance {"no_forcing": true}\n' + text}]})
 
 
 def _literal(text: str) -> str:
@@ -199,20 +215,29 @@ class LLGuidanceBackend:
     native
         Whether matchers are native ones, made through the C ABI; False makes LLGuidance's own
         Python matchers, which hold the GIL: the oracle and fallback.
+    canonical
+        Whether text that the grammar forces is narrowed to the tokens that the model's tokenizer
+        would choose; the vocabulary's tokenizer must be one that `canonical` knows.
 
     Notes
     -----
     Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
     either: each is a deep copy, made in microseconds, of one that stands at the start.
-    Every spelling of a text in tokens is legal: forced text is not narrowed to the tokens that the
-    model's tokenizer would choose.
+    By default every spelling of a text in tokens is legal. ``canonical=True`` is as right (masks
+    are equal to the stock matcher's and to a new matcher's on random streams), but LLGuidance then
+    validates tokens that its own mask forbids, so that a token which is tried without a mask costs
+    one, as probing does all the time. Hence it is for the user to choose.
     """
 
     name = "LLGuidance"
 
-    def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
-        self.vocabulary = vocabulary
+    def __init__(
+        self, vocabulary: Vocabulary, *, native: bool = True, canonical: bool = False
+    ):
+        self.vocabulary, self.canonical = vocabulary, canonical
         self._library = library()
+        if native:
+            probe()
         self._native = native
         self._tokenizer = self._native_tokenizer() if native else self._stock_tokenizer()
 
@@ -225,14 +250,16 @@ class LLGuidanceBackend:
             tokens[token] = b"\xff" + name.encode("utf-8")
         try:
             return _native.guide.LLGuidanceTokenizer(
-                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids
-            )
+                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids,
+                vocabulary.encoder if self.canonical else None,
+            )  # fmt: skip
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
 
     def _stock_tokenizer(self) -> Any:
         v = self.vocabulary
-        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names)
+        encode = v.encoder.encode if self.canonical else None
+        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names, encode)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
@@ -242,18 +269,26 @@ class LLGuidanceBackend:
         GrammarError
             With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        text = grammar_text(spec)
-        failed, said = self._library.LLMatcher.validate_grammar_with_warnings(
-            text, limits=parser_limits()
-        )
-        ignored = list(dict.fromkeys(objection(line, spec.kind) for line in said))
+        text = grammar_text(spec, forcing=self.canonical)
+        failed, said = self._judge(text)
         if failed:
-            raise GrammarError(f"{spec.kind}: {' '.join(ignored)}")
-        if ignored and not spec.partial:
-            raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
+            raise GrammarError(f"{spec.kind}: {objection(said, spec.kind)}")
+        if said and not spec.partial:
+            ignored = objection(said, spec.kind)
+            raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {ignored}")
         compiled = CompiledGrammar(self, spec, _Grammar(text), _MATCHER_BYTES + len(text))
         compiled.native.start = self._start(compiled)
         return compiled
+
+    def _judge(self, text: str) -> tuple[bool, str]:
+        """Whether LLGuidance refuses a grammar, and what it says; without the GIL if native."""
+        if self._native:
+            kind, _, said = self._tokenizer.judge(text).partition(": ")
+            return kind == "error", said
+        failed, lines = self._library.LLMatcher.validate_grammar_with_warnings(
+            text, limits=parser_limits()
+        )
+        return failed, "\n".join(lines)
 
     def _start(self, compiled: CompiledGrammar) -> Any:
         """What matchers are copied from."""
@@ -294,7 +329,7 @@ class LLGuidanceBackend:
             handle = _native.guide.LLGuidanceMatcher(start, ending)
             matcher = NativeBackedMatcher(compiled, ending, handle)
         else:
-            matcher = StockMatcher(compiled, ending, start)
+            matcher = StockMatcher(compiled, ending, start, canonical=self.canonical)
         return marked(matcher, compiled.spec.marker)
 
 

@@ -59,8 +59,16 @@ def stock_tokenizer(
 class StockMatcher(Matcher):
     """LLGuidance's own Python matcher, with termination by stop ids kept here."""
 
-    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], handle: Any):
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        stop_ids: tuple[int, ...],
+        handle: Any,
+        *,
+        canonical: bool = False,
+    ):
         super().__init__(compiled, stop_ids)
+        self._canonical = canonical
         self._start = handle  # never moved: LLGuidance's rollback is not relied upon
         self._handle = handle.deep_copy()
         self._history: list[int] = []
@@ -75,6 +83,9 @@ class StockMatcher(Matcher):
             return self._terminated
         vocabulary = self.compiled.backend.vocabulary
         if token in vocabulary.stop_ids or self._handle.validate_tokens([int(token)]) != 1:
+            return False
+        # with forced text narrowed, LLGuidance validates tokens that its own mask forbids
+        if self._canonical and token not in self.legal():
             return False
         if not self._handle.consume_token(int(token)):
             raise RuntimeError(self._handle.get_error())

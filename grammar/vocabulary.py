@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from .canonical import make_encoder
 from .errors import GrammarError
 
 __all__ = ["Vocabulary"]
@@ -30,6 +31,8 @@ class Vocabulary:
         Ids that end a sequence. They are never text, whatever bytes they have.
     names
         Ids of named tokens that are not text, such as ``<|tool|>``.
+    source
+        The tokenizer behind it, as `from_tokenizer` takes it, for what bytes do not tell.
 
     Raises
     ------
@@ -43,7 +46,9 @@ class Vocabulary:
         size: int,
         stop_ids: Iterable[int],
         names: Mapping[str, int] | None = None,
+        source: tokenizers.Tokenizer | str | Path | None = None,
     ):
+        self._source = source
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in stop_ids))
         self.size = int(size)
         if len(tokens) > self.size:
@@ -79,6 +84,19 @@ class Vocabulary:
     def words(self) -> int:
         """int32 words of a mask row: ``ceil(size / 32)``."""
         return (self.size + 31) // 32
+
+    @functools.cached_property
+    def encoder(self) -> Any:
+        """The tokenizer's way from text to ids, native; a second's work for 128k tokens.
+
+        Raises
+        ------
+        GrammarError
+            If there is no tokenizer, or it is none that `canonical` knows, by name.
+        """
+        if self._source is None:
+            raise GrammarError("vocabulary: canonical spelling needs the tokenizer it came from")
+        return make_encoder(_describe(self._source), self.tokens)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -123,7 +141,7 @@ class Vocabulary:
         for piece, token in vocab.items():
             if token not in added:
                 tokens[token] = to_bytes(piece)
-        return cls(tokens, size, stop_ids, names)
+        return cls(tokens, size, stop_ids, names, source)
 
 
 def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:

@@ -17,19 +17,19 @@ from .matcher import CompiledGrammar, Matcher
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-__all__ = ["XGrammarBackend", "library"]
+__all__ = ["XGrammarBackend", "library", "probe"]
 
 _RELEASE = "0.2."
 
 
 @functools.cache
 def library() -> Any:
-    """Load XGrammar's library once and hand it to the native worker too.
+    """XGrammar's types, from its library, loaded once.
 
     Raises
     ------
     GrammarError
-        If XGrammar is not installed, is of another release, or its ABI is not the known one.
+        If XGrammar is not installed, is of another release, or cannot be loaded.
     """
     install = "install it with: pip install --no-deps xgrammar==0.2.8"
     try:
@@ -38,16 +38,33 @@ def library() -> Any:
         raise GrammarError(f"XGrammar is not installed; {install}") from error
     if not release.startswith(_RELEASE):
         raise GrammarError(f"XGrammar {release} is installed, graft needs {_RELEASE}x; {install}")
+    try:
+        return register_types()
+    except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
+        raise GrammarError(f"XGrammar {release} cannot be used: {error}") from error
+
+
+@functools.cache
+def probe() -> None:
+    """Hand XGrammar's methods to the native worker, which checks version and signatures.
+
+    Raises
+    ------
+    GrammarError
+        If they are not the known ones; the Python transport does without them.
+    """
+    library()
     from tvm_ffi import libinfo
 
     from graft.native import _native
 
     try:
-        types = register_types()
         _native.guide.load_xgrammar(libinfo.find_libtvm_ffi())
-    except (OSError, RuntimeError, ValueError, AttributeError) as error:
-        raise GrammarError(f"XGrammar {release} cannot be used: {error}") from error
-    return types
+    except (OSError, RuntimeError) as error:
+        raise GrammarError(
+            f"XGrammar cannot be driven natively: {error}; "
+            "grammar_transport='python' can do without"
+        ) from error
 
 
 class XGrammarBackend:
@@ -74,6 +91,8 @@ class XGrammarBackend:
         self.release = importlib.metadata.version("xgrammar")
         self._native = native
         self._types = library()
+        if native:
+            probe()
         self._info = tokenizer_info(
             self._types, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids
         )

@@ -18,11 +18,15 @@ def test_a_complete_environment_is_healthy(capsys):
     said = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in said["findings"]}
     assert said["healthy"] is True
-    for name in ("python", "packages", "native part", "compiler", "xgrammar", "tvm-ffi", "device"):
+    for name in ("python", "packages", "native part", "compiler", "xgrammar", "llguidance",
+                 "tvm-ffi", "device"):
         assert found[name]["status"] == "ok", found[name]
+    assert "llguidance@1.9" in found["llguidance"]["detail"]
+    assert "canonical spelling off" in found["llguidance"]["detail"]
 
 
 @pytest.mark.parametrize(("package", "name"), [("xgrammar", "xgrammar"),
+                                               ("llguidance", "llguidance"),
                                                ("apache-tvm-ffi", "tvm-ffi"),
                                                ("tokenizers", "packages")])
 def test_a_missing_package_is_missing_with_advice(package, name, monkeypatch, capsys):

@@ -293,6 +293,14 @@ def test_what_is_risky_is_known_before_compiling(spec, why):
     assert why in found and bool(found) == bool(why)
 
 
+def test_nothing_compiles_here_if_tvm_ffi_would_hold_the_gil(service, monkeypatch):
+    """Where the environment tells TVM-FFI to keep the GIL, every grammar goes to a child."""
+    monkeypatch.setenv("TVM_FFI_RELEASE_GIL_BY_DEFAULT", "0")
+    assert service.submit(GrammarSpec.regex("a+")).result(timeout=60).nbytes > 0
+    counters = service.counters()
+    assert counters["compiled_in_children"] == 1 and "compiled_in_threads" not in counters
+
+
 def test_bad_options_are_refused(backend):
     """Bounds must be positive."""
     for name in ("threads", "children", "cache_bytes", "timeout_s", "memory_bytes"):

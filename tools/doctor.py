@@ -188,10 +188,35 @@ def check_library(name: str, package: str, advice: str) -> Finding:
 
 
 def check_xgrammar() -> Finding:
-    """XGrammar, the grammar backend."""
-    return check_library("xgrammar", "xgrammar",
-                         "pip install --no-deps xgrammar==0.2.8 (its wheel asks for torch, "
-                         "which graft does not use)")
+    """XGrammar, a grammar backend; its methods are probed as an engine would."""
+    advice = ("pip install --no-deps xgrammar==0.2.8 (its wheel asks for torch, "
+              "which graft does not use)")
+    found = check_library("xgrammar", "xgrammar", advice)
+    if found.status != "ok":
+        return found
+    from graft.grammar.xgrammar import probe
+
+    try:
+        probe()
+    except GraftError as error:
+        return Finding("xgrammar", "missing", f"{found.detail}: {error}", advice)
+    return Finding("xgrammar", "ok", f"{found.detail}, matcher methods as known")
+
+
+def check_llguidance() -> Finding:
+    """LLGuidance, a grammar backend; its C symbols are probed as an engine would."""
+    advice = "pip install llguidance==1.9.1"
+    version = version_of("llguidance")
+    if version is None:
+        return Finding("llguidance", "missing", "not installed", advice)
+    from graft.grammar.llguidance import probe
+
+    try:
+        said = probe()
+    except GraftError as error:
+        return Finding("llguidance", "missing", f"{version}: {error}", advice)
+    return Finding("llguidance", "ok", f"{version} ({said}), C symbols as known; "
+                                       "canonical spelling off unless asked for")
 
 
 def check_tvm_ffi() -> Finding:
@@ -212,7 +237,7 @@ def check_demo_model() -> Finding:
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_python, check_packages, check_native, check_compiler, check_driver, check_cupy,
-    check_nvrtc, check_xgrammar, check_tvm_ffi, check_demo_model, check_device,
+    check_nvrtc, check_xgrammar, check_llguidance, check_tvm_ffi, check_demo_model, check_device,
     check_transports)
 
 

@@ -77,6 +77,8 @@ struct Api {
   int32_t (*compute_mask)(void*) = nullptr;
   const uint32_t* (*get_mask)(void*) = nullptr;
   bool (*is_accepting)(void*) = nullptr;
+  int32_t (*validate_grammar)(const MatcherOptions*, const char*, const char*, char*,
+                              size_t) = nullptr;
 };
 
 Api api;
@@ -110,6 +112,26 @@ bool contains(const std::vector<uint32_t>& ids, uint32_t id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
+// LLGuidance's way to ask for a text in tokens: as many as fit are written, all are counted.
+size_t tokenize(const void* encoder, const uint8_t* text, size_t size, uint32_t* out,
+                size_t capacity) {
+  try {
+    const std::vector<uint32_t> ids = static_cast<const Encoder*>(encoder)->encode(text, size);
+    std::copy_n(ids.begin(), std::min(ids.size(), capacity), out);
+    return ids.size();
+  } catch (const std::bad_alloc&) {
+    return 0;  // nothing is forced then
+  }
+}
+
+MatcherOptions options_for(const void* tokenizer) {
+  MatcherOptions options{};
+  api.set_defaults(&options, tokenizer);
+  options.log_buffer_level = options.log_stderr_level = 0;
+  options.limits.initial_lexer_fuel = options.limits.step_lexer_fuel = kLexerFuel;
+  return options;
+}
+
 }  // namespace
 
 std::string load(const char* library) {
@@ -139,14 +161,17 @@ std::string load(const char* library) {
   symbol(module, "llg_matcher_compute_mask", &loaded.compute_mask);
   symbol(module, "llg_matcher_get_mask", &loaded.get_mask);
   symbol(module, "llg_matcher_is_accepting", &loaded.is_accepting);
+  symbol(module, "llg_validate_grammar", &loaded.validate_grammar);
   check_layout(loaded);
   api = loaded;
   return version;
 }
 
 Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
-                     const std::vector<uint32_t>& stop_ids)
-    : vocab_size_(static_cast<int64_t>(lengths.size())), stop_ids_(stop_ids) {
+                     const std::vector<uint32_t>& stop_ids, std::shared_ptr<const Encoder> encoder)
+    : vocab_size_(static_cast<int64_t>(lengths.size())),
+      stop_ids_(stop_ids),
+      encoder_(std::move(encoder)) {
   if (api.version == nullptr || stop_ids.empty()) {
     throw std::runtime_error("an LLGuidance tokenizer needs a loaded library and a stop id");
   }
@@ -161,7 +186,13 @@ Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& by
   options.tok_eos = stop_ids_.front();
   options.token_lens = lengths.data();
   options.token_bytes = reinterpret_cast<const uint8_t*>(bytes.data());
-  options.use_approximate_greedy_tokenize_fn = true;
+  if (encoder_ != nullptr) {
+    options.tokenize_assumes_string = true;
+    options.tokenize_fn = &tokenize;
+    options.tokenize_user_data = encoder_.get();
+  } else {
+    options.use_approximate_greedy_tokenize_fn = true;
+  }
   options.tok_eos_extra = stop_ids_.data() + 1;
   options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
   char error[512] = {};
@@ -171,14 +202,21 @@ Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& by
 
 Tokenizer::~Tokenizer() { api.free_tokenizer(tokenizer_); }
 
+std::string Tokenizer::judge(const std::string& grammar) const {
+  const MatcherOptions options = options_for(tokenizer_);
+  std::string message(4096, '\0');
+  const int32_t status =
+      api.validate_grammar(&options, "llguidance", grammar.c_str(), message.data(), message.size());
+  if (status == 0) return "";
+  message.resize(std::strlen(message.c_str()));
+  return (status < 0 ? "error: " : "warning: ") + message;
+}
+
 void Free::operator()(void* matcher) const { api.free_matcher(matcher); }
 
 Grammar::Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
     : tokenizer_(std::move(tokenizer)) {
-  MatcherOptions options{};
-  api.set_defaults(&options, tokenizer_->get());
-  options.log_buffer_level = options.log_stderr_level = 0;
-  options.limits.initial_lexer_fuel = options.limits.step_lexer_fuel = kLexerFuel;
+  const MatcherOptions options = options_for(tokenizer_->get());
   start_.reset(api.new_matcher(&options, "llguidance", text.c_str()));
   if (const char* message = api.get_error(start_.get())) throw std::runtime_error(message);
 }
@@ -233,7 +271,13 @@ Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
 // Invariant 4. The mask at hand, and tokens that were consumed here before, spare the question.
 Answer Matcher::is_legal(uint32_t id, ErrorText* error) noexcept {
   if (size_ < path_.size() && path_[size_] == id) return Answer::kYes;
-  if (const uint32_t* mask = api.get_mask(live_.get())) {
+  const uint32_t* mask = api.get_mask(live_.get());
+  if (mask == nullptr && tokenizer_.canonical()) {  // invariant 7
+    if (compute(error) == Answer::kFailed) return Answer::kFailed;
+    if (dead_) return Answer::kNo;
+    mask = api.get_mask(live_.get());
+  }
+  if (mask != nullptr) {
     return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
   }
   const int32_t valid = api.validate(live_.get(), &id, 1);

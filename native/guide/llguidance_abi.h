@@ -15,6 +15,8 @@
 //    again, behind a mask at the point that was rolled back to, whose row was never undone.
 // 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
 //    another copy of the start and consumes the history again.
+// 7. With a canonical tokenizer LLGuidance validates tokens that its own mask forbids, so there a
+//    token is held against the mask of its state, which is computed if it is not at hand.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +26,7 @@
 #include <vector>
 
 #include "matcher.h"
+#include "tokenize.h"
 
 namespace graft::guide::llguidance {
 
@@ -33,10 +36,11 @@ std::string load(const char* library);
 class Tokenizer {
  public:
   // `bytes` of token i are `lengths[i]` long, one after the other; 0: no text. Special tokens are
-  // their name behind a byte 0xFF. Any spelling of a text in tokens is legal. Throws
-  // std::runtime_error with LLGuidance's reason.
+  // their name behind a byte 0xFF. With an encoder, forced text is narrowed to the tokens it gives;
+  // without, any spelling of a text in tokens is legal. Throws std::runtime_error with LLGuidance's
+  // reason.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
-            const std::vector<uint32_t>& stop_ids);
+            const std::vector<uint32_t>& stop_ids, std::shared_ptr<const Encoder> encoder);
   ~Tokenizer();
   Tokenizer(const Tokenizer&) = delete;
   Tokenizer& operator=(const Tokenizer&) = delete;
@@ -44,11 +48,17 @@ class Tokenizer {
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
+  bool canonical() const { return encoder_ != nullptr; }
+
+  // What LLGuidance says of a grammar without a matcher being made: empty if it takes it, else
+  // "error: " or "warning: " and its words.
+  std::string judge(const std::string& grammar) const;
 
  private:
   void* tokenizer_ = nullptr;
   int64_t vocab_size_;
   std::vector<uint32_t> stop_ids_;
+  std::shared_ptr<const Encoder> encoder_;  // LLGuidance's tokenizer calls it
 };
 
 struct Free {

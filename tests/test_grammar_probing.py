@@ -1,0 +1,183 @@
+"""Libraries that are not the ones graft knows are refused by what differs; Python goes on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from guide_util import byte_vocabulary
+
+from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, XGrammarBackend
+from graft.grammar import llguidance as llguidance_room
+from graft.grammar import xgrammar as xgrammar_room
+from graft.native.softcuda.compile import compiler
+from graft.tools import doctor
+
+HEADERS = Path(__file__).resolve().parent.parent / "native" / "guide"
+SYMBOLS = [
+    "new_tokenizer_v2", "free_tokenizer", "new_matcher", "free_matcher", "matcher_get_error",
+    "matcher_validate_tokens", "matcher_consume_token", "clone_matcher", "matcher_rollback",
+    "matcher_reset", "matcher_compute_mask", "matcher_get_mask", "matcher_is_accepting",
+    "validate_grammar",
+]  # fmt: skip
+
+
+def build(folder: Path, text: str) -> Path:
+    """A library made from C++ text."""
+    source, library = folder / "lib.cpp", folder / "lib.so"
+    source.write_text(text)
+    command = [*compiler(), "-std=c++17", "-shared", "-fPIC", f"-I{HEADERS}", str(source), "-o",
+               str(library)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return library
+
+
+def llguidance_like(version: str, *, without: str = "", defaults: str = "") -> str:
+    """C++ of a library with LLGuidance's symbols, none of which does anything but these two."""
+    functions = [
+        f'const char* llg_get_version() {{ return "{version}"; }}',
+        f"void llg_constraint_init_set_defaults(unsigned char* o, const void* t) {{ {defaults} }}",
+        *(f"int llg_{name}() {{ return 0; }}" for name in SYMBOLS if name != without),
+    ]
+    return 'extern "C" {\n' + "\n".join(functions) + "\n}\n"
+
+
+def load(kind: str, library: Path) -> str:
+    """What the native loader says of a library, in a process that has loaded no other."""
+    code = (
+        "import ctypes, sys\nfrom graft.native import _native\nctypes.CDLL(sys.argv[1])\n"
+        f"try:\n    _native.guide.load_{kind}(sys.argv[1])\n"
+        "except RuntimeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(library)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (llguidance_like("llguidance@2.0.0"), "is llguidance@2.0.0, graft knows llguidance@1.9.x"),
+        (
+            llguidance_like("llguidance@1.9.1", without="matcher_reset"),
+            "no symbol llg_matcher_reset",
+        ),
+        (llguidance_like("llguidance@1.9.9"), "another layout"),  # writes no defaults at all
+        (llguidance_like("llguidance@1.9.9", defaults="o[100] = 0;"), "another layout"),
+        ("int nothing;", "no symbol llg_get_version"),
+    ],
+)
+def test_a_doctored_llguidance_is_refused_by_what_differs(tmp_path, text, said):
+    """Another release, a missing symbol and another layout of options are told apart and named."""
+    assert said in load("llguidance", build(tmp_path, text))
+
+
+def tvm_ffi_like(*, version: int = 1, method: str = "", arguments: str = "", key: int = 0) -> str:
+    """C++ of a library with TVM-FFI's symbols, whose matcher type has one method."""
+    return f"""
+#include "tvm_ffi_abi.h"
+using namespace graft::tvm_ffi;
+static MethodInfo methods[1];
+static TypeInfo type;
+static char metadata[] = R"({{"args":[{arguments}]}})";
+extern "C" {{
+void TVMFFIGetVersion(Version* v) {{ *v = {{0, {version}, 0}}; }}
+int TVMFFITypeKeyToIndex(const Bytes*, int32_t*) {{ return {key}; }}
+const TypeInfo* TVMFFIGetTypeInfo(int32_t) {{
+  methods[0].name = {{"{method}", sizeof("{method}") - 1}};
+  methods[0].metadata = {{metadata, sizeof(metadata) - 1}};
+  methods[0].method.type_index = kFunction;
+  type.num_methods = 1;
+  type.methods = methods;
+  return &type;
+}}
+int TVMFFIFunctionCall() {{ return 0; }}
+int TVMFFIErrorMoveFromRaised() {{ return 0; }}
+int TVMFFIObjectDecRef() {{ return 0; }}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (tvm_ffi_like(version=2), "C ABI is version 0.2, graft knows 0.1"),
+        (tvm_ffi_like(key=-1), "has not registered xgrammar.tvm_ffi_binding.GrammarMatcher"),
+        (tvm_ffi_like(method="fill"), "no method fill_next_token_bitmask"),
+        (
+            tvm_ffi_like(method="fill_next_token_bitmask", arguments='{"type":"bool"}'),
+            "fill_next_token_bitmask has another signature",
+        ),
+        ("int nothing;", "no symbol TVMFFIGetVersion"),
+    ],
+)
+def test_a_doctored_xgrammar_is_refused_by_what_differs(tmp_path, text, said):
+    """Another ABI, type, method or number of arguments is named before anything is called."""
+    assert said in load("xgrammar", build(tmp_path, text))
+
+
+@pytest.fixture
+def fresh_rooms(monkeypatch):
+    """Both rooms as in a process that has loaded nothing, now and afterwards."""
+    caches = [
+        getattr(room, name)
+        for room in (llguidance_room, xgrammar_room) for name in ("library", "probe")
+    ]  # fmt: skip
+    for cache in caches:
+        cache.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
+
+
+ROOMS = [
+    (llguidance_room, LLGuidanceBackend, "llguidance", "LLGuidance", "check_llguidance"),
+    (xgrammar_room, XGrammarBackend, "xgrammar", "XGrammar", "check_xgrammar"),
+]
+
+
+@pytest.mark.parametrize("room, backend, package, name, check", ROOMS)
+def test_another_release_is_refused_with_the_command_that_helps(
+    fresh_rooms, room, backend, package, name, check
+):
+    """A release that graft does not know is refused before it is loaded, in the doctor too."""
+    real = importlib.metadata.version
+    fresh_rooms.setattr(
+        importlib.metadata, "version", lambda p: "9.9.0" if p == package else real(p)
+    )
+    with pytest.raises(GrammarError, match=f"{name} 9.9.0 is installed, graft needs .*pip install"):
+        backend(byte_vocabulary())
+    found = getattr(doctor, check)()
+    assert found.status == "missing" and "9.9.0" in found.detail and "pip install" in found.advice
+
+
+@pytest.mark.parametrize("room, backend, package, name, check", ROOMS)
+def test_a_library_that_cannot_be_driven_natively_leaves_python(
+    fresh_rooms, room, backend, package, name, check
+):
+    """Where probing fails the error names the Python transport, which still compiles and masks."""
+    from graft.native import _native
+
+    class Refusing:
+        def __getattr__(self, attribute):
+            if attribute.startswith("load_"):
+                raise RuntimeError("the ABI is another one")
+            return getattr(_native.guide, attribute)
+
+    native_room = sys.modules["graft.native"]
+    fresh_rooms.setattr(native_room, "_native", type("Native", (), {"guide": Refusing()}))
+    with pytest.raises(GrammarError, match=r"natively: the ABI is another one; .*python"):
+        backend(byte_vocabulary())
+    found = getattr(doctor, check)()
+    assert found.status == "missing" and "the ABI is another one" in found.detail
+    python = backend(byte_vocabulary(), native=False)
+    matcher = python.matcher(python.compile(GrammarSpec.choice(["true", "tell"])))
+    assert matcher.native is None
+    assert ord("t") in matcher.legal() and matcher.accept(ord("t"))
+    assert not matcher.accept(ord("x"))
