@@ -89,11 +89,10 @@ def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> 
         for at, keyword in ignored
     ]
     new = worker.whole(schema)
-    return Rewritten(
-        new,
-        *(tuple(dict.fromkeys(found)) for found in (worker.lost, worker.changed, worker.narrowed)),
-        worker.home,
+    lost, changed, narrowed = (
+        tuple(dict.fromkeys(found)) for found in (worker.lost, worker.changed, worker.narrowed)
     )
+    return Rewritten(new, lost, changed, narrowed, worker.home)
 
 
 class _Rewriter(Tools):
