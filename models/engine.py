@@ -62,11 +62,11 @@ class Engine:
     ----------
     model : directory of the target: config.json, safetensors, tokenizer.json.
     drafter : directory of the EAGLE-3 checkpoint; None decodes without speculation.
-    max_batch_size : slots, hence most requests in one round.
+    max_batch_size : rows of a round, hence most requests that run at once.
     draft_length : drafts per round, 1 to 16; without a drafter it is 0 whatever is given.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
-    page_size, pages : shape of the paged caches; by default every slot can be full at once.
+    page_size, pages : shape of the paged caches; by default every row's request can be full-length.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the

@@ -28,7 +28,8 @@ class Running:
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
     before : tokens it had generated before that, when it was preempted.
-    stalls : rounds on end in which it committed nothing.
+    stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
+        read, by `time.monotonic`.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class Running:
     position: int = 0
     before: tuple[int, ...] = ()
     stalls: int = 0
+    stalled_at: float = 0.0
     _emitted: int = field(default=0, repr=False)
 
     @property

@@ -8,6 +8,7 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 
@@ -19,8 +20,8 @@ from graft.models.running import Running
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 
-#: A slot that commits nothing for so many rounds on end is stuck, not late.
-MAX_STALLS = 256
+#: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
+MAX_STALLS, MAX_STALL_S = 256, 30.0
 REFUSED_TOKEN = "the grammar refused a token that verification had accepted"
 
 
@@ -172,7 +173,11 @@ class Scheduler:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
         tokens, output = row.tokens, running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
-        running.stalls = 0 if tokens or row.reason else running.stalls + 1
+        if tokens or row.reason:
+            running.stalls = 0
+        else:
+            running.stalled_at = running.stalled_at if running.stalls else time.monotonic()
+            running.stalls += 1
         if tokens:
             output.rounds += 1
             output.drafted += row.tested
@@ -184,8 +189,8 @@ class Scheduler:
             reason = DEVICE_REASONS[row.reason]
             error = REFUSED_TOKEN if reason == "error" else None
             self.end(running, reason, error, text=text, tokens=tokens, told=True)
-        elif running.stalls > MAX_STALLS:
-            self.end(running, "error", f"no mask row came for {MAX_STALLS} rounds")
+        elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
+            self.end(running, "error", f"no mask row came for {running.stalls} rounds")
         elif tokens:
             self.events.append(Event(running.id, tuple(tokens), text))
 
