@@ -59,8 +59,8 @@ def stress(kind: str) -> Path:
 def image() -> Path:
     """The stress kernels as an image for the soft device."""
     text = TESTS / "kernels.cu"
-    built = compile_cpu(text.read_text(), text.name, include_dirs=[TESTS, ROOT / "cudagraph" / "kernels"],
-                        cache_dir=BUILD / "kernels")
+    built = compile_cpu(text.read_text(), text.name, cache_dir=BUILD / "kernels",
+                        include_dirs=[TESTS, ROOT / "cudagraph" / "kernels"])
     path = BUILD / "kernels.image"
     path.write_bytes(built)
     return path

@@ -230,9 +230,10 @@ SC_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
 SC_EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   SC_API(cuDevicePrimaryCtxGetState, kNoLock | kAfterFault);
   if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+  if (flags == nullptr || active == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::lock_guard<std::mutex> lock(g_context_mutex);
-  if (flags != nullptr) *flags = g_context_flags;
-  if (active != nullptr) *active = g_retains > 0;
+  *flags = g_context_flags;
+  *active = g_retains > 0;
   return CUDA_SUCCESS;
 }
 

@@ -98,6 +98,7 @@ SC_EXPORT CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr p
 
 SC_EXPORT CUresult cuPointerGetAttributes(unsigned n, int* attributes, void** out, CUdeviceptr p) {
   SC_API(cuPointerGetAttributes, kNoLock);
+  if (attributes == nullptr || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   for (unsigned i = 0; i < n; ++i) {
     if (CUresult r = pointer_attribute(out[i], attributes[i], p); r != CUDA_SUCCESS) return r;
   }
