@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,8 +27,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from graft.native.softcuda.compile import compile_cpu
 from graft.tools.conformance_calls import calls
-from graft.tools.conformance_child import STATES
+from graft.tools.conformance_child import STATES, TEXT
 
 __all__ = ["Answer", "collect", "exported", "main", "to_markdown"]
 
@@ -66,13 +68,16 @@ def collect(states: Iterable[str] = tuple(STATES)) -> list[Answer]:
     """Call everything in every state, each in a child process."""
     answers = []
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}
-    for state in tqdm(list(states), desc="states", disable=None):
-        command = [sys.executable, "-m", "graft.tools.conformance_child", state]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S,
-                              env=environment | {"GRAFT_DEVICE": "soft"}, check=False)  # fmt: skip
-        if done.returncode != 0:
-            raise RuntimeError(f"state {state!r} ended with {done.returncode}\n{done.stderr}")
-        answers += [Answer(name, state, *rest) for name, *rest in json.loads(done.stdout)]
+    with tempfile.TemporaryDirectory() as folder:
+        image = Path(folder) / "image"
+        image.write_bytes(compile_cpu(TEXT, "conformance.cu", cache_dir=Path(folder)))
+        for state in tqdm(list(states), desc="states", disable=None):
+            command = [sys.executable, "-m", "graft.tools.conformance_child", state, str(image)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S,
+                                  env=environment | {"GRAFT_DEVICE": "soft"}, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"state {state!r} ended with {done.returncode}\n{done.stderr}")
+            answers += [Answer(name, state, *rest) for name, *rest in json.loads(done.stdout)]
     return answers
 
 
@@ -133,8 +138,8 @@ def to_markdown(answers: Sequence[Answer]) -> str:
         lines.append(f"| {name} | {right} | {wrong_arguments(own)} | {states(own)} |")
     lines += [
         "",
-        "Other states, in this order where they apply: before cuInit, no current context, in a host "
-        "function, while a stream captures, after a fault.",
+        "Other states, in this order where they apply: before cuInit, no current context, in a "
+        "host function, while a stream captures, after a fault.",
         "",
         "## Absent",
         "",

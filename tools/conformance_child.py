@@ -1,6 +1,6 @@
 """One process of the conformance table: calls every function in one state of the driver.
 
-``python -m graft.tools.conformance_child STATE`` writes a JSON list of [function, behaviour,
+``python -m graft.tools.conformance_child STATE IMAGE`` (of TEXT) writes a JSON list of [function, behaviour,
 expected, got]. Functions are called by address, as cuGetProcAddress gives it, with bare words.
 """
 
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.chooser import soft_library
-from graft.native.softcuda.compile import compile_cpu
 from graft.tools.conformance_calls import DEFAULT_CODES, KINDS, Call, calls
 
-__all__ = ["STATES", "main"]
+__all__ = ["STATES", "TEXT", "main"]
 
 TEXT = """
 extern "C" __global__ void step(int* p) { *p += 1; }
@@ -475,13 +474,11 @@ STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
 }
 
 
-def main(state: str) -> int:
+def main(state: str, image: Path) -> int:
     """Write what the functions answered in one state."""
-    with tempfile.TemporaryDirectory() as folder:
-        image = compile_cpu(TEXT, "conformance.cu", cache_dir=Path(folder))
-    json.dump(list(STATES[state](Driver(), image)), sys.stdout)
+    json.dump(list(STATES[state](Driver(), image.read_bytes())), sys.stdout)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
