@@ -333,6 +333,7 @@ class Engine:
         return {
             "engine": self.stats.as_dict(),
             "grammar": self._parts.decoder.counters(),
+            "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "held": {
                 "slots": len(seating.seated),

@@ -41,8 +41,8 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
                           '"schema", "end"}], "triggers": [...], "at_least_one": false}')
     group.add_argument("--after", metavar="MARKER",
                        help="free text until this marker, then the grammar")
-    group.add_argument("--backend", choices=BACKEND_CHOICES, default="xgrammar",
-                       help="who compiles grammars (default xgrammar); auto chooses for each")
+    group.add_argument("--backend", choices=BACKEND_CHOICES, default="auto",
+                       help="who compiles grammars (default auto: chosen for each)")
     group.add_argument("--partial", action="store_true",
                        help="take a schema of which a part cannot be enforced; the output is "
                             "checked against it then, and marked validated or not")
