@@ -106,6 +106,9 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
         Seating, "join", "limit=running.limit", "limit=running.limit + len(running.before)"),
+    "pages reserved for what is known only": (
+        Seating, "join", "self._allocate(slot, running.limit)",
+        "self._allocate(slot, len(tokens))"),
     "tokens after the stop string are kept": (
         Running, "push", "tokens[:count], ", "tokens, "),
     "a request that ended on the device stays": (
