@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import re
-import unicodedata
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from .errors import GrammarError
 
 __all__ = ["make_encoder"]
 
 _CODE_POINTS = 0x110000
+_BLOCK = 0x800  # code points asked for at once
+_ASSIGNED = 0x40000  # planes in use; of the others, plane 14 has two small ranges
+_EMPTY = {0x40000: 0xE0000, 0xE0800: 0xF0000, 0xF0000: _CODE_POINTS}
 #: GPT-2's way to cut text, which ``ByteLevel`` does unless told otherwise.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _MOST = 2**32 - 1
@@ -99,25 +102,25 @@ def _steps(part: dict[str, Any] | None) -> list[Step]:
 
 
 @functools.cache
-def _categories() -> np.ndarray:
-    """Two letters of general category per code point, ``S2[0x110000]``; a quarter of a second."""
-    names = [unicodedata.category(chr(c)) for c in range(_CODE_POINTS)]
-    return np.array(names, "S2")
-
-
-@functools.cache
 def _class(name: str) -> np.ndarray:
-    """A property of ``\\p{...}`` or an escape, as a flag per code point."""
-    if name == "s":  # Unicode's White_Space, which has no separators of files and records
-        flags = np.isin(_categories(), [b"Zs", b"Zl", b"Zp"])
-        flags[[9, 10, 11, 12, 13, 0x85]] = True
-        return flags
-    if name == "d":
-        return _categories() == b"Nd"
-    found = np.char.startswith(_categories(), name.encode())
-    if len(name) > 2 or not found.any():
-        raise _unknown("property", f"\\p{{{name}}}")
-    return np.asarray(found)
+    """A property of ``\\p{...}`` or an escape, as a flag per code point.
+
+    The tokenizer's own engine is asked: Python's knowledge may be of another release of Unicode.
+    """
+    expression = f"\\{name}" if name in ("s", "d") else f"\\p{{{name}}}"
+    try:
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(f"{expression}+"), "removed")
+    except Exception as error:  # what the engine raises is Exception itself
+        raise _unknown("property", expression) from error
+    flags = np.ones(_CODE_POINTS, bool)
+    flags[0xD800:0xE000] = False
+    for first in (*range(0, 0xD800, _BLOCK), *range(0xE000, _ASSIGNED, _BLOCK), 0xE0000, *_EMPTY):
+        block = "".join(map(chr, range(first, first + _BLOCK)))
+        for _, (begin, end) in split.pre_tokenize_str(block):
+            flags[first + begin : first + end] = False
+    for first, end in _EMPTY.items():  # all alike
+        flags[first:end] = flags[first]
+    return flags
 
 
 def _pattern(text: str) -> Step:
