@@ -6,9 +6,11 @@ import gc
 import os
 import time
 import weakref
+from collections.abc import Callable
 
 from graft import native
 from graft.cudagraph.driver import call, cu, is_current
+from graft.cudagraph.graph import Graph
 from graft.native import _native
 
 LIMIT_S = 60.0
@@ -55,6 +57,26 @@ def released(count: int) -> None:
     while native.released_records() < count:
         assert time.monotonic() < end, (native.released_records(), count)
         time.sleep(0.002)
+
+
+def add_steps(graph: Graph, step: Callable[..., object], everything: bool) -> int:
+    """Put a host step on a graph's lane, or one of each kind between events and conditionals.
+
+    Returns how often a replay calls the step.
+    """
+    lane = graph.lane("main")
+    lane.host(step)
+    if not everything:
+        return 1
+    event, data = graph.device.event("lifetime"), graph.device.zeros((4,), "int32")
+    lane.wait_event(event)
+    lane.mailbox(step)
+    lane.if_(graph.condition(1), name="if").lane("inside").fill(data)
+    lane.record_event(event)
+    lane.spin(step)
+    bodies = lane.switch(graph.condition(1), 2, name="switch")
+    bodies[1].lane("inside").fill(data, 1)
+    return 3
 
 
 def resident_kib() -> int:

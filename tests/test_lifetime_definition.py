@@ -5,20 +5,26 @@ from __future__ import annotations
 import gc
 import weakref
 
-from lifetime_util import Step, released, settled
+import pytest
+from lifetime_util import Step, add_steps, released, settled
 
+from graft import native
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph
 
 
-def test_executables_outlive_their_definition(device: Device, stream: Stream) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_executables_outlive_their_definition(
+    device: Device, stream: Stream, everything: bool
+) -> None:
     """Closed or dropped, a definition takes nothing from its executable."""
     for close in (True, False):
         step = Step()
         watch = weakref.ref(step)
-        before = settled()
+        before, live = settled(), native.live_records()
         graph = Graph(device, "definition")
-        graph.lane("main").host(step)
+        calls = add_steps(graph, step, everything)
+        records = native.live_records() - live
         executable = graph.instantiate()
         if close:
             graph.close()
@@ -28,8 +34,8 @@ def test_executables_outlive_their_definition(device: Device, stream: Stream) ->
             executable.launch(stream)
         executable.synchronize(60)
         living = watch()
-        assert living is not None and living.calls == 5
+        assert living is not None and living.calls == 5 * calls
         del living
         executable.close()
-        released(before + 1)
+        released(before + records)
         assert watch() is None

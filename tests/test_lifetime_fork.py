@@ -15,6 +15,8 @@ stream = device.stream()
 calls = []
 graph = Graph(device, "forked")
 graph.lane("main").host(lambda: calls.append(1))
+graph.lane("main").mailbox(lambda: calls.append(2))
+graph.lane("main").record_event(device.event())
 executable = graph.instantiate()
 executable.launch(stream)
 executable.synchronize(60)
@@ -40,4 +42,4 @@ def test_a_forked_child_is_told_and_ends() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
-    assert "parent: 7 4" in done.stdout and done.stderr == ""
+    assert "parent: 7 8" in done.stdout and done.stderr == ""

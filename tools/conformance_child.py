@@ -1,7 +1,8 @@
 """One process of the conformance table: calls every function in one state of the driver.
 
-``python -m graft.tools.conformance_child STATE IMAGE`` (of TEXT) writes a JSON list of [function, behaviour,
-expected, got]. Functions are called by address, as cuGetProcAddress gives it, with bare words.
+``python -m graft.tools.conformance_child STATE IMAGE`` (of TEXT) writes a JSON list of [function,
+behaviour, expected, got]. Functions are called by address, as cuGetProcAddress gives it, with bare
+words.
 """
 
 from __future__ import annotations
