@@ -38,6 +38,7 @@ class TableRound:
         d2t: np.ndarray | None = None,
         block: int | None = None,
         entries: int = 2,
+        candidates: int = 0,
     ) -> None:
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
@@ -59,6 +60,8 @@ class TableRound:
                 "row_state": ("int32", (self.width, 4)),
                 "committed": ("int32", (self.width + 2,)),
                 "drafted": ("int32", (self.width + 1,)),
+                "candidates": ("int32", (3 + candidates,)),
+                "answers": ("int32", (4,)),
             },
         )
         self.ring = Ring(
@@ -75,7 +78,7 @@ class TableRound:
             draft_length=draft_length, draft_vocab=self.draft_vocab,
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
-            max_batch=slots, block=block,
+            max_batch=slots, candidates=candidates, block=block,
         )  # fmt: skip
         self.replay = 0
         self.replay_ptr = device.zeros((1,), "int32")
@@ -139,6 +142,12 @@ class TableRound:
         """Draw draft j from logits [B, Vd]."""
         on_device = self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
         self.sampler.draft(self.lane, on_device, self.row_slot, j, masked)
+        self.stream.synchronize()
+
+    def candidates(self, j: int, logits: np.ndarray) -> None:
+        """Write the candidates for draft j from logits [B, Vd]."""
+        on_device = self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
+        self.sampler.candidates(self.lane, on_device, self.row_slot, j)
         self.stream.synchronize()
 
     def snapshot(self) -> dict[str, Any]:

@@ -61,13 +61,14 @@ class Case:
     stop_ids: tuple[int, ...] = ()
     length: int = 5
     late: bool = False  # mask rows of some prefixes are never ready while verifying
+    probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
 
     def __str__(self) -> str:
         f = self.filter
         parts = [f"K{self.draft_length}", f"T{f.temperature}"]
         parts += [f"k{f.top_k}"] * (f.top_k > 0) + [f"p{f.top_p}"] * (f.top_p < 1)
         parts += [f"m{f.min_p}"] * (f.min_p > 0)
-        flags = ("masked", "pruned", "point", "late")
+        flags = ("masked", "pruned", "point", "late", "probe")
         parts += [name for name in flags if getattr(self, name)] + ["stop"] * bool(self.stop_ids)
         return "-".join(parts)
 
@@ -87,8 +88,10 @@ COVERING = [
     Case(3, NUCLEUS, point=True, masked=False),
     Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
     Case(2, PLAIN, masked=True, late=True),
+    Case(3, PLAIN, probe=True, pruned=True),
 ]
 
+PROBED = 2  # candidates: few enough that often none of them is legal
 PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 
 
@@ -98,7 +101,7 @@ def run_case(
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
     table = make_table(17, d2t=PRUNED if case.pruned else None)
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
-                   d2t=table.d2t)  # fmt: skip
+                   d2t=table.d2t, candidates=PROBED if case.probe else 0)  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
     return np.concatenate(
         [generate(r, table, case, seed * 10**6 + w * slots) for w in range(waves)]
@@ -137,6 +140,9 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
             if case.point:
                 _place_points(r, state, pair, j, stops)
             else:
+                if case.probe:
+                    r.candidates(j, table.drafter[pair[:, 0], pair[:, 1]])
+                    _answer(r, table, pair, j)
                 _write_row(
                     r, j - 1, table.legal[pair[:, 0], pair[:, 1]], ref.READY, state["n"] + j - 1
                 )
@@ -188,6 +194,17 @@ def _fill_rows(
             ready &= (context[:, j] + context[:, j + 1] + n) % 3 != 0
         legal = table.legal[context[:, j], context[:, j + 1]]
         _write_row(r, j, legal, np.where(ready, ref.READY, ref.NOT_READY), n + j)
+
+
+def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
+    """The grammar's part of a probe: the first legal candidate, or -1."""
+    records, answers = r.field("candidates"), r.field("answers")
+    for slot in range(r.slots):
+        replay, draft, count = records[slot, :3].tolist()
+        if (replay, draft) == (r.replay, j):
+            legal = table.legal[pair[slot, 0], pair[slot, 1]]
+            found = [id for id in records[slot, 3 : 3 + count].tolist() if legal[id]]
+            answers[slot, :3] = (replay, j, found[0] if found else -1)
 
 
 def _place_points(
@@ -288,4 +305,6 @@ def wrong_twice(
 
 def without_speculation(case: Case) -> Case:
     """The same request, decoded one token a round."""
-    return replace(case, draft_length=0, masked=True, pruned=False, point=False, late=False)
+    return replace(
+        case, draft_length=0, masked=True, pruned=False, point=False, late=False, probe=False
+    )

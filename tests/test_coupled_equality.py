@@ -27,7 +27,7 @@ FILTERS = [
 @pytest.mark.parametrize("f", FILTERS, ids=["greedy", "plain", "mixed", "cold"])
 @pytest.mark.parametrize("stop_ids", [(), (6,)], ids=["endless", "stop"])
 def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids):
-    """K = 1..3, masked or not, pruned, host-made, late: 1,024 sequences stay the same."""
+    """K = 1..3, masked, probed or not, pruned, host-made, late: 1,024 sequences stay the same."""
     base = Case(3, f, verify=ref.COUPLED, length=12, stop_ids=stop_ids)
     plain = run_case(device, stream, without_speculation(base), 1024 * 12, seed=4)
     rejection = Case(0, f, verify=ref.REJECTION, length=12, stop_ids=stop_ids)
@@ -40,6 +40,11 @@ def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids)
         (3, True, False, False, True),
     ]:  # fmt: skip
         case = Case(k, f, ref.COUPLED, masked, pruned, point, stop_ids, 12, late)
+        np.testing.assert_array_equal(
+            run_case(device, stream, case, 1024 * 12, seed=4), plain, err_msg=str(case)
+        )
+    for k, pruned, late in [(3, False, False), (2, True, True)]:
+        case = Case(k, f, ref.COUPLED, True, pruned, False, stop_ids, 12, late, probe=True)
         np.testing.assert_array_equal(
             run_case(device, stream, case, 1024 * 12, seed=4), plain, err_msg=str(case)
         )

@@ -29,6 +29,11 @@ EVERY = [
     for k, f, stops, late in itertools.product(
         (1, 2, 3), (PLAIN, MIXED), ((), (6,)), (False, True)
     )
+] + [
+    Case(k, f, probe=True, pruned=pruned, stop_ids=stops, late=late)
+    for k, f, pruned, stops, late in itertools.product(
+        (1, 2, 3), (PLAIN, MIXED), (True, False), ((), (6,)), (False, True)
+    )
 ]  # fmt: skip
 
 
