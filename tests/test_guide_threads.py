@@ -224,14 +224,16 @@ def test_late_slots_resume_exactly(backend, draft_length, masked, threads):
 class HeldRig:
     """Two slots driven by hand; slot 0's matcher has a gate."""
 
-    def __init__(self, backend: GrammarBackend, *, k: int = 3, slots: int = 2):
+    def __init__(
+        self, backend: GrammarBackend, *, k: int = 3, slots: int = 2, legality: str = "fill"
+    ):
         self.backend, self.k = backend, k
         self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
         self.size = backend.vocabulary.size
         self.exchange = ArrayExchange(slots, k, self.size)
         self.decoder = GuidedDecoder(
             self.exchange, slots=slots, draft_length=k, vocab_size=self.size, masked_drafts=True,
-            threads=1, budget_us=BUDGET_NS / 1000, clock=self.clock,
+            draft_legality=legality, threads=1, budget_us=BUDGET_NS / 1000, clock=self.clock,
         )  # fmt: skip
         self.works = [self.decoder.open_work(), self.decoder.commit_work()]
         self.compiled = backend.compile(SPECS["regex"])
@@ -350,6 +352,38 @@ def test_a_late_slot_is_taken_over_only_when_it_is_idle(backend):
     gc.collect()
     assert rig.rows(0) == [(READY, 2, 30)] and alive() is None
     rig.expect_row(0, 0, b"")
+
+
+def test_a_probe_that_is_late_is_never_answered(backend):
+    """The device drafts nothing there; what the thread accepted meanwhile is undone."""
+    rig = HeldRig(backend, legality="probe")
+    probe = rig.decoder.draft_work(1)
+    requests = [rig.request(0), rig.request(1, epoch=2)]
+    rig.decoder.publish(1, requests)
+    rig.step(rig.works[0])
+    for slot in (0, 1):
+        rig.write("committed", slot, 1, b"a")
+        rig.write("drafted", slot, 1, b"")
+    rig.step(rig.works[1])
+    for slot in (0, 1):
+        row = rig.exchange.field("candidates").array[slot]
+        row[:5] = (1, 1, 2, ord("!"), ord("b"))
+    rig.close_gate(2)  # inside the test of the second candidate
+    rig.step(probe)
+    answers = rig.exchange.field("answers").array
+    assert answers[:, :3].tolist() == [[0, 0, 0], [1, 1, ord("b")]]
+    rig.open_gate()
+    rig.step(rig.decoder.draft_work(2))
+    assert answers[0].tolist() == [0, 0, 0, 0]
+    rig.write("drafted", 1, 1, b"b")
+    rig.decoder.publish(2, requests)
+    rig.step(rig.works[0])
+    assert rig.rows(0) == [(READY, 1, 11)]
+    assert rig.rows(1) == [(READY, 2, 11), (READY, 2, 12)]
+    for slot in (0, 1):
+        rig.expect_row(slot, 0, b"a")
+    rig.expect_row(1, 1, b"ab")
+    assert rig.decoder.counters()["desyncs"] == 0
 
 
 def test_closing_waits_for_late_slots(backend):

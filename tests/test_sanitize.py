@@ -106,6 +106,25 @@ def test_lock_free_parts_of_the_guide_lose_and_mix_nothing():
     assert int(run("address", "rings", 1).split()[0]) > 0
 
 
+def test_late_and_probed_slots_of_the_guide_generate_what_a_sequential_run_does():
+    """Threads, budgets, probes, reused slots, over grammars that dawdle: right, no memory error."""
+    guide("address", 1, 6)
+
+
+@pytest.mark.full
+def test_threads_and_budgets_of_the_guide_have_no_data_race():
+    """The same under the thread sanitizer, with many more settings; and more under the other."""
+    guide("thread", 1000, 60, timeout_s=600)
+    guide("address", 2000, 100, timeout_s=600)
+
+
+def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
+    """Run the guided worker between a host and a device; 40 requests a case, checked one by one."""
+    said = run(kind, "guide", seed, cases, timeout_s=timeout_s)
+    numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes", said)
+    assert numbers and int(numbers[1]) == 40 * cases and int(numbers[3]) > 0
+
+
 @pytest.mark.parametrize("kind, finding", [
     ("address", "AddressSanitizer: heap-use-after-free"),
     pytest.param("thread", "ThreadSanitizer: data race", marks=pytest.mark.full),

@@ -3,6 +3,7 @@
 //   stress graphs IMAGE SEED GRAPHS THREADS [no-barriers]   random graphs against a model
 //   stress faults IMAGE                                     a kernel that writes out of bounds
 //   stress rings SECONDS                                    lock-free parts between two threads
+//   stress guide SEED CASES                                 the guided worker's threads and budgets
 //   stress broken                                           a race and a use after free, on purpose
 //
 // IMAGE is kernels.cu as built by softcuda/compile.py. Exit status 1 and a line say what differs.
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "graph_case.h"
+#include "guide_case.h"
 #include "rings.h"
 
 #ifdef SOFTCUDA_TSAN_FIBERS
@@ -161,7 +163,7 @@ int broken() {
 }
 
 int usage() {
-  std::fprintf(stderr, "usage: stress graphs|faults|rings|broken ...; see stress.cpp\n");
+  std::fprintf(stderr, "usage: stress graphs|faults|rings|guide|broken ...; see stress.cpp\n");
   return 2;
 }
 
@@ -173,6 +175,9 @@ int run(int count, char** arguments) {
   }
   if (what == "faults" && count == 3) return faults(arguments[2]);
   if (what == "rings" && count == 3) return rings(std::atof(arguments[2]));
+  if (what == "guide" && count == 4) {
+    return guide(static_cast<unsigned>(std::atoi(arguments[2])), std::atoi(arguments[3]));
+  }
   if (what == "broken") return broken();
   return usage();
 }

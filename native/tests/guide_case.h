@@ -1,0 +1,336 @@
+// The guided worker with threads, budgets and probes between a host that publishes and a device
+// that verifies, over grammars that are hash functions.
+#pragma once
+
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "driver_calls.h"
+#include "guide/worker.h"
+
+namespace stress {
+
+namespace guided = graft::guide;
+
+constexpr int kVocab = 70, kStop = 0, kMostDrafts = 4, kMostCandidates = 3, kGuidedSlots = 6;
+
+inline uint32_t blend(uint32_t a, uint32_t b) {
+  uint32_t hash = (a ^ (b + 0x9e3779b9u + (a << 6) + (a >> 2))) * 0x85ebca6bu;
+  return hash ^ (hash >> 13);
+}
+
+// Which tokens may follow a state; the first few states cannot end, so that every text has some.
+inline bool may_follow(uint32_t state, int32_t token, size_t length) {
+  if (token < 0 || token >= kVocab) return false;
+  if (token == kStop) return length > 2 && state % 7 == 0;
+  return token == 1 + static_cast<int32_t>(state % (kVocab - 1)) ||
+         blend(state, 77u + token) % 5 == 0;
+}
+
+// Keeps its whole path, and dawdles when told to: that makes slots late.
+class HashMatcher final : public guided::NativeMatcher {
+ public:
+  HashMatcher(uint32_t seed, bool dawdles) : path_{seed}, random_(seed), dawdles_(dawdles) {}
+
+  guided::Answer accept(int32_t token, guided::ErrorText*) noexcept override {
+    pause(40);
+    if (stopped_ || !may_follow(path_.back(), token, path_.size())) return guided::Answer::kNo;
+    stopped_ = token == kStop;
+    path_.push_back(blend(path_.back(), static_cast<uint32_t>(token)));
+    return guided::Answer::kYes;
+  }
+  guided::Filled fill(int32_t* row, int64_t words, guided::ErrorText*) noexcept override {
+    pause(10);
+    for (int64_t w = 0; w < words; ++w) row[w] = 0;
+    for (int32_t token = 0; token < kVocab; ++token) {
+      if (!may_follow(path_.back(), token, path_.size())) continue;
+      row[token / 32] |= static_cast<int32_t>(1u << (token % 32));
+    }
+    return guided::Filled::kMask;
+  }
+  guided::Answer rollback(int32_t tokens, guided::ErrorText*) noexcept override {
+    path_.resize(path_.size() - static_cast<size_t>(tokens));
+    stopped_ = false;
+    return guided::Answer::kYes;
+  }
+  guided::Answer is_terminated(guided::ErrorText*) noexcept override {
+    return stopped_ ? guided::Answer::kYes : guided::Answer::kNo;
+  }
+
+ private:
+  void pause(unsigned one_in) {
+    if (!dawdles_ || random_() % one_in != 0) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 400));
+  }
+
+  std::vector<uint32_t> path_;
+  std::minstd_rand random_;
+  bool dawdles_, stopped_ = false;
+};
+
+// What the model of a request wants at a position, among the legal tokens.
+template <typename Legal>
+int32_t favourite(uint32_t seed, int32_t position, const Legal& legal) {
+  int32_t best = -1;
+  uint32_t best_score = 0;
+  for (int32_t token = 0; token < kVocab; ++token) {
+    const uint32_t score = blend(blend(seed, static_cast<uint32_t>(position)), 1000u + token);
+    if (legal(token) && (best < 0 || score > best_score)) {
+      best = token;
+      best_score = score;
+    }
+  }
+  return best;
+}
+
+inline std::vector<int32_t> sequential(uint32_t seed, int32_t position, int32_t limit) {
+  std::vector<int32_t> tokens;
+  std::vector<uint32_t> path{seed};
+  while (position + 1 < limit && (tokens.empty() || tokens.back() != kStop)) {
+    ++position;
+    tokens.push_back(favourite(seed, position, [&](int32_t token) {
+      return may_follow(path.back(), token, path.size());
+    }));
+    path.push_back(blend(path.back(), static_cast<uint32_t>(tokens.back())));
+  }
+  return tokens;
+}
+
+// One request's stay in a slot, as the device sees it.
+struct Stay {
+  uint32_t seed = 0;
+  int32_t epoch = 0, start = 0, n = 0, limit = 0;
+  bool active = false;
+  int drafts = 0;
+  int32_t draft[kMostDrafts] = {};
+  std::vector<int32_t> tokens;
+  std::unique_ptr<HashMatcher> matcher;
+  std::atomic<bool> over{false};
+};
+
+struct GuidedSetting {
+  int drafts, threads, candidates;
+  int64_t budget_ns;
+  bool masked;
+};
+
+class GuidedCase {
+ public:
+  GuidedCase(uint32_t seed, const GuidedSetting& setting)
+      : random_(seed),
+        setting_(setting),
+        shape_{kGuidedSlots, setting.drafts, kVocab, setting.candidates},
+        memory_(kGuidedSlots * 6 * kStride),
+        worker_({field(0), field(1), field(2), field(3), field(4), field(5)}, shape_, kAhead + 2,
+                setting.threads, {setting.budget_ns, nullptr}) {}
+
+  // Runs requests one after another in every slot; returns how many ended, all of them rightly.
+  int run(int requests) {
+    std::thread device([this] { run_device(); });
+    std::thread reader([this] { read(); });
+    int started = 0, ended = 0;
+    int64_t replay = 0, retired = 0;
+    while (ended < requests) {
+      for (int s = 0; s < kGuidedSlots; ++s) {
+        auto& stay = seated_[s];
+        if (stay != nullptr && stay->over.load() && last_named_[s] <= retired && !worker_.busy(s)) {
+          WANT(stay->tokens == sequential(stay->seed, stay->start, stay->limit));
+          stay.reset();
+          ++ended;
+        }
+        if (stay == nullptr && started < requests) stay = begin(++started);
+      }
+      ++replay;
+      std::vector<guided::Request> named;
+      auto& plan = plans_[replay % (kAhead + 2)];
+      for (int s = 0; s < kGuidedSlots; ++s) {
+        plan[s] = seated_[s] != nullptr && !seated_[s]->over.load() ? seated_[s].get() : nullptr;
+        if (plan[s] == nullptr) continue;
+        named.push_back({s, plan[s]->epoch, plan[s]->start, plan[s]->matcher.get()});
+        last_named_[s] = replay;
+      }
+      WANT(worker_.publish(replay, named));
+      published_.store(replay);
+      while (finished_.load() + kAhead < replay) std::this_thread::yield();
+      while (retired < finished_.load()) WANT(worker_.retire(++retired));
+    }
+    last_.store(replay);
+    device.join();
+    reader.join();
+    worker_.wait_idle();
+    const auto count = [&](int what) {
+      return static_cast<long>(worker_.counters().of[what].value());
+    };
+    WANT(count(guided::count::desyncs) == 0 && count(guided::count::errors) == 0);
+    late_ = count(guided::count::late_rows);
+    probes_ = count(guided::count::probes);
+    return ended;
+  }
+  long late() const { return late_; }
+  long probes() const { return probes_; }
+
+ private:
+  static constexpr int kAhead = 2, kStride = 64;
+
+  guided::Field field(int which) {
+    return {memory_.data() + which * kGuidedSlots * kStride, kStride};
+  }
+  int32_t* row(int which, int slot) { return field(which).row(slot); }
+
+  std::unique_ptr<Stay> begin(int number) {
+    auto stay = std::make_unique<Stay>();
+    stay->seed = static_cast<uint32_t>(random_());
+    stay->epoch = number;
+    stay->start = stay->n = static_cast<int32_t>(random_() % 50);
+    stay->limit = stay->start + 2 + static_cast<int32_t>(random_() % 40);
+    stay->active = true;
+    stay->matcher = std::make_unique<HashMatcher>(stay->seed, setting_.budget_ns > 0);
+    return stay;
+  }
+
+  void read() {
+    while (last_.load() < 0) {
+      int32_t epoch = 0;
+      for (int s = 0; s < kGuidedSlots; ++s) WANT(worker_.history(s, &epoch).size() < 64);
+      WANT(worker_.first_error().empty());
+      worker_.timeline().read();
+      std::this_thread::yield();
+    }
+  }
+
+  void step(guided::Step kind, int draft) { graft_guide_step(worker_.record(kind, draft)); }
+
+  void run_device() {
+    for (int64_t replay = 1; last_.load() < 0 || replay <= last_.load(); ++replay) {
+      while (published_.load() < replay) {
+        if (last_.load() >= 0 && replay > last_.load()) return;
+        std::this_thread::yield();
+      }
+      const auto plan = plans_[replay % (kAhead + 2)];
+      bool moved[kGuidedSlots] = {};
+      step(guided::Step::kOpen, 0);
+      for (int s = 0; s < kGuidedSlots; ++s) {
+        if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, replay);
+      }
+      if (shape_.draft_length > 0) step(guided::Step::kCommit, 0);
+      for (int j = 1; j <= shape_.draft_length; ++j) draw(plan, moved, j, replay);
+      for (int s = 0; s < kGuidedSlots; ++s) {
+        if (plan[s] != nullptr && !plan[s]->active) plan[s]->over.store(true);
+      }
+      finished_.store(replay);
+    }
+  }
+
+  // The row's mask, if it is ready for this stay at this position.
+  const int32_t* ready(const Stay& stay, int s, int j) {
+    const int32_t* state = row(1, s) + j * guided::kRowStateWords;
+    if (state[0] != guided::kRowReady || state[1] != stay.epoch || state[2] != stay.n + j) {
+      return nullptr;
+    }
+    return row(0, s) + j * shape_.words();
+  }
+  static bool bit(const int32_t* mask, int32_t token) {
+    return (static_cast<uint32_t>(mask[token / 32]) >> (token % 32) & 1u) != 0;
+  }
+
+  bool verify(Stay& stay, int s, int64_t replay) {
+    std::vector<int32_t> tokens;
+    for (int j = 0; stay.active && j <= stay.drafts && stay.n + j + 1 < stay.limit; ++j) {
+      const int32_t* mask = ready(stay, s, j);
+      if (mask == nullptr) break;
+      tokens.push_back(
+          favourite(stay.seed, stay.n + j + 1, [&](int32_t token) { return bit(mask, token); }));
+      WANT(tokens.back() >= 0);
+      if (tokens.back() == kStop || j == stay.drafts || tokens.back() != stay.draft[j]) break;
+    }
+    int32_t* committed = row(2, s);
+    committed[0] = static_cast<int32_t>(replay);
+    committed[1] = static_cast<int32_t>(tokens.size());
+    std::copy(tokens.begin(), tokens.end(), committed + 2);
+    if (tokens.empty()) return false;
+    row(3, s)[0] = static_cast<int32_t>(replay);
+    row(3, s)[1] = 0;
+    stay.n += static_cast<int32_t>(tokens.size());
+    stay.drafts = 0;
+    stay.tokens.insert(stay.tokens.end(), tokens.begin(), tokens.end());
+    stay.active = tokens.back() != kStop && stay.n + 1 < stay.limit;
+    return stay.active;
+  }
+
+  bool drafting(const Stay& stay, int j) const {
+    return stay.drafts == j - 1 && stay.n + j < stay.limit &&
+           (j == 1 || stay.draft[j - 2] != kStop);
+  }
+
+  void draw(const std::array<Stay*, kGuidedSlots>& plan, const bool* moved, int j, int64_t replay) {
+    const bool probing = shape_.candidates > 0;
+    for (int s = 0; probing && s < kGuidedSlots; ++s) {
+      if (!moved[s] || !drafting(*plan[s], j)) continue;
+      int32_t* record = row(4, s);
+      record[0] = static_cast<int32_t>(replay);
+      record[1] = j;
+      record[2] = static_cast<int32_t>(random_device_() % (kMostCandidates + 1));
+      for (int i = 0; i < record[2]; ++i) {
+        record[3 + i] = static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
+      }
+    }
+    if (probing) step(guided::Step::kDraft, j);
+    for (int s = 0; s < kGuidedSlots; ++s) {
+      if (!moved[s] || !drafting(*plan[s], j)) continue;
+      Stay& stay = *plan[s];
+      int32_t token = -1;
+      const int32_t* answer = row(5, s);
+      if (probing && answer[0] == static_cast<int32_t>(replay) && answer[1] == j) token = answer[2];
+      const int32_t* mask = ready(stay, s, j - 1);
+      if (token < 0 && mask != nullptr) {
+        token = favourite(stay.seed, stay.n + j, [&](int32_t t) { return bit(mask, t); });
+      } else if (token < 0 && !setting_.masked) {
+        token = static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
+      }
+      if (token < 0 && setting_.masked) continue;
+      stay.draft[stay.drafts++] = token;
+      row(3, s)[0] = static_cast<int32_t>(replay);
+      row(3, s)[1] = j;
+      row(3, s)[1 + j] = token;
+    }
+    if (!probing && setting_.masked && j < shape_.draft_length) step(guided::Step::kDraft, j);
+  }
+
+  std::minstd_rand random_, random_device_;
+  const GuidedSetting setting_;
+  const guided::Shape shape_;
+  std::vector<int32_t> memory_;
+  guided::Worker worker_;
+  std::array<std::unique_ptr<Stay>, kGuidedSlots> seated_;
+  std::array<int64_t, kGuidedSlots> last_named_{};
+  std::array<std::array<Stay*, kGuidedSlots>, kAhead + 2> plans_{};
+  std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
+  long late_ = 0, probes_ = 0;
+};
+
+// Random settings until the time is over; every request's tokens are those of a sequential run.
+inline int guide(unsigned seed, int cases) {
+  std::minstd_rand random(seed);
+  long requests = 0, late = 0, probes = 0;
+  for (int i = 0; i < cases; ++i) {
+    const int drafts = static_cast<int>(random() % (kMostDrafts + 1));
+    const int candidates = drafts > 0 && random() % 2 == 0 ? kMostCandidates : 0;
+    const int64_t budget =
+        random() % 2 == 0 ? 0 : 20'000 + static_cast<int64_t>(random() % 200'000);
+    const GuidedSetting setting{drafts, 1 + static_cast<int>(random() % 4), candidates, budget,
+                                candidates > 0 || random() % 2 == 0};
+    GuidedCase one(static_cast<uint32_t>(random()), setting);
+    requests += one.run(40);
+    late += one.late();
+    probes += one.probes();
+  }
+  std::printf("%ld requests, %ld late, %ld probes\n", requests, late, probes);
+  return 0;
+}
+
+}  // namespace stress
