@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,8 +19,10 @@ from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 from .errors import GuideError
+from .handover import Handover
 from .matcher import Matcher
 from .pyguide import STEPS, PythonWorker
+from .snapshot import GuidedRequest, Span
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
 
@@ -31,43 +32,6 @@ LEGALITIES = ("fill", "probe")
 CANDIDATES = 16
 #: Ways a step can be part of a graph.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel", "python")
-
-
-@dataclass(frozen=True)
-class GuidedRequest:
-    """What one replay is told about one slot.
-
-    Attributes
-    ----------
-    slot
-        Slot of the request, ``0 <= slot < slots``.
-    epoch
-        Number of this occupation of the slot; another number means another request.
-    matcher
-        The request's matcher, at the end of ``before`` when it joins; ``None``: unconstrained.
-    position
-        Position of the last prompt token: the value of ``n`` when the request joined. It stays the
-        same in all snapshots of an epoch.
-    before
-        Tokens that ``matcher`` had accepted already when the request joined: those of an earlier
-        stay, from which it was preempted.
-    """
-
-    slot: int
-    epoch: int
-    matcher: Matcher | None
-    position: int
-    before: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Span:
-    """When one step of one replay ran, in nanoseconds of ``time.monotonic_ns``."""
-
-    replay: int
-    step: str
-    start_ns: int
-    end_ns: int
 
 
 def _native_request(request: GuidedRequest) -> tuple[int, int, int, Any]:
@@ -363,6 +327,32 @@ class GuidedDecoder:
             if not matcher.accept(token):
                 raise GuideError(f"slot {slot}: token {token} of its history (index {index})")
         return matcher
+
+    def handover(self, slot: int) -> Handover:
+        """Take the present request of a slot out: another decoder can go on with it.
+
+        Waits for a late slot. The slot's matcher is not used again: its request joins elsewhere
+        with :meth:`Handover.matcher`, and with ``before=handover.tokens``.
+
+        Raises
+        ------
+        GuideError
+            If a replay in flight names the slot, or no constrained request has joined it.
+        """
+        if any(request.slot == slot for live in self._live.values() for request in live):
+            raise GuideError(f"slot {slot}: a replay in flight names it")
+        epoch, tokens = self._worker.history(slot)
+        owner = self._owners.get(slot)
+        if owner is None or owner.epoch != epoch or owner.matcher is None:
+            raise GuideError(f"slot {slot} has no constrained request to hand over")
+        more = self._worker.unapplied(slot)
+        tokens = self._worker.history(slot)[1] + more
+        return Handover(
+            owner.matcher.compiled,
+            owner.matcher.stop_ids,
+            (*owner.before, *tokens),
+            owner.position + len(tokens),
+        )
 
     def close(self) -> None:
         """Release everything. Graphs that hold steps keep them valid; they do nothing from now on.

@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .matcher import Matcher
-
-if TYPE_CHECKING:
-    from .decoder import GuidedRequest
+from .snapshot import GuidedRequest
 
 __all__ = ["PythonWorker"]
 
@@ -99,6 +97,13 @@ class PythonWorker:
 
     def wait_idle(self) -> None:
         return
+
+    def unapplied(self, slot: int) -> list[int]:
+        committed = self._committed[slot]
+        count, ended = int(committed[1]), self._slots[slot].ended
+        if self._replay_of(committed) <= self._slots[slot].applied or ended:
+            return []
+        return [int(token) for token in committed[2 : 2 + count]]
 
     def counters(self) -> dict[str, int]:
         return dict(self._count)

@@ -112,6 +112,7 @@ class SlotTruth:
     reason: int = 0
     confused: bool = False  # an illegal token was committed on purpose
     left: bool = False  # the host knows that it has ended
+    before: tuple[int, ...] = ()  # tokens that its matcher had taken when it joined
 
 
 class Device:
@@ -206,7 +207,9 @@ class Device:
             for s in rows:
                 truth = self.slots[s]
                 assert truth is not None
-                requests.append(GuidedRequest(s, truth.epoch, matchers[s], truth.position))
+                requests.append(
+                    GuidedRequest(s, truth.epoch, matchers[s], truth.position, truth.before)
+                )
             decoder.publish(self.published, requests)
 
     # The device's side.

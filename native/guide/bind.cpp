@@ -231,6 +231,8 @@ void bind_guide(nb::module_& module) {
           nb::arg("budget_ns") = 0, nb::arg("clock") = 0)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
+      .def("unapplied", &Worker::unapplied, nb::arg("slot"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))

@@ -77,6 +77,25 @@ std::vector<int32_t> Worker::history(int slot, int32_t* epoch) const {
   return slots_[static_cast<size_t>(slot)].log.read(epoch);
 }
 
+// Called when no replay in flight names the slot: then no step touches it.
+std::vector<int32_t> Worker::unapplied(int index) const {
+  const Slot& slot = slots_[static_cast<size_t>(index)];
+  while (slot.busy.load()) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  std::vector<int32_t> tokens;
+  if (slot.pending.given && !slot.pending.wrong) {
+    tokens.assign(slot.pending.tokens.begin(), slot.pending.tokens.begin() + slot.pending.count);
+  }
+  // Without a commit step the last commit waits for an open that does not come.
+  const int32_t* committed = exchange_.committed.row(index);
+  const int32_t count = committed[kCommittedCount];
+  const uint32_t newer = static_cast<uint32_t>(__atomic_load_n(committed, __ATOMIC_ACQUIRE)) -
+                         static_cast<uint32_t>(slot.applied);
+  if (static_cast<int32_t>(newer) > 0 && !slot.ended && count > 0 && count <= shape_.rows()) {
+    tokens.insert(tokens.end(), committed + kCommittedTokens, committed + kCommittedTokens + count);
+  }
+  return tokens;
+}
+
 std::string Worker::first_error() const { return has_error_.load() ? error_.text : ""; }
 
 void Worker::run(const StepRecord& record) noexcept {

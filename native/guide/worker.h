@@ -79,6 +79,8 @@ class Worker {
   const Timeline& timeline() const { return timeline_; }
   std::string first_error() const;
   std::vector<int32_t> history(int slot, int32_t* epoch) const;
+  // Tokens committed to a slot and not in its history yet; waits while the slot is late.
+  std::vector<int32_t> unapplied(int slot) const;
   int busy_slots() const;
   // Whether a step now sleeps until its slots are done: all its orders are posted then.
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
