@@ -19,6 +19,7 @@ from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 from .errors import GuideError
+from .forced import ForcedText
 from .handover import Handover
 from .matcher import Matcher
 from .pyguide import STEPS, PythonWorker
@@ -71,6 +72,10 @@ class GuidedDecoder:
         The sizes above; ``vocab_size`` is the number of logit columns.
     masked_drafts
         Whether the graph has draft steps, so that each draft is legal when it is drawn.
+    forced
+        Says of each filled row whether its text is forced; the device then drafts that token.
+        Without draft steps (``masked_drafts=False``) the commit step follows forced tokens on its
+        own and fills the rows behind them, up to row ``draft_length - 1``.
     draft_legality
         How masked drafts are: ``"fill"``: each is drawn under its mask row; ``"probe"``: the
         drafter's candidates are tested one by one, the first legal one is the draft, and all rows
@@ -117,6 +122,7 @@ class GuidedDecoder:
         vocab_size: int,
         masked_drafts: bool,
         draft_legality: Literal["fill", "probe"] = "fill",
+        forced: ForcedText | None = None,
         transport: str = "native",
         worker: MailboxWorker | None = None,
         deadline_s: float = 10.0,
@@ -167,6 +173,7 @@ class GuidedDecoder:
             "committed": (slots, draft_length + 3),
             "drafted": (slots, draft_length + 2),
         }
+        chain = forced is not None and not masked_drafts
         most_candidates = 0
         if self.probes:
             most_candidates = exchange.field("candidates").array.shape[-1] - 3
@@ -201,6 +208,8 @@ class GuidedDecoder:
                 draft_length=draft_length,
                 vocab_size=vocab_size,
                 most_candidates=most_candidates,
+                forced=None if forced is None else forced.native,
+                chain=chain,
                 ring=ring,
                 threads=threads,
                 budget_ns=0 if budget_us is None else int(budget_us * 1000),
@@ -208,7 +217,7 @@ class GuidedDecoder:
             )
         else:
             self._worker = PythonWorker(
-                exchange, slots, draft_length, vocab_size, ring, most_candidates
+                exchange, slots, draft_length, vocab_size, ring, most_candidates, forced, chain
             )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .forced import ForcedText
 from .matcher import Matcher
 from .snapshot import GuidedRequest
 
@@ -39,6 +40,8 @@ class _Slot:
     terminated: bool = False
     applied: int = 0
     drafts_of: int = 0
+    forced: list[int] = field(default_factory=list)
+    tested: int = 0
     log: list[int] = field(default_factory=list)
 
 
@@ -53,7 +56,10 @@ class PythonWorker:
         vocab_size: int,
         ring: int,
         most_candidates: int = 0,
+        forced: ForcedText | None = None,
+        chain: bool = False,
     ):
+        self._forced, self._chain = forced, chain
         self._mask = exchange.field("mask").array
         self._state = exchange.field("row_state").array
         self._committed = exchange.field("committed").array
@@ -66,7 +72,10 @@ class PythonWorker:
         self._draft_length = draft_length
         self._vocab_size = vocab_size
         self._ring = ring
-        self._slots = [_Slot(s, made=[NOT_READY] * (draft_length + 1)) for s in range(slots)]
+        rows = draft_length + 1
+        self._slots = [
+            _Slot(s, made=[NOT_READY] * rows, forced=[-1] * rows) for s in range(slots)
+        ]
         self._snapshots: dict[int, Sequence[GuidedRequest]] = {}
         self._current: Sequence[GuidedRequest] | None = None
         self._replay = 0
@@ -75,7 +84,7 @@ class PythonWorker:
         names = (
             "replays missing_snapshots joins fills accepts rollbacks commits committed_tokens "
             "refused_drafts terminations dead_ends desyncs errors free_rows probes probe_misses "
-            "late_rows budget_stalls"
+            "late_rows budget_stalls forced_rows forced_tokens"
         )
         self._count = dict.fromkeys(names.split(), 0)
         self._count.update({f"{s}_{c}": 0 for s in STEPS for c in ("calls", "ns")})
@@ -161,6 +170,8 @@ class PythonWorker:
             applied = self._apply_commit(slot, self._replay)
             if applied and not slot.ended and not self._most_candidates:
                 self._fill(slot, 0)
+                if self._chain:
+                    self._follow(slot)
 
     def _draft(self, j: int) -> None:
         for request in self._current or ():
@@ -210,13 +221,16 @@ class PythonWorker:
             return True
         slot.n += count
         self._count["commits"] += 1
-        for token in committed[2 : 2 + count].tolist():
+        for i, token in enumerate(committed[2 : 2 + count].tolist()):
             if not self._accept(slot, token):
                 self._count["desyncs"] += 1
                 self._fail(slot)
                 return True
             slot.log.append(token)
             self._count["committed_tokens"] += 1
+            taken = self._forced is not None and i < slot.tested and token == slot.forced[i]
+            self._count["forced_tokens"] += taken
+        slot.tested = 0
         if slot.terminated:
             self._count["terminations"] += 1
             slot.ended = True
@@ -236,6 +250,7 @@ class PythonWorker:
 
     def _make_rows(self, slot: _Slot, drafts: list[int]) -> None:
         rows = min(len(drafts) + 1, slot.chain_end)
+        slot.tested = len(drafts)
         missing = [j for j in range(rows) if slot.made[j] == NOT_READY]
         if missing:
             if missing[0] < slot.scratch:
@@ -259,6 +274,13 @@ class PythonWorker:
         if slot.made[j] == NOT_READY:
             self._fill(slot, j)
         return not slot.ended and slot.chain_end > j
+
+    def _follow(self, slot: _Slot) -> None:
+        for j in range(1, self._draft_length):
+            if slot.ended or slot.made[j - 1] == NOT_READY or slot.forced[j - 1] < 0:
+                return
+            if not self._advance(slot, j, slot.forced[j - 1]):
+                return
 
     def _probe(self, slot: _Slot, j: int, drafts: list[int]) -> None:
         assert self._candidates is not None and self._answers is not None
@@ -315,6 +337,7 @@ class PythonWorker:
         assert slot.matcher is not None
         self._count["fills"] += 1
         row = self._mask[slot.index, j]
+        slot.forced[j] = -1
         try:
             constrained = slot.matcher.fill(row)
         except RuntimeError as error:
@@ -325,6 +348,9 @@ class PythonWorker:
             self._stamp(slot, j, FREE, slot.n + j)
             return
         if row.any():
+            if self._forced is not None:
+                slot.forced[j] = self._forced.token(row)
+                self._count["forced_rows"] += slot.forced[j] >= 0
             self._stamp(slot, j, READY, slot.n + j)
             return
         self._count["dead_ends"] += 1
@@ -362,7 +388,8 @@ class PythonWorker:
     def _stamp(self, slot: _Slot, j: int, state: int, position: int) -> None:
         row = self._state[slot.index, j]
         row[0] = NOT_READY
-        row[1:] = (slot.epoch, position, int(state == FREE and slot.matcher is None))
+        more = int(state == FREE and slot.matcher is None)
+        row[1:] = (slot.epoch, position, 1 + slot.forced[j] if state == READY else more)
         row[0] = state
         slot.made[j] = state
 

@@ -12,6 +12,7 @@ from graft.cudagraph.slots import PinnedSlots, Ring
 from graft.cudagraph.transports import TRANSPORTS
 from graft.grammar.backend import BACKENDS, GrammarBackend
 from graft.grammar.decoder import CANDIDATES, LEGALITIES, GuidedDecoder, default_threads
+from graft.grammar.forced import ForcedText
 from graft.grammar.service import GrammarService
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
@@ -44,6 +45,7 @@ class Options:
     pages: int
     mask_drafts: bool
     draft_legality: str
+    forced_drafts: bool
     grammar_threads: int | None
     grammar_budget_us: float | None
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
@@ -165,7 +167,8 @@ def _assemble(
         )
 
     words = -(-config.vocab_size // 32)
-    draft_vocab = config.vocab_size if drafter is None else drafter.draft_vocab
+    draft_vocab = 1 if drafter is None else drafter.draft_vocab
+    masked = options.mask_drafts and not (options.forced_drafts and drafter is None)
     candidates = 0
     if options.draft_legality == "probe" and drafter is not None:
         candidates = min(CANDIDATES, draft_vocab)
@@ -200,8 +203,10 @@ def _assemble(
         slots=slots,
         draft_length=options.draft_length,
         vocab_size=config.vocab_size,
-        masked_drafts=options.mask_drafts,
+        masked_drafts=masked,
         draft_legality="probe" if candidates else "fill",
+        forced=None if not options.forced_drafts
+        else ForcedText(vocabulary, certain=drafter is not None),
         threads=options.grammar_threads or default_threads(batch, options.grammar_transport),
         budget_us=options.grammar_budget_us,
         transport=options.grammar_transport,
@@ -214,7 +219,7 @@ def _assemble(
         {name: ("int32", (batch,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
         | {"tokens": ("int32", (batch, width))},
     )
-    columns = len(RoundTiming(options.draft_length, options.mask_drafts).columns)
+    columns = len(RoundTiming(options.draft_length, masked).columns)
     stream = device.stream("rounds")
     parts = RoundParts(
         device=device,
@@ -229,7 +234,7 @@ def _assemble(
         timeline=PinnedSlots(device, RING_ENTRIES, {"ns": ("int64", (columns,))}),
         replay=device.zeros((1,), "int32"),
         draft_length=options.draft_length,
-        masked_drafts=options.mask_drafts,
+        masked_drafts=masked,
     )
     return Assembly(
         device=device,
@@ -262,6 +267,14 @@ def check_options(options: Options, drafter: Path | None) -> None:
             f"draft_length must be from 1 to 16 with a drafter, got {options.draft_length}; "
             "to decode without speculation give no drafter"
         )
+    if options.forced_drafts and not 1 <= options.draft_length <= 16:
+        raise OptionError(
+            f"draft_length must be from 1 to 16 with forced_drafts, got {options.draft_length}"
+        )
+    if options.forced_drafts and drafter is not None and not options.mask_drafts:
+        raise OptionError("forced_drafts needs mask_drafts: blind drafting fills no rows")
+    if options.forced_drafts and options.draft_legality == "probe":
+        raise OptionError("forced_drafts needs draft_legality 'fill': probing fills no rows")
     names = ("auto", *BACKENDS)
     if not callable(options.grammar_backend) and options.grammar_backend not in names:
         raise OptionError(

@@ -63,7 +63,8 @@ class Engine:
     model : directory of the target: config.json, safetensors, tokenizer.json.
     drafter : directory of the EAGLE-3 checkpoint; None decodes without speculation.
     max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 16; without a drafter it is 0 whatever is given.
+    draft_length : drafts per round, 1 to 16; without drafter and `forced_drafts` it is 0 whatever
+        is given.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
@@ -71,6 +72,10 @@ class Engine:
     draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
         next target forward. A probed draft is a point mass under rejection sampling.
+    forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
+        forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
+        the token that is the one legal id. Such drafts are verified like others, so the
+        distribution of outputs stays what it is; where one id is legal they are always accepted.
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
@@ -112,6 +117,7 @@ class Engine:
         pages: int | None = None,
         mask_drafts: bool = True,
         draft_legality: str = "fill",
+        forced_drafts: bool = False,
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
@@ -138,12 +144,13 @@ class Engine:
             raise OptionError(f"max_length {length} is above the model's {longest} positions")
         options = Options(
             max_batch_size=max_batch_size,
-            draft_length=0 if drafter_dir is None else draft_length,
+            draft_length=draft_length if drafter_dir is not None or forced_drafts else 0,
             max_length=length,
             page_size=page_size,
             pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
             mask_drafts=mask_drafts,
             draft_legality=draft_legality,
+            forced_drafts=forced_drafts,
             grammar_threads=grammar_threads,
             grammar_budget_us=grammar_budget_us,
             grammar_backend=grammar_backend,
@@ -168,6 +175,7 @@ class Engine:
         self._replays = Replays(built.parts, built.stream, built.parts.timing)
         self.rounds: dict[int, RoundGraph] = {}
         self.stats = EngineStats(draft_length=options.draft_length)
+        self._forced_before = 0
         self._scheduler = Scheduler(
             self._replays,
             Seating(
@@ -325,14 +333,21 @@ class Engine:
                     done[event.id] = event.output
                     bar.update()
         self.stats.generate_seconds += time.perf_counter() - begun
+        self._count_forced()
         return [done[r.id] for r in numbered if r.id is not None]
+
+    def _count_forced(self) -> dict[str, int]:
+        counters = self._parts.decoder.counters()
+        self.stats.forced_tokens = counters["forced_tokens"] - self._forced_before
+        return counters
 
     def counters(self) -> dict[str, Any]:
         """Engine, grammar and device counters in one dictionary, and what is held right now."""
+        grammar = self._count_forced()
         seating, replays = self._scheduler.seating, self._replays
         return {
             "engine": self.stats.as_dict(),
-            "grammar": self._parts.decoder.counters(),
+            "grammar": grammar,
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "held": {
@@ -346,6 +361,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Begin counting anew."""
+        self._forced_before = self._parts.decoder.counters()["forced_tokens"]
         self.stats = self._scheduler.stats = EngineStats(draft_length=self.options.draft_length)
 
     def settle(self) -> None:

@@ -123,6 +123,8 @@ class RoundGraph:
         self._verify(model)
         if parts.drafter is not None:
             self._draft(model, grammar, parts.drafter)
+        elif parts.draft_length > 0:
+            self._draft_forced(model, grammar)
         self.exec: GraphExec = self.graph.instantiate()
 
     def _draft(self, model: Lane, grammar: GraphLane, drafter: Eagle3Drafter) -> None:
@@ -152,6 +154,17 @@ class RoundGraph:
             if masked or j == 1:
                 self._stamp(model, f"row{j - 1}")
             parts.sampler.draft(model, logits, row_slot, j, masked)
+        self._stamp(model, "end")
+
+    def _draft_forced(self, model: Lane, grammar: GraphLane) -> None:
+        """Without a drafter: commit, and draft what the grammar forces."""
+        grammar.wait(model.record("tokens known"))
+        work = self.parts.decoder.commit_work()
+        self.parts.decoder.add(grammar, work, name="commit, fill row 0")
+        self._stamp(model, "extend")
+        model.wait(grammar.record("rows ready"))
+        self._stamp(model, "row0")
+        self.parts.sampler.forced(model, self._row_slot)
         self._stamp(model, "end")
 
     def _grammar_step(self, model: Lane, grammar: GraphLane, j: int, name: str) -> GraphMark:

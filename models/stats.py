@@ -22,6 +22,8 @@ class EngineStats:
     preemptions : times a request was preempted.
     tokens : tokens committed.
     tested, accepted : per draft position, how often a draft was tested and accepted.
+    forced_tokens : drafts that the grammar forced and verification accepted; brought up to date at
+        the end of `generate` and by `Engine.counters`.
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
         and the tokens they committed, from which the acceptance length is taken.
     timed_rounds, round_ns : replays whose timeline was read (with the results of the next one), and
@@ -45,6 +47,7 @@ class EngineStats:
     surplus_tokens: int = 0
     preemptions: int = 0
     tokens: int = 0
+    forced_tokens: int = 0
     speculated_rounds: int = 0
     speculated_tokens: int = 0
     tested: list[int] = field(default_factory=list)

@@ -13,6 +13,8 @@ from graft.sampling.state import SlotState
 
 __all__ = ["Sampler"]
 
+_FORCED_BLOCK = 64
+
 
 class Sampler:
     """Writes the sampling kernels of a round on lanes.
@@ -136,6 +138,7 @@ class Sampler:
         self._verify, self._publish = verify["verify_chain"], verify["publish_round"]
         self._draft = load(device, "draft", self._block)["sample_draft"]
         self._candidates = load(device, "candidates", self._block)["draft_candidates"]
+        self._forced = load(device, "forced", self._block)["place_forced"]
 
     def target(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, width: int) -> None:
         """Mask and filter the target's rows; decide the greedy or coupled token of each.
@@ -322,6 +325,36 @@ class Sampler:
         if self._replay is None:
             raise OptionError("draft comes after verify in a round; verify was not written yet")
         return batch
+
+    def forced(self, lane: Lane, row_slot: DeviceArray) -> None:
+        """Draft the tokens that mask rows 0, 1, .. force, for slots as in ``draft``: no drafter.
+
+        Parameters
+        ----------
+        lane : Lane
+        row_slot : int32 [B]
+
+        Raises
+        ------
+        OptionError, ShapeError
+            Also when ``verify`` was not yet written: it names the replay number.
+        """
+        batch = self._batch(row_slot)
+        if self._replay is None:
+            raise OptionError("drafts come after verify in a round; verify was not written yet")
+        s, state = self.state, self.exchange.field("row_state")
+        drafted = self.exchange.field("drafted")
+        lane.kernel(
+            self._forced,
+            -(-batch // _FORCED_BLOCK),
+            _FORCED_BLOCK,
+            [
+                batch, row_slot, self.draft_length, s.drafts.shape[1], self.count, s.n, s.drafts,
+                s.draft_len, s.active, s.epoch, s.limit, s.stop_ids, s.stop_count, s.q_kind, state,
+                state.stride, self._replay, drafted, drafted.stride,
+            ],
+            name="forced drafts",
+        )  # fmt: skip
 
     def _batch(self, row_slot: DeviceArray) -> int:
         """Check the row map and return its length."""

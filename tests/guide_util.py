@@ -25,6 +25,7 @@ from graft.grammar import (
     Matcher,
     Vocabulary,
 )
+from graft.grammar.forced import ForcedText
 
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
 STOP, OTHER_STOP = 256, 257
@@ -132,8 +133,10 @@ class Device:
         stall: float = 0.05,
         wrong: float = 0.0,
         probe: bool = False,
+        forced: ForcedText | None = None,
         options: dict[str, Any] | None = None,
     ):
+        self.forced = forced
         self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
         self.oracle = oracle or backend
         self.oracle_grammars: dict[GrammarSpec, CompiledGrammar] = {}
@@ -149,6 +152,7 @@ class Device:
                 vocab_size=self.size,
                 masked_drafts=masked,
                 draft_legality="probe" if probe else "fill",
+                forced=forced,
                 transport=transport,  # type: ignore[arg-type]
                 ring=4,
                 **((options or {}) if transport != "python" else {}),
@@ -368,6 +372,13 @@ class Device:
             return
         if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
             return
+        if self.forced is not None:
+            more = int(self.exchanges[0].field("row_state").array[slot, j - 1, 3])
+            if self._state(slot, j - 1) == READY and more > 0:
+                self._keep(slot, j, more - 1)
+                return
+            if not self.masked:
+                return
         choices = np.arange(self.size)
         if self.masked:
             state = self._state(slot, j - 1)

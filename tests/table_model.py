@@ -60,6 +60,7 @@ class Case:
     point: bool = False  # drafts made by the host, as an n-gram drafter's
     stop_ids: tuple[int, ...] = ()
     length: int = 5
+    forced: str = ""  # rows force tokens: "beside" a drafter's drafts, or "alone"
     late: bool = False  # mask rows of some prefixes are never ready while verifying
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
 
@@ -70,6 +71,7 @@ class Case:
         parts += [f"m{f.min_p}"] * (f.min_p > 0)
         flags = ("masked", "pruned", "point", "late", "probe")
         parts += [name for name in flags if getattr(self, name)] + ["stop"] * bool(self.stop_ids)
+        parts += ["forced", self.forced] * bool(self.forced)
         return "-".join(parts)
 
 
@@ -136,6 +138,9 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
         done = state["n"] - FIRST
         pair = np.stack([history[every, done], history[every, done + 1]], axis=1)
         pair[state["active"] == 0] = 0
+        if case.forced == "alone":
+            _force_alone(r, table, pair, state["n"])
+            continue
         for j in range(1, r.draft_length + 1):
             if case.point:
                 _place_points(r, state, pair, j, stops)
@@ -144,8 +149,9 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
                     r.candidates(j, table.drafter[pair[:, 0], pair[:, 1]])
                     _answer(r, table, pair, j)
                 _write_row(
-                    r, j - 1, table.legal[pair[:, 0], pair[:, 1]], ref.READY, state["n"] + j - 1
-                )
+                    r, j - 1, table.legal[pair[:, 0], pair[:, 1]], ref.READY, state["n"] + j - 1,
+                    1 + _forced(pair) if case.forced else 0,
+                )  # fmt: skip
                 r.draft(j, table.drafter[pair[:, 0], pair[:, 1]], case.masked)
                 state = r.snapshot()
             drew = state["draft_len"] >= j
@@ -171,13 +177,32 @@ def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     state.seed.copy_from(np.arange(first_seed, first_seed + s, dtype=np.uint64))
 
 
+def _forced(pair: np.ndarray) -> np.ndarray:
+    """What a row forces, -1 for nothing: a rule of the last two tokens, not always a legal one."""
+    token = (3 * pair[:, 0] + pair[:, 1] + 2) % V
+    return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, token)
+
+
+def _force_alone(r: TableRound, table: Table, pair: np.ndarray, n: np.ndarray) -> None:
+    """All rows that forced tokens lead to, then the drafts that they make."""
+    for j in range(1, r.draft_length + 1):
+        token = _forced(pair)
+        legal = table.legal[pair[:, 0], pair[:, 1]]
+        _write_row(r, j - 1, legal, ref.READY, n + j - 1, 1 + token)
+        pair = np.stack([pair[:, 1], np.maximum(token, 0)], axis=1)
+    r.sampler.forced(r.lane, r.row_slot)
+    r.stream.synchronize()
+
+
 def _write_row(
-    r: TableRound, j: int, legal: np.ndarray, state: object, position: np.ndarray
-) -> None:
+    r: TableRound, j: int, legal: np.ndarray, state: object, position: np.ndarray,
+    more: object = 0,
+) -> None:  # fmt: skip
     r.field("mask")[:, j] = pack_bits(legal)
     r.field("row_state")[:, j, 0] = state
     r.field("row_state")[:, j, 1] = 3
     r.field("row_state")[:, j, 2] = position
+    r.field("row_state")[:, j, 3] = more
 
 
 def _fill_rows(

@@ -190,6 +190,19 @@ void bind_matchers(nb::module_& guide) {
       .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
            nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());
 
+  nb::class_<Forced>(guide, "Forced")
+      .def(
+          "__init__",
+          [](Forced* self, const std::vector<uint32_t>& lengths, const nb::bytes& bytes,
+             bool certain) { new (self) Forced(lengths, {bytes.c_str(), bytes.size()}, certain); },
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("certain"))
+      .def(
+          "token",
+          [](const Forced& forced, const Row& row) {
+            return forced.token(row.data(), static_cast<int64_t>(row.shape(0)));
+          },
+          nb::arg("row").noconvert());
+
   nb::class_<GatedMatcher, NativeMatcher>(guide, "GatedMatcher")
       .def(
           "__init__",
@@ -218,17 +231,20 @@ void bind_guide(nb::module_& module) {
           [](Worker* self, const FieldTuple& mask, const FieldTuple& row_state,
              const FieldTuple& committed, const FieldTuple& drafted, const FieldTuple& candidates,
              const FieldTuple& answers, int slots, int draft_length, int vocab_size,
-             int most_candidates, int ring, int threads, int64_t budget_ns, uintptr_t clock) {
+             int most_candidates, int ring, int threads, int64_t budget_ns, uintptr_t clock,
+             std::shared_ptr<const Forced> forced, bool chain) {
             new (self) Worker({field(mask), field(row_state), field(committed), field(drafted),
                                field(candidates), field(answers)},
                               {slots, draft_length, vocab_size, most_candidates}, ring, threads,
-                              {budget_ns, reinterpret_cast<const int64_t*>(clock)});
+                              {budget_ns, reinterpret_cast<const int64_t*>(clock)},
+                              std::move(forced), chain);
           },
           nb::arg("mask"), nb::arg("row_state"), nb::arg("committed"), nb::arg("drafted"),
           nb::arg("candidates") = FieldTuple(0, 0), nb::arg("answers") = FieldTuple(0, 0),
           nb::arg("slots"), nb::arg("draft_length"), nb::arg("vocab_size"),
           nb::arg("most_candidates") = 0, nb::arg("ring"), nb::arg("threads") = 1,
-          nb::arg("budget_ns") = 0, nb::arg("clock") = 0)
+          nb::arg("budget_ns") = 0, nb::arg("clock") = 0, nb::arg("forced").none() = nb::none(),
+          nb::arg("chain") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
       .def("unapplied", &Worker::unapplied, nb::arg("slot"),

@@ -50,12 +50,16 @@ enum : int {
   probe_misses,
   late_rows,
   budget_stalls,
+  forced_rows,
+  forced_tokens,
   kinds
 };
 constexpr const char* names[kinds] = {
-    "replays", "missing_snapshots", "joins",          "fills",        "accepts",   "rollbacks",
-    "commits", "committed_tokens",  "refused_drafts", "terminations", "dead_ends", "desyncs",
-    "errors",  "free_rows",         "probes",         "probe_misses", "late_rows", "budget_stalls"};
+    "replays",        "missing_snapshots", "joins",       "fills",
+    "accepts",        "rollbacks",         "commits",     "committed_tokens",
+    "refused_drafts", "terminations",      "dead_ends",   "desyncs",
+    "errors",         "free_rows",         "probes",      "probe_misses",
+    "late_rows",      "budget_stalls",     "forced_rows", "forced_tokens"};
 }  // namespace count
 
 struct Counters {

@@ -14,8 +14,9 @@ enum RowState : int32_t {
   kRowError = 4,
 };
 
-// row_state[slot][j]: {state, epoch, position, 1 if the request has no grammar}; row j masks the
-// token after position n + j.
+// row_state[slot][j]: {state, epoch, position, more}; row j masks the token after position n + j.
+// `more` of a free row: 1 if the request has no grammar. Of a ready row: 1 + the token that the
+// grammar forces there, or 0.
 constexpr int kRowStateWords = 4;
 
 // committed[slot]: {replay, count, t_1 .. t_{K+1}}.

@@ -16,6 +16,7 @@ void SlotWork::serve(Slot& slot) const noexcept {
       break;
     case Task::kRow0:
       if (!is_made(slot, 0)) fill(slot, 0);
+      if (chain_) follow(slot);
       break;
     case Task::kDraft:
       if (slot.scratch == order.j - 1 && order.j < slot.chain_end) {
@@ -47,7 +48,11 @@ void SlotWork::commit(Slot& slot) const noexcept {
       return;
     }
     slot.tally[count::committed_tokens] += 1;
+    if (forced_ != nullptr && i < slot.tested && token == slot.forced[static_cast<size_t>(i)]) {
+      slot.tally[count::forced_tokens] += 1;
+    }
   }
+  slot.tested = 0;
   if (!slot.terminated) return;
   slot.tally[count::terminations] += 1;
   slot.ended = true;
@@ -59,6 +64,7 @@ void SlotWork::commit(Slot& slot) const noexcept {
 void SlotWork::make_rows(Slot& slot) const noexcept {
   const Order& order = slot.order;
   const int rows = std::min(order.drafts + 1, slot.chain_end);
+  slot.tested = order.drafts;
   int first = 0, end = rows;
   while (first < rows && is_made(slot, first)) ++first;
   while (end > first && is_made(slot, end - 1)) --end;
@@ -86,6 +92,14 @@ bool SlotWork::advance(Slot& slot, int j, int32_t token) const noexcept {
   }
   if (!is_made(slot, j)) fill(slot, j);
   return !slot.ended && slot.chain_end > j;
+}
+
+// Takes forced tokens as drafts, one after the other; the row after the last of K is left to open.
+void SlotWork::follow(Slot& slot) const noexcept {
+  for (int j = 1; j < shape_.draft_length && !slot.ended && is_made(slot, j - 1); ++j) {
+    const int32_t token = slot.forced[static_cast<size_t>(j - 1)];
+    if (token < 0 || !advance(slot, j, token)) return;
+  }
 }
 
 // Accepts the first legal candidate for draft j; where there is none, fills row j - 1, from which
@@ -140,6 +154,8 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
   const int64_t count = shape_.words();
   int32_t* words = mask_.row(slot.index) + j * count;
   slot.tally[count::fills] += 1;
+  int32_t& forced = slot.forced[static_cast<size_t>(j)];
+  forced = -1;
   const Filled filled = slot.matcher->fill(words, count, &slot.error);
   if (filled == Filled::kFailed) {
     fail(slot);
@@ -153,6 +169,10 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
   int32_t any = 0;
   for (int64_t w = 0; w < count; ++w) any |= words[w];
   if (any != 0) {
+    if (forced_ != nullptr) {
+      forced = forced_->token(words, count);
+      if (forced >= 0) slot.tally[count::forced_rows] += 1;
+    }
     make(slot, j, kRowReady);
     return;
   }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "counters.h"
+#include "forced.h"
 #include "matcher.h"
 #include "protocol.h"
 #include "token_log.h"
@@ -59,11 +60,13 @@ struct Slot {
 
   // The server's, handed over with `busy`.
   Order order;
-  int scratch = 0;          // drafts the matcher has accepted beyond the committed tokens
-  int chain_end = INT_MAX;  // no row can be made from here on: refused, stop or dead-end draft
-  bool ended = false;       // terminated, dead end or error: the slot is left alone
-  bool terminated = false;  // of the matcher, scratch included
-  bool answered = false;    // a probe has its answer
+  int scratch = 0;              // drafts the matcher has accepted beyond the committed tokens
+  int chain_end = INT_MAX;      // no row can be made from here on: refused, stop or dead-end draft
+  bool ended = false;           // terminated, dead end or error: the slot is left alone
+  bool terminated = false;      // of the matcher, scratch included
+  std::vector<int32_t> forced;  // [K + 1] forced token of each row, or -1
+  int tested = 0;               // drafts that the rows made last are for
+  bool answered = false;        // a probe has its answer
   int32_t answer = -1;
   TokenLog log;
   std::array<int32_t, count::kinds> tally{};  // folded into the counters by the step
@@ -77,7 +80,10 @@ struct Slot {
 // Serves orders. Stateless: different slots may be served at once.
 class SlotWork {
  public:
-  SlotWork(const Field& mask, const Shape& shape) : mask_(mask), shape_(shape) {}
+  // `forced`: says which rows force a token; null: nobody wants to know. With `chain` forced tokens
+  // are followed as soon as they are found: there is no drafter to wait for.
+  SlotWork(const Field& mask, const Shape& shape, const Forced* forced, bool chain)
+      : mask_(mask), shape_(shape), forced_(forced), chain_(chain) {}
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
@@ -90,12 +96,15 @@ class SlotWork {
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;
+  void follow(Slot& slot) const noexcept;
   void roll_back(Slot& slot) const noexcept;
   static bool is_made(const Slot& slot, int j) noexcept;
   static void make(Slot& slot, int j, RowState state) noexcept;
 
   Field mask_;
   Shape shape_;
+  const Forced* forced_;
+  bool chain_;
 };
 
 }  // namespace graft::guide

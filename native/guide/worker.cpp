@@ -11,10 +11,11 @@ static_assert(kCommittedReplay == 0 && kDraftedReplay == 0 && kCandidatesReplay 
               "replay_of reads the first word");
 
 Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threads,
-               const Budget& budget)
+               const Budget& budget, std::shared_ptr<const Forced> forced, bool chain)
     : exchange_(exchange),
       shape_(shape),
-      work_(exchange.mask, shape),
+      forced_(std::move(forced)),
+      work_(exchange.mask, shape, forced_.get(), chain),
       slots_(static_cast<size_t>(shape.slots)),
       snapshots_(ring, shape.slots),
       log_room_(static_cast<int64_t>(ring + 1) * shape.rows()),
@@ -26,6 +27,7 @@ Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threa
     Slot& slot = slots_[static_cast<size_t>(s)];
     slot.index = s;
     slot.stamped.resize(rows);
+    slot.forced.assign(rows, -1);
     slot.made = std::vector<std::atomic<int32_t>>(rows);
     slot.pending.tokens.resize(rows);
     slot.order.commit.tokens.resize(rows);
@@ -330,7 +332,9 @@ void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept 
   __atomic_store_n(row, kRowNotReady, __ATOMIC_RELEASE);
   row[1] = slot.epoch;
   row[2] = position;
-  row[3] = state == kRowFree && slot.matcher == nullptr ? 1 : 0;
+  row[3] = 0;
+  if (state == kRowFree && slot.matcher == nullptr) row[3] = 1;
+  if (state == kRowReady) row[3] = 1 + slot.forced[static_cast<size_t>(j)];
   __atomic_store_n(row, state, __ATOMIC_RELEASE);
 }
 

@@ -60,7 +60,9 @@ struct StepRecord {
 class Worker {
  public:
   // `threads` serve a step's slots, the step's own among them unless there is a budget.
-  Worker(const Exchange& exchange, const Shape& shape, int ring, int threads, const Budget& budget);
+  // `forced`, or null, and `chain`: see SlotWork.
+  Worker(const Exchange& exchange, const Shape& shape, int ring, int threads, const Budget& budget,
+         std::shared_ptr<const Forced> forced, bool chain);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
@@ -104,6 +106,7 @@ class Worker {
 
   Exchange exchange_;
   Shape shape_;
+  std::shared_ptr<const Forced> forced_;
   SlotWork work_;
   std::vector<Slot> slots_;
   SnapshotRing snapshots_;

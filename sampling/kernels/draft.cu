@@ -8,20 +8,10 @@
 // Where candidates were probed, `answers` holds the first legal one (int4 {replay, j, id, 0}): it
 // is the draft, as a point mass. With -1 none was legal and row j - 1 was filled: the best of the
 // row is the draft, a point mass too. Requests without a grammar are not probed and draw from q.
+// Where the row says that the grammar forces a token, that is the draft, whatever the drafter
+// thinks and whether its vocabulary has it or not.
 #include "draw.cuh"
 #include "slot.cuh"
-
-// One thread: draft j of a slot, in its state and in the record that the host reads.
-__device__ __forceinline__ void keep_draft(int index, int j, int token, int kind, int replay,
-                                           int* drafts, int* q_kind, int* draft_len, int* record) {
-  drafts[index] = token;
-  q_kind[index] = kind;
-  *draft_len = j;
-  record[0] = replay;
-  record[1] = j;
-  record[1 + j] = token;
-  __threadfence_system();
-}
 
 extern "C" __global__ void sample_draft(
     const float* logits, int draft_vocab, int token_limit, const int* d2t, const int* row_slot,
@@ -45,6 +35,10 @@ extern "C" __global__ void sample_draft(
   if (answers) {
     const int* answer = answers + static_cast<long long>(slot) * answers_stride;
     if (answer[0] == *replay_number && answer[1] == j) token = answer[2];
+  }
+  if (token < 0 && masked) {
+    token = forced_token(row_state + static_cast<long long>(slot) * row_state_stride + 4 * (j - 1),
+                         epoch[slot], position - 1);
   }
   if (token >= 0) {
     if (threadIdx.x == 0) {

@@ -1,0 +1,164 @@
+"""What the grammar forces is drafted, and changes nothing but the number of rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_util import demo_engine, mixed_requests
+from guide_util import SPECS, Device, byte_vocabulary
+from numpy_sampling import COUPLED
+from sampling_round import pack_bits
+from table_model import COLD, MIXED, PLAIN, Case, wrong_twice
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar import Vocabulary, XGrammarBackend
+from graft.grammar.forced import ForcedText
+
+TOKENS = [b"a", b"ab", b"abc", b"b", b"abd", b"", b'"', b'":', b'": "', b"abc"]
+STOPS = (5,)
+
+
+def row_of(ids: list[int], size: int) -> np.ndarray:
+    legal = np.zeros(size, bool)
+    legal[ids] = True
+    return pack_bits(legal[None])[0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "token"),
+    [
+        ([], -1), ([3], 3), ([5], 5), ([0, 1], 1), ([0, 1, 2], 2), ([0, 2], 2), ([0, 3], -1),
+        ([0, 1, 2, 4], -1), ([6, 7, 8], 8), ([0, 5], -1), ([2, 9], 2), ([3, 6], -1),
+    ],
+)  # fmt: skip
+def test_text_is_forced_where_all_tokens_begin_the_longest(ids, token):
+    """One legal id, whatever it is; else the longest of tokens that begin one another."""
+    forced = ForcedText(Vocabulary(TOKENS, 40, STOPS))
+    row = row_of(ids, 40)
+    assert forced.token(row) == forced.native.token(row) == token
+    certain = ForcedText(Vocabulary(TOKENS, 40, STOPS), certain=True)
+    alone = token if len(ids) == 1 else -1
+    assert certain.token(row) == certain.native.token(row) == alone
+
+
+def test_native_and_python_agree_on_random_rows():
+    """Rows of few and of many ids, some of them beginnings of one text; a brute-force oracle."""
+    rng = np.random.default_rng(0)
+    text = b"abababababababababababab"
+    tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
+    vocabulary = Vocabulary(tokens, 100, [91])
+    forced = ForcedText(vocabulary)
+    found = 0
+    for _ in range(600):
+        most = 93 if rng.random() < 0.3 else 90
+        ids = np.unique(rng.integers(0, most, rng.integers(0, 80))).tolist()
+        row = row_of(ids, 100)
+        texts = {vocabulary.tokens[i] for i in ids}
+        longest = max(texts, key=len, default=b"")
+        expected = len(ids) == 1 or (
+            0 < len(ids) <= 64 and all(t and longest.startswith(t) for t in texts)
+        )
+        token = forced.token(row)
+        assert token == forced.native.token(row)
+        assert (token >= 0) == expected
+        if token >= 0:
+            assert token in ids and vocabulary.tokens[token] == longest
+            found += 1
+    assert found > 100
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["beside a drafter", "alone"])
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_native_and_python_workers_force_alike(name, chain):
+    """Rows, stamps and forced tokens are equal after every step, and rows are the oracle's."""
+    backend = XGrammarBackend(byte_vocabulary())
+    forced = ForcedText(backend.vocabulary)
+    device = Device(backend, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
+    for slot in range(3):
+        device.join(slot, backend.compile(SPECS[name]), limit=40)
+    for _ in range(14):
+        device.publish()
+        device.run()
+        device.clear_ended()
+    counters = [decoder.counters() for decoder in device.decoders]
+    for key in ("fills", "forced_rows", "forced_tokens", "accepts", "desyncs"):
+        assert counters[0][key] == counters[1][key], key
+    assert counters[0]["desyncs"] == 0
+
+
+REJECTION = [
+    Case(3, PLAIN, forced="beside"),
+    Case(2, MIXED, forced="beside", pruned=True, stop_ids=(6,)),
+    Case(3, COLD, forced="beside", late=True),
+    Case(3, PLAIN, forced="alone"),
+    Case(3, MIXED, forced="alone", stop_ids=(6,)),
+]
+
+
+@pytest.mark.parametrize("case", REJECTION, ids=str)
+def test_forced_drafts_keep_the_exact_law(device, stream, case):
+    """100,000 tokens with forced drafts, illegal ones among them: the target's law exactly."""
+    wrong, values = wrong_twice(device, stream, case, 100_000)
+    assert not wrong, f"p-values {values}"
+
+
+def test_forced_drafts_keep_the_law_of_coupled_requests(device, stream):
+    """The same where verification compares with the target's own sample."""
+    case = Case(3, PLAIN, verify=COUPLED, forced="beside")
+    wrong, values = wrong_twice(device, stream, case, 60_000)
+    assert not wrong, f"p-values {values}"
+
+
+def outputs(requests: list, **options: Any) -> tuple[list, Any, dict[str, int]]:
+    with demo_engine(**options) as engine:
+        found = [(o.reason, o.tokens) for o in engine.generate(requests)]
+        return found, engine.stats, engine.counters()["grammar"]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
+def test_outputs_are_the_same_with_and_without_forced_drafts(sampled):
+    """Token for token, with a drafter and without; without one, rounds are saved."""
+    requests = mixed_requests(6)
+    if sampled:
+        requests = [
+            replace(r, temperature=0.9, top_p=0.9, seed=i, verify="coupled")
+            for i, r in enumerate(requests)
+        ]
+    expected, plain, _ = outputs(requests, speculation=False)
+    assert plain.forced_tokens == 0
+    for options in ({"speculation": True}, {"speculation": False, "draft_length": 5}):
+        found, stats, grammar = outputs(requests, forced_drafts=True, **options)
+        assert found == expected
+        assert stats.forced_tokens > 0
+        assert grammar["desyncs"] == grammar["errors"] == 0
+        assert stats.tokens == plain.tokens
+        if not options["speculation"]:
+            # every accepted draft saves a round, but for a stop id, which comes without a bonus
+            saved = stats.forced_tokens - len(requests)
+            assert 0 < saved <= plain.row_rounds - stats.row_rounds
+
+
+def test_a_certain_token_is_never_refused():
+    """With a drafter, a forced draft is the one legal id, so its whole row's mass is on it."""
+    requests = [replace(r, temperature=1.3, seed=i) for i, r in enumerate(mixed_requests(6))]
+    found, stats, grammar = outputs(requests, forced_drafts=True, overlap=False)
+    assert stats.forced_tokens > 0
+    assert grammar["forced_rows"] >= stats.forced_tokens
+    assert all(reason in ("stop", "length") for reason, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_drafts": False}, "needs mask_drafts"),
+        ({"draft_legality": "probe"}, "probing fills no rows"),
+        ({"speculation": False, "draft_length": 17}, "from 1 to 16"),
+    ],
+)
+def test_shapes_that_cannot_force_are_refused(options, message):
+    """By the option's name, before anything runs."""
+    with pytest.raises(OptionError, match=message):
+        demo_engine(forced_drafts=True, **options)
