@@ -183,6 +183,10 @@ def _xgrammar_refusals(schema: Any) -> list[Reason]:
         target = part.get("$ref")
         if isinstance(target, str) and not target.startswith("#"):
             found.append(Reason(pointer, "$ref", f"{target!r} is not in this schema"))
+        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            bound = part.get(keyword)
+            if isinstance(bound, (int, float)) and abs(bound) >= 2**63:
+                found.append(Reason(pointer, keyword, f"{str(bound)[:30]} is beyond 64 bits"))
     return found + compile_cost(schema)
 
 
