@@ -208,6 +208,38 @@ class Soft:
         return self.ok(self.d.cuGraphAddHostNode(graph, list(deps), len(deps), p))
 
 
+def short_code(result: tuple[Any, ...]) -> str:
+    """Name of a call's result code, without its prefix."""
+    name: str = result[0].name
+    return name.removeprefix("CUDA_ERROR_")
+
+
+def replay(soft: Soft, graph: Any, stream: Any, launches: int = 1) -> None:
+    """Instantiate a graph, launch it, wait, and drop the executable."""
+    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
+    for _ in range(launches):
+        soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+
+
+def copy_params(soft: Soft, dst: int, src: int, nbytes: int) -> Any:
+    """Structure of a copy node between addresses of any kind."""
+    p = soft.d.CUDA_MEMCPY3D()
+    p.srcMemoryType = p.dstMemoryType = soft.d.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    p.srcDevice, p.dstDevice = soft.d.CUdeviceptr(src), soft.d.CUdeviceptr(dst)
+    p.WidthInBytes, p.Height, p.Depth = nbytes, 1, 1
+    return p
+
+
+def fill_params(soft: Soft, dst: int, value: int, count: int, element: int = 4) -> Any:
+    """Structure of a fill node."""
+    p = soft.d.CUDA_MEMSET_NODE_PARAMS()
+    p.dst, p.value, p.elementSize = soft.d.CUdeviceptr(dst), value, element
+    p.width, p.height = count, 1
+    return p
+
+
 _device: Soft | None = None
 
 

@@ -167,7 +167,7 @@ def test_failures_and_deadlines_fail_the_replay(device: Device, stream: Stream) 
             go.wait(LIMIT_S)
         out[:] = 3
 
-    captured = Captured(device, stream, work, deadline_s=5.0)
+    captured = Captured(device, stream, work, deadline_s=LIMIT_S)
     captured.launch()
     with pytest.raises(HostWorkError, match="no such rule"):
         stream.synchronize(LIMIT_S)

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import softcuda_util as util
+from softcuda_util import short_code as code
 
 KERNELS = r"""
 extern "C" __global__ void add(int* p, int value) { *p += value; }
@@ -50,10 +51,6 @@ def event(soft):
     soft.ok(soft.d.cuEventDestroy(made))
 
 
-def code(result) -> str:
-    return result[0].name.removeprefix("CUDA_ERROR_")
-
-
 def mode(soft, value: int):
     return soft.d.CUstreamCaptureMode(value)
 
@@ -71,11 +68,7 @@ def status(soft, stream) -> int:
 
 
 def run(soft, graph, stream, launches: int = 1) -> None:
-    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
-    for _ in range(launches):
-        soft.ok(soft.d.cuGraphLaunch(executable, stream))
-    soft.ok(soft.d.cuStreamSynchronize(stream))
-    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    util.replay(soft, graph, stream, launches)
     soft.ok(soft.d.cuGraphDestroy(graph))
 
 

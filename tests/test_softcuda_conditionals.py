@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import softcuda_util as util
+from softcuda_util import replay as run
+from softcuda_util import short_code as code
 
 KERNELS = r"""
 #include "softcuda_conditional.h"
@@ -44,10 +46,6 @@ def graph(soft):
     soft.ok(soft.d.cuGraphDestroy(made))
 
 
-def code(result) -> str:
-    return result[0].name.removeprefix("CUDA_ERROR_")
-
-
 def condition(soft, graph, default: int | None = None):
     flags = 0 if default is None else 1
     return soft.ok(soft.d.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags))
@@ -67,14 +65,6 @@ def add(soft, graph, deps, handle, kind: int, size: int = 1):
     p = params(soft, handle, kind, size)
     node = soft.ok(soft.d.cuGraphAddNode(graph, list(deps), None, len(deps), p))
     return node, p.conditional.phGraph_out
-
-
-def run(soft, graph, stream, launches: int = 1) -> None:
-    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
-    for _ in range(launches):
-        soft.ok(soft.d.cuGraphLaunch(executable, stream))
-    soft.ok(soft.d.cuStreamSynchronize(stream))
-    soft.ok(soft.d.cuGraphExecDestroy(executable))
 
 
 def test_while_runs_until_its_condition_is_zero(soft, module, stream, graph) -> None:

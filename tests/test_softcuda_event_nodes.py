@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import softcuda_util as util
+from softcuda_util import short_code as code
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,8 @@ class Gate:
         self.soft.ok(self.soft.d.cuMemFreeHost(self.host))
 
 
-def code(result) -> str:
-    return result[0].name.removeprefix("CUDA_ERROR_")
-
-
 def fill(soft, graph, deps, pointer: int, value: int):
-    p = soft.d.CUDA_MEMSET_NODE_PARAMS()
-    p.dst, p.value, p.elementSize = soft.d.CUdeviceptr(pointer), value, 4
-    p.width, p.height = 1, 1
+    p = util.fill_params(soft, pointer, value, 1)
     return soft.ok(soft.d.cuGraphAddMemsetNode(graph, list(deps), len(deps), p, soft.context))
 
 

@@ -1,0 +1,92 @@
+"""Compiling kernel texts for the soft device: refusals, includes, the cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import softcuda_util as util
+
+rng = np.random.default_rng(7)
+
+
+@pytest.fixture(scope="module")
+def soft():
+    return util.device()
+
+
+def error(source: str) -> str:
+    with pytest.raises(util.compile_module().KernelCompileError) as caught:
+        util.compile_kernel(source, "bad.cu")
+    assert caught.value.name == "bad.cu"
+    return str(caught.value)
+
+
+def test_compile_errors_name_the_text_and_line():
+    """A syntax error carries the kernel text's name and its own line number."""
+    assert "bad.cu:2" in error('extern "C" __global__ void f(int* p) {\n  *p = missing;\n}\n')
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("__device__ int state;", "state"),
+        ("__constant__ float table[4];", "constant_memory"),
+        ("__device__ int bump() { static int n = 0; return ++n; }", "static"),
+        ("extern __shared__ float s[];", "inside a function"),
+    ],
+)
+def test_state_outside_parameters_is_refused(text, words):
+    """Device globals, constants and statics would exist once per worker, so they are refused."""
+    assert words in error(text + '\nextern "C" __global__ void f(int* p) { *p = 1; }\n')
+
+
+def test_static_shared_memory_is_limited():
+    """More than 48 KiB of declared shared memory is refused, as GPU compilers do."""
+    body = "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];"
+    message = error('extern "C" __global__ void big(int* p) {' + body + "}")
+    assert "'big' declares 49156 bytes" in message
+
+
+def test_text_without_an_entry_is_refused():
+    """A text that exports no kernel is an error, not an empty module."""
+    assert "__global__" in error("__device__ int f() { return 1; }")
+
+
+def test_defines_includes_and_macro_made_kernels(soft, tmp_path):
+    """Defines and include folders work, and kernels that macros make are found."""
+    (tmp_path / "deep.cuh").write_text("#define FACTOR 3\n")
+    (tmp_path / "shared.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
+    source = """
+    #include "shared.cuh"
+    #define MAKE(name, T) extern "C" __global__ void name(T* p) { *p = T(VALUE * FACTOR); }
+    MAKE(make_int, int)
+    MAKE(make_float, float)
+    """
+    options = {"defines": {"VALUE": "7"}, "include_dirs": [tmp_path]}
+    module = soft.module(source, **options)
+    out = soft.alloc(4)
+    soft.run(soft.function(module, "make_float"), 1, 1, out)
+    assert soft.get(out, 1, np.float32)[0] == 21.0
+    (tmp_path / "deep.cuh").write_text("#define FACTOR 5\n")
+    again = soft.module(source, **options)
+    soft.run(soft.function(again, "make_int"), 1, 1, out)
+    assert soft.get(out, 1, np.int32)[0] == 35, "the cache missed a changed include"
+    soft.free(out)
+    for item in (module, again):
+        soft.ok(soft.d.cuModuleUnload(item))
+
+
+def _compile_in(folder: str) -> int:
+    text = 'extern "C" __global__ void f(int* p) { *p = 1; }'
+    return len(util.compile_module().compile_cpu(text, "p.cu", cache_dir=Path(folder)))
+
+
+def test_concurrent_processes_share_the_cache(tmp_path):
+    """Processes that compile one text at once all get a whole image."""
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        sizes = pool.map(_compile_in, [str(tmp_path)] * 6)
+    assert len(set(sizes)) == 1
+    assert [p.suffix for p in tmp_path.iterdir()] == [".so"]
