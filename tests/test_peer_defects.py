@@ -98,8 +98,12 @@ no legal token turns logits into NaN and kills the process
     test_sampling_target.py::test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing
 a dead end inside drafts leaves the matcher one ahead
     test_guide_native.py::test_dead_ends_at_row_zero_and_inside_drafts
+a dead end takes the batch along
+    test_dead_ends.py::test_a_dead_end_ends_its_request_alone
 no legal token in the drafter's pruned vocabulary
-    test_sampling_draft.py::test_matches_the_oracle
+    test_dead_ends.py::test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts
+one slow matcher holds up the whole batch
+    test_guide_threads.py::test_late_slots_resume_exactly
 a bad grammar fails its whole batch
     test_engine_requests.py::test_bad_grammar_ends_alone
 # Compilation.

@@ -32,12 +32,15 @@ inline bool may_follow(uint32_t state, int32_t token, size_t length) {
          blend(state, 77u + token) % 5 == 0;
 }
 
-// Keeps its whole path, and dawdles when told to: that makes slots late.
+// Keeps its whole path, and dawdles when told to: that makes slots late. Wants of its caller what
+// the contract of matchers says: one thread at a time, known ids only, no mask after the end.
 class HashMatcher final : public guided::NativeMatcher {
  public:
   HashMatcher(uint32_t seed, bool dawdles) : path_{seed}, random_(seed), dawdles_(dawdles) {}
 
   guided::Answer accept(int32_t token, guided::ErrorText*) noexcept override {
+    const Alone alone(&inside_);
+    WANT(token >= 0 && token < kVocab);
     pause(40);
     if (stopped_ || !may_follow(path_.back(), token, path_.size())) return guided::Answer::kNo;
     stopped_ = token == kStop;
@@ -45,6 +48,8 @@ class HashMatcher final : public guided::NativeMatcher {
     return guided::Answer::kYes;
   }
   guided::Filled fill(int32_t* row, int64_t words, guided::ErrorText*) noexcept override {
+    const Alone alone(&inside_);
+    WANT(!stopped_ && words == (kVocab + 31) / 32);
     pause(10);
     for (int64_t w = 0; w < words; ++w) row[w] = 0;
     for (int32_t token = 0; token < kVocab; ++token) {
@@ -54,6 +59,8 @@ class HashMatcher final : public guided::NativeMatcher {
     return guided::Filled::kMask;
   }
   guided::Answer rollback(int32_t tokens, guided::ErrorText*) noexcept override {
+    const Alone alone(&inside_);
+    WANT(tokens > 0 && static_cast<size_t>(tokens) < path_.size());
     path_.resize(path_.size() - static_cast<size_t>(tokens));
     stopped_ = false;
     return guided::Answer::kYes;
@@ -63,6 +70,12 @@ class HashMatcher final : public guided::NativeMatcher {
   }
 
  private:
+  struct Alone {
+    explicit Alone(std::atomic<bool>* inside) : inside_(inside) { WANT(!inside_->exchange(true)); }
+    ~Alone() { inside_->store(false); }
+    std::atomic<bool>* const inside_;
+  };
+
   void pause(unsigned one_in) {
     if (!dawdles_ || random_() % one_in != 0) return;
     std::this_thread::sleep_for(std::chrono::microseconds(random_() % 400));
@@ -71,6 +84,7 @@ class HashMatcher final : public guided::NativeMatcher {
   std::vector<uint32_t> path_;
   std::minstd_rand random_;
   bool dawdles_, stopped_ = false;
+  std::atomic<bool> inside_{false};
 };
 
 // What the model of a request wants at a position, among the legal tokens.
@@ -127,7 +141,7 @@ class GuidedCase {
         shape_{kGuidedSlots, setting.drafts, kVocab, setting.candidates},
         memory_(kGuidedSlots * 6 * kStride),
         worker_({field(0), field(1), field(2), field(3), field(4), field(5)}, shape_, kAhead + 2,
-                setting.threads, {setting.budget_ns, nullptr}) {}
+                setting.threads, {setting.budget_ns, nullptr}, nullptr, false) {}
 
   // Runs requests one after another in every slot; returns how many ended, all of them rightly.
   int run(int requests) {

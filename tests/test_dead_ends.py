@@ -1,0 +1,69 @@
+"""States in which no token is legal: the request ends alone; a drafter merely stops drafting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from engine_util import demo_engine, mixed_requests
+
+from graft.grammar import GrammarSpec, Vocabulary, XGrammarBackend
+from graft.models.request import Request
+
+
+def without(spelt: Callable[[int, bytes], bool]) -> Callable[[Vocabulary], XGrammarBackend]:
+    """A backend whose vocabulary has lost the text of some tokens."""
+
+    def make(known: Vocabulary) -> XGrammarBackend:
+        tokens = [b"" if spelt(id, text) else text for id, text in enumerate(known.tokens)]
+        return XGrammarBackend(Vocabulary(tokens, known.size, known.stop_ids))
+
+    return make
+
+
+@pytest.mark.parametrize("legality", ["fill", "probe"])
+def test_a_dead_end_ends_its_request_alone(legality: str) -> None:
+    """Where the grammar wants what no token spells, the reason is dead_end; the others of the
+    batch have the tokens that they have without it."""
+    backend = without(lambda id, text: b"~" in text)
+    others = [
+        Request(prompt=f"Say {word}.", grammar=GrammarSpec.choice([word, "no"]), max_tokens=20)
+        for word in ("yes", "perhaps")
+    ]
+    late = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "abc" [0-9]{3} "~"'))
+    now = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "~"'))
+    options = {"grammar_backend": backend, "draft_legality": legality, "max_batch_size": 4}
+    with demo_engine(**options) as engine:
+        alone = [(o.reason, o.tokens) for o in engine.generate(others)]
+        mixed = engine.generate([late, others[0], now, others[1]])
+        grammar = engine.counters()["grammar"]
+    assert [(o.reason, o.tokens) for o in (mixed[1], mixed[3])] == alone
+    assert mixed[0].reason == mixed[2].reason == "dead_end"
+    assert mixed[0].text.startswith("abc") and len(mixed[0].text) == 6 and mixed[2].tokens == []
+    assert grammar["desyncs"] == grammar["errors"] == 0 and grammar["dead_ends"] >= 2
+
+
+@pytest.mark.parametrize("legality", ["fill", "probe"])
+def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(legality: str) -> None:
+    """No draft is offered, no candidate is legal; tokens and reasons are those of the target."""
+    with demo_engine() as engine:
+        d2t = engine._parts.drafter.d2t.to_host()
+    known = np.zeros(1 << 16, bool)
+    known[d2t] = True
+    backend = without(lambda id, text: bool(known[id]))
+    requests = [
+        Request(prompt=r.prompt, grammar=GrammarSpec.regex("[ -~]{20}"), max_tokens=24)
+        for r in mixed_requests(3)
+    ]
+    outputs = []
+    for speculation in (False, True):
+        options = {"draft_legality": legality} if speculation else {}
+        with demo_engine(
+            speculation=speculation, grammar_backend=backend, max_batch_size=4, **options
+        ) as engine:
+            outputs.append(engine.generate(requests))
+    plain, drafted = outputs
+    assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
+    assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
+    assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)
