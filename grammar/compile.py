@@ -124,7 +124,10 @@ class CompileService:
         return {**counts, **self._cache.counters(), **disk}
 
     def close(self) -> None:
-        """Kill the processes; what has not been compiled fails with ``GrammarError``."""
+        """Kill the processes; what has not been compiled fails with ``GrammarError``.
+
+        Waits for the grammar that each thread is compiling just now, which is no risky one.
+        """
         with self._lock:
             self._closed = True
             children = list(self._children)
