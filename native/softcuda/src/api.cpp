@@ -1,6 +1,5 @@
 // What happens at the entry of every call: the GIL record, refusals, the modelled context lock, and
 // the list of calls in progress (invariants A1-A4). Also the counters.
-#include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,7 +9,10 @@
 #include <cstring>
 #include <thread>
 
+#include "calls.h"
+#include "gil.h"
 #include "scheduler.h"
+#include "watch.h"
 
 namespace softcuda {
 
@@ -31,16 +33,6 @@ std::atomic<long> g_live[kKinds], g_leaked[kKinds], g_count[kWhats];
 std::atomic<bool> g_frozen{false};
 std::atomic<ApiSite*> g_sites{nullptr};
 
-// One per thread that ever called; kept in a list, reused after the thread's end.
-struct ThreadRecord {
-  std::atomic<bool> used{false};
-  std::atomic<long> tid{0};
-  std::atomic<const ApiSite*> site{nullptr};
-  std::atomic<bool> gil{false};
-  std::atomic<const char*> waiting{nullptr};
-  std::atomic<uint64_t> since{0};
-  ThreadRecord* next = nullptr;
-};
 std::atomic<ThreadRecord*> g_threads{nullptr};
 
 struct RecordOwner {
@@ -66,35 +58,15 @@ ThreadRecord& self() {
     }
   }
   owner.record->tid = syscall(SYS_gettid);
+  owner.record->pthread = static_cast<uint64_t>(pthread_self());
+  owner.record->owes = false;
   owner.record->site = nullptr;
   owner.record->waiting = nullptr;
   return *owner.record;
 }
 
-bool gil_held() {
-  static std::atomic<int (*)()> check{nullptr}, alive{nullptr};
-  if (check.load(std::memory_order_relaxed) == nullptr) {
-    static std::atomic<unsigned> attempts{0};
-    // Looking the symbols up costs microseconds: give up looking, not checking, for most calls.
-    if ((attempts++ & 63) != 0) return false;
-    alive = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "Py_IsInitialized"));
-    check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
-    if (check.load() == nullptr || alive.load() == nullptr) return false;
-  }
-  return alive.load(std::memory_order_relaxed)() != 0 &&
-         check.load(std::memory_order_relaxed)() != 0;
-}
-
 // Lock model bit 1: a lock that is held for as long as a host function runs.
 std::mutex& g_context_lock = *new std::mutex;
-struct RunningHost {
-  std::atomic<void*> fn{nullptr};
-  std::atomic<void*> data{nullptr};
-  std::atomic<uint64_t> since{0};
-  std::atomic<long> tid{0};
-};
-RunningHost& g_host = *new RunningHost;
-
 template <size_t N>
 int index_of(const char* const (&names)[N], const char* name) {
   for (size_t i = 0; name != nullptr && i < N; ++i) {
@@ -104,6 +76,13 @@ int index_of(const char* const (&names)[N], const char* name) {
 }
 
 }  // namespace
+
+ThreadRecord* first_thread() { return g_threads.load(); }
+ThreadRecord& this_thread() { return self(); }
+RunningHost& running_host() {
+  static RunningHost& host = *new RunningHost;
+  return host;
+}
 
 void live_add(Kind kind, long delta) {
   // After a fault nothing is freed any more: it was counted as leaked (E3).
@@ -156,7 +135,11 @@ ApiCall::ApiCall(ApiSite& site) {
     refused_ = capture_forbids_unsafe(site.name);
     if (refused_ != CUDA_SUCCESS) return;
   }
-  if ((site.flags & kNoLock) == 0 && (settings().lock_model & 1) != 0) {
+  if ((site.flags & kNoLock) != 0) return;
+  if (gil && watching()) {
+    note_held_gil(site.name, Wanted::driver_lock, "it may take a lock of the driver");
+  }
+  if ((settings().lock_model & 1) != 0) {
     Waiting waiting("the context lock, held while a host function runs (lock model 1)");
     std::lock_guard<std::mutex> lock(g_context_lock);
   }
@@ -167,72 +150,28 @@ ApiCall::~ApiCall() { self().site.store(outer_, std::memory_order_release); }
 Waiting::Waiting(const char* what) : outer_(self().waiting.exchange(what)) {}
 Waiting::~Waiting() { self().waiting.store(outer_); }
 
+void may_wait_for_device(const char* why) {
+  const ThreadRecord& me = self();
+  const ApiSite* site = me.site.load(std::memory_order_relaxed);
+  if (!watching() || site == nullptr || !me.gil) return;
+  note_held_gil(site->name, Wanted::device_work, why);
+}
+
 void run_host_function(CUhostFn fn, void* data) {
   std::unique_lock<std::mutex> lock(g_context_lock, std::defer_lock);
   if ((settings().lock_model & 1) != 0) lock.lock();
-  g_host.tid = syscall(SYS_gettid);
-  g_host.data = data;
-  g_host.since = now_ns();
-  g_host.fn = reinterpret_cast<void*>(fn);
+  RunningHost& host = running_host();
+  host.tid = syscall(SYS_gettid);
+  host.pthread = static_cast<uint64_t>(pthread_self());
+  host.since = now_ns();
+  host.fn = reinterpret_cast<void*>(fn);
+  watch_scope_begins(reinterpret_cast<void*>(fn));
   t_forbidden = "host function";
   const uint64_t entered = now_ns();
   fn(data);
   record_hop(entered, now_ns());
   t_forbidden = nullptr;
-  g_host.fn = nullptr;
-}
-
-namespace {
-std::string describe() {
-  std::string out;
-  const uint64_t now = now_ns();
-  for (ThreadRecord* r = g_threads.load(); r != nullptr; r = r->next) {
-    const ApiSite* site = r->site.load();
-    if (!r->used || site == nullptr) continue;
-    const char* waiting = r->waiting.load();
-    out += "thread " + std::to_string(r->tid) + " is in " + site->name + " for " +
-           std::to_string((now - r->since) / 1000000) + " ms, GIL " +
-           (r->gil ? "HELD" : "not held") +
-           (waiting ? std::string(", waiting for ") + waiting : std::string()) + "\n";
-  }
-  if (void* fn = g_host.fn.load()) {
-    Dl_info info{};
-    const bool known = dladdr(fn, &info) != 0;
-    out += "thread " + std::to_string(g_host.tid) + " runs host function " +
-           hex(reinterpret_cast<unsigned long long>(fn)) + " (" +
-           (known && info.dli_sname ? info.dli_sname : "?") + " in " +
-           (known && info.dli_fname ? info.dli_fname : "?") + ") for " +
-           std::to_string((now - g_host.since) / 1000000) + " ms" +
-           ((settings().lock_model & 1) != 0 ? ", holding the context lock" : "") + "\n";
-  }
-  describe_workers(&out);
-  return out;
-}
-}  // namespace
-
-// Prints the description and ends the process with 86 when one call or host function has been
-// stuck for SOFTCUDA_WATCHDOG seconds; native, so it also sees a process whose GIL is stuck.
-void start_watchdog() {
-  static std::once_flag once;
-  if (settings().watchdog_seconds == 0) return;
-  std::call_once(once, [] {
-    std::thread([] {
-      const uint64_t limit = uint64_t{settings().watchdog_seconds} * 1000000000u;
-      for (;;) {
-        usleep(50000);
-        const uint64_t now = now_ns();
-        bool stuck = g_host.fn.load() != nullptr && now - g_host.since > limit;
-        for (ThreadRecord* r = g_threads.load(); r != nullptr; r = r->next) {
-          stuck = stuck || (r->used && r->site.load() != nullptr && now - r->since > limit);
-        }
-        if (!stuck) continue;
-        std::fprintf(stderr, "softcuda watchdog: no progress for %u s\n%s",
-                     settings().watchdog_seconds, describe().c_str());
-        std::fflush(stderr);
-        _exit(86);
-      }
-    }).detach();
-  });
+  host.fn = nullptr;
 }
 
 namespace {
@@ -257,7 +196,12 @@ using namespace softcuda;
 
 // A worker that owes the device an answer must not call the driver: it says so while it does (W6).
 SC_EXPORT void softcuda_owe_answer(int owes) {
-  if (t_forbidden == nullptr || t_forbidden == kOwes) t_forbidden = owes != 0 ? kOwes : nullptr;
+  if (t_forbidden != nullptr && t_forbidden != kOwes) return;
+  t_forbidden = owes != 0 ? kOwes : nullptr;
+  ThreadRecord& me = this_thread();
+  me.since.store(now_ns(), std::memory_order_relaxed);
+  me.owes = owes != 0;
+  if (owes != 0) watch_scope_begins(nullptr);
 }
 
 SC_EXPORT int64_t softcuda_live(const char* kind) {
@@ -307,13 +251,12 @@ SC_EXPORT void softcuda_reset_counters() {
   }
 }
 
+// The description with stacks, native and Python's; Python's only under SOFTCUDA_WATCHDOG.
+SC_EXPORT size_t softcuda_describe_stacks(char* buffer, size_t size) {
+  return give(describe_with_stacks(), buffer, size);
+}
+
 // Calls in progress, the running host function and the running kernels, one line each.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
-  const std::string text = describe();
-  if (buffer != nullptr && size > 0) {
-    const size_t n = std::min(text.size(), size - 1);
-    std::memcpy(buffer, text.data(), n);
-    buffer[n] = '\0';
-  }
-  return text.size();
+  return give(describe(), buffer, size);
 }

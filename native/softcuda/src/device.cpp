@@ -5,7 +5,9 @@
 #include <cstring>
 #include <thread>
 
+#include "calls.h"
 #include "capture.h"
+#include "watch.h"
 
 namespace softcuda {
 
@@ -55,6 +57,8 @@ const Settings& settings() {
     out->poison = number("SOFTCUDA_POISON", 0) != 0;
     out->memops = number("SOFTCUDA_MEMOPS", 1) != 0;
     out->queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));
+    const char* loading = std::getenv("CUDA_MODULE_LOADING");
+    out->lazy_loading = loading == nullptr || std::strcmp(loading, "EAGER") != 0;
     const char* mode = std::getenv("SOFTCUDA_DESTRUCTORS");
     out->inline_destructors = mode != nullptr && std::strcmp(mode, "inline") == 0;
     return out;
@@ -203,6 +207,7 @@ SC_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device)
   install_fault_handlers();
   start_workers();
   start_watchdog();
+  start_watch();
   *context = kPrimary;
   return CUDA_SUCCESS;
 }

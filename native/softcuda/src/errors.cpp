@@ -79,6 +79,8 @@ const Named* find(CUresult code) {
   return nullptr;
 }
 
+}  // namespace
+
 size_t give(const std::string& text, char* buffer, size_t size) {
   if (buffer != nullptr && size > 0) {
     const size_t n = text.size() < size - 1 ? text.size() : size - 1;
@@ -87,8 +89,6 @@ size_t give(const std::string& text, char* buffer, size_t size) {
   }
   return text.size();
 }
-
-}  // namespace
 
 CUresult sticky() { return g_sticky.load(std::memory_order_acquire); }
 

@@ -322,6 +322,13 @@ SC_EXPORT CUresult cuGraphUpload(CUgraphExec handle, CUstream stream_handle) {
   return CUDA_SUCCESS;
 }
 
+static bool calls_host(const Program& program) {
+  for (auto& node : program.nodes) {
+    if (node->work.kind == WorkKind::host) return true;
+  }
+  return false;
+}
+
 SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
   SC_API(cuGraphLaunch, 0);
   std::shared_ptr<Exec> exec = graph_execs().get(handle);
@@ -341,7 +348,9 @@ SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
   }
   count_add(What::graph_launch);
   work.events = launch_events(*work.program);
-  enqueue(*stream, std::move(work), OpRef(), &exec->last);
+  const bool host = (settings().lock_model & 2) != 0 && calls_host(*work.program);
+  const OpRef launch = enqueue(*stream, std::move(work), OpRef(), &exec->last);
+  if (host) remember_host(*stream, launch);
   return CUDA_SUCCESS;
 }
 

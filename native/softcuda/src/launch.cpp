@@ -131,8 +131,11 @@ static CUresult launch(CUfunction handle, softcuda_dim3 grid, softcuda_dim3 bloc
     return r;
   }
   if (auto r = capture_work(stream_handle, CU_GRAPH_NODE_TYPE_KERNEL, work)) return *r;
-  if (!function->loaded.exchange(true) && (settings().lock_model & 4) != 0) {
-    wait_idle("first launch of a kernel: loading synchronises the context (lock model 4)");
+  if (!function->loaded.exchange(true)) {
+    may_wait_for_device("the first launch of a kernel loads it, which may synchronise the context");
+    if ((settings().lock_model & 4) != 0) {
+      wait_idle("first launch of a kernel: loading synchronises the context (lock model 4)");
+    }
   }
   enqueue(*stream, std::move(work));
   return CUDA_SUCCESS;
@@ -175,9 +178,9 @@ static CUresult launch_host(CUstream stream_handle, CUhostFn fn, void* data) {
   work.host = HostWork{fn, data};
   if (auto r = capture_work(stream_handle, CU_GRAPH_NODE_TYPE_HOST, work)) return *r;
   if ((settings().lock_model & 2) != 0) {
-    wait_op(stream_tail(*stream), "cuLaunchHostFunc: the stream's host function (lock model 2)");
+    wait_op(last_host(*stream), "cuLaunchHostFunc: the stream's host function (lock model 2)");
   }
-  enqueue(*stream, std::move(work));
+  remember_host(*stream, enqueue(*stream, std::move(work)));
   return CUDA_SUCCESS;
 }
 

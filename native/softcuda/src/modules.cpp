@@ -191,7 +191,7 @@ SC_EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr*, size_t*, CUmodule handle, 
 SC_EXPORT CUresult cuModuleGetLoadingMode(int* mode) {
   SC_API(cuModuleGetLoadingMode, 0);
   if (mode == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *mode = 1;  // CU_MODULE_EAGER_LOADING
+  *mode = settings().lazy_loading ? 2 : 1;  // CU_MODULE_LAZY_LOADING, CU_MODULE_EAGER_LOADING
   return CUDA_SUCCESS;
 }
 

@@ -12,7 +12,8 @@ struct Function {
   void* handle = nullptr;
   std::vector<const softcuda_entry*> copies;  // one per worker
   std::vector<const softcuda_image*> images;  // one per worker
-  std::atomic<bool> loaded{false};            // cuFuncLoad, or launched once
+  // cuFuncLoad, or launched once; at once with CUDA_MODULE_LOADING=EAGER.
+  std::atomic<bool> loaded{!settings().lazy_loading};
   std::atomic<int> max_dynamic_shared{48 * 1024};
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }

@@ -26,7 +26,8 @@ struct Settings {
   unsigned lock_model;
   unsigned watchdog_seconds;
   bool poison;
-  bool memops;      // false: every memory operation is NOT_SUPPORTED
+  bool memops;  // false: every memory operation is NOT_SUPPORTED
+  bool lazy_loading;
   unsigned queues;  // 1: one hardware queue; anything else: as many as are needed
 };
 const Settings& settings();
@@ -38,6 +39,8 @@ CUresult sticky();
 void fault(CUresult code, const std::string& text);
 // A refused call leaves its reason here (and in the log); returns `code`.
 CUresult refuse(CUresult code, const std::string& text);
+// Copies as much as fits, with a 0 at the end; returns the whole length.
+size_t give(const std::string& text, char* buffer, size_t size);
 void log_line(const std::string& text);
 std::string hex(unsigned long long value);
 
@@ -102,6 +105,8 @@ class Waiting {
  private:
   const char* outer_;
 };
+// The call is going to wait for device work, or may: noted where the caller holds the GIL.
+void may_wait_for_device(const char* why);
 // Set while the thread runs a user's host function or destructor.
 extern thread_local const char* t_forbidden;
 // Runs a user's host function, visible to softcuda_describe; honours lock model bit 1.
@@ -109,7 +114,6 @@ void run_host_function(CUhostFn fn, void* data);
 // Keeps when a host function was entered and when it returned, for softcuda_hops.
 void record_hop(uint64_t entered, uint64_t returned);
 void describe_workers(std::string* out);
-void start_watchdog();
 
 #define SC_API(api_name, api_flags)                       \
   static softcuda::ApiSite sc_site{#api_name, api_flags}; \

@@ -85,6 +85,16 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   return ref;
 }
 
+void remember_host(Stream& stream, const OpRef& op) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  stream.host = op;
+}
+
+OpRef last_host(Stream& stream) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return stream.host;
+}
+
 OpRef stream_tail(Stream& stream) {
   std::lock_guard<std::mutex> lock(g_mutex);
   return stream.tail;
@@ -125,7 +135,8 @@ OpRef event_op(Event& event) {
   return event.op;
 }
 
-CUresult wait_op(const OpRef& op, const char* what) {
+namespace {
+CUresult wait_done(const OpRef& op, const char* what) {
   if (!op) return sticky();
   Waiting waiting(what);
   std::unique_lock<std::mutex> lock(g_mutex);
@@ -134,6 +145,12 @@ CUresult wait_op(const OpRef& op, const char* what) {
   --g_waiters;
   lock.unlock();
   return sticky();
+}
+}  // namespace
+
+CUresult wait_op(const OpRef& op, const char* what) {
+  may_wait_for_device(what);
+  return wait_done(op, what);
 }
 
 void abandon(Stream& stream) {
@@ -145,6 +162,7 @@ void abandon(Stream& stream) {
 }
 
 CUresult wait_idle(const char* what) {
+  may_wait_for_device(what);
   std::vector<OpRef> tails;
   {
     std::lock_guard<std::mutex> lock(g_mutex);
@@ -152,7 +170,7 @@ CUresult wait_idle(const char* what) {
     tails.push_back(g_legacy.tail);
   }
   for (auto& stream : streams().all()) tails.push_back(stream_tail(*stream));
-  for (auto& tail : tails) wait_op(tail, what);
+  for (auto& tail : tails) wait_done(tail, what);
   return sticky();
 }
 

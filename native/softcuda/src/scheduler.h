@@ -125,7 +125,8 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   uint64_t id = 0;
-  OpRef tail;  // guarded by the scheduler's mutex
+  OpRef tail;  // guarded by the scheduler's mutex, like the next
+  OpRef host;  // the last operation that contains host functions
 };
 
 struct Event {
@@ -155,6 +156,8 @@ Handles<Stream>& streams();
 // launches of one executable and receives the new op.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
 OpRef stream_tail(Stream& stream);
+void remember_host(Stream& stream, const OpRef& op);
+OpRef last_host(Stream& stream);
 void abandon(Stream& stream);  // destroyed; what is queued still runs
 bool is_done(const OpRef& op);
 uint64_t finished_ns(const OpRef& op);

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "graphs.h"
+#include "watch.h"
 
 namespace softcuda {
 namespace {
@@ -26,6 +27,7 @@ Reaper& reaper() {
 void destroy(const UserObject& object) {
   const char* outer = t_forbidden;
   t_forbidden = "user-object destructor";
+  watch_scope_begins(reinterpret_cast<void*>(object.destroy));
   object.destroy(object.data);
   t_forbidden = outer;
   live_add(Kind::user_object, -1);
