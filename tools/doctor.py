@@ -1,4 +1,8 @@
-"""``graft doctor``: what this machine has, what is missing, and what to do about it."""
+"""``graft doctor``: what this machine has, what is missing, and what to do about it.
+
+``graft doctor --watch PROGRAM [ARGS...]`` runs a program on the soft device instead and says
+whether it can deadlock between the GIL and the driver; see :mod:`graft.tools.watch`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
+from graft.tools import watch
 
 #: Asks NVIDIA's driver in a process of its own: a driver that was once loaded would answer for the
 #: soft device too (the first library of a name wins in a process).
@@ -254,11 +259,37 @@ def examine() -> list[Finding]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft doctor``."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--limit", type=int, default=60, metavar="SECONDS",
+                        help="with --watch: a driver call or host function that lasts longer hangs "
+                             "(default %(default)s)")
+    parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGS...]",
+                        help="run a program (a .py file, -m MODULE, -c CODE or an executable) on "
+                             "the soft device and look for GIL deadlocks, whether they happen or "
+                             "not; exit status 0 and the program's own: none, 3: potential, 4: it "
+                             "hung, 2: nothing could be seen")
     parser.set_defaults(run=run)
+
+
+def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
+    """Watch a program; tell the report on stderr, or as JSON on stdout, to which then only it goes.
+    """
+    sys.stdout.flush()
+    report, status = watch.watch(program, limit_s,
+                                 stdout=sys.stderr.fileno() if as_json else None)
+    if as_json:
+        print(json.dumps({**report.to_json(), "status": status}, indent=1))
+    else:
+        print(watch.show(report), file=sys.stderr)
+    if report.verdict == "none":
+        return status if status >= 0 else 128 - status
+    return {"potential": watch.POTENTIAL, "unseen": watch.UNSEEN}.get(report.verdict,
+                                                                      watch.DEADLOCK)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings; returns 1 when something that graft needs is missing."""
+    if options.watch is not None:
+        return run_watch(options.watch, options.limit, options.json)
     found = examine()
     healthy = all(finding.status != "missing" for finding in found)
     if options.json:
@@ -270,3 +301,9 @@ def run(options: argparse.Namespace) -> int:
         if finding.status != "ok" and finding.advice:
             print(f"{'':<{width}}  {'':<7}  -> {finding.advice}")
     return 0 if healthy else 1
+
+
+if __name__ == "__main__":
+    from graft.tools import cli
+
+    sys.exit(cli.main(["doctor", *sys.argv[1:]]))

@@ -1,162 +1,240 @@
-"""Reproduce the deadlock of a Python callback against a GIL-holding driver call, and its two cures.
+"""The deadlock laboratory: which driver calls that keep the GIL hang against which callbacks.
 
-A host function written in Python runs under a lock of the driver and waits for the GIL, while the
-thread that holds the GIL is inside a driver call and waits for that lock. Nothing ends it. The cure
-is to release the GIL around every driver call, or to run host work that needs no GIL.
+A thread holds the GIL and is inside a driver call; a host function that the driver calls, or a
+worker that the device waits for, wants the GIL. Whether nothing ends that depends on what the
+driver call waits for. Real drivers do not document their locks; the soft device can model what was
+reported of them (SOFTCUDA_LOCK_MODEL): 0 none, 1 a context lock is held while a host function runs,
+2 enqueueing a host function waits for the one in flight on the stream, 4 the first launch of a
+kernel synchronises the context. Every cell runs in a child process of its own. Its verdict:
 
-Real drivers do not document their locks. The soft device can model what has been reported of them
-(SOFTCUDA_LOCK_MODEL): 0 none, 1 a context lock is held while a host function runs, 2 enqueueing a
-host function waits for the one in flight on the stream, 4 the first launch of a kernel synchronises
-the context. Each case runs in a child process under a watchdog. Usage::
+completes   and no order of events could have made it hang
+potential   it completed, but the GIL and the driver were asked for in both orders: the soft
+            device's lock-order watch saw a cycle
+hangs       the child was ended by the watchdog, which reports both sides' stacks
+released    it hung until the mailbox's own deadline let the device go on, with a typed error
 
-    python -m graft.tools.gil_deadlock [--json]
+On CUDA hardware there is no axis of lock models and no watch: what happens is what is told.
+Usage::
 
-The exit status is 0 when every verdict is the expected one.
+    python -m graft.tools.gil_deadlock [--short] [--cell PATTERN:TRANSPORT:MODEL[:released]]
+        [--json build/gil_deadlock.json] [--jobs 2]
+
+The exit status is 0 when every verdict on the soft device is the one that follows from the models.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import faulthandler
 import json
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-KERNELS = Path(__file__).parent / "kernels" / "clock.cu"
-# The gate: the device is busy for so long after the launch, so that the host function cannot slip
-# through before the GIL is taken hostage.
-GATE_S = 0.1
-HOSTAGE_S = 0.4
-# The soft device's watchdog ends a process that is stuck for so long, and says who waits for whom.
-WATCHDOG_S = 3
-WATCHDOG_STATUS = 86
-CHILD_LIMIT_S = 120
+from tqdm import tqdm
 
-
-@dataclass(frozen=True)
-class Case:
-    """One arrangement of the two sides, and what it must come to."""
-
-    name: str
-    transport: str
-    holds_gil: bool
-    lock_model: int
-    expected: str
-    shows: str
-
-
-CASES = (
-    Case("deadlock", "python", True, 1, "deadlock",
-         "a Python callback against a driver call that holds the GIL"),
-    Case("gil-released", "python", False, 1, "finished",
-         "cure 1: the same driver call with the GIL released"),
-    Case("native", "native", True, 1, "finished",
-         "cure 2: native host work, which needs no GIL"),
-    Case("no-lock", "python", True, 0, "finished",
-         "control: the same as the deadlock, without a driver lock"),
+from graft.cudagraph import chooser
+from graft.tools import watch
+from graft.tools.gil_deadlock_cell import (
+    ASKING,
+    MODELS,
+    PATTERNS,
+    RELEASED,
+    TRANSPORTS,
+    Cell,
+    unavailable,
 )
+from graft.tools.zygote import Zygote
+
+__all__ = ["SHORT", "Verdict", "expected", "main", "matrix", "play"]
+
+COMPLETES, POTENTIAL, HANGS, FREED, FAILED = (
+    "completes", "potential", "hangs", "released", "failed")
+#: A driver call or host function that lasts so long is stuck. A mailbox's own deadline comes first.
+WATCHDOG_S, MAILBOX_WATCHDOG_S = 2, 60
+#: On CUDA hardware a child that lasts so long hangs.
+CUDA_LIMIT_S = 30.0
+CHILD_LIMIT_S = 200.0
+CUDA_MODEL = -1
+#: The deadlock, its two cures, and the same without a driver lock.
+SHORT = (Cell("alloc", "python", 1), Cell("alloc", "python", 1, held=False),
+         Cell("alloc", "native", 1), Cell("alloc", "python", 0))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a case came to: "finished", "deadlock" or "failed", with the watchdog's words."""
+    """What a cell came to, and why."""
 
-    case: Case
+    cell: Cell
     outcome: str
+    expected: str
     seconds: float
     report: str
 
     @property
     def as_expected(self) -> bool:
-        return self.outcome == self.case.expected
+        """True also where nothing is expected: on CUDA hardware, or without a package."""
+        return self.expected in ("", self.outcome)
 
 
-def run_child(case: Case) -> None:
-    """Play one case in this process; returns when it finished and never when it deadlocked."""
-    from graft.cudagraph.device import open_device
-    from graft.cudagraph.graph import Graph
-    from graft.tools.callback_latency import empty_work
+def expected(cell: Cell) -> str:
+    """What a cell must come to on the soft device, by the models alone.
 
-    device = open_device("soft")
-    stream = device.stream("deadlock")
-    graph = Graph(device, "deadlock")
-    lane = graph.lane("main")
-    lane.kernel(device.load(KERNELS)["wait_ns"], 1, 1, (int(GATE_S * 1e9),), name="gate")
-    lane.host(empty_work(case.transport), name=f"{case.transport} callback")
-    run = graph.instantiate()
-    run.upload(stream)
-
-    # PyDLL calls without releasing the GIL, CDLL releases it: nothing else differs.
-    library = ctypes.PyDLL if case.holds_gil else ctypes.CDLL
-    driver = library("libcuda.so.1")
-    address = ctypes.c_uint64()
-    # Python's stacks, just before the soft device's watchdog tells the rest and ends the process.
-    faulthandler.dump_traceback_later(WATCHDOG_S - 0.5, exit=False)
-    run.launch(stream)
-    # The GIL is held for longer than the gate: a Python callback starts meanwhile and waits for it.
-    # Python may or may not hand it over between the two calls below; a switch interval beyond both
-    # makes it not, so that one try is enough.
-    sys.setswitchinterval(HOSTAGE_S + WATCHDOG_S)
-    ctypes.PyDLL(None).usleep(int(HOSTAGE_S * 1e6))
-    status = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(4096))
-    if status:
-        raise SystemExit(f"cuMemAlloc answered {status}")
-    faulthandler.cancel_dump_traceback_later()
-    run.synchronize(timeout_s=30.0)
-    driver.cuMemFree_v2(address)
+    A call made with the GIL hangs if it waits for what cannot go on without the GIL; otherwise it
+    completes, and is a potential deadlock where it asked for a lock or for device work that
+    somebody who asks for the GIL holds. A mailbox's worker holds no lock of the driver, only the
+    device's progress, and its deadline ends every wait.
+    """
+    if unavailable(cell.transport):
+        return ""
+    if not cell.held or cell.transport not in ASKING:
+        return COMPLETES
+    mailbox = cell.transport == "mailbox-python"
+    waits_for_device = cell.pattern == "copy" or (cell.pattern == "first-launch" and cell.model & 4)
+    waits_for_lock = not mailbox and (
+        cell.model & 1 or (cell.pattern == "hostfunc" and cell.model & 2))
+    if waits_for_device or waits_for_lock:
+        return FREED if mailbox else HANGS
+    # The first launch of a kernel may wait for the device, says the documentation.
+    return COMPLETES if mailbox and cell.pattern != "first-launch" else POTENTIAL
 
 
-def play(case: Case) -> Verdict:
-    """Run one case in a child process and judge how it ended."""
-    env = {**os.environ, "GRAFT_DEVICE": "soft", "SOFTCUDA_LOCK_MODEL": str(case.lock_model),
-           "SOFTCUDA_WATCHDOG": str(WATCHDOG_S)}
-    command = [sys.executable, "-m", "graft.tools.gil_deadlock", "--child", case.name]
-    begun = time.monotonic()
+def matrix(soft: bool) -> list[Cell]:
+    """Every cell."""
+    models = MODELS if soft else (CUDA_MODEL,)
+    return [Cell(pattern, transport, model)
+            for model in models for pattern in PATTERNS for transport in TRANSPORTS]
+
+
+def play(cell: Cell, zygote: Zygote, soft: bool = True) -> Verdict:
+    """Run one cell in a child process and judge how it ended."""
+    lacking = unavailable(cell.transport)
+    if lacking:
+        return Verdict(cell, "-", "", 0.0, lacking)
+    with tempfile.TemporaryDirectory(prefix="graft-deadlock-") as folder:
+        path = Path(folder) / "edges.jsonl"
+        env = {**os.environ, "GRAFT_DEVICE": "soft" if soft else "cuda",
+               "CUDA_MODULE_LOADING": "LAZY"}
+        if soft:
+            mailbox = cell.transport.startswith("mailbox")
+            env |= {"SOFTCUDA_LOCK_MODEL": str(cell.model), "SOFTCUDA_WATCH": str(path),
+                    "SOFTCUDA_WATCHDOG": str(MAILBOX_WATCHDOG_S if mailbox else WATCHDOG_S)}
+        done = zygote.run("gil_deadlock_cell", [cell.name], env,
+                          CHILD_LIMIT_S if soft else CUDA_LIMIT_S)
+        seen = watch.read(path)
+    outcome = FAILED
+    if done.status == watch.WATCHDOG_STATUS or (done.overdue and not soft):
+        outcome = HANGS
+    elif done.status == RELEASED:
+        outcome = FREED
+    elif done.status == 0:
+        outcome = POTENTIAL if seen.cycle else COMPLETES
+    report = done.errors.strip()
+    if outcome == POTENTIAL:
+        report = watch.show(seen)
+    elif done.overdue:
+        report = f"ended after {done.seconds:.0f} s\n{report}"
+    return Verdict(cell, outcome, expected(cell) if soft else "", done.seconds, report)
+
+
+def play_all(cells: Sequence[Cell], soft: bool, jobs: int) -> list[Verdict]:
+    """Play cells, ``jobs`` at a time; the longest first would gain little and read badly."""
+    zygotes = [Zygote() for _ in range(jobs)]
+    free = list(zygotes)
+
+    def one(cell: Cell) -> Verdict:
+        zygote = free.pop()
+        try:
+            return play(cell, zygote, soft)
+        finally:
+            free.append(zygote)
+
     try:
-        done = subprocess.run(command, env=env, text=True, capture_output=True,
-                              timeout=CHILD_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else ""
-        report = f"no end within {CHILD_LIMIT_S} s, and the watchdog was silent\n{said}"
-        return Verdict(case, "failed", time.monotonic() - begun, report)
-    seconds = time.monotonic() - begun
-    if done.returncode == 0:
-        return Verdict(case, "finished", seconds, done.stderr)
-    outcome = "deadlock" if done.returncode == WATCHDOG_STATUS else "failed"
-    return Verdict(case, outcome, seconds, done.stderr)
+        with ThreadPoolExecutor(jobs) as pool:
+            shown = tqdm(pool.map(one, cells), total=len(cells), unit="cell", disable=None)
+            return list(shown)
+    finally:
+        for zygote in zygotes:
+            zygote.close()
 
 
-def show(verdicts: Sequence[Verdict]) -> None:
-    """Print every verdict, and the watchdog's report of what did not finish."""
-    for verdict in verdicts:
-        mark = "as expected" if verdict.as_expected else f"EXPECTED {verdict.case.expected}"
-        print(f"{verdict.case.name:<13} {verdict.outcome:<9} {verdict.seconds:5.1f} s  {mark}: "
-              f"{verdict.case.shows} (lock model {verdict.case.lock_model})")
-        if verdict.outcome != "finished":
-            print("".join(f"    {line}\n" for line in verdict.report.strip().splitlines()), end="")
+def mark(verdict: Verdict | None) -> str:
+    """A verdict as an entry of the table; "!" where it is not the expected one."""
+    if verdict is None:
+        return ""
+    return verdict.outcome if verdict.as_expected else f"{verdict.outcome} !"
+
+
+def table(verdicts: Iterable[Verdict]) -> str:
+    """The verdicts, a row per pattern and transport, a column per lock model."""
+    found = {(v.cell.pattern, v.cell.transport, v.cell.model): v for v in verdicts if v.cell.held}
+    models = sorted({model for _, _, model in found})
+    width = 11
+    heads = ["as it is" if model == CUDA_MODEL else f"model {model}" for model in models]
+    lines = [f"{'driver call with the GIL':<26} {'callback by':<15}"
+             + "".join(f"{head:<{width}}" for head in heads)]
+    for pattern in PATTERNS:
+        for transport in TRANSPORTS:
+            row = [found.get((pattern, transport, model)) for model in models]
+            if not any(row):
+                continue
+            said = "".join(f"{mark(v):<{width}}" for v in row)
+            lines.append(f"{pattern:<26} {transport:<15}{said}".rstrip())
+    lines += sorted({f"-: {v.report}" for v in found.values() if v.outcome == "-"})
+    return "\n".join(lines)
+
+
+def details(verdicts: Iterable[Verdict]) -> str:
+    """Every verdict with its report."""
+    lines: list[str] = []
+    for v in verdicts:
+        mark = "" if v.as_expected else f", EXPECTED {v.expected}"
+        lines.append(f"{v.cell.name:<32} {v.outcome}{mark} ({v.seconds:.1f} s): "
+                     f"{PATTERNS[v.cell.pattern]}, GIL {'held' if v.cell.held else 'released'}")
+        if v.outcome != COMPLETES:
+            lines += [f"    {line}" for line in v.report.splitlines()]
+    return "\n".join(lines)
+
+
+def parse_cell(text: str) -> Cell:
+    """A cell by its name, for argparse."""
+    parts = text.split(":")
+    held = parts[-1] != "released"
+    pattern, transport, model = parts if held else parts[:-1]
+    if pattern not in PATTERNS or transport not in TRANSPORTS:
+        raise ValueError(text)
+    return Cell(pattern, transport, int(model), held)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play all cases; returns 0 when every verdict is the expected one."""
-    parser = argparse.ArgumentParser(description="Reproduce the GIL deadlock and its cures.")
-    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
-    parser.add_argument("--child", choices=[case.name for case in CASES], help=argparse.SUPPRESS)
+    """Play cells; returns 0 when every verdict is the expected one."""
+    parser = argparse.ArgumentParser(description="The matrix of GIL deadlocks.")
+    parser.add_argument("--cell", type=parse_cell, action="append",
+                        help="only this, with its report: "
+                             f"{{{','.join(PATTERNS)}}}:{{{','.join(TRANSPORTS)}}}:MODEL[:released]")
+    parser.add_argument("--short", action="store_true",
+                        help="only the deadlock, its two cures and the control, with reports")
+    parser.add_argument("--json", type=Path, help="also write verdicts and reports here")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time (default %(default)s)")
     options = parser.parse_args(arguments)
-    if options.child:
-        run_child(next(case for case in CASES if case.name == options.child))
-        return 0
-    verdicts = [play(case) for case in CASES]
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    soft = chooser.choose(os.environ.get("GRAFT_DEVICE", "auto")) == "soft"
+    cells = options.cell or (SHORT if options.short else matrix(soft))
+    verdicts = play_all(cells, soft, min(options.jobs, len(cells)))
+    print(details(verdicts) if options.cell or options.short else table(verdicts))
+    wrong = [v for v in verdicts if not v.as_expected]
+    print("\n" + details(wrong) if wrong and not (options.cell or options.short)
+          else f"{len(verdicts)} cells, {len(wrong)} unexpected")
     if options.json:
-        print(json.dumps([asdict(v) | {"as_expected": v.as_expected} for v in verdicts], indent=1))
-    else:
-        show(verdicts)
-    return 0 if all(verdict.as_expected for verdict in verdicts) else 1
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        said = [asdict(v) | {"as_expected": v.as_expected} for v in verdicts]
+        options.json.write_text(json.dumps({"device": "soft" if soft else "cuda", "cells": said},
+                                           indent=1) + "\n")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -32,3 +32,10 @@ extern "C" __global__ void churn(float* out, int rounds) {
   for (int k = 0; k < rounds; ++k) x = fmaf(x, 1.0f - x, 0.25f);
   out[i] = x;
 }
+
+// Occupies the device until the host has set a pinned word, or for `limit` ns; one thread.
+extern "C" __global__ void hold(const int* word, unsigned long long limit) {
+  const unsigned long long begin = global_timer_ns();
+  while (*static_cast<const volatile int*>(word) == 0 && global_timer_ns() - begin < limit) {
+  }
+}

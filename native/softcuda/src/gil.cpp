@@ -73,6 +73,7 @@ std::string stack_from(Object* frame) {
 // asks. Whose it is, is learnt by a thread of ours asking once (L2).
 std::atomic<void*> g_gil_mutex{nullptr};
 thread_local bool t_learning = false;
+constexpr int kLearnTicks = 20000, kLearnTickUs = 100;
 void (*g_asked)() = nullptr;
 void (*g_entered)(const std::string&) = nullptr;
 
@@ -162,6 +163,8 @@ void watch_gil(void (*asked)(), void (*entered)(const std::string& stack)) {
               reinterpret_cast<void*>(seen_mutex_lock));
   watch_new_libraries();
   std::thread(learn).detach();
+  // It asks at once, though it may get the GIL much later: what follows is seen from the start.
+  for (int i = 0; i < kLearnTicks && !gil_watched(); ++i) usleep(kLearnTickUs);
 }
 
 void watch_new_libraries() {

@@ -178,7 +178,8 @@ static CUresult launch_host(CUstream stream_handle, CUhostFn fn, void* data) {
   work.host = HostWork{fn, data};
   if (auto r = capture_work(stream_handle, CU_GRAPH_NODE_TYPE_HOST, work)) return *r;
   if ((settings().lock_model & 2) != 0) {
-    wait_op(last_host(*stream), "cuLaunchHostFunc: the stream's host function (lock model 2)");
+    const OpRef host = last_host(*stream);
+    if (host) wait_op(host, "cuLaunchHostFunc: the host function in flight (lock model 2)");
   }
   remember_host(*stream, enqueue(*stream, std::move(work)));
   return CUDA_SUCCESS;

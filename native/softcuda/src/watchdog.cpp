@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <thread>
 #include <vector>
 
@@ -55,30 +56,53 @@ std::vector<Side> sides() {
   return out;
 }
 
-// The part of the fault handler's output that speaks of one thread; "" when there is none.
-std::string block_of(const std::string& stacks, uint64_t pthread) {
+// Takes the part that speaks of one thread out of the fault handler's output; "" when there is
+// none.
+std::string take_block(std::string* stacks, uint64_t pthread) {
   char id[32];
   std::snprintf(id, sizeof id, "0x%016llx", static_cast<unsigned long long>(pthread));
-  const size_t at = stacks.find(id);
+  const size_t at = stacks->find(id);
   if (at == std::string::npos) return "";
-  const size_t first = stacks.find('\n', at) + 1;
-  const size_t end = std::min(stacks.find("\n\n", at), stacks.size());
-  return first == 0 || first >= end ? "" : stacks.substr(first, end - first) + "\n";
+  const size_t end = std::min(stacks->find("\n\n", at), stacks->size());
+  const size_t first = std::min(stacks->find('\n', at) + 1, end);
+  const std::string block = stacks->substr(first, end - first);
+  const size_t before = stacks->rfind("\n\n", at);
+  const size_t begin = before == std::string::npos ? 0 : before + 2;
+  stacks->erase(begin, std::min(end + 2, stacks->size()) - begin);
+  return block + (block.empty() || block.back() == '\n' ? "" : "\n");
 }
 
-bool stuck(uint64_t limit) {
-  const uint64_t now = now_ns();
-  const RunningHost& host = running_host();
-  if (host.fn.load() != nullptr && now > host.since + limit) return true;
-  for (ThreadRecord* r = first_thread(); r != nullptr; r = r->next) {
-    if (r->used && r->site.load() != nullptr && now > r->since + limit) return true;
+// The watchdog's own clock stands still while the process does (stopped, or starved of processors),
+// so that only a call that had its time counts as stuck.
+constexpr uint64_t kTickNs = 50000000;
+
+// What one thread was seen in, since when by that clock.
+struct Seen {
+  uint64_t since = 0, first = 0;
+  bool stuck(bool busy, uint64_t began, uint64_t now, uint64_t limit) {
+    if (!busy || began != since) first = now;
+    since = began;
+    return busy && now > first + limit;
   }
-  return false;
+};
+
+bool stuck(std::map<const void*, Seen>* seen, uint64_t now, uint64_t limit) {
+  const RunningHost& host = running_host();
+  bool any = (*seen)[&host].stuck(host.fn.load() != nullptr, host.since, now, limit);
+  for (ThreadRecord* r = first_thread(); r != nullptr; r = r->next) {
+    any = (*seen)[r].stuck(r->used && r->site.load() != nullptr, r->since, now, limit) || any;
+  }
+  return any;
 }
 
 [[noreturn]] void watch_forever() {
   const unsigned seconds = settings().watchdog_seconds;
-  while (!stuck(uint64_t{seconds} * 1000000000u)) usleep(50000);
+  std::map<const void*, Seen> seen;
+  uint64_t now = 0;
+  while (!stuck(&seen, now, uint64_t{seconds} * 1000000000u)) {
+    usleep(kTickNs / 1000);
+    now += kTickNs;
+  }
   const std::string report = describe_with_stacks();
   std::fprintf(stderr, "softcuda watchdog: no progress for %u s\n%s", seconds, report.c_str());
   std::fflush(stderr);
@@ -96,18 +120,18 @@ std::string describe() {
 }
 
 std::string describe_with_stacks() {
-  const std::string python = all_python_stacks();
+  std::string python = all_python_stacks();
   std::string out;
   for (const Side& side : sides()) {
     out += side.text;
     const std::string native =
         stacks::format(stacks::of_thread(static_cast<pid_t>(side.tid), kAnswerLimitS), "    ");
     out += "  native, innermost first:\n" + (native.empty() ? "    it did not answer\n" : native);
-    const std::string own = block_of(python, side.pthread);
+    const std::string own = take_block(&python, side.pthread);
     out += own.empty() ? "  in no Python function\n" : "  Python, innermost first:\n" + own;
   }
   describe_workers(&out);
-  return out + (python.empty() ? "" : "Python's threads:\n" + python);
+  return out + (python.empty() ? "" : "other Python threads:\n" + python);
 }
 
 void start_watchdog() {
