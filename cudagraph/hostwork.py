@@ -8,15 +8,14 @@ the driver, and must not wait for another host function.
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from graft.cudagraph.driver import check_code, enter
 from graft.cudagraph.errors import HostWorkError, OptionError
+from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ __all__ = [
     "Spin",
     "as_work",
     "check_captured",
+    "describe_running",
     "hostfunc",
     "keep_captured",
 ]
@@ -228,15 +228,7 @@ def raise_failure(failure: tuple[str, int, BaseException | None, str], where: st
     error = HostWorkError(
         f"host step {node!r} {where} failed{number}: {said}", node=node, replay=replay
     )
+    if exception is None and any(step[0] == node for step in _native.running_host_work()):
+        error.add_note(describe_running().lstrip())  # it passed its deadline and is still there
     raise error from exception
 
-
-def describe_running() -> str:
-    """Tell which host functions run now and where the Python ones stand; "" when none does."""
-    lines: list[str] = []
-    frames: dict[int, Any] = sys._current_frames()
-    for node, replay, seconds, thread in _native.running_host_work():
-        lines.append(f"\nhost step {node!r} (replay {replay}) has been running for {seconds:.3f} s")
-        if thread in frames:
-            lines.append("".join(traceback.format_stack(frames[thread])).rstrip())
-    return "\n".join(lines)

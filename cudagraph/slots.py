@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from graft.cudagraph.dtypes import itemsize, numpy_dtype
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.memory import PinnedArray, check_shape
+from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
 if TYPE_CHECKING:
@@ -168,14 +169,19 @@ class Ring(PinnedSlots):
         Raises
         ------
         DeadlineError
-            After ``timeout_s`` seconds.
+            After ``timeout_s`` seconds; names the host steps that are running.
         """
-        entry = self._entry(replay)
-        if not _native.poll_i32_eq(self._stamp_address(entry), replay, timeout_s):
-            stamp = _native.load_acquire_i32(self._stamp_address(entry))
+        if not self.stamped(replay, timeout_s):
+            stamp = _native.load_acquire_i32(self._stamp_address(self._entry(replay)))
             raise DeadlineError(
                 f"replay {replay} was not stamped within {timeout_s:g} s (the entry has {stamp})"
+                f"{describe_running()}"
             )
+
+    def stamped(self, replay: int, timeout_s: float | None = None) -> bool:
+        """Do what :meth:`poll` does, but return False after ``timeout_s`` seconds."""
+        entry = self._entry(replay)
+        return bool(_native.poll_i32_eq(self._stamp_address(entry), replay, timeout_s))
 
     def consumed(self, replay: int) -> None:
         """Give an entry free for a later replay."""

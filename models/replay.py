@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graft.cudagraph.errors import DeadlineError, DeviceError
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.running import Running
@@ -171,24 +172,20 @@ class Replays:
         Raises
         ------
         DeviceError
-            The device failed, or published nothing within 120 s.
+            The device failed, or published nothing within 120 s; tells both sides' stacks then.
         HostWorkError
             A host step of a replay failed.
         """
         flight = self.unread[0]
         outputs, replay = self._parts.outputs, flight.replay
         deadline = time.monotonic() + ROUND_DEADLINE_S
-        while True:
+        shield.check()
+        while not outputs.stamped(replay, POLL_S):
+            self._stream.query()  # a faulted device says so here
+            if time.monotonic() > deadline:
+                raise DeviceError(f"replay {replay} published no result within "
+                                  f"{ROUND_DEADLINE_S:.0f} s{describe_running()}")
             shield.check()
-            try:
-                outputs.poll(replay, timeout_s=POLL_S)
-                break
-            except DeadlineError as error:
-                self._stream.query()  # a faulted device says so here
-                if time.monotonic() > deadline:
-                    raise DeviceError(
-                        f"replay {replay} published no result within {ROUND_DEADLINE_S:.0f} s"
-                    ) from error
         self._retire(replay - 1, stats)
         flight.graph.exec.check()
         return flight

@@ -93,7 +93,7 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
         "not slot.joined"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
     "results read before they are published": (
-        Replays, "wait", "outputs.poll(replay, timeout_s=POLL_S)", "pass"),
+        Replays, "wait", "not outputs.stamped(replay, POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
         Replays, "wait", "self._retire(replay - 1, stats)",

@@ -22,6 +22,7 @@
 #include "hostwork/poll.h"
 #include "hostwork/record.h"
 #include "hostwork/resource.h"
+#include "stacks/stacks.h"
 
 namespace nb = nanobind;
 using namespace graft::hostwork;
@@ -192,6 +193,18 @@ void bind_records(nb::module_& m) {
     const RunCounts c = run_counts();
     return nb::make_tuple(c.python, c.native, c.stood_down);
   });
+  m.def(
+      "thread_stack",
+      [](int tid, double limit_s) {
+        std::vector<std::string> out;
+        const nb::gil_scoped_release release;
+        const stacks::Frames frames =
+            tid == 0 ? stacks::of_this_thread(0) : stacks::of_thread(tid, limit_s);
+        for (const void* frame : frames) out.push_back(stacks::name_of(frame));
+        return out;
+      },
+      nb::arg("tid"), nb::arg("limit_s"),
+      "Native stack of a thread (0: this one), innermost first; [] when it does not answer.");
   m.def("running_host_work", [] {
     std::vector<Running> running;
     {
@@ -200,7 +213,7 @@ void bind_records(nb::module_& m) {
     }
     nb::list out;
     for (const Running& r : running) {
-      out.append(nb::make_tuple(r.node, r.replay, r.seconds, r.thread));
+      out.append(nb::make_tuple(r.node, r.replay, r.seconds, r.thread, r.tid));
     }
     return out;
   });

@@ -192,7 +192,8 @@ bool Port::check(std::int64_t now_ns) {
   const std::uint64_t owner = owner_.load();
   if (words_.gave_up != nullptr && (owner & 3) == kOpen &&
       __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE) == seq_of(owner) && seq_of(owner) != 0) {
-    release(seq_of(owner), "the waiting kernel gave up at its own deadline");
+    release(seq_of(owner),
+            "the waiting kernel gave up at its own deadline" + native_stacks_of(record_));
   }
   const std::uint32_t seq = request();
   if (seq != 0 && newer(seq, closed())) {
@@ -203,7 +204,10 @@ bool Port::check(std::int64_t now_ns) {
     }
     const double waited = static_cast<double>(now_ns - watched_since_ns_) * 1e-9;
     if (waited >= limits_.answer_s) {
-      release(seq, "no answer within " + seconds(limits_.answer_s) + "; the wait was released");
+      // Taken before the release, after which the work may end.
+      const std::string where = native_stacks_of(record_);
+      release(seq,
+              "no answer within " + seconds(limits_.answer_s) + "; the wait was released" + where);
     } else if (state_->failed() && worker_->stuck()) {
       release(seq, "its worker is stuck in an earlier step");
     }

@@ -105,7 +105,10 @@ struct Running {
   std::int64_t replay;
   double seconds;
   std::uint64_t thread;  // threading.get_ident() of the thread
+  int tid;               // and the kernel's number of it
 };
 std::vector<Running> running_host_work();
+// Where the threads stand that run this record now: lines to follow a message. No GIL.
+std::string native_stacks_of(const HostRecord* record);
 
 }  // namespace graft::hostwork

@@ -1,6 +1,8 @@
 #include "hostwork/running.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <mutex>
@@ -8,6 +10,7 @@
 
 #include "hostwork/current.h"
 #include "hostwork/record.h"
+#include "stacks/stacks.h"
 
 namespace graft::hostwork {
 namespace {
@@ -32,6 +35,7 @@ struct ThreadSlot {
   std::int64_t replay = 0;
   Clock::time_point start;
   const std::uint64_t thread = static_cast<std::uint64_t>(pthread_self());
+  const int tid = static_cast<int>(syscall(SYS_gettid));
 
   ThreadSlot() {
     const std::lock_guard<std::mutex> lock(registry().mutex);
@@ -62,7 +66,28 @@ std::vector<Running> running_host_work() {
     const std::lock_guard<std::mutex> slot_lock(s->mutex);
     if (s->record == nullptr) continue;
     const std::chrono::duration<double> seconds = Clock::now() - s->start;
-    out.push_back({s->record->name(), s->replay, seconds.count(), s->thread});
+    out.push_back({s->record->name(), s->replay, seconds.count(), s->thread, s->tid});
+  }
+  return out;
+}
+
+std::string native_stacks_of(const HostRecord* wanted) {
+  constexpr double kAnswerLimitS = 0.1;
+  std::vector<int> threads;
+  {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    for (ThreadSlot* s : registry().slots) {
+      const std::lock_guard<std::mutex> slot_lock(s->mutex);
+      if (s->record == wanted) threads.push_back(s->tid);
+    }
+  }
+  std::string out;
+  for (const int tid : threads) {
+    const stacks::Frames frames = stacks::of_thread(tid, kAnswerLimitS);
+    if (frames.empty()) continue;
+    out += "\nit ran in thread " + std::to_string(tid) + ", native stack, innermost first:\n" +
+           stacks::format(frames, "  ");
+    out.pop_back();
   }
   return out;
 }
