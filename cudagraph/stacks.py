@@ -15,7 +15,7 @@ __all__ = ["describe_running"]
 
 #: Frames told of each stack.
 MOST = 12
-ANSWER_LIMIT_S = 0.5
+ANSWER_LIMIT_S = 2.0
 
 
 def describe_running() -> str:

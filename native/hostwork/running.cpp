@@ -72,7 +72,7 @@ std::vector<Running> running_host_work() {
 }
 
 std::string native_stacks_of(const HostRecord* wanted) {
-  constexpr double kAnswerLimitS = 0.1;
+  constexpr double kAnswerLimitS = 1.0;
   std::vector<int> threads;
   {
     const std::lock_guard<std::mutex> lock(registry().mutex);

@@ -16,7 +16,7 @@
 namespace softcuda {
 namespace {
 
-constexpr double kAnswerLimitS = 1.0;
+constexpr double kAnswerLimitS = 5.0;
 
 struct Side {
   long tid;
