@@ -170,3 +170,29 @@ def test_whole_graph_update(soft, module, stream):
     for graph in (first, same, other, longer):
         soft.ok(soft.d.cuGraphDestroy(graph))
     soft.free(p)
+
+
+def test_updates_know_child_graphs_wherever_their_nodes_lie(soft, module, stream):
+    """Definitions of one shape agree, also with several nodes in a child; new parameters count."""
+    a = soft.put(np.zeros(1, np.int32))
+    function = soft.function(module, "add")
+    executable, definitions = None, []
+    for value in range(1, 21):
+        child, graph = (soft.ok(soft.d.cuGraphCreate(0)) for _ in range(2))
+        last: list = []
+        for _ in range(6):
+            last = [soft.add_kernel(child, last, function, 1, 1, a, np.int32(value))]
+        soft.ok(soft.d.cuGraphAddChildGraphNode(graph, [], 0, child))
+        soft.ok(soft.d.cuGraphDestroy(child))
+        definitions.append(graph)
+        if executable is None:
+            executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
+        else:
+            soft.ok(soft.d.cuGraphExecUpdate(executable, graph))
+        soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(a, 1, np.int32)[0] == 6 * sum(range(1, 21))
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    for graph in definitions:
+        soft.ok(soft.d.cuGraphDestroy(graph))
+    soft.free(a)

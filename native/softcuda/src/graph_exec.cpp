@@ -45,6 +45,8 @@ void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<
     place(*node->child, {entry}, out, references, &inner);
     FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
     for (auto& item : inner) join.dependencies.push_back(item.second);
+    // The map is ordered by address; two definitions of one shape must come out the same.
+    std::sort(join.dependencies.begin(), join.dependencies.end());
     (*tail)[node.get()] = static_cast<unsigned>(out->size());
     out->push_back(std::move(join));
   }
