@@ -9,6 +9,7 @@ from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph.errors import OptionError
 from graft.models.request import Output, Request
+from graft.tools import cli, generate
 
 
 def rounds(outputs: list[Output]) -> list[tuple[str, list[int], int, int]]:
@@ -29,7 +30,7 @@ def noisy(requests: list[Request], **options: float) -> list[Request]:
 def test_probed_drafts_change_no_token(mode: str, transport: str) -> None:
     """Outputs are those of filled drafts; without filters so are drafts, hence rounds and
     acceptance. Drafting probes, and no more rows are filled than verification reads."""
-    requests = mixed_requests(4 if transport == "native" else 2)
+    requests = mixed_requests(3 if transport == "native" else 1)
     if mode != "greedy":
         requests = noisy(requests, **({} if mode == "coupled" else {"top_p": 0.9, "top_k": 20}))
     outputs, grammar = {}, {}
@@ -66,7 +67,7 @@ def test_probed_rejection_sampling_takes_point_drafts() -> None:
 @pytest.mark.parametrize("legality", ["fill", "probe"])
 def test_threads_and_budgets_change_no_token(legality: str) -> None:
     """Whatever is late with hardly any budget, every greedy output stays the same."""
-    requests = mixed_requests(4)
+    requests = mixed_requests(3)
     with demo_engine(max_batch_size=4) as engine:
         expected = [(o.reason, o.tokens) for o in engine.generate(requests)]
     with demo_engine(
@@ -92,3 +93,11 @@ def test_options_are_refused_by_name(options: dict, message: str) -> None:
     """Unknown and contradictory settings raise OptionError before anything is loaded."""
     with pytest.raises(OptionError, match=message):
         demo_engine(**options)
+
+
+def test_the_command_line_chooses_how_drafts_are_made_legal() -> None:
+    """--draft-legality reaches the engine and what it says of its options."""
+    line = ["generate", "--prompt", "hi", "--draft-legality", "probe"]
+    options = cli.parser().parse_args(line)
+    with generate.open_engine(options, 1) as engine:
+        assert engine.options.draft_legality == "probe" and engine._parts.decoder.probes

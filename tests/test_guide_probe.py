@@ -22,7 +22,7 @@ def test_the_first_legal_candidate_is_answered_and_rows_come_later(backend, draf
         backend, slots=4, draft_length=draft_length, masked=True, seed=draft_length, probe=True,
         wrong=0.05, options={"threads": threads},
     )  # fmt: skip
-    play(device, 200 if backend.name == "XGrammar" else 50)
+    play(device, 120 if backend.name == "XGrammar" else 40)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         if not name.endswith("_ns"):

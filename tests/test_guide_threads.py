@@ -48,7 +48,7 @@ def test_several_threads_make_the_same_rows(backend, draft_length, masked):
         backend, slots=6, draft_length=draft_length, masked=masked, seed=20 + draft_length,
         options={"threads": 3},
     )  # fmt: skip
-    play(device, 80 if backend.name == "XGrammar" else 30)
+    play(device, 60 if backend.name == "XGrammar" else 20)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
         if not name.endswith("_ns"):
@@ -209,14 +209,15 @@ def test_late_slots_resume_exactly(backend, draft_length, masked, threads):
     """Slots held at random sit rounds out; every request's tokens are as without a budget."""
     shape = {"slots": 4, "draft_length": draft_length, "masked": masked, "seed": 3, "stall": 0.0}
     plain = HeldDevice(backend, held=0.0, **shape)
-    expected = plain.serve(24)
-    held = HeldDevice(backend, held=0.2, threads=threads, **shape)
+    requests = 24 if backend.name == "XGrammar" else 16
+    expected = plain.serve(requests)
+    held = HeldDevice(backend, held=0.35, threads=threads, **shape)
     try:
-        assert held.serve(24) == expected
+        assert held.serve(requests) == expected
     finally:
         held.release()
     counters = held.decoders[0].counters()
-    assert counters["late_rows"] > 3 and counters["budget_stalls"] > 3
+    assert counters["late_rows"] > 2 and counters["budget_stalls"] > 2
     assert counters["desyncs"] == counters["errors"] == 0
     assert held.sat_out > 0
 
