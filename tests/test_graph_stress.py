@@ -157,7 +157,9 @@ class Case:
             getattr(lane, op.kind)(self.work(op), name=title, worker=self.worker,
                                    deadline_s=LIMIT_S)  # fmt: skip
         elif op.kind == "captured":
-            lane.child(self.capture(op))
+            captured = self.capture(op)
+            lane.child(captured)
+            assert int(cu.cuGraphDestroy(captured)[0]) == 0  # its mailbox would be looked at
         elif op.kind in ("child", "moved"):
             inner = Graph(self.device, title)
             if op.kind == "child":
