@@ -13,6 +13,7 @@ Objects of few properties get every order.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = ["several_orders"]
 
 _ALL_ORDERS = 3  # properties of which every order is allowed
 _MOST_ORDERS = 8  # of larger objects
+_MOST_WAYS = 24  # orders times the unions inside an object: the backend multiplies them out
 _MOST_NAMES = 4000  # names written into one schema's orders
 _HOMES = ("$defs", "definitions")
 _ANNOTATIONS = word_set("title description default examples $comment deprecated type")
@@ -126,12 +128,21 @@ class _Orders:
             for required in wanted:
                 first = tuple(name for name in dict.fromkeys(required) if name in names)
                 found.setdefault((*first, *(name for name in natural if name not in first)))
-        offered = list(found)[:_MOST_ORDERS]
+        offered = list(found)[: min(_MOST_ORDERS, _MOST_WAYS // self._ways(schema, 0))]
         cost = len(offered) * len(natural)
         if len(offered) < 2 or cost > self._names_left:
             return
         self._names_left -= cost
         yield from offered
+
+    def _ways(self, schema: Any, depth: int) -> int:
+        """Combinations of options in the unions that a schema is made of."""
+        schema = self._references.followed(schema)
+        if not isinstance(schema, dict) or depth > 4:
+            return 1
+        parts, options = schema.get("allOf"), schema.get("anyOf")
+        ways = math.prod(self._ways(part, depth + 1) for part in _listed(parts))
+        return ways * max(1, sum(self._ways(option, depth + 1) for option in _listed(options)))
 
     def _gather(
         self, schema: Any, names: dict[str, None], wanted: list[tuple[str, ...]],
@@ -151,9 +162,12 @@ class _Orders:
             wanted += [(*before, *own), (*own, *before)]
             before = (*before, *own)
         for keyword in ("allOf", "anyOf"):
-            parts = schema.get(keyword)
-            for part in parts if isinstance(parts, list) else ():
+            for part in _listed(schema.get(keyword)):
                 self._gather(part, names, wanted, before, depth + 1)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _used_as_parts(root: dict[str, Any]) -> set[str]:

@@ -25,6 +25,7 @@ from .rewrite_terms import Reason
 __all__ = ["Reason", "Route", "check_output", "route", "route_named"]
 
 _MOST_REASONS = 20
+_LONGEST_LOOSE = 30_000  # characters; XGrammar takes seconds for some longer ones
 _EMPTY = "allows no output"
 
 
@@ -146,10 +147,13 @@ def _llguidance(new: Rewritten) -> Route:
         reason = found[0]
         if loose is schema:
             loose = copy.deepcopy(schema)
-        part = dict(subschemas(loose)).get(reason.pointer, {})
-        if reason.keyword not in part or len(reasons) > _MOST_REASONS:
+        parts = dict(subschemas(loose))
+        here = parts.get(reason.pointer, {})
+        if reason.keyword not in here:
             return Route(None, schema, False, tuple(reasons))
-        del part[reason.keyword]
+        # With so many the rest is not looked for one by one.
+        for part in parts.values() if len(reasons) > _MOST_REASONS else (here,):
+            part.pop(reason.keyword, None)
     ordered = several_orders(loose, new.home)
     if ordered is not loose and not trial(ordered):
         loose = ordered
@@ -166,7 +170,8 @@ def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
     reasons += refusals(rewritten, "xgrammar")
     if not reasons:
         return Route("xgrammar", rewritten, True)
-    backend = None if compile_cost(schema) else "xgrammar"
+    long = len(json.dumps(schema)) > _LONGEST_LOOSE
+    backend = None if long or compile_cost(schema) else "xgrammar"
     return Route(backend, schema, False, tuple(reasons))
 
 

@@ -130,6 +130,19 @@ def test_a_schema_that_the_backend_would_refuse_with_orders_keeps_its_own():
     assert several_orders(many, "$defs") is many
 
 
+def test_wide_unions_are_not_multiplied_by_orders():
+    """Orders times options stay few: the backend's parser would meet its limits in mid-text."""
+    names = [f"p{i}" for i in range(26)]
+    few: dict[str, Any] = {
+        "type": "object", "properties": {n: {} for n in names}, "required": ["p5"],
+        "anyOf": [{"required": [n]} for n in names[:3]],
+    }  # fmt: skip
+    wide = {**few, "anyOf": [{"required": [n]} for n in names]}
+    nested = {**few, "allOf": [{"anyOf": [{"minProperties": 1}] * 9}]}
+    assert several_orders(few, "$defs") is not few
+    assert several_orders(wide, "$defs") is wide and several_orders(nested, "$defs") is nested
+
+
 def test_schemas_with_bases_of_their_own_and_simple_ones_are_left_alone():
     """References could mean something else under a nested identifier; one name has one order."""
     nested = {"type": "object", "properties": {"a": {"$id": "x:y", "type": "null"}, "b": {}}}

@@ -144,6 +144,7 @@ def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "invalid_accepted": sum(a["invalid"].count(True) for a in plain),
         "invalid": sum(len(a["invalid"]) for a in plain),
         "compile_ms": quantiles(np.asarray([a["compile_s"] for a in compiled]) * 1e3),
+        "compile_cpu_ms": quantiles(np.asarray([a["compile_cpu_s"] for a in compiled]) * 1e3),
         "fill_us": quantiles(fills / 1e3),
         "fill_cpu_us": quantiles(cpu / 1e3),
         "fills": len(fills),
@@ -162,13 +163,13 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """A plain-text table, a line a subject."""
     head = ["subject", "right", "compiled", "marked", "refused", "spelling", "wrong", "hang",
-            "crash", "valid taken", "invalid taken", "compile ms p50/p99/p99.9/max",
-            "fill us p50/p99/p99.9/max", "of the CPU"]  # fmt: skip
+            "crash", "valid taken", "invalid taken", "compile ms p50/p99/p99.9/max", "CPU ms",
+            "fill us p50/p99/p99.9/max", "CPU us"]  # fmt: skip
     lines = [head]
     for name, s in summaries.items():
         times = [
             "/".join(f"{s[kind][q]:.3g}" for q in QUANTILES) if s[kind] else "-"
-            for kind in ("compile_ms", "fill_us", "fill_cpu_us")
+            for kind in ("compile_ms", "compile_cpu_ms", "fill_us", "fill_cpu_us")
         ]
         counts = [str(s[k]) for k in ("compiled", "marked", "refused", "spelling", "wrong",
                                       "timeout", "crash")]  # fmt: skip

@@ -196,14 +196,14 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
     -------
     dict
         ``outcome`` ("compiled" or "refused"), ``why``, ``keyword``, ``pointer``, ``backend``,
-        ``marked``, ``compile_s``, ``fill_ns`` and ``fill_cpu_ns`` (lists; the second is the
-        processor's time, which other work on the machine does not lengthen), ``valid`` and
+        ``marked``, ``compile_s``, ``fill_ns`` (list) and the same as ``compile_cpu_s`` and
+        ``fill_cpu_ns`` in the processor's time, which other work does not lengthen, ``valid`` and
         ``invalid`` (accepted, one flag an instance), ``spelling`` (valid ones accepted only in
         another order of their keys).
     """
     compact = bool(row.get("compact"))
     answer: dict[str, Any] = {"marked": False, "backend": None, "why": "", "keyword": ""}
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     try:
         if isinstance(subject, _Auto):
             compiled, found = subject.compile(row["schema"], compact, row.get("draft", 2020))
@@ -217,7 +217,7 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         parts = str(error).split(": ")  # "cannot be enforced: pointer: keyword: why"
         keyword = parts[2] if isinstance(subject, _Auto) and len(parts) > 3 else ""
         return {**answer, "outcome": "refused", "why": str(error)[:300], "keyword": keyword}
-    compile_s = time.perf_counter() - begin
+    compile_s, compile_cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
     fills: list[tuple[int, int]] = []
     separators = (",", ":") if compact else None
     accepted: dict[str, list[bool]] = {"valid": [], "invalid": []}
@@ -229,7 +229,8 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
             flags.append(fits)
             if label == "valid" and not fits and not compact:
                 spelling += _Search(compiled(), byte_ids, row["schema"]).fits(value)
-    return {**answer, "outcome": "compiled", "compile_s": compile_s, "spelling": spelling,
+    return {**answer, "outcome": "compiled", "compile_s": compile_s,
+            "compile_cpu_s": compile_cpu_s, "spelling": spelling,
             "fill_ns": [wall for wall, _ in fills], "fill_cpu_ns": [cpu for _, cpu in fills],
             **accepted}  # fmt: skip
 

@@ -27,7 +27,10 @@ struct ErrorText {
 
   void keep(const char* message, size_t size) noexcept {
     if (text[0] != '\0') return;
-    size = std::min(size, sizeof(text) - 1);
+    if (size > sizeof(text) - 1) {  // cut between characters: Python reads it as UTF-8
+      size = sizeof(text) - 1;
+      while (size > 0 && (message[size] & 0xC0) == 0x80) --size;
+    }
     std::memcpy(text, message, size);
     text[size] = '\0';
   }
