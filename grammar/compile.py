@@ -48,7 +48,7 @@ class CompileService:
     timeout_s
         Seconds one risky grammar may take, from the moment a running process takes it up.
     memory_bytes
-        Address space of one process.
+        Address space that one process may take for grammars.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ It is run as a script (``python compile_child.py``), so it imports one backend's
 standard library only. The parent writes pickled messages to its standard input and reads pickled
 answers from its standard output, each behind its length in 8 bytes:
 
-1. once: the backend's name, the vocabulary ``(tokens, size, stop_ids)`` and the address space
-   limit in bytes; answered by ``"ready"``;
+1. once: the backend's name, the vocabulary ``(tokens, size, stop_ids)`` and the bytes of address
+   space that it may take beyond this; answered by ``"ready"``;
 2. per grammar: what the backend's ``request`` gives; answered by ``("compiled", text, warnings)``,
    ``("refused", message, warnings)`` or ``("memory", message, warnings)``. Warnings tell of
    features that the backend ignores.
@@ -160,7 +160,9 @@ def main() -> None:
     name, vocabulary, memory = receive(sys.stdin.buffer)
     compilers: dict[str, Any] = {"xgrammar": _XGrammar}
     compiler = compilers[name](*vocabulary)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory, resource.RLIM_INFINITY))
     send(answers, "ready")
     while True:
         try:

@@ -12,7 +12,7 @@ from . import compile_child
 
 __all__ = ["ChildLost", "CompileProcess"]
 
-START_S = 60.0  # for a child to import its library and sort the vocabulary
+START_S = 120.0  # for a child to import its library and sort the vocabulary
 
 
 class ChildLost(Exception):
@@ -41,6 +41,7 @@ class CompileProcess:
         )
         self.pid = self._process.pid
         self._setup: Any = setup
+        self._memory_gib = setup[2] / (1 << 30)
         self._expired = self._stopped = False
 
     def ask(self, request: Any, timeout_s: float) -> Any:
@@ -71,7 +72,9 @@ class CompileProcess:
                 raise ChildLost(f"took longer than {timeout_s:g} s to {doing}") from error
             if self._stopped:
                 raise ChildLost("the compile service was closed") from error
-            raise ChildLost(f"the compiling process ended with status {code}") from error
+            limit = f"{self._memory_gib:.3g} GiB of memory"
+            said = f"the compiling process, limited to {limit}, ended with status {code}"
+            raise ChildLost(said) from error
         finally:
             timer.cancel()
 

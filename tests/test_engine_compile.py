@@ -74,9 +74,9 @@ def test_long_strings_for_a_real_vocabulary_do_not_hold_up_others(shared_data):
             service.submit(GrammarSpec.json_schema({"enum": [f"value {i}", i]})) for i in range(20)
         ]
         for future in cheap:
-            assert future.result(timeout=120).nbytes > 0
+            assert future.result(timeout=300).nbytes > 0
         with pytest.raises(GrammarError, match=r"took longer than 20 s|GiB of memory"):
-            slow.result(timeout=120)
+            slow.result(timeout=300)
         assert time.monotonic() - begun >= 1  # it was tried
     finally:
         service.close()

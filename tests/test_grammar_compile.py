@@ -34,7 +34,7 @@ def backend() -> XGrammarBackend:
 
 @pytest.fixture
 def service(backend):
-    made = CompileService(backend)
+    made = CompileService(backend, timeout_s=600)
     yield made
     made.close()
 
@@ -100,7 +100,7 @@ def test_partial_takes_a_grammar_with_ignored_features(service):
 
 def running_child(service):
     """The one process that the service has started, waited for."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not service._children:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -116,7 +116,7 @@ def test_cheap_grammars_never_wait_for_a_risky_one(backend):
         os.kill(running_child(service).pid, signal.SIGSTOP)  # however fast the machine is
         cheap = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
         for future in cheap:
-            assert future.result(timeout=60).nbytes > 0
+            assert future.result(timeout=300).nbytes > 0
         assert not slow.done()
         counters = service.counters()
         assert counters["compiled_in_threads"] == 20
@@ -130,8 +130,9 @@ def test_cheap_grammars_never_wait_for_a_risky_one(backend):
         (ENDLESS.schema, {"timeout_s": 2}, "took longer than 2 s to compile"),
         (
             {"type": "array", "maxItems": 3000, "items": {"type": "string", "maxLength": 3000}},
-            {"memory_bytes": 1 << 29},
-            "needs more than 0.5 GiB of memory to compile",
+            {"memory_bytes": 1 << 27, "timeout_s": 600},
+            # of libraries without memory some raise, and some end the process
+            r"(needs more than|the compiling process, limited to) 0\.125 GiB of memory",
         ),
     ],
 )
@@ -140,10 +141,10 @@ def test_limits_of_time_and_memory_refuse_one_grammar(backend, schema, limits, m
     service = CompileService(backend, **limits)
     try:
         with pytest.raises(GrammarError, match=f"json_schema: {message}"):
-            service.submit(GrammarSpec.json_schema(schema)).result(timeout=120)
-        service._timeout_s = 60  # a loaded machine may be slow with any grammar
+            service.submit(GrammarSpec.json_schema(schema)).result(timeout=300)
+        service._timeout_s = 600  # a loaded machine may be slow with any grammar
         risky = GrammarSpec.json_schema({"type": "array", "maxItems": 200})
-        assert service.submit(risky).result(timeout=60).nbytes > 0
+        assert service.submit(risky).result(timeout=300).nbytes > 0
     finally:
         service.close()
 
@@ -154,7 +155,7 @@ def test_refusals_for_lack_of_time_are_not_kept(backend):
     try:
         for spec, kept in ((ENDLESS, False), (GrammarSpec("regex", "a(b"), True)):
             first = service.submit(spec)
-            assert isinstance(first.exception(timeout=60), GrammarError)
+            assert isinstance(first.exception(timeout=300), GrammarError)
             wait_until(lambda: not service._pending)
             assert (service.submit(spec) is first) == kept
     finally:
@@ -166,9 +167,9 @@ def test_a_child_that_dies_fails_one_grammar(service):
     doomed = service.submit(ENDLESS)
     os.kill(running_child(service).pid, signal.SIGKILL)
     with pytest.raises(GrammarError, match="ended with status -9"):
-        doomed.result(timeout=60)
+        doomed.result(timeout=300)
     risky = GrammarSpec.json_schema({"type": "string", "maxLength": 300})
-    assert service.submit(risky).result(timeout=60).nbytes > 0
+    assert service.submit(risky).result(timeout=300).nbytes > 0
 
 
 def test_close_stops_at_once_and_fails_what_is_left(backend):
@@ -207,7 +208,7 @@ def test_the_cache_is_bounded_in_bytes(backend):
 
 def wait_until(condition):
     """What the service's threads do after a future is done, awaited."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -296,7 +297,7 @@ def test_what_is_risky_is_known_before_compiling(spec, why):
 def test_nothing_compiles_here_if_tvm_ffi_would_hold_the_gil(service, monkeypatch):
     """Where the environment tells TVM-FFI to keep the GIL, every grammar goes to a child."""
     monkeypatch.setenv("TVM_FFI_RELEASE_GIL_BY_DEFAULT", "0")
-    assert service.submit(GrammarSpec.regex("a+")).result(timeout=60).nbytes > 0
+    assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
     counters = service.counters()
     assert counters["compiled_in_children"] == 1 and "compiled_in_threads" not in counters
 

@@ -32,8 +32,8 @@ def backend() -> XGrammarBackend:
 
 def compile_once(backend, folder, *specs: GrammarSpec) -> dict[str, int]:
     """What a service with an empty memory did for the specs; everything is written when it ends."""
-    service = CompileService(backend, disk=DiskCache(folder))
-    compiled = [service.submit(spec).result(timeout=60) for spec in specs]
+    service = CompileService(backend, disk=DiskCache(folder), timeout_s=600)
+    compiled = [service.submit(spec).result(timeout=300) for spec in specs]
     service.close()
     for grammar in compiled:
         assert backend.matcher(grammar).legal().tolist() == (
@@ -152,7 +152,7 @@ def test_processes_share_a_folder(tmp_path):
         for _ in range(3)
     ]  # fmt: skip
     for process in running:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
     assert not list(tmp_path.glob("new-*"))
 
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_used_is_refused(backend, tmp_path):
     lost = DiskCache(tmp_path / "lost")
     (tmp_path / "lost").rmdir()
     service = CompileService(backend, disk=lost)
-    assert service.submit(SPEC).result(timeout=60).nbytes > 0
+    assert service.submit(SPEC).result(timeout=300).nbytes > 0
     service.close()
     assert service.counters()["disk_failures"] == 1
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_used_is_refused(backend, tmp_path):
 def test_llguidance_writes_nothing(tmp_path):
     """LLGuidance's grammars cannot be serialised: with it the folder stays empty."""
     service = GrammarService(byte_vocabulary(), "llguidance", cache_dir=tmp_path)
-    assert service.submit(SPEC).result(timeout=60).nbytes > 0
+    assert service.submit(SPEC).result(timeout=300).nbytes > 0
     service.close()
     assert not list(tmp_path.iterdir())
     assert isinstance(service.backend, LLGuidanceBackend)
