@@ -19,6 +19,7 @@
 #include "hostwork/eager.h"
 #include "hostwork/exec.h"
 #include "hostwork/gate.h"
+#include "hostwork/mailbox.h"
 #include "hostwork/poll.h"
 #include "hostwork/record.h"
 #include "hostwork/resource.h"
@@ -72,6 +73,10 @@ std::pair<bool, int> wait_for(Query&& query, std::optional<double> timeout_s) {
         return result != kNotReady;
       },
       timeout_s);
+  {
+    const nb::gil_scoped_release release;
+    hear_devices();
+  }
   return {finished, result};
 }
 

@@ -187,14 +187,18 @@ void Port::check_lease() noexcept {
        kStatusLease);
 }
 
-bool Port::check(std::int64_t now_ns) {
+void Port::hear_device() {
   check_lease();
-  const std::uint64_t owner = owner_.load();
-  if (words_.gave_up != nullptr && (owner & 3) == kOpen &&
-      __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE) == seq_of(owner) && seq_of(owner) != 0) {
-    release(seq_of(owner),
-            "the waiting kernel gave up at its own deadline" + native_stacks_of(record_));
-  }
+  if (words_.gave_up == nullptr) return;
+  const std::uint32_t seq = __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE);
+  if (seq == 0 || newer(closed(), seq)) return;
+  open(seq);  // the device may have given up before any thread of ours saw the request
+  if (owner_.load() != pack(seq, kOpen)) return;
+  release(seq, "the waiting kernel gave up at its own deadline" + native_stacks_of(record_));
+}
+
+bool Port::check(std::int64_t now_ns) {
+  hear_device();
   const std::uint32_t seq = request();
   if (seq != 0 && newer(seq, closed())) {
     if (watched_ != seq) {

@@ -60,6 +60,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   void serve(std::uint32_t seq, int part) noexcept;
   // Called by the watchdog only: releases what is overdue. Returns whether it must look again.
   bool check(std::int64_t now_ns);
+  // Notes what the device stored when it went on without an answer. Any thread.
+  void hear_device();
 
   void launched() noexcept override;
   // Is a worker still inside a request that the watchdog has released?
@@ -123,6 +125,8 @@ void* current_output();
 // The one thread that keeps deadlines (no GIL, no driver call).
 void watch(const std::shared_ptr<Port>& port);
 void wake_watchdog() noexcept;
+// Every mailbox's hear_device(): after a wait for the device nothing that it gave up is untold.
+void hear_devices();
 
 // After a context fault no request comes any more: workers and watchdog park for good.
 void abandon_mailboxes();

@@ -87,6 +87,11 @@ void watch(const std::shared_ptr<Port>& port) {
   wake_watchdog();  // nobody announces the launches of captured graphs
 }
 
+void hear_devices() {
+  std::uint64_t kicks = 0;
+  for (const auto& port : living(watchdog(), &kicks)) port->hear_device();
+}
+
 void wake_watchdog() noexcept {
   Watchdog& w = watchdog();
   {
