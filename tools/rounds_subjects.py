@@ -27,13 +27,15 @@ class Subject(Protocol):
 
     Attributes
     ----------
-    verify, draft : int32 ``[slots, K+1, words]``, the rows made for verification and for drafting.
+    verify, draft : int32 ``[slots, K+1, words]``, the rows made for verification and for drafting,
+        where `keep` is set.
     fills : mask rows filled so far.
     """
 
     name: str
     verify: np.ndarray
     draft: np.ndarray
+    keep: bool
     fills: int
 
     def begin(self, episode: Episode) -> None:
@@ -58,6 +60,7 @@ class Graft:
         )  # fmt: skip
         self.verify = np.zeros((slots, draft_length + 1, vocabulary.words), np.int32)
         self.draft = np.zeros_like(self.verify)
+        self.keep = True  # copies between the steps would drive the matchers out of the caches
         self.fills = 0
         self._decoder: GuidedDecoder | None = None
 
@@ -89,7 +92,8 @@ class Graft:
         drafted = self._exchange.field("drafted").array
         mask = self._exchange.field("mask").array
         self._steps[0]()
-        np.copyto(self.verify, mask)
+        if self.keep:
+            np.copyto(self.verify, mask)
         for move in moves:
             count = len(move.tokens)
             committed[move.slot, : 2 + count] = (self._replay, count, *move.tokens)
@@ -102,7 +106,8 @@ class Graft:
                     drafted[move.slot, 1 + j] = move.drafts[j - 1]
             if j < self._length:
                 self._steps[1 + j]()
-        np.copyto(self.draft, mask)
+        if self.keep:
+            np.copyto(self.draft, mask)
         decoder.retire(self._replay)
         after = decoder.counters()
         if after["desyncs"] or after["errors"] or after["refused_drafts"]:
@@ -152,6 +157,7 @@ class _Stock:
         words = backend.vocabulary.words
         self.verify = np.zeros((slots, draft_length + 1, words), np.int32)
         self.draft = np.zeros_like(self.verify)
+        self.keep = True  # it always does
         self.fills = 0
         self._width = draft_length + 1
 

@@ -241,6 +241,8 @@ Matcher::Matcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& 
       stop_ids_(stop_ids),
       live_(grammar_->start()) {
   path_.reserve(4096);
+  cheap_.reserve(4096);
+  cheap_.push_back(false);
 }
 
 Matcher::~Matcher() { grammar_->hand_back(std::move(live_)); }
@@ -262,8 +264,11 @@ Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
   const Answer legal = is_legal(id, error);
   if (legal != Answer::kYes) return legal;
   if (size_ == path_.size() || path_[size_] != id) {
+    if (size_ < path_.size()) lowest_ = std::min(lowest_, size_);
     path_.resize(size_);
+    cheap_.resize(size_ + 1);
     path_.push_back(id);
+    cheap_.push_back(false);
   }
   return advance(size_ + 1, error);
 }
@@ -316,10 +321,13 @@ Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
 Answer Matcher::compute(ErrorText* error) noexcept {
   uint64_t checksum = 0;
   if (!compute_once(&checksum)) return dead_ ? Answer::kYes : failed(error);
-  if (lowest_ < masked_at_ && checksum == checksum_) {  // invariant 5
+  if (lowest_ < std::min(masked_at_, size_) && checksum == checksum_) {  // invariant 5
     const size_t size = size_;
-    if (api.rollback(live_.get(), size - lowest_) != 0) return failed(error);
-    size_ = lowest_;
+    size_t back = lowest_;
+    while (back > 0 && lowest_ - back < kSearch && !cheap_[back]) --back;
+    if (!cheap_[back]) back = lowest_;
+    if (api.rollback(live_.get(), size - back) != 0) return failed(error);
+    size_ = back;
     if (!compute_once(&checksum) || advance(size, error) == Answer::kFailed ||
         !compute_once(&checksum)) {
       return failed(error);
@@ -338,8 +346,13 @@ bool Matcher::compute_once(uint64_t* checksum) noexcept {
   }
   const uint32_t* mask = api.get_mask(live_.get());
   const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
-  *checksum = 0;
-  for (int64_t w = 0; w < words; ++w) *checksum += mask[w];
+  uint64_t sum = 0, used = 0;
+  for (int64_t w = 0; w < words; ++w) {
+    sum += mask[w];
+    used += mask[w] != 0;
+  }
+  *checksum = sum;
+  cheap_[size_] = used <= kCheap;
   return true;
 }
 
@@ -361,7 +374,6 @@ Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
   }
   if (undone != 0 && api.rollback(live_.get(), undone) != 0) return failed(error);
   size_ = size;
-  lowest_ = std::min(lowest_, size_);
   return Answer::kYes;
 }
 

@@ -10,9 +10,9 @@
 //    is validated first. Stop tokens are never consumed: termination is kept here.
 // 5. LLGuidance keeps the last mask it computed and gives it out again where parser row and lexer
 //    state have the same numbers. In release 1.9.1 its rollback does not drop that mask, so a row
-//    that was undone and made anew can get the mask of the undone one. A mask computed after a
-//    rollback is therefore suspected if it equals the one computed before; it is then computed
-//    again, behind a mask at the point that was rolled back to, whose row was never undone.
+//    that was undone and made anew can get the mask of the undone one. Where the path has left that
+//    of the last mask, a mask is therefore suspected if it equals the last one; it is then computed
+//    again, behind one at a state that both paths share, a cheap one if there is one close by.
 // 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
 //    another copy of the start and consumes the history again.
 // 7. With a canonical tokenizer LLGuidance validates tokens that its own mask forbids, so there a
@@ -106,11 +106,16 @@ class Matcher final : public NativeMatcher {
   std::shared_ptr<Grammar> grammar_;
   const Tokenizer& tokenizer_;
   std::vector<uint32_t> stop_ids_;
-  Handle live_;                 // the present state
+  Handle live_;  // the present state
+  // A mask with so few words in use was cheap to compute; how far back such a state is looked for.
+  static constexpr uint64_t kCheap = 64;
+  static constexpr size_t kSearch = 24;
+
   std::vector<uint32_t> path_;  // consumed tokens; behind them those that were undone last
+  std::vector<bool> cheap_;     // by consumed tokens of the path: the mask there is a cheap one
   size_t size_ = 0;             // consumed tokens
   size_t masked_at_ = 0;        // `size_` when the last mask was computed
-  size_t lowest_ = 0;           // least `size_` since then
+  size_t lowest_ = 0;           // where the path has left that of the last mask, or masked_at_
   uint64_t checksum_ = 0;       // of that mask
   bool dead_ = false;           // no token is legal: LLGuidance has given up on `live_`
   bool terminated_ = false;     // by a stop token, beyond the consumed ones

@@ -167,7 +167,9 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
     return;
   }
   int32_t any = 0;
-  for (int64_t w = 0; w < count; ++w) any |= words[w];
+  for (int64_t w = 0; w < count && any == 0;) {  // by blocks, which the compiler vectorises
+    for (const int64_t end = std::min(w + 64, count); w < end; ++w) any |= words[w];
+  }
   if (any != 0) {
     if (forced_ != nullptr) {
       forced = forced_->token(words, count);

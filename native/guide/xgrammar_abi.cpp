@@ -142,6 +142,9 @@ Matcher::Matcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
   if (static_cast<const Object*>(handle)->type_index != api.matcher_type) {
     throw std::invalid_argument("the handle is not one of an XGrammar matcher");
   }
+  for (int64_t w = 0; w < (vocab_size + 31) / 32; ++w) {
+    if (acceptable[w] != ~0u) partial_.push_back(static_cast<int32_t>(w));
+  }
 }
 
 Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
@@ -171,7 +174,7 @@ Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
   Any arguments[4] = {self(handle_), any, integer(0), integer(0, tvm_ffi::kBool)};
   if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
   // XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
-  for (int64_t w = 0; w < words; ++w) row[w] &= static_cast<int32_t>(acceptable_[w]);
+  for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
   return Filled::kMask;
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "matcher.h"
 #include "tvm_ffi_abi.h"
@@ -35,6 +36,7 @@ class Matcher final : public NativeMatcher {
   void* handle_;
   const uint32_t* acceptable_;
   int64_t vocab_size_;
+  std::vector<int32_t> partial_;  // words of a row in which some id is not acceptable
 };
 
 }  // namespace xgrammar
