@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import re
@@ -42,13 +43,15 @@ def stress(kind: str) -> Path:
     path = os.pathsep.join([str(beside), os.environ.get("PATH", os.defpath)])
     ninja = ["-G", "Ninja"] if shutil.which("ninja", path=path) else []
     folder = BUILD / kind
+    # How long a compiler takes says nothing of a hang, and that watch would end the whole run.
+    faulthandler.cancel_dump_traceback_later()
     for command in (
         ["cmake", "-S", str(TESTS), "-B", str(folder), *ninja, f"-DGRAFT_SANITIZE={kind}",
          f"-DPython_EXECUTABLE={sys.executable}"],
         ["cmake", "--build", str(folder), "--parallel", "2"],
     ):
         done = subprocess.run(["nice", *command], capture_output=True, text=True, check=False,
-                              env=os.environ | {"PATH": path})
+                              env=os.environ | {"PATH": path}, timeout=3600)
         if done.returncode != 0 and "Development.Embed" in done.stderr:
             pytest.skip("there is no libpython to link the stress program with")
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
