@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from table_model import COLD, MIXED, PLAIN, Case, wrong_twice
 from graft.cudagraph.errors import OptionError
 from graft.grammar import Vocabulary, XGrammarBackend
 from graft.grammar.forced import ForcedText
+from graft.tools import forced_text
 
 TOKENS = [b"a", b"ab", b"abc", b"b", b"abd", b"", b'"', b'":', b'": "', b"abc"]
 STOPS = (5,)
@@ -162,3 +164,16 @@ def test_shapes_that_cannot_force_are_refused(options, message):
     """By the option's name, before anything runs."""
     with pytest.raises(OptionError, match=message):
         demo_engine(forced_drafts=True, **options)
+
+
+def test_the_tool_counts_rounds_saved(tmp_path, capsys):
+    """Equal tokens every way, fewer rounds with forced drafts; the table and JSON say so."""
+    report = tmp_path / "out.json"
+    assert forced_text.main(["--tasks", "4", "--json", str(report)]) == 0
+    ways = json.loads(report.read_text())["ways"]
+    assert len({row["tokens"] for row in ways.values()}) == 1
+    saved = ways["forced drafts"]["rounds_saved"]
+    assert 0 < ways["forced drafts"]["forced_tokens"] - 4 <= saved
+    assert ways["one token a round"]["rounds"] - ways["forced drafts"]["rounds"] == saved
+    assert "rounds saved" in capsys.readouterr().out
+    assert forced_text.main(["--tasks", "0"]) == 2
