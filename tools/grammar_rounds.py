@@ -2,8 +2,8 @@
 
 64 slots in the middle of real documents, draft length 3: commit, masks for drafting, masks for
 verification. Tokens and acceptance are recorded once and replayed for every subject, subjects take
-turns round by round in one process, with the same number of threads; every mask row is compared.
-Then again while a Python thread is busy in bytecode. No device is involved. Usage::
+turns round by round in one process, one thread each; the mask rows of some episodes are compared
+first. Then again while a Python thread is busy in bytecode. No device is involved. Usage::
 
     python -m graft.tools.grammar_rounds ../shared/data/maskbench \\
         --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz \\
@@ -128,19 +128,23 @@ class Match:
         return row
 
 
-def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Match,
+def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Match | None,
             limits: dict[str, int], bar: Any) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Play episodes with every subject in turn; nanoseconds per round and fills, by subject.
 
-    A subject that has reached its limit of rounds sits out the episodes that follow.
+    A subject that has reached its limit of rounds sits out the episodes that follow. Rows are
+    compared where there is a `match`; times are then not to be used.
     """
+    for subject in subjects:
+        subject.keep = match is not None
     spent: dict[str, list[int]] = {subject.name: [] for subject in subjects}
     fills = dict.fromkeys(spent, 0)
     for number, episode in enumerate(episodes):
         playing = [s for s in subjects if len(spent[s.name]) < limits.get(s.name, 1 << 30)]
         for subject in playing:
             subject.begin(episode)
-        match.begin(episode)
+        if match is not None:
+            match.begin(episode)
         for index, moves in enumerate(episode.rounds):
             if not moves:
                 break
@@ -151,7 +155,8 @@ def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Mat
                 if index:  # the first round has nothing to verify yet
                     spent[subject.name].append(nanoseconds)
                     fills[subject.name] += subject.fills - before
-            match.check(moves, playing)
+            if match is not None:
+                match.check(moves, playing)
             bar.update()
     return {name: {"ns": spent[name], "fills": fills[name]} for name in spent}
 
@@ -199,11 +204,13 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
     subjects: list[Subject] = [Graft(*shape), loop(*shape), batch(*shape, threads=1)]
     match = Match(subjects, backend, name)
     quiet, hogged = episodes[: options.episodes], episodes[options.episodes :]
-    with tqdm(total=len(episodes) * (options.rounds + 1), unit="round", desc=name,
+    checked = quiet[: options.check_episodes]
+    with tqdm(total=len([*checked, *episodes]) * (options.rounds + 1), unit="round", desc=name,
               disable=not sys.stderr.isatty()) as bar:  # fmt: skip
-        idle = measure(subjects, quiet, match, {}, bar)
+        measure(subjects, checked, match, {}, bar)
+        idle = measure(subjects, quiet, None, {}, bar)
         with Busy():
-            busy = measure(subjects, hogged, match, {loop.name: options.loop_rounds}, bar)
+            busy = measure(subjects, hogged, None, {loop.name: options.loop_rounds}, bar)
     moves = [move for e in episodes for moves in e.rounds[1:] for move in moves]
     idle_summary = {subject: summary(figures) for subject, figures in idle.items()}
     busy_summary = {subject: summary(figures) for subject, figures in busy.items()}
@@ -259,6 +266,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-length", type=int, default=3)
     made.add_argument("--rounds", type=int, default=10, help="measured rounds of an episode")
     made.add_argument("--episodes", type=int, default=30, help="episodes with an idle GIL")
+    made.add_argument("--check-episodes", type=int, default=6,
+                      help="episodes played before, to compare all mask rows")  # fmt: skip
     made.add_argument("--busy-episodes", type=int, default=20, help="episodes with a busy one")
     made.add_argument("--loop-rounds", type=int, default=20,
                       help="rounds of the plain loop beside a busy GIL, seconds each")  # fmt: skip
