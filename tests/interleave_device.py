@@ -375,10 +375,11 @@ class TickingRing(Ring):
         self.toy.tick()
         return super().row(name, replay)
 
-    def poll(self, replay: int, timeout_s: float | None = None) -> None:
+    def stamped(self, replay: int, timeout_s: float | None = None) -> bool:
         while int(self.stamp.array[replay % self.entries, 0]) != replay:
             if not self.toy.advance():
                 raise Hang(f"replay {replay} never published")
+        return True
 
 
 class TickingDecoder(GuidedDecoder):
