@@ -44,7 +44,7 @@ a stuck callback hangs without a word
 a stuck callback hangs the exit
     test_hostwork.py::test_a_stuck_callback_does_not_block_the_exit
 kernels are loaded while a callback is due
-    test_gil_deadlock.py::test_every_case_comes_to_what_it_must
+    test_gil_deadlock.py::test_a_cell_comes_to_what_follows_from_its_model
 # Snapshots and rounds in flight.
 two iterations share one buffer of tokens
     test_slots.py::test_ring_never_laps
