@@ -39,12 +39,12 @@ def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids)
         (3, True, True, False, False), (3, False, True, False, True), (2, False, False, True, True),
         (3, True, False, False, True),
     ]:  # fmt: skip
-        case = Case(k, f, ref.COUPLED, masked, pruned, point, stop_ids, 12, late)
+        case = Case(k, f, ref.COUPLED, masked, pruned, point, stop_ids, 12, late=late)
         np.testing.assert_array_equal(
             run_case(device, stream, case, 1024 * 12, seed=4), plain, err_msg=str(case)
         )
     for k, pruned, late in [(3, False, False), (2, True, True)]:
-        case = Case(k, f, ref.COUPLED, True, pruned, False, stop_ids, 12, late, probe=True)
+        case = Case(k, f, ref.COUPLED, True, pruned, False, stop_ids, 12, late=late, probe=True)
         np.testing.assert_array_equal(
             run_case(device, stream, case, 1024 * 12, seed=4), plain, err_msg=str(case)
         )
