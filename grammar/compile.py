@@ -192,7 +192,7 @@ class CompileService:
         while (job := self._risky.get()) is not None:
             try:
                 if self._closed:
-                    raise ChildLost("the compile service was closed")
+                    raise ChildLost
                 child = child or self._start_child(backend)
                 text = self._ask(child, backend.request(job[0]), job[0])
                 compiled = backend.load(job[0], text)
@@ -200,7 +200,8 @@ class CompileService:
                 self._drop(child)
                 child = None
                 # another attempt may have more luck
-                error_of_user = GrammarError(f"{job[0].kind}: {error}")
+                why = "the compile service was closed" if self._closed else error
+                error_of_user = GrammarError(f"{job[0].kind}: {why}")
                 self._finish(job, error_of_user, "killed_or_crashed", keep=False)
             except GrammarError as error:
                 self._finish(job, error, "refused")

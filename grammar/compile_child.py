@@ -1,14 +1,14 @@
-"""A process that compiles grammars: it can be killed, and it can die, without harm to its parent.
+"""A process that compiles or judges: it can be killed, and it can die, without harm to its parent.
 
-It is run as a script (``python compile_child.py``), so it imports one backend's library and the
-standard library only. The parent writes pickled messages to its standard input and reads pickled
-answers from its standard output, each behind its length in 8 bytes:
+It is run as a script (``python compile_child.py``), so it imports one backend's library (to judge:
+``jsonschema``) and the standard library only. The parent writes pickled messages to its standard
+input and reads pickled answers from its standard output, each behind its length in 8 bytes:
 
 1. once: the backend's name, the vocabulary ``(tokens, size, stop_ids)`` and the bytes of address
    space that it may take beyond this; answered by ``"ready"``;
-2. per grammar: what the backend's ``request`` gives; answered by ``("compiled", text, warnings)``,
-   ``("refused", message, warnings)`` or ``("memory", message, warnings)``. Warnings tell of
-   features that the backend ignores.
+2. per grammar: what the backend's ``request`` gives, or a question of `judge`; answered by
+   ``("compiled", text, warnings)``, ``("refused", message, warnings)`` or ``("memory", message,
+   warnings)``. Warnings tell of features that the backend ignores.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
@@ -25,7 +26,8 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 __all__ = [
-    "compile_native", "read_native", "receive", "register_types", "send", "tokenizer_info",
+    "compile_native", "read_native", "receive", "register_types", "satisfies", "send",
+    "tokenizer_info",
 ]  # fmt: skip
 
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
@@ -130,6 +132,51 @@ class _XGrammar:
         return str(compile_native(self._types, self._info, *request).serialize_json())
 
 
+def satisfies(schema: Any, text: str) -> bool:
+    """Whether a text is JSON that satisfies a schema, formats included; nothing is fetched.
+
+    Raises
+    ------
+    ValueError
+        If the schema cannot be judged: an unresolvable reference, a bad pattern.
+    """
+    import jsonschema
+    from jsonschema_specifications import REGISTRY  # without it, a $ref is fetched by network
+
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return False
+    latest = jsonschema.validators.Draft202012Validator
+    judge = jsonschema.validators.validator_for(schema, default=latest)
+    try:
+        checker = judge(schema, registry=REGISTRY, format_checker=judge.FORMAT_CHECKER)
+        return bool(checker.is_valid(value))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever comes is not the output's fault
+        raise ValueError(str(error)) from error
+
+
+def _no_number(name: str) -> None:
+    """Python's reader takes NaN and Infinity, which JSON does not know."""
+    raise ValueError(name)
+
+
+class _Judge:
+    """Answers what a user's pattern could keep Python busy with for ever."""
+
+    def __init__(self) -> None:
+        import jsonschema  # noqa: F401  (a second that no question is charged with)
+
+        sys.set_int_max_str_digits(0)
+
+    def compile(self, question: str, about: str, text: str) -> str:
+        if question == "search":
+            return "yes" if re.search(about, text) else ""
+        return "yes" if satisfies(json.loads(about), text) else ""
+
+
 def send(stream: BinaryIO, message: Any) -> None:
     """Write one message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -158,7 +205,7 @@ def main() -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     name, vocabulary, memory = receive(sys.stdin.buffer)
-    compilers: dict[str, Any] = {"xgrammar": _XGrammar}
+    compilers: dict[str, Any] = {"xgrammar": _XGrammar, "judge": _Judge}
     compiler = compilers[name](*vocabulary)
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
@@ -173,7 +220,7 @@ def main() -> None:
         os.lseek(printed, 0, os.SEEK_SET)
         try:
             answer = ("compiled", compiler.compile(*request))
-        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        except (RuntimeError, ValueError, TypeError, ImportError, MemoryError, re.error) as error:
             out = isinstance(error, MemoryError) or "bad_alloc" in str(error)
             answer = ("memory" if out else "refused", str(error))
         os.lseek(printed, 0, os.SEEK_SET)

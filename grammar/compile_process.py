@@ -26,9 +26,11 @@ class CompileProcess:
     ----------
     setup
         First message of `compile_child`: backend, vocabulary, address space in bytes.
+    doing
+        What its user calls its work: ``"compile"`` or ``"check"``.
     """
 
-    def __init__(self, setup: Any):
+    def __init__(self, setup: Any, doing: str = "compile"):
         # The child finds the same packages; -P keeps its own folder out of the way.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
@@ -41,6 +43,7 @@ class CompileProcess:
         )
         self.pid = self._process.pid
         self._setup: Any = setup
+        self._doing, self._name = doing, f"the {doing.removesuffix('e')}ing process"
         self._memory_gib = setup[2] / (1 << 30)
         self._expired = self._stopped = False
 
@@ -53,9 +56,9 @@ class CompileProcess:
             If the child was killed or died.
         """
         if self._setup is not None:
-            self._exchange(self._setup, START_S, "start the compiling process")
+            self._exchange(self._setup, START_S, f"start {self._name}")
             self._setup = None
-        return self._exchange(request, timeout_s, "compile")
+        return self._exchange(request, timeout_s, self._doing)
 
     def _exchange(self, message: Any, timeout_s: float, doing: str) -> Any:
         timer = threading.Timer(timeout_s, self._expire)
@@ -71,9 +74,9 @@ class CompileProcess:
             if self._expired:
                 raise ChildLost(f"took longer than {timeout_s:g} s to {doing}") from error
             if self._stopped:
-                raise ChildLost("the compile service was closed") from error
+                raise ChildLost(f"{self._name} was stopped") from error
             limit = f"{self._memory_gib:.3g} GiB of memory"
-            said = f"the compiling process, limited to {limit}, ended with status {code}"
+            said = f"{self._name}, limited to {limit}, ended with status {code}"
             raise ChildLost(said) from error
         finally:
             timer.cancel()

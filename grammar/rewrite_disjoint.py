@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+from .judge import found_in
 from .rewrite_terms import KINDS, Cannot, Kinds, References, kinds_of, meet, value_kind
 
 __all__ = ["Disjointness"]
@@ -155,11 +157,13 @@ def _same(one: Any, other: Any) -> bool:
 def _refused(words: list[Any], schema: dict[str, Any]) -> bool:
     """Whether a schema's own string keywords refuse every one of the words."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
-    pattern = schema.get("pattern")
+    pattern, found = schema.get("pattern"), None
     try:
-        found = re.compile(pattern).search if isinstance(pattern, str) else None
+        if isinstance(pattern, str):
+            re.compile(pattern)
+            found = functools.partial(found_in, pattern)
     except re.error:
-        found = None
+        pass
     return all(
         not isinstance(word, str)
         or not low <= len(word) <= high

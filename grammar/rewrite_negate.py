@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
+from .judge import found_in
 from .rewrite_strings import literals, none_of
 from .rewrite_terms import (
     KINDS,
@@ -281,14 +281,14 @@ class Negation:
                     "patternProperties", "that some property differs cannot be said in JSON schema"
                 )
             complement = self.of(part)
-            yield from (_property(n, complement) for n in sorted(names) if re.search(pattern, n))
+            yield from (_property(n, complement) for n in sorted(names) if found_in(pattern, n))
         rest = schema.get("additionalProperties", True)
         if rest is True or rest == {}:
             return
         if names is not None:
             complement = self.of(rest)
             for name in sorted(names - properties.keys()):
-                if not any(re.search(pattern, name) for pattern in patterns):
+                if not any(found_in(pattern, name) for pattern in patterns):
                     yield _property(name, complement)
         elif rest is False and not patterns and len(properties) <= 5:
             yield from _with_another(tuple(properties), listed)

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from .judge import found_in
 from .rewrite_terms import Cannot
 
 __all__ = ["dependencies", "distinct", "property_count", "property_names"]
@@ -64,13 +65,13 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
     listed = dict(schema.get("properties") or {})
     try:
         for name in listed:
-            if not re.search(pattern, name):
+            if not found_in(pattern, name):
                 listed[name] = False
     except re.error as error:
         raise Cannot("propertyNames", f"pattern {pattern!r}: {error}") from None
     required = schema.get("required")
     for name in required if isinstance(required, list) else ():
-        if name not in listed and not re.search(pattern, name):
+        if name not in listed and not found_in(pattern, name):
             listed[name] = False
     rest = schema.get("additionalProperties", True)
     made: dict[str, Any] = {"additionalProperties": False}

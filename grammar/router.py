@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import GrammarError
+from .judge import check_output
 from .preflight import (
     BACKENDS,
     available_backends,
@@ -182,40 +183,3 @@ def _patterns(schema: Any) -> set[str]:
             found.add(part["pattern"])
         found.update(part.get("patternProperties") or ())
     return found
-
-
-def check_output(schema: Any, text: str) -> bool:
-    """Whether a finished text is JSON that satisfies the schema, formats included.
-
-    Used to mark the outputs of inexact routes. Nothing is fetched for it: a schema that refers to
-    elsewhere cannot be judged. Needs the package ``jsonschema``.
-
-    Raises
-    ------
-    GrammarError
-        If ``jsonschema`` is not installed, or it cannot judge the schema.
-    """
-    try:
-        import jsonschema
-        from jsonschema_specifications import REGISTRY  # without it, a $ref is fetched by network
-    except ImportError as error:
-        raise GrammarError(
-            "checking an output needs jsonschema; install it with: pip install jsonschema"
-        ) from error
-    try:
-        value = json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return False
-    judge = jsonschema.validators.validator_for(
-        schema, default=jsonschema.validators.Draft202012Validator
-    )
-    try:
-        checker = judge(schema, registry=REGISTRY, format_checker=judge.FORMAT_CHECKER)
-        return checker.is_valid(value)
-    except Exception as error:  # an unresolvable reference, a bad pattern: not the output's fault
-        raise GrammarError(f"JSON schema: an output cannot be checked: {error}") from error
-
-
-def _no_number(name: str) -> None:
-    """Python's reader takes NaN and Infinity, which JSON does not know."""
-    raise ValueError(name)

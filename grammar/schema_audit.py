@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .judge import found_in
+
 __all__ = ["unenforced_keywords"]
 
 def _words(text: str) -> frozenset[str]:
@@ -148,7 +150,7 @@ def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
     patterns = schema.get("patternProperties")
     for pattern in patterns if isinstance(patterns, dict) else ():
         try:
-            matched = sorted(name for name in names if re.search(pattern, name))
+            matched = sorted(name for name in names if found_in(pattern, name))
         except re.error:
             matched = sorted(names)
         if matched:

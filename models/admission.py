@@ -12,7 +12,7 @@ from graft.models.errors import RequestError
 from graft.models.request import MAX_STOP_IDS, Output, Request, check_request
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
-from graft.models.validation import require_checkable
+from graft.models.validation import Validation
 
 
 class Admission:
@@ -22,14 +22,20 @@ class Admission:
     ----------
     options : the engine's shape; a request must fit its positions and pages.
     vocab_size : ids the target knows.
-    compiler : compiles grammars while the request waits outside the batch.
+    compiler, validation : compile grammars, and try those that are to be checked, while the request
+        waits outside the batch.
     """
 
     def __init__(
-        self, options: Options, tokenizer: Tokenizer, vocab_size: int, compiler: GrammarService
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        compiler: GrammarService,
+        validation: Validation,
     ):
         self._options, self._tokenizer = options, tokenizer
-        self._vocab_size, self._compiler = vocab_size, compiler
+        self._vocab_size, self._compiler, self._validation = vocab_size, compiler, validation
 
     def take(self, request: Request, output: Output) -> Running:
         """Check `request` and begin compiling its grammar.
@@ -40,7 +46,6 @@ class Admission:
             Naming the option and its value, before anything runs for the request.
         """
         check_request(request, self._vocab_size)
-        require_checkable(request.grammar)
         prompt = self._tokens(request)
         max_tokens = self._room(len(prompt), request.max_tokens)
         stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *request.stop_ids)))
@@ -59,6 +64,7 @@ class Admission:
             stop_ids=stop_ids,
             decoder=self._tokenizer.incremental(),
             grammar=grammar,
+            checkable=self._validation.require_checkable(request.grammar),
         )
 
     def _room(self, prompt: int, asked: int | None) -> int:

@@ -171,7 +171,10 @@ class Engine:
             self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
         )
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
-        self._admission = Admission(options, tokenizer, config.vocab_size, built.compiler)
+        self._validation = Validation(tokenizer, built.vocabulary)
+        self._admission = Admission(
+            options, tokenizer, config.vocab_size, built.compiler, self._validation
+        )
         self._replays = Replays(built.parts, built.stream, built.parts.timing)
         self.rounds: dict[int, RoundGraph] = {}
         self.stats = EngineStats(draft_length=options.draft_length)
@@ -187,7 +190,7 @@ class Engine:
             depth=2 if overlap else 1,
             width=built.parts.width,
             verify=verify,
-            finished=Validation(tokenizer, built.vocabulary),
+            finished=self._validation,
         )  # fmt: skip
         self._ids = itertools.count()
         self._failure: str | None = None
@@ -197,6 +200,7 @@ class Engine:
             self._build_rounds()
         except BaseException:
             built.compiler.close()
+            self._validation.close()
             raise
 
     def _build_rounds(self) -> None:
@@ -225,7 +229,7 @@ class Engine:
         """
         self._require_working()
         output = Output(id=f"request-{next(self._ids)}" if request.id is None else request.id)
-        if self._scheduler.find(output.id) is not None:
+        if self._scheduler.knows(output.id):
             raise RequestError(f"a request with id {output.id!r} is running already")
         try:
             self._scheduler.waiting.append(self._admission.take(request, output))
@@ -234,7 +238,12 @@ class Engine:
         return output.id
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with what it has so far; False when no such request is running."""
+        """End a request with what it has so far; False when no such request is running.
+
+        The output of one that has ended and is being checked comes without a verdict, as not valid.
+        """
+        if self._scheduler.hurry(request_id):
+            return True
         running = self._scheduler.find(request_id)
         if running is not None:
             self._scheduler.end(running, "cancelled", told=self._failure is not None)
@@ -407,6 +416,7 @@ class Engine:
                 stack.callback(held.close)
             stack.callback(parts.decoder.close)
             stack.callback(built.compiler.close)
+            stack.callback(self._validation.close)
             for graph in self.rounds.values():
                 stack.callback(graph.close)
             stack.callback(self._scheduler.seating.reclaim_idle)

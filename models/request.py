@@ -74,7 +74,8 @@ class Output:
     preempted : times it lost its slot and went on later.
     validated : None where the grammar was enforced exactly (or there was none). Where a part of a
         schema could not be enforced and `GrammarSpec.partial` allowed that, whether the text, as it
-        ended, satisfies the schema.
+        ended, satisfies the schema; False, and `error` says why, where no check could tell within
+        seconds.
     """
 
     id: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, Matcher
@@ -24,6 +24,8 @@ class Running:
 
     Attributes
     ----------
+    grammar, checkable : what it waits for outside the batch: its grammar, and where the output is
+        to be checked, whether it can be.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
@@ -39,6 +41,7 @@ class Running:
     stop_ids: tuple[int, ...]
     decoder: TextDecoder
     grammar: Future[CompiledGrammar] | None = None
+    checkable: Future[bool] | None = None
     matcher: Matcher | None = None
     slot: int = -1
     epoch: int = 0
@@ -65,7 +68,12 @@ class Running:
     @property
     def ready(self) -> bool:
         """Whether nothing stands between the request and a slot."""
-        return self.grammar is None or self.grammar.done()
+        return all(future.done() for future in self.pending)
+
+    @property
+    def pending(self) -> list[Future[Any]]:
+        """What it waits for, or has waited for."""
+        return [future for future in (self.grammar, self.checkable) if future is not None]
 
     def make_matcher(self) -> Matcher | None:
         """A matcher that stands where the output does, or None for a free request.
@@ -73,10 +81,13 @@ class Running:
         Raises
         ------
         GrammarError
-            When the grammar could not be compiled, or refuses a token of the output.
+            When the grammar could not be compiled, nobody could check the output, or the grammar
+            refuses a token of the output.
         """
         if self.grammar is None:
             return None
+        if self.checkable is not None:
+            self.checkable.result()
         compiled = self.grammar.result()
         matcher = compiled.backend.matcher(compiled, self.stop_ids)
         for index, token in enumerate(self.output.tokens):

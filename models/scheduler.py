@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from graft.cudagraph.errors import GraftError
 from graft.models.interrupt import Shield
@@ -36,7 +36,8 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
-    finished : called with every request that has ended, before its last event is made.
+    finished : called with every request that has ended; its last event is held back until the
+        future that this may return is done.
 
     Attributes
     ----------
@@ -54,12 +55,13 @@ class Scheduler:
         depth: int,
         width: int,
         verify: str = "rejection",
-        finished: Callable[[Running], None] = lambda running: None,
+        finished: Callable[[Running], Future[None] | None] = lambda running: None,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
         self.depth, self._width, self._verify, self._finished = depth, width, verify, finished
         self.waiting: list[Running] = []
         self.events: list[Event] = []
+        self._held: dict[str, tuple[Event, Future[None]]] = {}
         self._bucket = 0
 
     @property
@@ -70,7 +72,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished or has an event to deliver."""
-        return bool(self.waiting or self.seating.seated or self.events)
+        return bool(self.waiting or self.seating.seated or self.events or self._held)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this name has not had its last event."""
+        return request_id in self._held or self.find(request_id) is not None
 
     def find(self, request_id: str) -> Running | None:
         """The unfinished request of this name."""
@@ -86,10 +92,36 @@ class Scheduler:
                 break
         if self.replays.unread:
             self.read(shield)
-        elif not self.events:
-            pending = [r.grammar for r in self.waiting if r.grammar is not None]
-            if pending:
-                wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+        self.deliver()
+        if not self.events and not self.replays.unread:
+            self._rest()
+
+    def deliver(self) -> None:
+        """Make the last events of requests whose outputs have been checked meanwhile."""
+        for request_id, (event, verdict) in list(self._held.items()):
+            if verdict.done():
+                del self._held[request_id]
+                self.events.append(event)
+
+    def hurry(self, request_id: str) -> bool:
+        """Make the last event of a request without its verdict; False: nobody waits for one."""
+        event, verdict = self._held.pop(request_id, (None, None))
+        if event is None or verdict is None:
+            return False
+        if not verdict.cancel():
+            verdict.result()
+        elif event.output is not None:
+            event.output.validated = False
+            event.output.error = "cancelled while the output was checked"
+        self.events.append(event)
+        return True
+
+    def _rest(self) -> None:
+        """With nobody to run, wait a while for a grammar or a verdict."""
+        pending = [f for r in self.waiting if not r.ready for f in r.pending if not f.done()]
+        pending += [verdict for _, verdict in self._held.values()]
+        if pending and not self.seating.seated:
+            wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
 
     def admit(self) -> None:
         """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
@@ -232,8 +264,12 @@ class Scheduler:
             self.seating.leave(running, self.replays.number, told=told)
         else:
             self.waiting.remove(running)
-        self._finished(running)
-        self.events.append(Event(running.id, tuple(tokens), text, running.output))
+        event = Event(running.id, tuple(tokens), text, running.output)
+        verdict = self._finished(running)
+        if verdict is None:
+            self.events.append(event)
+        else:
+            self._held[running.id] = (event, verdict)
 
     def refuse(self, output: Output, error: GraftError) -> None:
         """End a request that never ran."""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_util import demo_engine, mixed_requests
 
+from graft.grammar import GrammarError
+from graft.grammar import judge as judge_module
+from graft.grammar.judge import Judge, found_in
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.router import check_output
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
-from graft.models.request import Output, Request
+from graft.models.errors import RequestError
+from graft.models.request import Event, Output, Request
 from graft.models.running import Running
 from graft.models.validation import Validation
 
@@ -83,6 +89,133 @@ def test_what_nobody_can_check_is_refused(
     assert output.reason == "refused" and "cannot be checked" in (output.error or "")
 
 
+class Waiting:
+    """A judge that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Future[bool]]] = []
+
+    def satisfies(self, schema: str, text: str) -> Future[bool]:
+        self.asked.append((text, Future()))
+        return self.asked[-1][1]
+
+
+def drive(engine: Engine, wanted: Any) -> list[Event]:
+    """Step until what came satisfies `wanted`."""
+    events: list[Event] = []
+    deadline = time.monotonic() + 120
+    while not wanted(events):
+        assert time.monotonic() < deadline
+        events += engine.step()
+    return events
+
+
+def test_a_check_holds_up_nobody_and_its_output_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside the batch until it is known that the output can be checked, and not delivered until
+    it was; all the while the others run to their ends. Cancelling ends the wait."""
+    judge = Waiting()
+    monkeypatch.setattr(engine._validation, "_judge", judge)
+    spec = GrammarSpec.json_schema(integer(multipleOf=7), partial=True, backend="xgrammar")
+    loose = [
+        Request(prompt="age: 42", grammar=spec, max_tokens=40, id=name) for name in ("a", "b")
+    ]
+    others = [replace(r, id=f"o{i}") for i, r in enumerate(mixed_requests(3))]
+
+    def ended(*names: str) -> Any:
+        return lambda events: set(names) <= {e.id for e in events if e.finished}
+
+    before = engine.generate([replace(r, id=None) for r in others])
+    for request in loose:
+        engine.submit(request)
+    engine.submit(others[0])
+    events = drive(engine, ended("o0"))
+    assert {e.id for e in events} == {"o0"}, "nobody knows yet whether it can be checked"
+    for text, verdict in judge.asked:
+        assert text == "null"
+        verdict.set_result(False)
+    del judge.asked[:]
+    events = drive(engine, lambda _: len(judge.asked) == 2)
+    engine.submit(others[1])
+    events += drive(engine, ended("o1"))
+    assert engine.busy and not any(e.finished for e in events if e.id in "ab")
+    with pytest.raises(RequestError, match="running already"):
+        engine.submit(loose[0])
+    judge.asked[0][1].set_result(True)
+    engine.submit(others[2])
+    events += drive(engine, ended("a", "o2"))
+    assert engine.cancel("b") and not engine.cancel("b")
+    events += drive(engine, ended("b"))
+    outputs = {e.id: e.output for e in events if e.output is not None}
+    assert json.loads(outputs["a"].text) == {"age": 42} and outputs["a"].validated is True
+    assert outputs["b"].finished and outputs["b"].validated is False
+    assert "cancelled while" in (outputs["b"].error or "")
+    judge.asked[1][1].set_result(True)
+    assert outputs["b"].validated is False and not engine.busy
+    for i in (1, 2):
+        assert outputs[f"o{i}"].tokens == before[i].tokens
+
+
+ENDLESS = "^(a+)+$"
+HOPELESS = "a" * 400 + "!"
+
+
+def test_a_verdict_that_takes_for_ever_is_no_verdict() -> None:
+    """A pattern that keeps Python's re busy for ever costs its process; the next one answers."""
+    judge = Judge(limit_s=600)
+    try:
+        schema = json.dumps({"pattern": ENDLESS})
+        assert judge.satisfies(schema, '"aa"').result(600)
+        judge._limit_s = 0.2
+        with pytest.raises(GrammarError, match=r"output cannot be checked: took longer than 0.2 s"):
+            judge.satisfies(schema, json.dumps(HOPELESS)).result(600)
+        judge._limit_s = 600
+        assert not judge.satisfies(schema, '"ab"').result(600)
+        with pytest.raises(GrammarError, match=r"output cannot be checked: .*nowhere"):
+            judge.satisfies('{"$ref": "https://example.com/nowhere"}', "1").result(600)
+        running = judge.satisfies(schema, json.dumps(HOPELESS))
+    finally:
+        judge.close()
+    with pytest.raises(GrammarError, match="cannot be checked"):
+        running.result(600)
+    with pytest.raises(GrammarError, match="too late"):
+        judge.satisfies(schema, "1")
+
+
+def test_an_output_that_cannot_be_checked_in_time_is_marked(engine: Engine) -> None:
+    """The text comes, marked as not valid, with a sentence that says why."""
+    spec = GrammarSpec.json_schema(
+        {"const": HOPELESS, "pattern": ENDLESS}, partial=True, backend="xgrammar"
+    )
+    engine._validation._judge._limit_s = 600
+    try:
+        engine.submit(Request(prompt="Say.", grammar=spec, max_tokens=500, id="endless"))
+        drive(engine, lambda _: engine._scheduler.seating.seated)
+        engine._validation._judge._limit_s = 0.2
+        (output,) = (e.output for e in drive(engine, lambda seen: seen and seen[-1].finished)
+                     if e.output is not None)  # fmt: skip
+    finally:
+        engine._validation._judge._limit_s = 600
+    assert output.finished and json.loads(output.text) == HOPELESS
+    assert output.validated is False and "took longer than 0.2 s" in (output.error or "")
+
+
+def test_patterns_of_a_schema_never_keep_the_router_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern that could is tried in a process that can be killed, then refused by name."""
+    judge = Judge(limit_s=600)
+    monkeypatch.setattr(judge_module, "_shared", lambda: judge)
+    schema = {"type": "object", "properties": {HOPELESS: {"type": "integer"}},
+              "patternProperties": {ENDLESS: {"minimum": 1}}}  # fmt: skip
+    try:
+        assert found_in("^(ab?)+$", "aab") and not found_in("^(ab?)+$", "b")  # starts the process
+        judge._limit_s = 0.2
+        with pytest.raises(GrammarError, match=r"pattern '\^\(a\+\)\+\$' cannot be checked: took"):
+            GrammarSpec.json_schema(schema, backend="auto")
+    finally:
+        judge.close()
+
+
 def test_no_json_constants() -> None:
     """NaN and Infinity are Python's, not JSON's."""
     assert check_output({"type": "number"}, "1.5")
@@ -113,9 +246,16 @@ def test_only_what_follows_the_marker_is_checked(
         Request(prompt="x"), Output("x", tokens=tokens, text=text), [1], 9, (2,), decoder=nothing,
         grammar=Future(),
     )  # fmt: skip
-    Validation(tokenizer, vocabulary)(running)
-    assert running.output.validated is None, "nothing was compiled, nothing ran"
-    assert running.grammar is not None
-    running.grammar.set_result(CompiledGrammar(nothing, spec, nothing, 0))
-    Validation(tokenizer, vocabulary)(running)
+    judge = Judge()
+    validation = Validation(tokenizer, vocabulary, judge)
+    try:
+        assert validation(running) is None, "nothing was compiled, nothing ran"
+        assert running.grammar is not None
+        running.grammar.set_result(CompiledGrammar(nothing, spec, nothing, 0))
+        verdict = validation(running)
+        if verdict is not None:
+            verdict.result(120)
+    finally:
+        validation.close()
+    assert (verdict is None) is (valid is None)
     assert running.output.validated is valid
