@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .vocabulary import Vocabulary
 
-__all__ = ["ForcedText"]
+if TYPE_CHECKING:
+    from .matcher import Matcher
+
+__all__ = ["ForcedText", "LongerTokens", "forced_text"]
 
 _MOST = 64
+#: Bytes that are looked ahead at most: a grammar can force text without an end.
+_MOST_BYTES = 1024
+
+
+def few_ids(row: np.ndarray, most: int = _MOST) -> list[int] | None:
+    """The ids of a mask row's bits, ascending; None where there are more than ``most``."""
+    words = np.flatnonzero(row)
+    if len(words) > most:
+        return None
+    bits = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+    word, bit = np.nonzero(bits)
+    return None if len(word) > most else [int(i) for i in words[word] * 32 + bit]
+
+
+def forced_text(matcher: Matcher) -> bytes:
+    """The text that the grammar forces from where ``matcher`` stands, from its mask rows.
+
+    What all legal tokens begin with is forced. Where that is a token, the matcher takes it and is
+    asked again, and in the end is rolled back; so this serves every backend. Text is told up to
+    1,024 bytes, and up to a state with more than 64 legal tokens, which a longer text can precede.
+
+    Returns
+    -------
+    bytes
+        Empty where the grammar may end, or has; may end within a character.
+    """
+    vocabulary = matcher.compiled.backend.vocabulary
+    tokens, row = vocabulary.tokens, np.zeros(vocabulary.words, np.int32)
+    text, taken = b"", 0
+    while len(text) < _MOST_BYTES and not matcher.is_terminated() and matcher.fill(row):
+        ids = few_ids(row) or []
+        texts = [tokens[i] if i < len(tokens) else b"" for i in ids]
+        common = _common(texts)
+        text += common
+        if not common or common not in texts:
+            break
+        if not matcher.accept(ids[texts.index(common)]):
+            raise RuntimeError(f"the grammar refused {common!r}, which its own mask allows")
+        taken += 1
+    matcher.rollback(taken)
+    return text
+
+
+def _common(texts: list[bytes]) -> bytes:
+    """What all of them begin with."""
+    low, high = min(texts, default=b""), max(texts, default=b"")
+    same = next((i for i, byte in enumerate(low) if byte != high[i]), len(low))
+    return low[:same]
+
+
+class LongerTokens:
+    """Tells whether a legal token begins with a text and goes on after it."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        order = sorted((text, token) for token, text in enumerate(vocabulary.tokens) if text)
+        self._texts = [text for text, _ in order]
+        self._ids = np.array([token for _, token in order], np.int64)
+
+    def legal(self, text: bytes, row: np.ndarray) -> bool:
+        """Whether ``row``, int32 words with a bit per id, allows a token longer than ``text``."""
+        size = len(text)
+        first = bisect_right(self._texts, text)
+        end = bisect_right(self._texts, text, lo=first, key=lambda other: other[:size])
+        ids = self._ids[first:end]
+        return bool(np.any(row.view(np.uint32)[ids >> 5] >> (ids & 31).astype(np.uint32) & 1))
 
 
 class ForcedText:
@@ -46,15 +115,13 @@ class ForcedText:
 
     def token(self, row: np.ndarray) -> int:
         """The forced token of a mask row, int32 words with a bit per id; -1 where there is none."""
-        if np.count_nonzero(row) > self._most:
+        ids = few_ids(row, self._most)
+        if not ids:
             return -1
-        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
         if len(ids) == 1:
-            return int(ids[0])
+            return ids[0]
         texts = [self._tokens[i] if i < len(self._tokens) else b"" for i in ids]
-        if not ids or len(ids) > self._most or not all(texts):
-            return -1
         longest = max(texts, key=len)
-        if not all(longest.startswith(text) for text in texts):
+        if not all(text and longest.startswith(text) for text in texts):
             return -1
-        return int(ids[texts.index(longest)])
+        return ids[texts.index(longest)]

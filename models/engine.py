@@ -76,6 +76,11 @@ class Engine:
         forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
         the token that is the one legal id. Such drafts are verified like others, so the
         distribution of outputs stays what it is; where one id is legal they are always accepted.
+    jump_forward : append forced text outright, without sampling it, as the tokenizer spells it,
+        where that makes an output longer by `jump_least` tokens. Up to 4 tokens before that text
+        may be rewritten, and come to streams later for that. The text stays what it would be; the
+        distribution of outputs only where each token was the one legal id: see `Output.exact`. A
+        jump drops what rounds in flight bring for its request, and prefills what it appends.
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
@@ -118,6 +123,8 @@ class Engine:
         mask_drafts: bool = True,
         draft_legality: str = "fill",
         forced_drafts: bool = False,
+        jump_forward: bool = False,
+        jump_least: int = 3,
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
@@ -151,6 +158,8 @@ class Engine:
             mask_drafts=mask_drafts,
             draft_legality=draft_legality,
             forced_drafts=forced_drafts,
+            jump_forward=jump_forward,
+            jump_least=jump_least,
             grammar_threads=grammar_threads,
             grammar_budget_us=grammar_budget_us,
             grammar_backend=grammar_backend,
@@ -190,6 +199,7 @@ class Engine:
             depth=2 if overlap else 1,
             width=built.parts.width,
             verify=verify,
+            jumps=built.jumps,
             finished=self._validation,
         )  # fmt: skip
         self._ids = itertools.count()

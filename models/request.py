@@ -72,6 +72,11 @@ class Output:
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
     preempted : times it lost its slot and went on later.
+    jumps, jumped_tokens : times that forced text was appended outright, and the tokens appended.
+    rounds_saved : rounds fewer than without them, at the least: as many as the appended tokens
+        would have taken had every draft been accepted, less those whose tokens were dropped.
+    exact : False where appended text could have been spelled in other tokens: the text is the same,
+        but the tokens are not distributed as the model's own.
     validated : None where the grammar was enforced exactly (or there was none). Where a part of a
         schema could not be enforced and `GrammarSpec.partial` allowed that, whether the text, as it
         ended, satisfies the schema; False, and `error` says why, where no check could tell within
@@ -89,6 +94,10 @@ class Output:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
+    jumps: int = 0
+    jumped_tokens: int = 0
+    rounds_saved: int = 0
+    exact: bool = True
     validated: bool | None = None
 
     @property
@@ -98,10 +107,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a streaming request: the tokens that a round committed.
+    """One step of a streaming request: the tokens that a round committed, or a jump appended.
 
     `text` is the newly readable text: bytes of an unfinished character are held back, and so is
-    what may be the beginning of a stop string.
+    what may be the beginning of a stop string. With `Engine(jump_forward=True)` the last 4 `tokens`
+    of a guided request come late: a jump may rewrite them. Its text does not.
     """
 
     id: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ class Running:
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
     before : tokens it had generated before that, when it was preempted.
+    follower : a matcher of the host's own that stands where the output does, where forced text is
+        to be appended.
+    held : tokens at the end of the output that are not handed out yet: they may be rewritten.
     stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
         read, by `time.monotonic`.
     """
@@ -43,6 +47,8 @@ class Running:
     grammar: Future[CompiledGrammar] | None = None
     checkable: Future[bool] | None = None
     matcher: Matcher | None = None
+    follower: Matcher | None = None
+    held: int = 0
     slot: int = -1
     epoch: int = 0
     position: int = 0
@@ -50,6 +56,7 @@ class Running:
     stalls: int = 0
     stalled_at: float = 0.0
     _emitted: int = field(default=0, repr=False)
+    _streamed: int = field(default=0, repr=False)
 
     @property
     def id(self) -> str:
@@ -75,14 +82,14 @@ class Running:
         """What it waits for, or has waited for."""
         return [future for future in (self.grammar, self.checkable) if future is not None]
 
-    def make_matcher(self) -> Matcher | None:
-        """A matcher that stands where the output does, or None for a free request.
+    def make_matcher(self, tokens: Sequence[int] | None = None) -> Matcher | None:
+        """A matcher that has taken `tokens`, by default the output; None for a free request.
 
         Raises
         ------
         GrammarError
             When the grammar could not be compiled, nobody could check the output, or the grammar
-            refuses a token of the output.
+            refuses a token.
         """
         if self.grammar is None:
             return None
@@ -90,30 +97,45 @@ class Running:
             self.checkable.result()
         compiled = self.grammar.result()
         matcher = compiled.backend.matcher(compiled, self.stop_ids)
-        for index, token in enumerate(self.output.tokens):
+        for index, token in enumerate(self.output.tokens if tokens is None else tokens):
             if not matcher.accept(token):
                 raise GrammarError(f"the grammar refused token {token}, number {index}, again")
         return matcher
 
-    def push(self, tokens: list[int]) -> tuple[list[int], str, bool]:
+    def push(self, tokens: list[int]) -> tuple[str, bool]:
         """Take a round's tokens, up to the one that completes a stop string.
 
         Returns
         -------
         tuple
-            The tokens taken, the text to emit, and whether a stop string ended the request.
+            The text to emit, and whether a stop string ended the request.
         """
         if not self.request.stop:
             self._take(tokens)
-            return tokens, self._emit(len(self.output.text)), False
-        for count, token in enumerate(tokens, 1):
+            return self._emit(len(self.output.text)), False
+        for token in tokens:
             self._take([token])
             found = (self.output.text.find(stop) for stop in self.request.stop)
             cut = min((at for at in found if at >= 0), default=-1)
             if cut >= 0:
                 self.output.text = self.output.text[:cut]
-                return tokens[:count], self._emit(cut), True
-        return tokens, self._emit(len(self.output.text) - self._held_back()), False
+                return self._emit(cut), True
+        return self._emit(len(self.output.text) - self._held_back()), False
+
+    def replace(self, tokens: list[int], text: str, decoder: TextDecoder) -> str:
+        """Exchange the output for one whose text goes on after its own; returns what to emit.
+
+        `decoder` has taken the tokens. Tokens that were handed out must be the same.
+        """
+        self.output.tokens, self.output.text, self.decoder = tokens, text, decoder
+        return self._emit(len(text))
+
+    def hand_out(self, *, all_left: bool = False) -> tuple[int, ...]:
+        """Tokens that are final now and nobody has been told of."""
+        tokens = self.output.tokens
+        end = len(tokens) - (0 if all_left else self.held)
+        first, self._streamed = self._streamed, max(end, self._streamed)
+        return tuple(tokens[first : self._streamed])
 
     def _take(self, tokens: list[int]) -> None:
         self.output.tokens.extend(tokens)

@@ -9,11 +9,13 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from graft.cudagraph.errors import GraftError
 from graft.models.interrupt import Shield
+from graft.models.jump import SEAM, Jump, JumpForward
 from graft.models.replay import Launchable, Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
 from graft.models.running import Running
@@ -36,6 +38,7 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
+    jumps : finds the forced text that is appended outright; None: it is sampled.
     finished : called with every request that has ended; its last event is held back until the
         future that this may return is done.
 
@@ -55,10 +58,12 @@ class Scheduler:
         depth: int,
         width: int,
         verify: str = "rejection",
+        jumps: JumpForward | None = None,
         finished: Callable[[Running], Future[None] | None] = lambda running: None,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
         self.depth, self._width, self._verify, self._finished = depth, width, verify, finished
+        self._jumps = jumps
         self.waiting: list[Running] = []
         self.events: list[Event] = []
         self._held: dict[str, tuple[Event, Future[None]]] = {}
@@ -130,10 +135,12 @@ class Scheduler:
             try:
                 if running.matcher is None:
                     running.matcher = running.make_matcher()
-            except GraftError as error:
+                if running.matcher is not None and running.follower is None:
+                    self._begin_jumping(running)
+            except (GraftError, RuntimeError) as error:
                 self._drop(running, error)
                 continue
-            if self._join(running):
+            if running.output.reason or self._join(running):
                 continue
             if self.seating.seated or self.replays.unread or not self.seating.leaving:
                 return
@@ -143,18 +150,21 @@ class Scheduler:
             if not self._join(running):
                 return
 
-    def _join(self, running: Running) -> bool:
+    def _sampling(self, running: Running) -> dict[str, Any]:
         request = running.request
-        joined = self.seating.join(
-            running,
-            self.replays.number,
-            seed=running.output.seed,
-            temperature=float(request.temperature),
-            top_k=request.top_k,
-            top_p=float(request.top_p),
-            min_p=float(request.min_p),
-            verify=VERIFY_MODES.index(self._verify if request.verify is None else request.verify),
-        )
+        return {
+            "seed": running.output.seed,
+            "temperature": float(request.temperature),
+            "top_k": request.top_k,
+            "top_p": float(request.top_p),
+            "min_p": float(request.min_p),
+            "verify": VERIFY_MODES.index(
+                self._verify if request.verify is None else request.verify
+            ),
+        }
+
+    def _join(self, running: Running) -> bool:
+        joined = self.seating.join(running, self.replays.number, **self._sampling(running))
         if joined:
             self.waiting.remove(running)
             self.stats.joins += 1
@@ -203,7 +213,7 @@ class Scheduler:
 
     def _collect(self, running: Running, row: RowResult) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
-        tokens, output = row.tokens, running.output
+        tokens, jump, output = row.tokens, None, running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
         if tokens or row.reason:
             running.stalls = 0
@@ -214,17 +224,67 @@ class Scheduler:
             output.rounds += 1
             output.drafted += row.tested
             output.accepted += row.accepted
-        tokens, text, stopped = running.push(tokens)
-        if stopped:
-            self.end(running, "stop_string", text=text, tokens=tokens)
+        if tokens and running.follower is not None and self._jumps is not None:
+            try:
+                stand, jump = self._jumps.follow(running, tokens, bool(row.reason))
+            except (GraftError, RuntimeError) as failed:
+                self.end(running, "error", str(failed), told=bool(row.reason))
+                return
+            tokens = tokens[:stand]
+        known = len(running.tokens)
+        text, stopped = running.push(tokens)
+        if jump is not None:
+            self._jump(running, jump, known, text, dropped=len(row.tokens) - len(tokens))
+        elif stopped:
+            self.end(running, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
             error = REFUSED_TOKEN if reason == "error" else None
-            self.end(running, reason, error, text=text, tokens=tokens, told=True)
+            self.end(running, reason, error, text=text, told=True)
         elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
             self.end(running, "error", f"no mask row came for {running.stalls} rounds")
         elif tokens:
-            self.events.append(Event(running.id, tuple(tokens), text))
+            self.events.append(Event(running.id, running.hand_out(), text))
+
+    # Jumping ------------------------------------------------------------------------------------
+
+    def _begin_jumping(self, running: Running) -> None:
+        """Append what the grammar forces before the first token; the request has no slot yet."""
+        if self._jumps is None:
+            return
+        running.held = SEAM
+        jump = self._jumps.start(running)
+        if jump is not None:
+            self._jump(running, jump, len(running.tokens))
+
+    def _jump(
+        self, running: Running, jump: Jump, known: int, text: str = "", dropped: int = 0
+    ) -> None:
+        """Exchange a request's tokens, matcher, keys and values for those behind forced text.
+
+        Parameters
+        ----------
+        known : tokens, prompt and output, whose keys and values do not depend on the last round.
+        text, dropped : what the last round adds to the text, and its tokens that do not stand.
+        """
+        output, kept = running.output, len(running.prompt) + jump.kept
+        appended = len(jump.tokens) - len(output.tokens)
+        running.matcher = jump.matcher
+        text += running.replace(jump.tokens, jump.text, jump.decoder)
+        output.jumps += 1
+        output.jumped_tokens += appended
+        output.rounds_saved += -(-appended // self._width) - self.replays.ahead(running)
+        self.stats.count_jump(appended, dropped)
+        if len(output.tokens) >= running.max_tokens:
+            self.end(running, "length", text=text)
+            return
+        self.events.append(Event(running.id, running.hand_out(), text))
+        if running.slot >= 0:
+            self.seating.rewind(
+                running, min(known, kept), self.replays.number, **self._sampling(running)
+            )
+            self.stats.prefills += 1
+            self.stats.prefill_tokens += running.position + 1 - min(known, kept)
 
     def settle(self, shield: Shield) -> None:
         """Read everything in flight, wait for the device's last tail and reclaim what was left."""
@@ -254,7 +314,6 @@ class Scheduler:
         error: str | None = None,
         *,
         text: str = "",
-        tokens: Iterable[int] = (),
         told: bool = False,
     ) -> None:
         """Finish a request, wherever it is."""
@@ -264,19 +323,19 @@ class Scheduler:
             self.seating.leave(running, self.replays.number, told=told)
         else:
             self.waiting.remove(running)
-        event = Event(running.id, tuple(tokens), text, running.output)
+        event = Event(running.id, running.hand_out(all_left=True), text, running.output)
         verdict = self._finished(running)
         if verdict is None:
             self.events.append(event)
         else:
             self._held[running.id] = (event, verdict)
 
-    def refuse(self, output: Output, error: GraftError) -> None:
+    def refuse(self, output: Output, error: Exception) -> None:
         """End a request that never ran."""
         output.reason, output.error = "refused", str(error)
         self.events.append(Event(output.id, (), "", output))
 
-    def _drop(self, running: Running, error: GraftError) -> None:
+    def _drop(self, running: Running, error: Exception) -> None:
         """A waiting request cannot join: refused, or failed when it had run before."""
         if running.before or running.output.tokens:
             self.end(running, "error", str(error))

@@ -11,16 +11,19 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from guide_util import ArrayExchange
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
-from interleave_language import STOPS, VOCAB, ToyBackend, ToyText, sequential
+from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential, spell
 
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
+from graft.grammar.vocabulary import Vocabulary
+from graft.models.jump import JumpForward
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
 from graft.models.running import Running
@@ -59,6 +62,7 @@ class Interleaving:
     ----------
     device : whose pinned memory the rings use.
     grammars : draws a request's grammar.
+    vocabulary : of those grammars.
     transport : "python" or "native": which of the guided decoder's workers does the steps.
     """
 
@@ -68,9 +72,11 @@ class Interleaving:
         seed: int,
         grammars: Grammars = toy_grammars,
         transport: str = "python",
+        vocabulary: Vocabulary = TOY,
     ):
-        self.grammars = grammars
+        self.grammars, self.vocabulary = grammars, vocabulary
         rng = self.rng = random.Random(seed)
+        self.least = rng.choice((None, 1, 1, 2))
         self.depth = rng.choice((1, 2, 2, 2, 3))
         self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
         slots = self.rows + rng.randrange(self.rows + 1)
@@ -107,6 +113,11 @@ class Interleaving:
             EngineStats(draft_length=self.k),
             depth=self.depth,
             width=width,
+            jumps=None
+            if self.least is None
+            else JumpForward(
+                vocabulary, partial(spell, vocabulary), partial(ToyText, vocabulary), self.least
+            ),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.running: dict[str, Running] = {}
@@ -130,7 +141,8 @@ class Interleaving:
         prompt = [rng.randrange(VOCAB - 2) for _ in range(rng.randint(1, 9))]
         grammar = self.grammars(rng) if rng.random() < 0.7 else None
         stop = () if grammar is not None else tuple(
-            chr(0x41 + rng.randrange(VOCAB)) for _ in range(rng.choice((0, 2, 4)))
+            self.vocabulary.tokens[rng.randrange(STOPS[0])].decode()
+            for _ in range(rng.choice((0, 2, 4)))
         )  # fmt: skip
         running = Running(
             request=Request(tokens=prompt, stop=stop),
@@ -138,12 +150,12 @@ class Interleaving:
             prompt=prompt,
             max_tokens=rng.choice((1, 2, 5, 12, 20)),
             stop_ids=STOPS[: rng.randint(1, 2)],
-            decoder=ToyText(),
+            decoder=ToyText(self.vocabulary),
         )
         if grammar is not None:
             running.grammar = Future()
             self.compiling.append((running, grammar))
-        self.truth[running.id] = sequential(running, grammar)
+        self.truth[running.id] = sequential(running, grammar, self.vocabulary, self.least)
         self.running[running.id] = running
         self.tokens[running.id], self.text[running.id] = [], ""
         self.scheduler.waiting.append(running)
@@ -224,7 +236,12 @@ class Interleaving:
                 assert (got, output.reason) == (tokens, reason), (where, output.error)
             assert self.tokens[name] == got, f"{where}: events say otherwise"
             assert self.text[name] == output.text, f"{where}: events spell otherwise"
+            spelled = b"".join(self.vocabulary.tokens[i] for i in got).decode()
+            assert spelled.startswith(output.text), f"{where}: tokens spell otherwise"
         s = self.scheduler
+        if all(output.reason != "stop_string" for output in self.ended.values()):
+            made = sum(len(output.tokens) for output in self.ended.values())
+            assert made == s.stats.tokens + s.stats.jumped_tokens, "tokens are miscounted"
         while s.replays.unread:
             self._read()
         s.replays.settle(s.stats)
