@@ -21,7 +21,7 @@ from graft.native import _native
 from .errors import GuideError
 from .forced import ForcedText
 from .handover import Handover
-from .matcher import Matcher
+from .matcher import CompiledGrammar, Matcher
 from .pyguide import STEPS, PythonWorker
 from .snapshot import GuidedRequest, Span
 
@@ -39,6 +39,13 @@ def _native_request(request: GuidedRequest) -> tuple[int, int, int, Any]:
     """The snapshot keeps the matcher until it is retired."""
     native = request.matcher.native if request.matcher else None
     return (request.slot, request.epoch, request.position, native)
+
+
+def _pace(compiled: CompiledGrammar) -> Any:
+    """What the native worker knows of a grammar's speed, for all its matchers."""
+    if compiled.pace is None:
+        compiled.pace = _native.guide.Pace()
+    return compiled.pace
 
 
 class Exchange(Protocol):
@@ -98,12 +105,17 @@ class GuidedDecoder:
         with no handoff. Default: what suits the slots and the usable cores, see
         :func:`default_threads`.
     budget_us
-        Microseconds that a step waits for its slots, at least 1; None: until all are done. A slot
-        that is not done is late: rows it has made by then are used, the others are NOT READY, and
-        the slot sits rounds out until its thread has finished. Tokens stay the same, but for
-        rejection sampling, whose rounds then end elsewhere and use other random numbers.
+        Microseconds of processor time that one slot may take in a step, at least 1; None: as much
+        as it needs. A slot that takes more is late: rows it has made by then are used, the others
+        are NOT READY, and the slot sits rounds out until its thread has finished. Waiting for a
+        processor makes nobody late (but waiting for 200 budgets does). Tokens stay the same, but
+        for rejection sampling, whose rounds then end elsewhere and use other random numbers.
+        For this, orders are handed to threads, which costs some 50 microseconds a step. The step
+        itself serves a replay's only request, and grammars whose first 32 orders were in time,
+        until one is late.
     clock
-        int64 ``[1]``, nanoseconds: what the budget is measured by, instead of the monotonic clock.
+        int64 ``[1]``, nanoseconds: what the budget is measured by, instead of processor time; every
+        order is then handed to a thread.
 
     Raises
     ------
@@ -428,4 +440,6 @@ class GuidedDecoder:
         for owner in owners.values():
             if owner.matcher is not None:
                 owner.matcher.claimed = True
+                if self.native:
+                    owner.matcher.native.pace = _pace(owner.matcher.compiled)
         return owners

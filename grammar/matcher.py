@@ -30,7 +30,14 @@ class CompiledGrammar:
         The backend's own form of it.
     nbytes
         Memory it takes, in bytes, as far as the backend tells.
+
+    Attributes
+    ----------
+    pace
+        How fast its matchers are; made and kept by guided decoders.
     """
+
+    pace: Any = None
 
     def __init__(self, backend: GrammarBackend, spec: GrammarSpec, native: Any, nbytes: int):
         self.backend = backend

@@ -32,6 +32,8 @@ from graft.sampling.state import SlotState
 #: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
 RING_ENTRIES = 4
 PREFILL_ROWS = 256
+#: Processor time that a grammar step waits for one request: more than any usual mask row takes.
+BUDGET_US = 5000.0
 #: Positions per request unless the user asks for more: caches are reserved for every slot.
 DEFAULT_LENGTH = 4096
 
@@ -51,7 +53,7 @@ class Options:
     jump_forward: bool
     jump_least: int
     grammar_threads: int | None
-    grammar_budget_us: float | None
+    grammar_budget_us: float | str | None
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
     grammar_transport: str
     compile_threads: int
@@ -213,7 +215,7 @@ def _assemble(
         forced=None if not options.forced_drafts
         else ForcedText(vocabulary, certain=drafter is not None),
         threads=options.grammar_threads or default_threads(batch, options.grammar_transport),
-        budget_us=options.grammar_budget_us,
+        budget_us=_budget_us(options),
         transport=options.grammar_transport,
         ring=2 * RING_ENTRIES,
     )
@@ -262,6 +264,12 @@ def _assemble(
     )  # fmt: skip
 
 
+def _budget_us(options: Options) -> float | None:
+    if options.grammar_budget_us != "auto":
+        return options.grammar_budget_us  # type: ignore[return-value]  # checked
+    return None if options.grammar_transport == "python" else BUDGET_US
+
+
 def check_options(options: Options, drafter: Path | None) -> None:
     """Refuse a shape that cannot work.
 
@@ -303,9 +311,10 @@ def check_options(options: Options, drafter: Path | None) -> None:
         raise OptionError("draft_legality 'probe' needs mask_drafts: blind drafts are not probed")
     if options.grammar_threads is not None and options.grammar_threads < 1:
         raise OptionError(f"grammar_threads must be at least 1, got {options.grammar_threads}")
-    if options.grammar_budget_us is not None and not options.grammar_budget_us >= 1:
-        raise OptionError(f"grammar_budget_us must be at least 1, got {options.grammar_budget_us}")
-    late = options.grammar_budget_us is not None or (options.grammar_threads or 1) > 1
+    budget = options.grammar_budget_us
+    if budget not in (None, "auto") and (isinstance(budget, str) or not budget >= 1):
+        raise OptionError(f"grammar_budget_us must be auto, None or at least 1, got {budget!r}")
+    late = budget not in (None, "auto") or (options.grammar_threads or 1) > 1
     if late and options.grammar_transport == "python":
         raise OptionError("grammar_threads and grammar_budget_us need a native transport")
     if options.grammar_transport not in TRANSPORTS:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -89,8 +89,11 @@ class Engine:
         "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
         mailbox, spinkernel and native that works, given 4 usable cores; else native.
     grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
-    grammar_budget_us : microseconds that a grammar step waits for its requests; one that is late
-        sits rounds out and resumes exactly. None: it waits for all.
+    grammar_budget_us : microseconds of processor time that a grammar step waits for one request,
+        see `GuidedDecoder`; one that is late sits rounds out and resumes exactly. Greedy and
+        coupled outputs are the same whatever it is; rejection sampling is reproducible where nobody
+        was late (`counters()["grammar"]["late_rows"]`). "auto": 5000, or none for Python steps;
+        None: a step waits for all.
     overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
         greedy and coupled requests are the same either way.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
@@ -129,7 +132,7 @@ class Engine:
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
         grammar_threads: int | None = None,
-        grammar_budget_us: float | None = None,
+        grammar_budget_us: float | Literal["auto"] | None = "auto",
         compile_threads: int = 2,
         compile_timeout_s: float = 30.0,
         overlap: bool = True,

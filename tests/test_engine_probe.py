@@ -8,6 +8,7 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph.errors import OptionError
+from graft.models.assembly import BUDGET_US
 from graft.models.request import Output, Request
 from graft.tools import cli, generate
 
@@ -64,19 +65,33 @@ def test_probed_rejection_sampling_takes_point_drafts() -> None:
     assert grammar["desyncs"] == grammar["errors"] == 0 and sum(o.accepted for o in outputs) > 0
 
 
-@pytest.mark.parametrize("legality", ["fill", "probe"])
-def test_threads_and_budgets_change_no_token(legality: str) -> None:
-    """Whatever is late with hardly any budget, every greedy output stays the same."""
-    requests = mixed_requests(3)
-    with demo_engine(max_batch_size=4) as engine:
-        expected = [(o.reason, o.tokens) for o in engine.generate(requests)]
-    with demo_engine(
-        max_batch_size=4, draft_legality=legality, grammar_threads=2, grammar_budget_us=20.0
-    ) as engine:
-        outputs = engine.generate(requests)
-        grammar = engine.counters()["grammar"]
-    assert [(o.reason, o.tokens) for o in outputs] == expected
-    assert grammar["desyncs"] == grammar["errors"] == 0
+@pytest.mark.parametrize("legality, verify, temperature",
+                         [("fill", "rejection", 0.0), ("probe", "rejection", 0.0),
+                          ("fill", "coupled", 0.8)])  # fmt: skip
+def test_threads_and_budgets_change_no_token(
+    legality: str, verify: str, temperature: float
+) -> None:
+    """Where every order takes longer than the budget, greedy and coupled outputs stay the same."""
+    requests = [replace(r, temperature=temperature, seed=i)
+                for i, r in enumerate(mixed_requests(3))]  # fmt: skip
+    outputs = []
+    for budget, threads in ((None, 1), ("auto", 1), (1.0, 2)):
+        with demo_engine(
+            max_batch_size=4, draft_legality=legality, verify=verify, grammar_threads=threads,
+            grammar_budget_us=budget,
+        ) as engine:  # fmt: skip
+            outputs.append([(o.reason, o.tokens) for o in engine.generate(requests)])
+            grammar = engine.counters()["grammar"]
+        assert grammar["desyncs"] == grammar["errors"] == 0
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert grammar["late_rows"] > 0
+
+
+def test_the_default_budget_is_on_where_steps_are_native() -> None:
+    """Python steps run one after another: they have no budget unless one is asked for."""
+    for transport, budget in (("native", BUDGET_US), ("python", None)):
+        with demo_engine(max_batch_size=2, grammar_transport=transport) as engine:
+            assert engine._parts.decoder.budget_us == budget
 
 
 @pytest.mark.parametrize(
@@ -86,6 +101,7 @@ def test_threads_and_budgets_change_no_token(legality: str) -> None:
         ({"draft_legality": "probe", "mask_drafts": False}, "'probe' needs mask_drafts"),
         ({"grammar_threads": 0}, "grammar_threads"),
         ({"grammar_budget_us": 0.0}, "grammar_budget_us"),
+        ({"grammar_budget_us": "some"}, "grammar_budget_us must be auto, None or .*'some'"),
         ({"grammar_budget_us": 5.0, "grammar_transport": "python"}, "native transport"),
     ],
 )

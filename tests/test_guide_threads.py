@@ -355,6 +355,71 @@ def test_a_late_slot_is_taken_over_only_when_it_is_idle(backend):
     rig.expect_row(0, 0, b"")
 
 
+def test_a_slot_that_is_always_late_still_advances(backend):
+    """Whatever it does takes longer than the budget: a token comes of every round but the first."""
+    rig = HeldRig(backend)
+    requests = [rig.request(0), rig.request(1, epoch=2)]
+    text, rounds = b"abccc", 0
+    while rig.decoder.history(0) != list(text):
+        rounds += 1
+        rig.decoder.publish(rounds, requests)
+        rig.close_gate(1)
+        rig.step(rig.works[0])
+        ready = (READY, 1, 10 + len(rig.decoder.history(0))) in rig.rows(0)
+        for slot in (0, 1):
+            done = len(rig.decoder.history(slot))
+            rig.write("committed", slot, rounds, text[done : done + 1] if ready else b"")
+            rig.write("drafted", slot, rounds, b"")
+        rig.close_gate(1)
+        rig.step(rig.works[1])
+        rig.open_gate()
+        rig.decoder.retire(rounds)
+        assert rounds <= 2 * len(text)
+    assert rounds == len(text) + 1
+    assert rig.decoder.counters()["late_rows"] == len(text) + 1
+
+
+def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[GuidedDecoder, object]:
+    """A decoder by processor time after some rounds of requests of one grammar."""
+    size = backend.vocabulary.size
+    exchange = ArrayExchange(slots, 0, size)
+    decoder = GuidedDecoder(exchange, slots=slots, draft_length=0, vocab_size=size,
+                            masked_drafts=False, threads=1, budget_us=budget_us)  # fmt: skip
+    compiled = backend.compile(SPECS["regex"])
+    requests = [GuidedRequest(s, 1, backend.matcher(compiled), 0) for s in range(slots)]
+    work = decoder.open_work()
+    committed = exchange.field("committed").array
+    for replay in range(1, steps + 1):
+        decoder.publish(replay, requests)
+        run_work(work)
+        for slot in range(slots):
+            ready = exchange.field("row_state").array[slot, 0, 0] == READY
+            token = b"a" if decoder.history(slot) == [] else b"c"
+            text = (b"b" if decoder.history(slot) == [97] else token) if ready else b""
+            committed[slot, : 2 + len(text)] = (replay, len(text), *text)
+        decoder.retire(replay)
+    return decoder, compiled
+
+
+def test_a_grammar_that_was_in_time_is_trusted_until_it_is_late(backend):
+    """After 32 orders in time a step serves a grammar itself; one order too many ends that."""
+    decoder, compiled = played(backend, 2, 1e9)
+    assert compiled.pace.trusted and decoder.counters()["late_rows"] == 0
+    decoder.close()
+    decoder, compiled = played(backend, 2, 1.0)
+    assert not compiled.pace.trusted
+    decoder.close()
+
+
+def test_nobody_waits_for_a_lone_request(backend):
+    """The only request of a replay is served by the step itself: it is late for nobody."""
+    decoder, compiled = played(backend, 1, 1.0)
+    counters = decoder.counters()
+    assert counters["late_rows"] == counters["budget_stalls"] == 0 and counters["fills"] == 40
+    assert not compiled.pace.trusted
+    decoder.close()
+
+
 def test_a_probe_that_is_late_is_never_answered(backend):
     """The device drafts nothing there; what the thread accepted meanwhile is undone."""
     rig = HeldRig(backend, legality="probe")

@@ -114,7 +114,9 @@ void bind_encoder(nb::module_& guide) {
 
 void bind_matchers(nb::module_& guide) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Pace>(guide, "Pace").def(nb::init<>()).def_prop_ro("trusted", &Pace::trusted);
   nb::class_<NativeMatcher>(guide, "NativeMatcher")
+      .def_rw("pace", &NativeMatcher::pace, nb::arg().none())
       .def(
           "accept",
           [](NativeMatcher& matcher, int32_t token) {

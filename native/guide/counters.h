@@ -10,12 +10,14 @@
 
 namespace graft::guide {
 
-// CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns.
-inline int64_t monotonic_ns() {
+inline int64_t clock_ns(clockid_t clock) {
   timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
+  clock_gettime(clock, &now);
   return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
+
+// CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns.
+inline int64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 
 class Counter {
  public:

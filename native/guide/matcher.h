@@ -12,6 +12,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+
+#include "pace.h"
 
 namespace graft::guide {
 
@@ -48,6 +51,8 @@ class NativeMatcher {
   virtual Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept = 0;
   virtual Answer rollback(int32_t tokens, ErrorText* error) noexcept = 0;
   virtual Answer is_terminated(ErrorText* error) noexcept = 0;
+
+  std::shared_ptr<Pace> pace;  // of its grammar, or null: never trusted
 };
 
 // Bits of a row's last word that stand for an id.

@@ -28,8 +28,11 @@
 
 namespace graft::guide {
 
-// How long a step may take. Its clock may be a word that a test moves.
+// How long a step waits for a slot. Its clock may be a word that a test moves.
 struct Budget {
+  // Where threads do not get on although they are not at work, this many budgets are waited.
+  static constexpr int64_t kPatience = 200;
+
   int64_t ns = 0;  // 0: for ever
   const int64_t* clock = nullptr;
   int64_t now() const {
@@ -57,22 +60,24 @@ class Pool {
   bool waiting() const { return waiting_.load(); }
   int threads() const { return static_cast<int>(threads_.size()); }
 
-  // Waits until `done` says so (true) or the budget is spent (false). Where jobs are left unclaimed
-  // at half of the budget, every parked thread is woken: those at work may be stuck.
-  template <typename Done>
-  bool wait(const Done& done, const Budget& budget, int64_t start) noexcept {
+  // Waits until `done` says so (true), or the budget is spent and `late` says that whoever is not
+  // done has had as much of a processor (false): a loaded machine makes nobody late. Where jobs are
+  // left unclaimed at half of the budget, every parked thread is woken: those at work may be stuck.
+  template <typename Done, typename Late>
+  bool wait(const Done& done, const Late& late, const Budget& budget, int64_t start) noexcept {
     bool woken = false;
     for (int spins = 0;; ++spins) {
       if (done()) return true;
       int64_t left = kNap;
       if (budget.ns > 0) {
         const int64_t spent = budget.now() - start;
-        if (spent >= budget.ns) return done();
+        const bool given_up = budget.clock != nullptr || spent >= Budget::kPatience * budget.ns;
+        if (spent >= budget.ns && (given_up || late())) return done();
         if (!woken && 2 * spent >= budget.ns) {
           wake(threads());
           woken = true;
         }
-        left = std::min(left, budget.ns - spent);
+        left = std::min(left, spent < budget.ns ? budget.ns - spent : kLook);
       }
       if (spins < kSpins) {
         relax();
@@ -88,6 +93,7 @@ class Pool {
  private:
   static constexpr int kSpins = 400;          // some 10 to 20 microseconds
   static constexpr int64_t kNap = 1'000'000;  // ns between looks at a clock that a test moves
+  static constexpr int64_t kLook = 100'000;   // ns between looks at the threads' own clocks
 
   static void relax() noexcept;
   void run(int index) noexcept;

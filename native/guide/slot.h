@@ -75,6 +75,8 @@ struct Slot {
   // Written by the server, read by the step at any time.
   std::vector<std::atomic<int32_t>> made;  // [K + 1] states of the rows, stored after their masks
   std::atomic<bool> busy{false};
+  int32_t clock = 0;                   // of the serving thread's processor time
+  std::atomic<int64_t> cpu_start{-1};  // by that clock, when it began; -1: nobody has yet
 };
 
 // Serves orders. Stateless: different slots may be served at once.

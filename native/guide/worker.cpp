@@ -1,11 +1,17 @@
 #include "worker.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
 #include <utility>
 
 namespace graft::guide {
+
+namespace {
+size_t at(int index) { return static_cast<size_t>(index); }
+}  // namespace
 
 static_assert(kCommittedReplay == 0 && kDraftedReplay == 0 && kCandidatesReplay == 0,
               "replay_of reads the first word");
@@ -175,37 +181,70 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
 }
 
 void Worker::serve() noexcept {
-  if (pool_ == nullptr || (budget_.ns == 0 && given_.size() < 2)) {
-    for (const int index : given_) work_.serve(slots_[static_cast<size_t>(index)]);
-    return;
-  }
-  for (const int index : given_) {
-    slots_[static_cast<size_t>(index)].busy.store(true);
-    pool_->post(index);
-  }
+  const auto here = std::partition(given_.begin(), given_.end(),
+                                   [&](int index) { return hands_over(slots_[at(index)]); });
   const int64_t start = budget_.ns > 0 ? budget_.now() : 0;
-  const int jobs = static_cast<int>(given_.size());
-  if (budget_.ns > 0) {
+  for (auto given = given_.begin(); given != here; ++given) {
+    Slot& slot = slots_[at(*given)];
+    slot.cpu_start.store(-1, std::memory_order_relaxed);
+    slot.busy.store(true);
+    pool_->post(*given);
+  }
+  const int jobs = static_cast<int>(here - given_.begin());
+  if (budget_.ns > 0 && jobs > 0) {
     pool_->wake(std::min(threads_, jobs));
-  } else {
+  } else if (jobs > 0) {
     pool_->wake(std::min(threads_, jobs) - 1);
     for (int job = pool_->claim(); job >= 0; job = pool_->claim()) serve_posted(this, job);
   }
-  size_t at = 0;
+  for (auto given = here; given != given_.end(); ++given) serve_timed(slots_[at(*given)]);
+  if (jobs == 0) return;
+  auto next = given_.begin();
   const auto done = [&] {
-    while (at < given_.size() && !slots_[static_cast<size_t>(given_[at])].busy.load()) ++at;
-    return at == given_.size();
+    while (next != here && !slots_[at(*next)].busy.load()) ++next;
+    return next == here;
   };
-  if (pool_->wait(done, budget_, start)) return;
-  for (const int index : given_) {
-    if (slots_[static_cast<size_t>(index)].busy.load()) counters_.of[count::late_rows].add();
-  }
+  const auto late = [&] {
+    return std::all_of(next, here, [&](int index) {
+      return !slots_[at(index)].busy.load() || over_budget(slots_[at(index)]);
+    });
+  };
+  if (pool_->wait(done, late, budget_, start)) return;
+  counters_.of[count::late_rows].add(
+      std::count_if(next, here, [&](int index) { return slots_[at(index)].busy.load(); }));
+}
+
+bool Worker::hands_over(const Slot& slot) const noexcept {
+  if (pool_ == nullptr) return false;
+  if (budget_.ns == 0) return given_.size() > 1;
+  if (budget_.clock != nullptr) return true;  // nothing has a pace by a clock that stands still
+  const auto& pace = slot.matcher->pace;
+  return current_->requests.size() > 1 && !(pace && pace->trusted());
+}
+
+// Serves an order on this thread and notes whether that took too long.
+void Worker::serve_timed(Slot& slot) noexcept {
+  const auto& pace = slot.matcher->pace;
+  const bool timed = budget_.ns > 0 && pace != nullptr;
+  const int64_t start = timed ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
+  work_.serve(slot);
+  if (timed) pace->note(clock_ns(CLOCK_THREAD_CPUTIME_ID) - start < budget_.ns);
+}
+
+// Of a slot that this step has handed over and that may still be busy.
+bool Worker::over_budget(const Slot& slot) const noexcept {
+  const int64_t start = slot.cpu_start.load(std::memory_order_acquire);
+  return start >= 0 && clock_ns(slot.clock) - start >= budget_.ns;
 }
 
 void Worker::serve_posted(void* worker, int index) {
   auto* self = static_cast<Worker*>(worker);
   Slot& slot = self->slots_[static_cast<size_t>(index)];
-  self->work_.serve(slot);
+  if (self->budget_.ns > 0) {
+    pthread_getcpuclockid(pthread_self(), &slot.clock);
+    slot.cpu_start.store(clock_ns(slot.clock), std::memory_order_release);
+  }
+  self->serve_timed(slot);
   slot.busy.store(false);
 }
 

@@ -17,10 +17,12 @@
 //    is rolled back before anything is committed.
 // 7. A slot's work in a step is one order, served by one thread at a time. `busy` hands the slot
 //    over: set before the order is posted, cleared with release order after the last touch. With
-//    one thread and no budget the step serves the orders itself and hands nothing over.
-// 8. A slot still busy when the budget ends is late. What it has made so far is stamped; the rest
-// is
-//    NOT READY, so the slot sits out, or its round ends at its last ready row. Later steps leave it
+//    one thread and no budget the step serves the orders itself and hands nothing over. Under a
+//    budget it serves those of trusted grammars (pace.h), and the order of a replay's only request,
+//    whom nobody waits for.
+// 8. A slot still busy when the budget ends is late. The budget is of its thread's processor time:
+//    waiting for a processor makes nobody late. What it has made so far is stamped; the rest is NOT
+//    READY, so the slot sits out, or its round ends at its last ready row. Later steps leave it
 //    alone but for one thing: a commit they find is copied (`pending`), because the device
 //    overwrites it, and the state being served is then outdated: its stamps are withdrawn and
 //    nothing of it is stamped any more. The first step that finds the slot idle takes the result,
@@ -102,6 +104,9 @@ class Worker {
   void stamp_rows(Slot& slot) noexcept;
   void withdraw(Slot& slot) noexcept;
   void stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept;
+  bool hands_over(const Slot& slot) const noexcept;
+  void serve_timed(Slot& slot) noexcept;
+  bool over_budget(const Slot& slot) const noexcept;
   static void serve_posted(void* worker, int slot);
 
   Exchange exchange_;

@@ -78,7 +78,9 @@ class HashMatcher final : public guided::NativeMatcher {
 
   void pause(unsigned one_in) {
     if (!dawdles_ || random_() % one_in != 0) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(random_() % 400));
+    const int64_t end = guided::clock_ns(CLOCK_THREAD_CPUTIME_ID) + random_() % 400 * 1000;
+    while (guided::clock_ns(CLOCK_THREAD_CPUTIME_ID) < end) {
+    }
   }
 
   std::vector<uint32_t> path_;
@@ -204,6 +206,7 @@ class GuidedCase {
     stay->limit = stay->start + 2 + static_cast<int32_t>(random_() % 40);
     stay->active = true;
     stay->matcher = std::make_unique<HashMatcher>(stay->seed, setting_.budget_ns > 0);
+    if (stay->seed % 2 == 0) stay->matcher->pace = pace_;
     return stay;
   }
 
@@ -317,6 +320,7 @@ class GuidedCase {
 
   std::minstd_rand random_, random_device_;
   const GuidedSetting setting_;
+  const std::shared_ptr<guided::Pace> pace_ = std::make_shared<guided::Pace>();
   const guided::Shape shape_;
   std::vector<int32_t> memory_;
   guided::Worker worker_;
