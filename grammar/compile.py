@@ -166,7 +166,7 @@ class CompileService:
             except GrammarError as error:
                 self._finish(job, error, "refused", keep=not self._closed)
             except BaseException as error:  # whoever waits must hear of it
-                self._finish(job, error, "failed", keep=False)
+                self._finish(job, _unexpected(job, error), "failed", keep=False)
 
     def _take(self, job: _Job) -> None:
         spec, backend = job[0], self._serializing
@@ -208,7 +208,7 @@ class CompileService:
             except BaseException as error:  # whoever waits must hear of it
                 self._drop(child)
                 child = None
-                self._finish(job, error, "failed", keep=False)
+                self._finish(job, _unexpected(job, error), "failed", keep=False)
             else:
                 self._finish(job, compiled, "compiled_in_children")
                 if self._disk is not None:
@@ -245,3 +245,10 @@ class CompileService:
             child.wait()
             with self._lock:
                 self._children.discard(child)
+
+
+def _unexpected(job: _Job, error: BaseException) -> GrammarError:
+    """What a backend raises against its protocol, as the refusal of one grammar."""
+    refusal = GrammarError(f"{job[0].kind}: {type(error).__name__}: {clean_message(error)}")
+    refusal.__cause__ = error
+    return refusal

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
+import signal
+import threading
 import time
+from typing import Any
 
 import pytest
 from engine_util import demo_engine
 
-from graft.grammar import CompileService, GrammarError, GrammarSpec, Vocabulary, XGrammarBackend
-from graft.models.request import Request
+from graft.grammar import (
+    CompiledGrammar,
+    CompileService,
+    GrammarError,
+    GrammarSpec,
+    Vocabulary,
+    XGrammarBackend,
+)
+from graft.models.engine import Engine
+from graft.models.request import Output, Request
 
 #: Nested so deeply that XGrammar takes minutes, whatever the vocabulary.
 ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend="xgrammar")
@@ -53,6 +65,117 @@ def test_grammars_survive_the_engine_on_disk(tmp_path):
         assert len(list(tmp_path.glob("*.grammar"))) == 1
     assert outputs[0] == outputs[1] in ("red", "green", "blue")
     assert hits == [0, 1]
+
+
+class HeldBackend(XGrammarBackend):
+    """Some grammars compile when a gate opens; some fail."""
+
+    gate: threading.Event
+    asked: list[GrammarSpec]
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        self.asked.append(spec)
+        if spec.text == "held+":
+            self.gate.wait()
+        if spec.text == "refused+":
+            raise GrammarError("regex: not this one")
+        if spec.text == "crash+":
+            raise KeyError("the compiler fell over")
+        return super().compile(spec)
+
+
+def held_backend(gate: threading.Event, asked: list[GrammarSpec]) -> Any:
+    """What an engine makes its backend with."""
+
+    def make(vocabulary: Vocabulary) -> HeldBackend:
+        made = HeldBackend(vocabulary)
+        made.gate, made.asked = gate, asked
+        return made
+
+    return make
+
+
+def drive(engine: Engine, ended: set[str]) -> dict[str, Output]:
+    """Step until all of these have ended; the outputs that came."""
+    outputs: dict[str, Output] = {}
+    deadline = time.monotonic() + 300
+    while not ended <= outputs.keys():
+        assert time.monotonic() < deadline
+        outputs |= {e.id: e.output for e in engine.step() if e.output is not None}
+    return outputs
+
+
+def guided(name: str, pattern: str) -> Request:
+    return Request(prompt="Code?", grammar=GrammarSpec.regex(pattern), max_tokens=24, id=name)
+
+
+CHEAP = {f"cheap {i}": f"[A-Z]{{2}}-{i}" for i in range(6)}
+
+
+def test_compiling_delays_no_round() -> None:
+    """While one grammar does not get on, others join, run and end; those who wait for it sit in no
+    batch, share one compile, and can be cancelled; compiles that fail harm nobody else."""
+    gate, asked = threading.Event(), list[GrammarSpec]()
+    engine = demo_engine(
+        max_batch_size=2, compile_threads=2, grammar_backend=held_backend(gate, asked)
+    )
+    try:
+        for name in ("held 1", "held 2", "held 3"):
+            engine.submit(guided(name, "held+"))
+        for name in ("refused", "crash"):
+            engine.submit(guided(name, f"{name}+"))
+        for name, pattern in CHEAP.items():
+            engine.submit(guided(name, pattern))
+        outputs = drive(engine, {*CHEAP, "refused", "crash"})
+        assert not gate.is_set() and not {"held 1", "held 2", "held 3"} & outputs.keys()
+        assert engine.counters()["held"]["slots"] == 0 and engine.busy
+        for name, pattern in CHEAP.items():
+            assert outputs[name].finished and re.fullmatch(pattern, outputs[name].text)
+        for name, why in (("refused", "not this one"), ("crash", "KeyError: 'the compiler fell over'")):
+            assert outputs[name].reason == "refused" and why in (outputs[name].error or "")
+        assert engine.cancel("held 2")
+        assert drive(engine, {"held 2"})["held 2"].reason == "cancelled"
+        gate.set()
+        outputs = drive(engine, {"held 1", "held 3"})
+        assert all(re.match("held", output.text) for output in outputs.values())
+        assert outputs["held 1"].tokens == outputs["held 3"].tokens
+        assert [spec.text for spec in asked].count("held+") == 1
+        assert engine.generate([guided("again", "held+")])[0].tokens == outputs["held 1"].tokens
+        assert [spec.text for spec in asked].count("held+") == 1
+        assert engine.counters()["grammar"]["errors"] == 0
+    finally:
+        gate.set()
+        engine.close()
+
+
+def test_a_compile_that_never_ends_is_killed_and_harms_nobody() -> None:
+    """A grammar in a process that does not get on: others run to their ends, one who waits is
+    cancelled, and when the process is killed the other one fails alone."""
+    engine = demo_engine(max_batch_size=2, grammar_backend="xgrammar", compile_timeout_s=3600)
+    try:
+        for name in ("endless 1", "endless 2"):
+            engine.submit(Request(prompt="?", grammar=ENDLESS, id=name))
+        children = engine._built.compiler._default._children
+        deadline = time.monotonic() + 300
+        while not children:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (child,) = children
+        os.kill(child.pid, signal.SIGSTOP)  # however fast the machine is
+        for name, pattern in CHEAP.items():
+            engine.submit(guided(name, pattern))
+        outputs = drive(engine, set(CHEAP))
+        assert all(output.finished for output in outputs.values()) and len(outputs) == len(CHEAP)
+        assert engine.cancel("endless 1")
+        os.kill(child.pid, signal.SIGKILL)
+        outputs = drive(engine, {"endless 1", "endless 2"})
+        assert outputs["endless 1"].reason == "cancelled"
+        assert outputs["endless 2"].reason == "refused"
+        assert "ended with status -9" in (outputs["endless 2"].error or "")
+        (served,) = engine.generate([guided("after", "[A-Z]{2}-7")])
+        assert served.finished
+    finally:
+        engine.close()
 
 
 @pytest.mark.full
