@@ -1,0 +1,231 @@
+"""Jump-forward on the real engine: the text it would have been, in fewer rounds, whatever else
+happens to a request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_util import demo_engine, mixed_requests
+from test_engine_overlap import COUPLED, answer, disturbed, settled, workload
+
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import StreamLane
+from graft.grammar.backend import make_backend
+from graft.grammar.matcher import Matcher
+from graft.grammar.spec import GrammarSpec
+from graft.models.request import Request
+
+#: All of it is forced.
+CONST = {
+    "type": "object",
+    "properties": {
+        "a_long_property_name": {"const": "and a long constant, even with an é in it"},
+        "another_property_name": {"const": [1, 2, {"nested": "value"}]},
+    },
+    "required": ["a_long_property_name", "another_property_name"],
+    "additionalProperties": False,
+}
+
+
+def const_request(**options: Any) -> Request:
+    spec = GrammarSpec.json_schema(CONST, backend="xgrammar")
+    return Request(prompt="anything", grammar=spec, **({"max_tokens": 200} | options))
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_forced_text_is_the_tokenizers_own_spelling(speculation):
+    """A whole output that is forced: the text of an engine that samples it, in the tokens that the
+    tokenizer gives it, in a round or two."""
+    with demo_engine(speculation=speculation, max_batch_size=1) as engine:
+        (plain,) = engine.generate([const_request()])
+    with settled(demo_engine(speculation=speculation, max_batch_size=1,
+                             jump_forward=True)) as engine:  # fmt: skip
+        (output,) = engine.generate([const_request()])
+        spelled = engine.tokenizer.backend.encode(plain.text, add_special_tokens=False).ids
+    assert output.text == plain.text and output.reason == "stop"
+    assert json.loads(output.text)["another_property_name"] == [1, 2, {"nested": "value"}]
+    assert output.tokens[:-1] == spelled
+    assert output.jumps == 1 and output.jumped_tokens >= len(spelled) - 4
+    assert output.rounds <= 5 and not output.exact
+    assert plain.jumps == plain.jumped_tokens == plain.rounds_saved == 0 and plain.exact
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[tuple[str, list[int], str]]]:
+    """What each request gets by itself: no drafter, one row, one round in flight."""
+    options: dict[str, Any] = {"speculation": False, "max_batch_size": 1, "overlap": False}
+    with settled(demo_engine(**options, jump_forward=True, jump_least=2)) as engine:
+        found = {
+            name: [answer(engine.generate([r])[0]) for r in workload(**sampling)]
+            for name, sampling in (("greedy", {}), ("coupled", COUPLED))
+        }
+        assert engine.stats.jumps > 20
+        return found
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"max_batch_size": 1, "mask_drafts": False},
+    {"max_batch_size": 2, "forced_drafts": True},
+    {"max_batch_size": 3, "speculation": False, "forced_drafts": True, "draft_length": 4},
+    {"max_batch_size": 4, "draft_legality": "probe", "overlap": False},
+    {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
+    {"max_batch_size": 8, "grammar_transport": "native", "grammar_threads": 2,
+     "grammar_budget_us": 30.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_disturbed_requests_jump_the_same(alone, shape):
+    """Greedy and coupled, joined late, preempted, cancelled, with few pages or late grammar: all
+    tokens as if each ran alone, jumps included."""
+    with settled(demo_engine(jump_forward=True, jump_least=2, **shape)) as engine:
+        for mode in ("greedy", "coupled"):
+            requests = workload(**({} if mode == "greedy" else COUPLED))
+            outputs, _ = disturbed(engine, requests, seed=shape["max_batch_size"])
+            for request, expected in zip(requests, alone[mode], strict=True):
+                output = outputs[str(request.id)]
+                if output.reason == "cancelled":
+                    assert output.tokens == expected[1][: len(output.tokens)]
+                else:
+                    assert answer(output) == expected, (mode, request.id)
+        assert engine.stats.jumps > 0 and engine.stats.preemptions > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel", "python"])
+def test_disturbed_jumps_for_long(alone, transport):
+    """Thirty disturbed runs at several batch sizes, by every transport."""
+    for batch in (1, 3, 5, 8):
+        options: dict[str, Any] = {"grammar_transport": transport, "max_batch_size": batch}
+        with settled(demo_engine(jump_forward=True, jump_least=2, **options)) as engine:
+            for seed in range(8):
+                mode = "greedy" if seed % 2 else "coupled"
+                requests = workload(**({} if mode == "greedy" else COUPLED))
+                outputs, _ = disturbed(engine, requests, seed=1000 * batch + seed)
+                for request, expected in zip(requests, alone[mode], strict=True):
+                    output = outputs[str(request.id)]
+                    if output.reason != "cancelled":
+                        assert answer(output) == expected, (batch, seed, request.id)
+
+
+def test_rounds_saved_are_the_rounds_saved():
+    """Without drafts and overlap the count is exact; texts are those of sampling."""
+    requests = mixed_requests(6)
+    rounds, texts = [], []
+    for jump in (False, True):
+        with settled(demo_engine(speculation=False, overlap=False, jump_forward=jump)) as engine:
+            outputs = engine.generate(requests)
+            rounds.append([o.rounds for o in outputs])
+            texts.append([o.text for o in outputs])
+            stats = engine.stats
+            made = sum(len(o.tokens) for o in outputs)
+            assert made == stats.tokens + stats.jumped_tokens
+            assert stats.jumped_tokens == sum(o.jumped_tokens for o in outputs)
+    assert texts[0] == texts[1]
+    saved = [before - after for before, after in zip(*rounds, strict=True)]
+    assert sum(saved) > 10 and saved == [o.rounds_saved for o in outputs]
+
+
+def test_every_max_tokens():
+    """The limit holds within a jump too; what there is begins the whole output."""
+    with settled(demo_engine(max_batch_size=2, jump_forward=True, jump_least=2)) as engine:
+        for base in (const_request(), replace(mixed_requests(1)[0], max_tokens=200)):
+            (whole,) = engine.generate([base])
+            assert whole.reason == "stop" and whole.jumps > 0
+            for limit in range(1, len(whole.tokens), 3):
+                (output,) = engine.generate([replace(base, max_tokens=limit)])
+                assert output.reason == "length" and len(output.tokens) == limit
+                assert whole.text.startswith(output.text)
+
+
+def test_streams_get_final_tokens_and_all_text():
+    """No token that a stream was given is rewritten; texts and tokens add up to the output."""
+    with settled(demo_engine(jump_forward=True, jump_least=2)) as engine:
+        events = list(engine.stream([*mixed_requests(5), const_request()]))
+        tokenizer, ahead = engine.tokenizer, 0
+        for output in (e.output for e in events if e.output is not None):
+            mine = [e for e in events if e.id == output.id]
+            assert "".join(e.text for e in mine) == output.text
+            assert [t for e in mine for t in e.tokens] == output.tokens
+            text, tokens = "", []
+            for event in mine[:-1]:
+                text, tokens = text + event.text, [*tokens, *event.tokens]
+                ahead += len(text) > len(tokenizer.decode(tokens))
+    assert ahead > 0, "text waits for tokens"
+
+
+def test_an_error_while_jumping_ends_its_request_alone(monkeypatch):
+    """A grammar that fails when asked what it forces, at the start or later, harms no other."""
+    plain = Matcher.forced_text
+    asked = dict.fromkeys(("first", "later"), 0)
+
+    def failing(self: Matcher) -> bytes:
+        for name, when in (("first", 1), ("later", 3)):
+            if name in self.compiled.spec.text:
+                asked[name] += 1
+                if asked[name] == when:
+                    raise RuntimeError("no idea")
+        return plain(self)
+
+    monkeypatch.setattr(Matcher, "forced_text", failing)
+    bad = [replace(const_request(), grammar=GrammarSpec.regex(f"[ab]{name}[0-9]+{name}"))
+           for name in ("first", "later")]  # fmt: skip
+    good = mixed_requests(3)
+    with settled(demo_engine(jump_forward=True)) as engine:
+        expected = [answer(o) for o in engine.generate(good)]
+        refused, failed, *others = engine.generate([*bad, *good])
+        assert refused.reason == "refused" and failed.reason == "error"
+        assert refused.error == failed.error == "no idea"
+        assert [answer(o) for o in others] == expected
+
+
+def test_grammars_in_python_jump_too():
+    """A backend without a native side, and free requests beside it, which never jump."""
+    free = Request(tokens=[300, 301, 302], max_tokens=20)
+    options: dict[str, Any] = {
+        "grammar_transport": "python",
+        "grammar_backend": lambda v: make_backend("llguidance", v, native=False),
+    }
+    texts = []
+    for jump in (False, True):
+        with settled(demo_engine(speculation=False, jump_forward=jump, **options)) as engine:
+            spec = GrammarSpec.regex('[ab]", "a longer name": [0-9]')
+            guided, unguided = engine.generate([replace(const_request(), grammar=spec), free])
+            texts.append((guided.text, unguided.tokens))
+            assert (guided.jumps > 0) == jump and not unguided.jumps
+    assert texts[0] == texts[1]
+
+
+def test_keys_and_values_behind_a_change_are_those_of_a_whole_prefill():
+    """Bit for bit, in both caches: prefill one text, exchange its end, prefill from there."""
+    rng = np.random.default_rng(2)
+    with demo_engine(max_batch_size=2, max_length=320) as engine:
+        built, lane = engine._built, StreamLane(engine._built.stream)
+        tokens = [rng.integers(0, 2000, 90).tolist() for _ in range(2)]
+        changed = [*tokens[0][:12], *tokens[1][12:]]
+        for slot in (0, 1):
+            for cache in built.caches:
+                assert cache.allocate(slot, 320)
+                cache.set_table(lane, slot)
+        built.prefill.run(lane, 0, tokens[0])
+        built.prefill.extend(lane, 0, changed, 11)
+        built.prefill.run(lane, 1, changed)
+        built.stream.synchronize()
+        for cache in built.caches:
+            for array in (cache.k, cache.v):
+                kept = [array.to_host()[:, list(cache.pages_of(slot))] for slot in (0, 1)]
+                flat = [a.reshape(a.shape[0], -1, *a.shape[3:])[:, :89] for a in kept]
+                assert flat[0].tobytes() == flat[1].tobytes()
+        for slot in (0, 1):
+            for cache in built.caches:
+                cache.release(slot)
+
+
+def test_bad_least_length():
+    """Refused by name before anything runs."""
+    with pytest.raises(OptionError, match="jump_least"):
+        demo_engine(jump_forward=True, jump_least=0)
