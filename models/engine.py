@@ -77,10 +77,10 @@ class Engine:
         the token that is the one legal id. Such drafts are verified like others, so the
         distribution of outputs stays what it is; where one id is legal they are always accepted.
     jump_forward : append forced text outright, without sampling it, as the tokenizer spells it,
-        where that makes an output longer by `jump_least` tokens. Up to 4 tokens before that text
+        where that makes an output longer by `jump_least` tokens; default two, and as many as a
+        round in flight could bring, since a jump drops that. Up to 4 tokens before that text
         may be rewritten, and come to streams later for that. The text stays what it would be; the
-        distribution of outputs only where each token was the one legal id: see `Output.exact`. A
-        jump drops what rounds in flight bring for its request, and prefills what it appends.
+        distribution of outputs only where each token was the one legal id: see `Output.exact`.
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
@@ -127,7 +127,7 @@ class Engine:
         draft_legality: str = "fill",
         forced_drafts: bool = False,
         jump_forward: bool = False,
-        jump_least: int = 3,
+        jump_least: int | None = None,
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
@@ -152,9 +152,10 @@ class Engine:
         length = min(longest, DEFAULT_LENGTH) if max_length is None else max_length
         if length > longest:
             raise OptionError(f"max_length {length} is above the model's {longest} positions")
+        drafts = draft_length if drafter_dir is not None or forced_drafts else 0
         options = Options(
             max_batch_size=max_batch_size,
-            draft_length=draft_length if drafter_dir is not None or forced_drafts else 0,
+            draft_length=drafts,
             max_length=length,
             page_size=page_size,
             pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
@@ -162,7 +163,7 @@ class Engine:
             draft_legality=draft_legality,
             forced_drafts=forced_drafts,
             jump_forward=jump_forward,
-            jump_least=jump_least,
+            jump_least=2 + overlap * (drafts + 1) if jump_least is None else jump_least,
             grammar_threads=grammar_threads,
             grammar_budget_us=grammar_budget_us,
             grammar_backend=grammar_backend,

@@ -17,6 +17,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.backend import make_backend
 from graft.grammar.matcher import Matcher
 from graft.grammar.spec import GrammarSpec
+from graft.models.engine import Engine
 from graft.models.request import Request
 
 #: All of it is forced.
@@ -202,27 +203,34 @@ def test_grammars_in_python_jump_too():
 
 def test_keys_and_values_behind_a_change_are_those_of_a_whole_prefill():
     """Bit for bit, in both caches: prefill one text, exchange its end, prefill from there."""
-    rng = np.random.default_rng(2)
     with demo_engine(max_batch_size=2, max_length=320) as engine:
-        built, lane = engine._built, StreamLane(engine._built.stream)
-        tokens = [rng.integers(0, 2000, 90).tolist() for _ in range(2)]
-        changed = [*tokens[0][:12], *tokens[1][12:]]
-        for slot in (0, 1):
-            for cache in built.caches:
-                assert cache.allocate(slot, 320)
-                cache.set_table(lane, slot)
-        built.prefill.run(lane, 0, tokens[0])
-        built.prefill.extend(lane, 0, changed, 11)
-        built.prefill.run(lane, 1, changed)
-        built.stream.synchronize()
+        first, second = prefilled_twice(engine)
+    assert len(first) == 4 and first == second
+
+
+def prefilled_twice(engine: Engine) -> list[list[bytes]]:
+    """Keys and values of both caches of a slot whose text was changed, and of one that had it."""
+    rng = np.random.default_rng(2)
+    built, lane = engine._built, StreamLane(engine._built.stream)
+    tokens = [rng.integers(0, 2000, 90).tolist() for _ in range(2)]
+    changed = [*tokens[0][:12], *tokens[1][12:]]
+    for slot in (0, 1):
         for cache in built.caches:
-            for array in (cache.k, cache.v):
-                kept = [array.to_host()[:, list(cache.pages_of(slot))] for slot in (0, 1)]
-                flat = [a.reshape(a.shape[0], -1, *a.shape[3:])[:, :89] for a in kept]
-                assert flat[0].tobytes() == flat[1].tobytes()
-        for slot in (0, 1):
-            for cache in built.caches:
-                cache.release(slot)
+            assert cache.allocate(slot, 90)
+            cache.set_table(lane, slot)
+    built.prefill.run(lane, 0, tokens[0])
+    built.prefill.extend(lane, 0, changed, 11)
+    built.prefill.run(lane, 1, changed)
+    built.stream.synchronize()
+    found: list[list[bytes]] = []
+    for slot in (0, 1):
+        owned = [(array.to_host(), list(cache.pages_of(slot)))
+                 for cache in built.caches for array in (cache.k, cache.v)]  # fmt: skip
+        paged = [array[:, pages] for array, pages in owned]
+        found.append([a.reshape(len(a), -1, *a.shape[3:])[:, :89].tobytes() for a in paged])
+        for cache in built.caches:
+            cache.release(slot)
+    return found
 
 
 def test_bad_least_length():

@@ -167,11 +167,19 @@ def test_shapes_that_cannot_force_are_refused(options, message):
 
 
 def test_the_tool_counts_rounds_saved(tmp_path, capsys):
-    """Equal tokens every way, fewer rounds with forced drafts; the table and JSON say so."""
+    """Equal tokens every way that appends none, fewer rounds with forced drafts and with jumps; the
+    table and JSON say so, for each task too."""
     report = tmp_path / "out.json"
     assert forced_text.main(["--tasks", "4", "--json", str(report)]) == 0
-    ways = json.loads(report.read_text())["ways"]
-    assert len({row["tokens"] for row in ways.values()}) == 1
+    found = json.loads(report.read_text())
+    ways = found["ways"]
+    assert len({row["tokens"] for row in ways.values() if not row["jumps"]}) == 1
+    for name, base in (("jump-forward", "one token a round"), ("both", "forced drafts")):
+        assert ways[name]["jumped_tokens"] > 0 and ways[name]["rounds"] < ways[base]["rounds"]
+    assert len(found["tasks"]) == ways["jump-forward"]["requests"] == 4
+    for key in ("rounds", "tokens", "jumped_tokens"):
+        of_tasks = sum(task["jump-forward"][key] for task in found["tasks"])
+        assert of_tasks == ways["jump-forward"][key]
     saved = ways["forced drafts"]["rounds_saved"]
     assert 0 < ways["forced drafts"]["forced_tokens"] - 4 <= saved
     assert ways["one token a round"]["rounds"] - ways["forced drafts"]["rounds"] == saved

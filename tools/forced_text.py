@@ -1,8 +1,10 @@
-"""How many rounds forced text saves: the demo's tasks with forced drafts and without.
+"""What forced text saves on the demo's tasks: sampled, drafted, or appended outright.
 
-    python -m graft.tools.forced_text [--tasks 48] [--draft-length 5] [--json FILE]
+    python -m graft.tools.forced_text [--tasks 48] [--draft-length 5] [--overlap] [--json FILE]
 
-Every way gives the same tokens, which is checked. Rounds are counted, nothing is timed.
+Drafting gives the same tokens every way, which is checked. Appending gives the tokenizer's own
+tokens: the table says how many texts are the same all the same, and how many outputs are exact.
+Rounds are counted, nothing is timed; the JSON has every task by itself.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from tqdm import tqdm
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
-from graft.models.request import Request
+from graft.models.request import Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_tasks import held_out_tasks, unseen_key_tasks
 
-#: Ways to decode: whether with the drafter, whether with forced drafts.
-WAYS = {
-    "one token a round": (False, False),
-    "forced drafts": (False, True),
-    "drafter": (True, False),
-    "drafter and forced drafts": (True, True),
+#: Ways to decode: whether with the drafter, further options, and the way it is compared with.
+WAYS: dict[str, tuple[bool, dict[str, bool], str]] = {
+    "one token a round": (False, {}, ""),
+    "forced drafts": (False, {"forced_drafts": True}, "one token a round"),
+    "jump-forward": (False, {"jump_forward": True}, "one token a round"),
+    "both": (False, {"forced_drafts": True, "jump_forward": True}, "one token a round"),
+    "drafter": (True, {}, "one token a round"),
+    "drafter, forced drafts": (True, {"forced_drafts": True}, "drafter"),
+    "drafter, jump-forward": (True, {"jump_forward": True}, "drafter"),
 }
+COLUMNS = ("tokens", "rounds", "rounds_saved", "tokens_per_round", "forced_tokens", "jumps",
+           "jumped_tokens", "dropped_tokens", "prefilled_tokens", "same_texts", "exact", "fills")
 
 
 def requests(count: int, seed: int) -> list[Request]:
@@ -43,42 +50,54 @@ def requests(count: int, seed: int) -> list[Request]:
     return (found[: count // 2] + found[half:])[:count]
 
 
-def measure(asked: Sequence[Request], draft_length: int) -> dict[str, dict[str, Any]]:
-    """Rounds and tokens of every way.
+def measure(
+    asked: Sequence[Request], draft_length: int, overlap: bool = False
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Rounds and tokens of every way, summed up and by task.
+
+    A round counts for each request that it held, those included whose tokens a jump made void.
 
     Raises
     ------
     GraftError
-        If two ways give different tokens.
+        If two ways that append nothing give different tokens.
     """
     target, drafter = demo_model()
     rows: dict[str, dict[str, Any]] = {}
-    expected: list[tuple[str, list[int]]] | None = None
-    for name, (drafted, forced) in tqdm(WAYS.items(), disable=not sys.stderr.isatty()):
+    tasks: list[dict[str, Any]] = [{"prompt": one.prompt} for one in asked]
+    first: list[Output] = []
+    for name, (drafted, options, base) in tqdm(WAYS.items(), disable=not sys.stderr.isatty()):
         with Engine(target, drafter if drafted else None, draft_length=draft_length,
-                    forced_drafts=forced, overlap=False) as engine:  # fmt: skip
-            outputs = [(o.reason or "", o.tokens) for o in engine.generate(asked)]
+                    overlap=overlap, **options) as engine:  # fmt: skip
+            outputs = engine.generate(asked)
+            engine.settle()
             grammar, stats = engine.counters()["grammar"], engine.stats
-        expected = expected or outputs
-        if outputs != expected:
-            raise GraftError(f"forced text: {name!r} gives other tokens than {next(iter(rows))!r}")
+        first = first or outputs
+        pairs = list(zip(outputs, first, strict=True))
+        if not stats.jumps and any((o.reason, o.tokens) != (f.reason, f.tokens) for o, f in pairs):
+            raise GraftError(f"forced text: {name!r} gives other tokens than {next(iter(WAYS))!r}")
+        tokens, rounds = sum(len(o.tokens) for o in outputs), stats.row_rounds + stats.stale_rows
         rows[name] = {
-            "requests": len(outputs), "tokens": stats.tokens, "rounds": stats.row_rounds,
-            "tokens_per_round": round(stats.tokens_per_round, 3),
-            "forced_tokens": stats.forced_tokens, "fills": grammar["fills"],
+            "requests": len(outputs), "tokens": tokens, "rounds": rounds,
+            "tokens_per_round": round(tokens / rounds, 3), "forced_tokens": stats.forced_tokens,
+            "jumps": stats.jumps, "jumped_tokens": stats.jumped_tokens,
+            "dropped_tokens": stats.surplus_tokens, "prefilled_tokens": stats.prefill_tokens,
+            "same_texts": sum(o.text == f.text for o, f in pairs),
+            "exact": sum(o.exact for o in outputs), "fills": grammar["fills"],
         }  # fmt: skip
-    for name, base in (("forced drafts", "one token a round"),
-                       ("drafter and forced drafts", "drafter")):  # fmt: skip
-        rows[name]["rounds_saved"] = rows[base]["rounds"] - rows[name]["rounds"]
-    return rows
+        if base:
+            rows[name]["rounds_saved"] = rows[base]["rounds"] - rounds
+        for task, output in zip(tasks, outputs, strict=True):
+            task[name] = {"rounds": output.rounds, "tokens": len(output.tokens),
+                          "jumped_tokens": output.jumped_tokens, "exact": output.exact}  # fmt: skip
+    return rows, tasks
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """A plain-text table, a line a way."""
-    keys = ["tokens", "rounds", "tokens_per_round", "forced_tokens", "rounds_saved", "fills"]
-    lines = [["way", *(key.replace("_", " ") for key in keys)]]
-    lines += [[name, *(str(row.get(key, "-")) for key in keys)] for name, row in rows.items()]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(keys) + 1)]
+    lines = [["way", *(key.replace("_", " ") for key in COLUMNS)]]
+    lines += [[name, *(str(row.get(key, "-")) for key in COLUMNS)] for name, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
@@ -92,18 +111,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, default=48)
     parser.add_argument("--draft-length", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=False,
+                        help="two rounds in flight, of which a jump drops one (default: no)")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
     try:
         if options.tasks < 1:
             raise OptionError(f"--tasks must be at least 1, got {options.tasks}")
-        rows = measure(requests(options.tasks, options.seed), options.draft_length)
+        asked = requests(options.tasks, options.seed)
+        rows, tasks = measure(asked, options.draft_length, options.overlap)
     except GraftError as error:
         print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(table(rows))
     if options.json:
-        report = {"draft_length": options.draft_length, "seed": options.seed, "ways": rows}
+        report = {"draft_length": options.draft_length, "seed": options.seed,
+                  "overlap": options.overlap, "ways": rows, "tasks": tasks}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

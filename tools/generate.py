@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
                         help="draw drafts under filled mask rows, or have the grammar test the "
                              "drafter's candidates (default fill)")
+    models.add_argument("--forced-drafts", action="store_true",
+                        help="draft what the grammar forces; outputs stay the same")
+    models.add_argument("--jump-forward", action="store_true",
+                        help="append what the grammar forces, in the tokenizer's spelling")
+    models.add_argument("--jump-least", type=int, metavar="N",
+                        help="tokens that a jump must append (default: 2, and what it would drop)")
     models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
                         help="launch a round before the last one was read (default: yes)")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
@@ -163,7 +169,8 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
     return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
-                  draft_legality=options.draft_legality,
+                  draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
+                  jump_forward=options.jump_forward, jump_least=options.jump_least,
                   verify=options.verify, overlap=options.overlap)
 
 
@@ -211,6 +218,7 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else 0.0,
         "rounds": stats.rounds,
+        "jumped_tokens": stats.jumped_tokens,
         "tokens_per_round": stats.tokens_per_round,
         "acceptance_length": stats.acceptance_length,
         "acceptance": stats.acceptance,
