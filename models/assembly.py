@@ -294,8 +294,6 @@ def check_options(options: Options, drafter: Path | None) -> None:
         )
     if options.forced_drafts and drafter is not None and not options.mask_drafts:
         raise OptionError("forced_drafts needs mask_drafts: blind drafting fills no rows")
-    if options.forced_drafts and options.draft_legality == "probe":
-        raise OptionError("forced_drafts needs draft_legality 'fill': probing fills no rows")
     names = ("auto", *BACKENDS)
     if not callable(options.grammar_backend) and options.grammar_backend not in names:
         raise OptionError(

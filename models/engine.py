@@ -74,8 +74,9 @@ class Engine:
         next target forward. A probed draft is a point mass under rejection sampling.
     forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
         forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
-        the token that is the one legal id. Such drafts are verified like others, so the
-        distribution of outputs stays what it is; where one id is legal they are always accepted.
+        the token that is the one legal id (with "probe", where no candidate is). Such drafts are
+        verified like others, so the distribution of outputs stays what it is; where one id is legal
+        they are always accepted.
     jump_forward : append forced text outright, without sampling it, as the tokenizer spells it,
         where that makes an output longer by `jump_least` tokens; default two, and as many as a
         round in flight could bring, since a jump drops that. Up to 4 tokens before that text

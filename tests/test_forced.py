@@ -95,6 +95,7 @@ REJECTION = [
     Case(3, PLAIN, forced="beside"),
     Case(2, MIXED, forced="beside", pruned=True, stop_ids=(6,)),
     Case(3, COLD, forced="beside", late=True),
+    Case(3, MIXED, forced="beside", probe=True, pruned=True),
     Case(3, PLAIN, forced="alone"),
     Case(3, MIXED, forced="alone", stop_ids=(6,)),
 ]
@@ -131,7 +132,9 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(sampled):
         ]
     expected, plain, _ = outputs(requests, speculation=False)
     assert plain.forced_tokens == 0
-    for options in ({"speculation": True}, {"speculation": False, "draft_length": 5}):
+    for options in ({"speculation": True}, {"speculation": False, "draft_length": 5},
+                    {"speculation": True, "draft_legality": "probe"},
+                    {"speculation": False, "draft_legality": "probe"}):  # fmt: skip
         found, stats, grammar = outputs(requests, forced_drafts=True, **options)
         assert found == expected
         assert stats.forced_tokens > 0
@@ -156,7 +159,6 @@ def test_a_certain_token_is_never_refused():
     ("options", "message"),
     [
         ({"mask_drafts": False}, "needs mask_drafts"),
-        ({"draft_legality": "probe"}, "probing fills no rows"),
         ({"speculation": False, "draft_length": 17}, "from 1 to 16"),
     ],
 )
