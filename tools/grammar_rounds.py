@@ -271,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--busy-episodes", type=int, default=20, help="episodes with a busy one")
     made.add_argument("--loop-rounds", type=int, default=20,
                       help="rounds of the plain loop beside a busy GIL, seconds each")  # fmt: skip
-    made.add_argument("--documents", type=int, default=200)
+    made.add_argument("--documents", type=int, default=80)
     made.add_argument("--shortest", type=int, default=64, help="tokens of the shortest document")
     made.add_argument("--wrong", type=float, default=0.3, help="share of wrong drafts")
     made.add_argument("--seed", type=int, default=0)

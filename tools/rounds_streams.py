@@ -9,9 +9,12 @@ are the document's. Everything is drawn from one seed, so any number of subjects
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ from graft.tools.grammar_bench import rows_of
 
 __all__ = ["Document", "Episode", "Move", "documents", "record"]
 
-_COMPILE_S = 10.0
+_COMPILE_S = 1.0
+_AHEAD = 2  # schemas that compile at once
 
 
 @dataclass(frozen=True)
@@ -73,35 +77,47 @@ def documents(
 ) -> Iterator[Document]:  # fmt: skip
     """Up to ``count`` valid instances of at least ``shortest`` tokens, each of another schema.
 
-    Schemas that the backend cannot enforce, or whose instance it takes only in another spelling,
-    are passed over.
+    Schemas that the backend cannot enforce, or not compile within a second, or whose instance it
+    takes only in another spelling, are passed over.
     """
     rng = np.random.default_rng(seed)
     rows = [row for row in rows_of(folder) if row["valid"]]
     stop = backend.vocabulary.stop_ids[0]
-    name = "xgrammar" if backend.name == "XGrammar" else "llguidance"
     found = 0
-    with closing(CompileService(backend, threads=1, timeout_s=_COMPILE_S)) as service:
-        for index in rng.permutation(len(rows)).tolist():
-            if found == count:
-                return
-            row = rows[index]
-            texts = [json.dumps(value, ensure_ascii=False) for value in row["valid"]]
-            ids = max((tokenizer.encode(t, add_special_tokens=False).ids for t in texts), key=len)
-            if len(ids) < shortest:
-                continue
+    with closing(CompileService(backend, threads=_AHEAD, timeout_s=_COMPILE_S)) as service:
+        order = (rows[index] for index in rng.permutation(len(rows)).tolist())
+        long = (row for row in order if len(_longest(row, tokenizer)) >= shortest)
+        waiting = deque((row, _submit(service, row)) for row in islice(long, _AHEAD))
+        while waiting and found < count:
+            row, future = waiting.popleft()
+            waiting.extend((row, _submit(service, row)) for row in islice(long, 1))
             try:
-                # as it stands: a router's rewriting is not what is measured
-                spec = GrammarSpec.json_schema(row["schema"], backend="xgrammar")
-                spec = replace(spec, backend=name)
-                compiled = service.submit(spec).result()
+                compiled = future.result()
             except GraftError:
                 continue
-            tokens = (*ids, stop)
+            tokens = (*_longest(row, tokenizer), stop)
             matcher = backend.matcher(compiled)
             if all(matcher.accept(token) for token in tokens):
                 found += 1
                 yield Document(compiled, tokens)
+
+
+def _longest(row: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """The longest valid instance of a schema, as tokens."""
+    texts = [json.dumps(value, ensure_ascii=False) for value in row["valid"]]
+    return max((tokenizer.encode(t, add_special_tokens=False).ids for t in texts), key=len)
+
+
+def _submit(service: CompileService, row: dict[str, Any]) -> Future[CompiledGrammar]:
+    """Compile a schema as it stands: a router's rewriting is not what is measured."""
+    name = "xgrammar" if service.backend.name == "XGrammar" else "llguidance"
+    try:
+        spec = GrammarSpec.json_schema(row["schema"], backend="xgrammar")
+        return service.submit(replace(spec, backend=name))
+    except GraftError as error:
+        refused: Future[CompiledGrammar] = Future()
+        refused.set_exception(error)
+        return refused
 
 
 def record(
@@ -152,18 +168,40 @@ class _Player:
         return Move(self.slot, tested, accepted, tokens, self._drafts)
 
     def _draft(self, truth: Sequence[int]) -> Iterator[int]:
+        row = np.zeros((self._matcher.size + 31) // 32, np.int32)
         taken = 0
         for likely in (*truth, *[self._stop] * self._length)[: self._length]:
-            legal = self._matcher.legal()
-            others = legal[legal != likely]
-            wrong = self._rng.random() < self._wrong and len(others)
-            token = int(self._rng.choice(others)) if wrong or likely not in legal else likely
+            if not self._matcher.fill(row):
+                row[:] = -1
+            token = likely
+            if self._rng.random() < self._wrong or not _is_set(row, likely):
+                token = _other(row, likely, self._rng)
             yield token
             _take(self._matcher, (token,))
             taken += 1
             if token == self._stop:
                 break
         self._matcher.rollback(taken)
+
+
+def _is_set(row: np.ndarray, token: Any) -> Any:
+    return row[token >> 5] >> (token & 31) & 1 != 0
+
+
+def _other(row: np.ndarray, likely: int, rng: np.random.Generator) -> int:
+    """Any legal token but ``likely``, all as probable; ``likely`` if it is the only one.
+
+    Of random ids the first that is legal; where few are, all legal ones are listed.
+    """
+    ids = rng.integers(0, 32 * len(row), 64)
+    hits = ids[_is_set(row, ids) & (ids != likely)]
+    if len(hits):
+        return int(hits[0])
+    used = np.flatnonzero(row)
+    bits = np.unpackbits(row[used].view(np.uint8), bitorder="little")
+    legal = (used[:, None] * 32 + np.arange(32)).ravel()[bits.astype(bool)]
+    others = legal[legal != likely]
+    return int(rng.choice(others)) if len(others) else likely
 
 
 def _take(matcher: Any, tokens: Sequence[int]) -> None:
