@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "counters.h"
+
 namespace graft::guide::llguidance {
 namespace {
 
@@ -193,6 +195,12 @@ Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& by
   } else {
     options.use_approximate_greedy_tokenize_fn = true;
   }
+  firsts_.assign(lengths.size() + 31, kNoText);
+  size_t at = 0;
+  for (size_t id = 0; id < lengths.size(); at += lengths[id++]) {
+    if (lengths[id] != 0) firsts_[id] = static_cast<unsigned char>(bytes[at]);
+  }
+  for (const uint32_t stop : stop_ids_) firsts_[stop] = kNoText;
   options.tok_eos_extra = stop_ids_.data() + 1;
   options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
   char error[512] = {};
@@ -212,6 +220,21 @@ std::string Tokenizer::judge(const std::string& grammar) const {
   return (status < 0 ? "error: " : "warning: ") + message;
 }
 
+// Where text is forced every legal token begins with the same byte and no stop token is legal;
+// where the grammar has ended nothing else is.
+bool Tokenizer::is_kept(const uint32_t* mask) const noexcept {
+  int first = -1;
+  for (int64_t w = 0; w < (vocab_size_ + 31) / 32; ++w) {
+    for (uint32_t bits = mask[w]; bits != 0; bits &= bits - 1) {
+      const int next = firsts_[static_cast<size_t>(w * 32 + __builtin_ctz(bits))];
+      if (first >= 0 && next != first) return true;
+      if (!canonical() && next != kNoText) return true;
+      first = next;
+    }
+  }
+  return false;
+}
+
 void Free::operator()(void* matcher) const { api.free_matcher(matcher); }
 
 Grammar::Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
@@ -227,8 +250,8 @@ Handle Grammar::start() const {
 }
 
 void Grammar::hand_back(Handle matcher) {
-  // The mask at the start takes the place of the last one (invariant 5).
   if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
+  if (!tokenizer_->is_kept(api.get_mask(matcher.get()))) return;  // invariant 5
   const std::lock_guard<std::mutex> lock(mutex_);
   if (generation_ >= kGenerations) return;
   ++generation_;
@@ -241,8 +264,8 @@ Matcher::Matcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& 
       stop_ids_(stop_ids),
       live_(grammar_->start()) {
   path_.reserve(4096);
-  cheap_.reserve(4096);
-  cheap_.push_back(false);
+  seen_.reserve(4096);
+  seen_.resize(1);
 }
 
 Matcher::~Matcher() { grammar_->hand_back(std::move(live_)); }
@@ -257,25 +280,25 @@ Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
   if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Answer::kNo;
   const uint32_t id = static_cast<uint32_t>(token);
   if (contains(stop_ids_, id)) {
+    if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
     terminated_ = api.is_accepting(live_.get());
     return terminated_ ? Answer::kYes : Answer::kNo;
   }
   if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // another request's
-  const Answer legal = is_legal(id, error);
-  if (legal != Answer::kYes) return legal;
-  if (size_ == path_.size() || path_[size_] != id) {
-    if (size_ < path_.size()) lowest_ = std::min(lowest_, size_);
-    path_.resize(size_);
-    cheap_.resize(size_ + 1);
+  if (size_ == path_.size() || path_[size_] != id) {            // else it was legal before
+    if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
+    const Answer legal = is_legal(id, error);
+    if (legal != Answer::kYes) return legal;
+    if (leave_path(error) == Answer::kFailed) return Answer::kFailed;
     path_.push_back(id);
-    cheap_.push_back(false);
+    seen_.emplace_back();
   }
-  return advance(size_ + 1, error);
+  ++size_;
+  return live_size_ < size_ ? move(size_, error) : Answer::kYes;
 }
 
-// Invariant 4. The mask at hand, and tokens that were consumed here before, spare the question.
+// Invariant 4. The mask at hand spares the question.
 Answer Matcher::is_legal(uint32_t id, ErrorText* error) noexcept {
-  if (size_ < path_.size() && path_[size_] == id) return Answer::kYes;
   const uint32_t* mask = api.get_mask(live_.get());
   if (mask == nullptr && tokenizer_.canonical()) {  // invariant 7
     if (compute(error) == Answer::kFailed) return Answer::kFailed;
@@ -289,12 +312,31 @@ Answer Matcher::is_legal(uint32_t id, ErrorText* error) noexcept {
   return valid < 0 ? failed(error) : valid == 0 ? Answer::kNo : Answer::kYes;
 }
 
-// Consumes tokens of the path until `size` of them are.
-Answer Matcher::advance(size_t size, ErrorText* error) noexcept {
-  for (; size_ < size; ++size_) {
-    if (api.consume(live_.get(), path_[size_]) != 0) return failed(error);
+// Brings `live_` to so many tokens of the path.
+Answer Matcher::move(size_t size, ErrorText* error) noexcept {
+  if (live_size_ > size) {
+    if (api.rollback(live_.get(), live_size_ - size) != 0) return failed(error);
+    live_size_ = size;
+  }
+  for (; live_size_ < size; ++live_size_) {
+    if (api.consume(live_.get(), path_[live_size_]) != 0) return failed(error);
   }
   return Answer::kYes;
+}
+
+// Forgets the undone tokens behind the accepted ones: another one follows.
+Answer Matcher::leave_path(ErrorText* error) noexcept {
+  if (size_ == path_.size()) return Answer::kYes;
+  path_.resize(size_);
+  seen_.resize(size_ + 1);
+  if (size_ >= kept_.depth) return Answer::kYes;
+  kept_.fork = std::min(kept_.fork, size_);
+  const Seen& seen = seen_[size_];
+  const bool copied = seen.state == Seen::State::kKept && kept_.some && !kept_.unsure &&
+                      seen.sum == kept_.sum && kept_.ns < kCopyNs;
+  if (!copied && cheapest(kept_.fork).second > kept_.ns / 4) return Answer::kYes;
+  if (replace_kept(error) == Answer::kFailed) return Answer::kFailed;
+  return move(size_, error);
 }
 
 Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
@@ -302,7 +344,9 @@ Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
     error->keep("the mask row is not one of this vocabulary");
     return Filled::kFailed;
   }
-  if (!dead_ && compute(error) == Answer::kFailed) return Filled::kFailed;
+  if (!dead_ && (move(size_, error) == Answer::kFailed || compute(error) == Answer::kFailed)) {
+    return Filled::kFailed;
+  }
   if (dead_) {
     std::fill(row, row + words, 0);
     return Filled::kMask;
@@ -319,26 +363,56 @@ Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
 
 // Computes the mask that get_mask() gives, or finds the state dead.
 Answer Matcher::compute(ErrorText* error) noexcept {
-  uint64_t checksum = 0;
-  if (!compute_once(&checksum)) return dead_ ? Answer::kYes : failed(error);
-  if (lowest_ < std::min(masked_at_, size_) && checksum == checksum_) {  // invariant 5
-    const size_t size = size_;
-    size_t back = lowest_;
-    while (back > 0 && lowest_ - back < kSearch && !cheap_[back]) --back;
-    if (!cheap_[back]) back = lowest_;
-    if (api.rollback(live_.get(), size - back) != 0) return failed(error);
-    size_ = back;
-    if (!compute_once(&checksum) || advance(size, error) == Answer::kFailed ||
-        !compute_once(&checksum)) {
-      return failed(error);
-    }
+  if (!compute_once()) return dead_ ? Answer::kYes : failed(error);
+  if (kept_.fork < size_ && kept_.may_equal(seen_[size_]) &&
+      compute_again(error) == Answer::kFailed) {
+    return Answer::kFailed;
   }
-  checksum_ = checksum;
-  masked_at_ = lowest_ = size_;
+  kept_.note(seen_[size_], size_);
   return Answer::kYes;
 }
 
-bool Matcher::compute_once(uint64_t* checksum) noexcept {
+// Invariant 5: the mask behind one that has surely taken the place of the kept one.
+Answer Matcher::compute_again(ErrorText* error) noexcept {
+  if (replace_kept(error) == Answer::kFailed || move(size_, error) == Answer::kFailed) {
+    return Answer::kFailed;
+  }
+  return compute_once() ? Answer::kYes : failed(error);
+}
+
+// Computes a mask at or before the fork that surely takes the place of the kept one, and notes it.
+Answer Matcher::replace_kept(ErrorText* error) noexcept {
+  size_t back = cheapest(kept_.fork).first;
+  for (size_t tries = kSearch; tries-- > 0;) {
+    if (move(back, error) == Answer::kFailed) return Answer::kFailed;
+    if (!compute_once()) return failed(error);
+    if (seen_[back].state == Seen::State::kKept) {
+      kept_.note(seen_[back], back);
+      return Answer::kYes;
+    }
+    if (back-- == 0) break;
+  }
+  live_ = grammar_->start();  // another copy of the start keeps no mask but that of the start
+  live_size_ = 0;
+  kept_ = Kept();
+  return Answer::kYes;
+}
+
+// The place at or shortly before `last` whose mask replaces the kept one at the least cost, and
+// that cost; `last` if no such place is known.
+std::pair<size_t, int64_t> Matcher::cheapest(size_t last) const noexcept {
+  std::pair<size_t, int64_t> best{last, INT64_MAX};
+  for (size_t back = 0; back <= std::min(last, kSearch); ++back) {
+    const Seen& seen = seen_[last - back];
+    const int64_t ns = seen.ns + static_cast<int64_t>(back) * kTokenNs;
+    if (seen.state == Seen::State::kKept && ns < best.second) best = {last - back, ns};
+  }
+  return best;
+}
+
+// Computes the mask where `live_` is, right or not.
+bool Matcher::compute_once() noexcept {
+  const int64_t start = monotonic_ns();
   if (api.compute_mask(live_.get()) != 0) {
     const char* message = api.get_error(live_.get());
     dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
@@ -346,14 +420,25 @@ bool Matcher::compute_once(uint64_t* checksum) noexcept {
   }
   const uint32_t* mask = api.get_mask(live_.get());
   const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
-  uint64_t sum = 0, used = 0;
-  for (int64_t w = 0; w < words; ++w) {
-    sum += mask[w];
-    used += mask[w] != 0;
-  }
-  *checksum = sum;
-  cheap_[size_] = used <= kCheap;
+  uint32_t sum = 0;
+  for (int64_t w = 0; w < words; ++w) sum += mask[w];
+  const bool kept = tokenizer_.is_kept(mask);
+  seen_[live_size_] = {kept ? Seen::State::kKept : Seen::State::kUnsure, sum,
+                       monotonic_ns() - start};
   return true;
+}
+
+void Matcher::Kept::note(const Seen& seen, size_t size) noexcept {
+  if (seen.state == Seen::State::kKept) {
+    *this = {true, false, seen.sum, seen.ns, size, kNowhere};
+  } else {
+    unsure = true;
+    depth = std::max(depth, size);
+  }
+}
+
+bool Matcher::Kept::may_equal(const Seen& seen) const noexcept {
+  return seen.state == Seen::State::kKept ? some && seen.sum == sum : unsure;
 }
 
 Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
@@ -365,16 +450,13 @@ Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
   }
   if (terminated_) --undone;
   terminated_ = false;
-  const size_t size = size_ - undone;
-  if (dead_) {
-    dead_ = false;
-    live_ = grammar_->start();
-    size_ = masked_at_ = lowest_ = 0;
-    return advance(size, error);
-  }
-  if (undone != 0 && api.rollback(live_.get(), undone) != 0) return failed(error);
-  size_ = size;
-  return Answer::kYes;
+  size_ -= undone;
+  if (!dead_) return Answer::kYes;
+  dead_ = false;
+  live_ = grammar_->start();
+  live_size_ = 0;
+  kept_ = Kept();
+  return move(size_, error);
 }
 
 Answer Matcher::is_terminated(ErrorText*) noexcept {

@@ -8,14 +8,21 @@
 //    each that one takes alone and do not wait for each other (0 to 5 voluntary context switches in
 //    24,000 fills, with two grammars compiled apart 2 to 8), and what one has learnt the other has
 //    to learn again. LLGuidance builds its lexer's states as it needs them: a matcher that is done
-//    hands its states back for the next copies.
+//    hands its states back for the next copies, if the mask at the start can take the place of the
+//    kept one (invariant 5).
 // 4. A token that LLGuidance refuses to consume leaves it in an error state for good, so each token
 //    is validated first. Stop tokens are never consumed: termination is kept here.
-// 5. LLGuidance keeps the last mask it computed and gives it out again where parser row and lexer
-//    state have the same numbers. In release 1.9.1 its rollback does not drop that mask, so a row
-//    that was undone and made anew can get the mask of the undone one. Where the path has left that
-//    of the last mask, a mask is therefore suspected if it equals the last one; it is then computed
-//    again, behind one at a state that both paths share, a cheap one if there is one close by.
+// 5. LLGuidance keeps the last mask it computed and gives it out again where the parser's row and
+//    the lexer's state have the same numbers. In release 1.9.1 its rollback does not drop that
+//    mask, so a row that was undone and made anew can get the mask of the undone one. On the path
+//    to the state of the kept mask it is always right: there an equal row is the same row. So where
+//    a path leaves that path, the kept mask is replaced by one at a state that both share, if that
+//    is cheap; behind a fork where it was not, a mask that equals the kept one is suspected: the
+//    kept one is replaced then, and the mask computed again. What is cheap is a guess by the clock,
+//    and only costs time where it is wrong.
+//    A mask does not take the place of the kept one where the grammar has ended, and, with a
+//    canonical tokenizer, where text is forced. Such a mask is told by the tokens it allows
+//    (`is_kept`). Where it is not sure, neither mask counts as gone.
 // 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
 //    another copy of the start and consumes the history again.
 // 7. With a canonical tokenizer LLGuidance validates tokens that its own mask forbids, so there a
@@ -26,6 +33,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "matcher.h"
@@ -52,15 +60,20 @@ class Tokenizer {
   int64_t vocab_size() const { return vocab_size_; }
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
   bool canonical() const { return encoder_ != nullptr; }
+  // Whether a mask has surely taken the place of the kept one (invariant 5).
+  bool is_kept(const uint32_t* mask) const noexcept;
 
   // What LLGuidance says of a grammar without a matcher being made: empty if it takes it, else
   // "error: " or "warning: " and its words.
   std::string judge(const std::string& grammar) const;
 
  private:
+  static constexpr uint16_t kNoText = 256;
+
   void* tokenizer_ = nullptr;
   int64_t vocab_size_;
   std::vector<uint32_t> stop_ids_;
+  std::vector<uint16_t> firsts_;            // first byte of each id; kNoText of ids without text
   std::shared_ptr<const Encoder> encoder_;  // LLGuidance's tokenizer calls it
 };
 
@@ -100,28 +113,52 @@ class Matcher final : public NativeMatcher {
   Answer is_terminated(ErrorText* error) noexcept override;
 
  private:
+  // What is known of the mask after so many tokens of the path.
+  struct Seen {
+    enum class State : uint8_t { kUnknown, kUnsure, kKept };
+    State state = State::kUnknown;
+    uint32_t sum = 0;  // of its words
+    int64_t ns = 0;    // that it took
+  };
+  // The mask that LLGuidance keeps: the last that it surely did, or an unsure one since.
+  struct Kept {
+    static constexpr size_t kNowhere = SIZE_MAX;
+
+    bool some = false, unsure = false;
+    uint32_t sum = 0;        // of the sure one
+    int64_t ns = 0;          // that it took
+    size_t depth = 0;        // tokens before the deeper of them
+    size_t fork = kNowhere;  // the first place where the path has left theirs
+
+    void note(const Seen& seen, size_t size) noexcept;
+    bool may_equal(const Seen& seen) const noexcept;
+  };
+  // How far back a state is looked for whose mask replaces the kept one, and guesses of what it
+  // costs to go back and on again by a token, and of a mask that LLGuidance gives out again.
+  static constexpr size_t kSearch = 24;
+  static constexpr int64_t kTokenNs = 3000, kCopyNs = 5000;
+
   Answer failed(ErrorText* error) noexcept;
   Answer is_legal(uint32_t id, ErrorText* error) noexcept;
-  Answer advance(size_t size, ErrorText* error) noexcept;
+  Answer move(size_t size, ErrorText* error) noexcept;
+  Answer leave_path(ErrorText* error) noexcept;
   Answer compute(ErrorText* error) noexcept;
-  bool compute_once(uint64_t* checksum) noexcept;
+  Answer compute_again(ErrorText* error) noexcept;
+  Answer replace_kept(ErrorText* error) noexcept;
+  std::pair<size_t, int64_t> cheapest(size_t last) const noexcept;
+  bool compute_once() noexcept;
 
   std::shared_ptr<Grammar> grammar_;
   const Tokenizer& tokenizer_;
   std::vector<uint32_t> stop_ids_;
-  Handle live_;  // the present state
-  // A mask with so few words in use was cheap to compute; how far back such a state is looked for.
-  static constexpr uint64_t kCheap = 64;
-  static constexpr size_t kSearch = 24;
-
-  std::vector<uint32_t> path_;  // consumed tokens; behind them those that were undone last
-  std::vector<bool> cheap_;     // by consumed tokens of the path: the mask there is a cheap one
-  size_t size_ = 0;             // consumed tokens
-  size_t masked_at_ = 0;        // `size_` when the last mask was computed
-  size_t lowest_ = 0;           // where the path has left that of the last mask, or masked_at_
-  uint64_t checksum_ = 0;       // of that mask
-  bool dead_ = false;           // no token is legal: LLGuidance has given up on `live_`
-  bool terminated_ = false;     // by a stop token, beyond the consumed ones
+  Handle live_;                 // LLGuidance's matcher: at `live_size_` tokens of the path
+  std::vector<uint32_t> path_;  // accepted tokens; behind them those that were undone last
+  std::vector<Seen> seen_;      // by tokens of the path before the mask
+  size_t size_ = 0;             // accepted tokens; undone ones stay in `live_` until they matter
+  size_t live_size_ = 0;
+  Kept kept_;
+  bool dead_ = false;        // no token is legal: LLGuidance has given up on `live_`
+  bool terminated_ = false;  // by a stop token, beyond the accepted ones
 };
 
 }  // namespace graft::guide::llguidance

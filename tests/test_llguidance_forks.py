@@ -1,0 +1,134 @@
+"""LLGuidance keeps its last mask past a rollback: masks behind a fork are still the right ones.
+
+The grammars have places that the library numbers alike, in texts that may go on differently: the
+strings of an object and of an array, so many pieces behind the same beginning. What is right says
+a stock matcher that is fed each text from the start and never goes back.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from engine_util import TARGET
+
+from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
+
+STRING = {"type": "string"}
+OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
+          "additionalProperties": False}  # fmt: skip
+EITHER = {"anyOf": [OBJECT, {"type": "array", "items": {"anyOf": [STRING, OBJECT]}}]}
+SPECS = {
+    "forced start": GrammarSpec.json_schema(
+        {"type": "object", "properties": {"v": EITHER}, "required": ["v"],
+         "additionalProperties": False}
+    ),
+    "open start": GrammarSpec.json_schema(EITHER),
+}  # fmt: skip
+VALUES = ['{"a": "xy', '["k", "xy', '["k", "k", "xy"', '["k", "', '["k', '[{"a": "xy', '["xy"]']
+PAIRS = [(SPECS[name], canonical) for name in SPECS for canonical in (False, True)]
+IDS = [f"{name}, {'canonical' if canonical else 'any spelling'}"
+       for name in SPECS for canonical in (False, True)]  # fmt: skip
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary.from_tokenizer(TARGET / "tokenizer.json", 2050, [0, 3])
+
+
+class Texts:
+    """The values as tokens a grammar takes, and the stock matcher's mask after each of them."""
+
+    def __init__(self, spec: GrammarSpec, canonical: bool):
+        self.native = LLGuidanceBackend(vocabulary(), canonical=canonical)
+        stock = LLGuidanceBackend(vocabulary(), canonical=canonical, native=False)
+        self.grammar, oracle = self.native.compile(spec), stock.compile(spec)
+        begin = '{"v": ' if "v" in spec.text.partition("anyOf")[0] else ""
+        self.paths = [self._spell(oracle, begin + value) for value in VALUES]
+        self.masks: dict[tuple[int, ...], np.ndarray] = {}
+        for path in self.paths:
+            matcher = stock.matcher(oracle)
+            for done in range(len(path) + 1):
+                if done:
+                    assert matcher.accept(path[done - 1])
+                row = np.zeros(vocabulary().words, np.int32)
+                matcher.fill(row)
+                self.masks[path[:done]] = row
+
+    def _spell(self, oracle: CompiledGrammar, text: str) -> tuple[int, ...]:
+        """The longest legal token each time."""
+        matcher, left, path = oracle.backend.matcher(oracle), text.encode(), []
+        tokens = vocabulary().tokens
+        while left:
+            fitting = [t for t in matcher.legal().tolist() if tokens[t]]
+            path.append(max((t for t in fitting if left.startswith(tokens[t])),
+                            key=lambda t: len(tokens[t])))  # fmt: skip
+            left = left[len(tokens[path[-1]]) :]
+            assert matcher.accept(path[-1])
+        return tuple(path)
+
+    def check(self, matcher: Matcher, done: tuple[int, ...]) -> None:
+        """The matcher's mask is the stock matcher's."""
+        row = np.full(vocabulary().words, -1, np.int32)
+        matcher.fill(row)
+        np.testing.assert_array_equal(row, self.masks[done])
+
+
+def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many first tokens two paths have in common."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize("spec, canonical", PAIRS, ids=IDS)
+def test_a_mask_behind_a_fork_is_not_the_one_of_the_path_that_was_left(spec, canonical):
+    """From each text to each other, with masks filled at every step, at some, or at the ends."""
+    texts, rng = Texts(spec, canonical), np.random.default_rng(1)
+    for share in (1.0, 0.5, 0.0):
+        for old in texts.paths:
+            for new in texts.paths:
+                matcher = texts.native.matcher(texts.grammar)
+                at = 0
+                for path in (old, new, old):
+                    back = shared(old, new)
+                    if at > back:
+                        matcher.rollback(at - back)
+                        at = back
+                    while at < len(path):
+                        assert matcher.accept(path[at])
+                        at += 1
+                        if at == len(path) or rng.random() < share:
+                            texts.check(matcher, path[:at])
+
+
+@pytest.mark.parametrize("spec, canonical", PAIRS, ids=IDS)
+def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec, canonical):
+    """Random walks: on along a text, back by some tokens, on along another with that beginning."""
+    texts, rng = Texts(spec, canonical), np.random.default_rng(2)
+    for _ in range(60):
+        matcher, done = texts.native.matcher(texts.grammar), ()
+        for _ in range(40):
+            nexts = {p[: len(done) + 1] for p in texts.paths if p[: len(done)] == done} - {done}
+            if nexts and rng.random() < 0.8:
+                done = sorted(nexts)[rng.integers(len(nexts))]
+                assert matcher.accept(done[-1])
+            elif done:
+                back = int(rng.integers(1, len(done) + 1))
+                matcher.rollback(back)
+                done = done[: len(done) - back]
+            if rng.random() < 0.5:
+                texts.check(matcher, done)
+
+
+@pytest.mark.parametrize("spec, canonical", PAIRS, ids=IDS)
+def test_a_request_gets_no_mask_of_the_one_before(spec, canonical):
+    """A matcher that ends anywhere hands on its lexer's states, and no mask of its own text."""
+    texts = Texts(spec, canonical)
+    for old in texts.paths:
+        for new in texts.paths:
+            for path in (old, new):
+                matcher = texts.native.matcher(texts.grammar)
+                assert all(matcher.accept(token) for token in path)
+                texts.check(matcher, path)
+                del matcher
