@@ -11,6 +11,7 @@ from typing import Any
 
 from .backend import ending_ids
 from .errors import GrammarError, clean_message
+from .key_order import in_any_order, json_options
 from .llguidance_stock import StockMatcher, stock_tokenizer
 from .marker import marked
 from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher
@@ -82,7 +83,7 @@ def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
 def _lark(spec: GrammarSpec) -> str:
     spec = spec.resolved("llguidance")
     if spec.kind == "json_schema":
-        return "start: %json " + json.dumps(_schema(spec))
+        return _json_schema(spec)
     if spec.kind == "regex":
         # Slashes end a regex in Lark unless they are escaped.
         return "start: /" + _escape_slashes(spec.text) + "/"
@@ -131,16 +132,21 @@ def _escape_slashes(pattern: str) -> str:
     return "".join(out)
 
 
-def _schema(spec: GrammarSpec) -> Any:
+def _json_schema(spec: GrammarSpec) -> str:
     schema = json.loads(spec.text)
     if not isinstance(schema, dict):
         schema = {}
     if spec.strict:
         schema = close_objects(schema)
-    options: dict[str, Any] = {"whitespace_flexible": spec.any_whitespace}
-    if not spec.any_whitespace:
-        options |= {"item_separator": ", ", "key_separator": ": "}
-    return {**schema, "x-guidance": options}
+    if spec.key_order == "any":
+        found = in_any_order(json.dumps(schema, ensure_ascii=False), spec.any_whitespace)
+        if found.why is not None:
+            raise GrammarError(f"JSON schema: {found.why}")
+        if found.rules:
+            return found.rules
+    return "start: %json " + json.dumps(
+        {**schema, "x-guidance": json_options(spec.any_whitespace)}
+    )
 
 
 _COMBINING = frozenset(

@@ -17,7 +17,7 @@ from .schema_audit import unenforced_keywords
 
 __all__ = [
     "BACKENDS", "ENFORCEMENT", "Finding", "available_backends", "compile_cost", "parser_limits",
-    "preflight", "refusals", "trial", "unsatisfiable",
+    "preflight", "refusals", "trial", "trial_lark", "unsatisfiable",
 ]  # fmt: skip
 
 Level = Literal["exact", "loose", "refused"]
@@ -154,6 +154,14 @@ def trial(schema: Any, *, lenient: bool = False) -> str:
     text = matcher.grammar_from_json_schema(json.dumps(document), overrides=options)
     limits = small if lenient else parser_limits()
     failed, messages = matcher.validate_grammar_with_warnings(text, limits=limits)
+    return messages[0].split("\n")[0] if failed else ""
+
+
+def trial_lark(rules: str) -> str:
+    """LLGuidance's objection to a Lark grammar, empty if it takes it."""
+    matcher, _ = _llguidance()
+    text = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
+    failed, messages = matcher.validate_grammar_with_warnings(text, limits=parser_limits())
     return messages[0].split("\n")[0] if failed else ""
 
 

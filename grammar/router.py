@@ -10,20 +10,22 @@ from typing import Any
 
 from .errors import GrammarError
 from .judge import check_output
+from .key_order import has_key_orders, in_any_order
 from .preflight import (
     BACKENDS,
     available_backends,
     compile_cost,
     refusals,
     subschemas,
-    trial,
     unsatisfiable,
 )
 from .rewrite import Rewritten, rewrite
-from .rewrite_orders import several_orders
 from .rewrite_terms import Reason
 
-__all__ = ["Reason", "Route", "check_output", "route", "route_named"]
+__all__ = ["KEY_ORDERS", "Reason", "Route", "check_output", "route", "route_named"]
+
+#: ``"any"``, or ``"schema"``: as the schema lists its properties.
+KEY_ORDERS = ("any", "schema")
 
 _MOST_REASONS = 20
 _LONGEST_LOOSE = 30_000  # characters; XGrammar takes seconds for some longer ones
@@ -42,21 +44,28 @@ class Route:
         What to give to it: the schema, rewritten where the rewriting is equivalent. If not
         ``exact``, the parts named in ``reasons`` are missing.
     exact
-        Whether exactly the texts of values that satisfy the schema can be produced, in the
-        spelling that grammars use: properties in the schema's order, or those first that are
-        required (see `rewrite_orders`); integers without fraction; less what is ``narrowed``.
+        Whether every text that can be produced is one of a value that satisfies the schema.
+    key_order
+        ``"any"`` if the grammar for ``schema`` takes the keys of its objects in any order;
+        ``"schema"`` if only as the schema lists them, named ones first.
     reasons
         Why it is not exact: JSON pointer, keyword, why.
     rewritten
         What was rewritten, in the same form.
     narrowed
-        Values that satisfy the schema and are not produced, in the same form: where options of a
-        ``oneOf`` overlap in ways that have no exact form, texts stay clear of the overlap.
+        What is said here is all that an exact route leaves out: texts of values that satisfy the
+        schema and are not produced, in the same form. Options of a ``oneOf`` may overlap in ways
+        that have no exact form, and texts stay clear of the overlap; keys in any order may have
+        been asked for and be beyond the backend. Empty: every value that satisfies the schema can
+        be produced, with its keys in every order that was asked for. (Of the spellings of one value
+        there is one: white space as the grammar lays it out, escapes in strings only where JSON
+        needs them, integers without a fraction.)
     """
 
     backend: str | None
     schema: Any
     exact: bool
+    key_order: str = "any"
     reasons: tuple[Reason, ...] = ()
     rewritten: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
@@ -68,7 +77,10 @@ class Route:
         return f"cannot be enforced: {named}" + (f"; and {more} more" if more > 0 else "")
 
 
-def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 2020) -> Route:
+def route(
+    schema: Any, backends: Sequence[str] | None = None, *, draft: int = 2020,
+    key_order: str = "any",
+) -> Route:  # fmt: skip
     """Find the backend that enforces a schema exactly, or the one that comes closest.
 
     Parameters
@@ -79,6 +91,8 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
         Names of the backends to choose from, best first; default: those installed.
     draft
         Draft of schemas that do not name theirs: 3, 4, 6, 7, 2019 or 2020.
+    key_order
+        Asked-for order of the keys of objects: ``"any"`` or ``"schema"``.
 
     Returns
     -------
@@ -89,8 +103,10 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
     Raises
     ------
     GrammarError
-        If no backend is given, or one is unknown.
+        If no backend is given, or one or the order of keys is unknown.
     """
+    if key_order not in KEY_ORDERS:
+        raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
     names = available_backends() if backends is None else tuple(backends)
     unknown = [name for name in names if name not in ("llguidance", "xgrammar")]
     if unknown or not names:
@@ -109,13 +125,29 @@ def route(schema: Any, backends: Sequence[str] | None = None, *, draft: int = 20
     empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
     if empty:  # proved by one backend, whatever another would let through
         best = empty[0]
+    order, narrowed = "schema", new.narrowed
+    if key_order == "any" and best.backend is not None:
+        in_order = _in_schema_order(best)
+        order = "schema" if in_order else "any"
+        narrowed = (*narrowed, *in_order)
     return Route(
-        best.backend, best.schema, best.exact, best.reasons[:_MOST_REASONS], new.changed,
-        new.narrowed,
+        best.backend, best.schema, best.exact, order, best.reasons[:_MOST_REASONS], new.changed,
+        narrowed,
     )
 
 
-def route_named(schema: Any, backend: str) -> Route:
+def _in_schema_order(found: Route) -> tuple[Reason, ...]:
+    """Why keys can come in the schema's order only; empty if they come in any."""
+    if found.backend == "llguidance":
+        why = in_any_order(json.dumps(found.schema, ensure_ascii=False), False).why
+    elif has_key_orders(found.schema):
+        why = Reason("#", "properties", "XGrammar writes keys in the schema's order only")
+    else:
+        why = None
+    return () if why is None else (why,)
+
+
+def route_named(schema: Any, backend: str, key_order: str = "any") -> Route:
     """`route` by the name a user gives: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
 
     Raises
@@ -125,21 +157,21 @@ def route_named(schema: Any, backend: str) -> Route:
     """
     available = available_backends()
     if backend == "auto":
-        return route(schema, available)
+        return route(schema, available, key_order=key_order)
     if backend not in BACKENDS:
         raise GrammarError(
             f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
         )
     if backend not in available:
         raise GrammarError(f"grammar backend {backend!r} is not available here")
-    return route(schema, (backend,))
+    return route(schema, (backend,), key_order=key_order)
 
 
 def _llguidance(new: Rewritten) -> Route:
     """With LLGuidance; keywords that it refuses are taken out one by one, and named."""
     schema, reasons = new.schema, list(new.lost)
     if schema is False:
-        return Route(None, schema, False, (Reason("#", "schema", _EMPTY),))
+        return Route(None, schema, False, reasons=(Reason("#", "schema", _EMPTY),))
     if schema is True:
         schema = {}
     loose = schema
@@ -151,20 +183,17 @@ def _llguidance(new: Rewritten) -> Route:
         parts = dict(subschemas(loose))
         here = parts.get(reason.pointer, {})
         if reason.keyword not in here:
-            return Route(None, schema, False, tuple(reasons))
+            return Route(None, schema, False, reasons=tuple(reasons))
         # With so many the rest is not looked for one by one.
         for part in parts.values() if len(reasons) > _MOST_REASONS else (here,):
             part.pop(reason.keyword, None)
-    ordered = several_orders(loose, new.home)
-    if ordered is not loose and not trial(ordered):
-        loose = ordered
-    return Route("llguidance", loose, not reasons, tuple(reasons))
+    return Route("llguidance", loose, not reasons, reasons=tuple(reasons))
 
 
 def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
     """With XGrammar, which is trusted only with keywords that it is known to enforce."""
     if schema is False or rewritten is False:
-        return Route(None, schema, False, (Reason("#", "schema", _EMPTY),))
+        return Route(None, schema, False, reasons=(Reason("#", "schema", _EMPTY),))
     reasons = list(lost)
     if _patterns(rewritten) - _patterns(schema):
         reasons.append(Reason("#", "pattern", "XGrammar may read a pattern or format differently"))
@@ -173,7 +202,7 @@ def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
         return Route("xgrammar", rewritten, True)
     long = len(json.dumps(schema)) > _LONGEST_LOOSE
     backend = None if long or compile_cost(schema) else "xgrammar"
-    return Route(backend, schema, False, tuple(reasons))
+    return Route(backend, schema, False, reasons=tuple(reasons))
 
 
 def _patterns(schema: Any) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .errors import GrammarError
 from .marker import Marker
-from .router import route_named
+from .router import KEY_ORDERS, route_named
 from .schema_audit import unenforced_keywords
 
 __all__ = ["GrammarSpec", "Kind", "StructuralTag"]
@@ -71,6 +71,10 @@ class GrammarSpec:
         and the output may violate that part.
     backend
         The backend that compiles it; empty: the engine's own (`resolved`).
+    key_order
+        JSON schema only. ``"any"``: the keys of an object come in any order. ``"schema"``: as the
+        schema lists them, named ones first, so that reasoning precedes answers and more text is
+        forced. Empty: not decided yet (see `resolved`).
     source
         The user's schema where the router has rewritten it; ``text`` is what is compiled. With
         ``partial``, finished outputs are to be checked against it (`graft.grammar.check_output`).
@@ -85,6 +89,7 @@ class GrammarSpec:
     strict: bool = True
     partial: bool = False
     backend: str = ""
+    key_order: str = ""
     source: str = ""
     marker: Marker | None = None
 
@@ -102,8 +107,9 @@ class GrammarSpec:
         strict: bool | None = None,
         partial: bool = False,
         backend: str = "",
+        key_order: str = "",
     ) -> GrammarSpec:
-        """A JSON schema, as JSON text or as the object it parses to; property order is kept.
+        """A JSON schema, as JSON text or as the object it parses to.
 
         ``backend="auto"`` lets the router choose among the installed backends, rewriting the schema
         where an equivalent one can be enforced; ``"llguidance"`` does the same for that one;
@@ -112,6 +118,10 @@ class GrammarSpec:
         With a router, `partial` of the result says whether something was left out, not whether that
         was allowed. ``strict`` is the default unless a router is named here; with one, schemas mean
         what the standard says unless it is asked for.
+
+        ``key_order`` is `GrammarSpec.key_order`. Left out, it becomes ``"any"`` where the backend
+        can take keys in any order, else ``"schema"``; ``"any"`` refuses what it cannot be had for,
+        such as XGrammar and objects with more than 64 named properties.
 
         Raises
         ------
@@ -129,8 +139,10 @@ class GrammarSpec:
             )
         if value is False:
             raise GrammarError("JSON schema: the schema false allows no output")
+        if key_order not in ("", *KEY_ORDERS):
+            raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
         if backend not in ("", "xgrammar"):
-            return cls._routed(value, backend, any_whitespace, bool(strict), partial)
+            return cls._routed(value, backend, any_whitespace, bool(strict), partial, key_order)
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             unenforced = [] if partial else unenforced_keywords(value)
@@ -139,8 +151,10 @@ class GrammarSpec:
         _check_text("JSON schema", text)
         spec = cls(
             "json_schema", text, any_whitespace=any_whitespace, strict=strict is not False,
-            partial=partial, backend=backend,
+            partial=partial, backend=backend, key_order=key_order,
         )  # fmt: skip
+        if backend:
+            spec = _in_schema_order(spec)
         if unenforced and backend:
             raise _unenforced(unenforced)
         if unenforced:
@@ -168,8 +182,9 @@ class GrammarSpec:
 
     @classmethod
     def _routed(
-        cls, value: Any, backend: str, any_whitespace: bool, strict: bool, partial: bool
-    ) -> GrammarSpec:
+        cls, value: Any, backend: str, any_whitespace: bool, strict: bool, partial: bool,
+        key_order: str,
+    ) -> GrammarSpec:  # fmt: skip
         try:
             source = json.dumps(value, ensure_ascii=False, allow_nan=False)
             _check_text("JSON schema", source)
@@ -177,17 +192,20 @@ class GrammarSpec:
                 from .llguidance import close_objects  # which itself builds on this module
 
                 value = close_objects(value)
-            found = route_named(value, backend)
+            found = route_named(value, backend, key_order or "any")
             text = json.dumps(found.schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"JSON schema: cannot be read: {error}") from error
         if found.backend is None or not (found.exact or partial):
             hint = "" if found.backend is None else " (partial=True takes the schema all the same)"
             raise GrammarError(f"JSON schema: {found.refusal()}{hint}")
+        if key_order == "any" != found.key_order:
+            raise GrammarError(f"JSON schema: {found.narrowed[-1]}")
         return cls(
             "json_schema", text, any_whitespace=any_whitespace,
             strict=found.backend == "xgrammar",  # which is known to be safe then
-            partial=not found.exact, backend=found.backend, source=source,
+            partial=not found.exact, backend=found.backend, key_order=found.key_order,
+            source=source,
         )  # fmt: skip
 
     @classmethod
@@ -312,11 +330,20 @@ class GrammarSpec:
 def _resolved(spec: GrammarSpec, backend: str) -> GrammarSpec:
     value = json.loads(spec.text)
     if backend != "xgrammar":
-        return GrammarSpec._routed(value, backend, spec.any_whitespace, spec.strict, spec.partial)
+        return GrammarSpec._routed(
+            value, backend, spec.any_whitespace, spec.strict, spec.partial, spec.key_order
+        )
     unenforced = [] if spec.partial else unenforced_keywords(value)
     if unenforced:
         raise _unenforced(unenforced)
-    return spec
+    return _in_schema_order(spec)
+
+
+def _in_schema_order(spec: GrammarSpec) -> GrammarSpec:
+    """For XGrammar, which knows no other order."""
+    if spec.key_order == "any":
+        raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
+    return replace(spec, key_order="schema")
 
 
 def _unenforced(found: list[str]) -> GrammarError:

@@ -158,6 +158,7 @@ class _Auto:
         spec = GrammarSpec(
             "json_schema", json.dumps(found.schema, ensure_ascii=False), any_whitespace=compact,
             strict=found.backend == "xgrammar", partial=not found.exact, backend=found.backend,
+            key_order=found.key_order,
         )  # fmt: skip
         compiled = backend.compile(spec)
         return lambda: _GraftMatching(backend.matcher(compiled), self._mask), found

@@ -12,6 +12,7 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
+from graft.grammar.router import KEY_ORDERS
 from graft.grammar.spec import GrammarSpec, StructuralTag
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
 
 #: Keys that state a grammar, of which a request has at most one; then those that go with one.
 GRAMMARS = ("schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag")
-GRAMMAR_KEYS = (*GRAMMARS, "after", "backend")
+GRAMMAR_KEYS = (*GRAMMARS, "after", "backend", "key_order")
 BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
 _FILES = ("schema", "ebnf", "lark", "structural_tag")
 
@@ -43,6 +44,9 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
                        help="free text until this marker, then the grammar")
     group.add_argument("--backend", choices=BACKEND_CHOICES, default="auto",
                        help="who compiles grammars (default auto: chosen for each)")
+    group.add_argument("--key-order", choices=KEY_ORDERS, default=None,
+                       help="order of an object's keys under --schema (default any where the "
+                            "backend can); schema: as it lists them, reasoning before answers")
     group.add_argument("--partial", action="store_true",
                        help="take a schema of which a part cannot be enforced; the output is "
                             "checked against it then, and marked validated or not")
@@ -64,7 +68,7 @@ def given_grammar(options: argparse.Namespace) -> dict[str, Any]:
     OptionError
         Naming the flag and its value: a file that cannot be read, or what makes no grammar.
     """
-    given = {key: getattr(options, key) for key in (*GRAMMARS, "after")}
+    given = {key: getattr(options, key) for key in (*GRAMMARS, "after", "key_order")}
     for key in _FILES:
         if given[key] is not None:
             given[key] = read_text(given[key], _flag(key))
@@ -110,7 +114,10 @@ def make_grammar(
         return None, None
     key = named[0]
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
-        "schema": functools.partial(GrammarSpec.json_schema, partial=partial, backend=backend),
+        "schema": functools.partial(
+            GrammarSpec.json_schema, partial=partial, backend=backend,
+            key_order=given.get("key_order") or "",
+        ),
         "json_object": lambda _: GrammarSpec.json_object(),
         "regex": GrammarSpec.regex,
         "ebnf": GrammarSpec.ebnf,

@@ -1,0 +1,284 @@
+"""A JSON schema as a Lark grammar for LLGuidance in which objects take their keys in any order.
+
+LLGuidance's own compiler of schemas writes the properties of an object in one order. Here an object
+is a rule with a bit per named property, set once the property is written::
+
+    pairs::_: "\\"a\\"" COLON r1 more::set_bit(0) %if bit_clear(0) | ...
+    more::_: "" %if is_ones([0:1]) | COMMA pairs::_
+
+What holds no such object stays with LLGuidance's compiler (``%json``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .json_lark_keys import ANY_KEY, key, pattern_key
+from .json_lark_leaves import KNOWN, Leaves
+from .json_lark_shape import (
+    Array,
+    Object,
+    Parts,
+    array_of,
+    merged,
+    object_of,
+    several_keys,
+)
+from .json_lark_text import BITS, Pairs, array_body, literal, object_rules, regex, separators
+from .rewrite_terms import KINDS, Cannot, kinds_of, meet
+
+__all__ = ["any_order"]
+
+_MOST_RULES = 3000
+_MOST_OPTIONS = 256  # conjunctions that one union within a conjunction may become
+_MOST_TEXT = 400_000
+
+
+def any_order(root: Any, options: dict[str, Any], *, careful: bool = False) -> str | None:
+    """The rules of a grammar, started from ``start``; None if one ``%json`` says the same.
+
+    Parameters
+    ----------
+    root
+        A schema as the rewriter leaves it, known to compile. It is not changed.
+    options
+        LLGuidance's options for schemas.
+    careful
+        Ask LLGuidance about every leaf whether anything fits it; else one that nothing fits may
+        stay in the grammar, which LLGuidance then refuses as unsatisfiable.
+
+    Raises
+    ------
+    Cannot
+        If a part of the schema has no such form.
+    """
+    leaves = Leaves(root, options, careful)
+    if not leaves.has_objects(root):
+        return None
+    worker = _Rules(leaves)
+    start = worker.of((root,))
+    if start is None:
+        raise Cannot("schema", "allows no output")
+    return worker.text(start) + "\n" + separators(options)
+
+
+class _Rules:
+    def __init__(self, leaves: Leaves):
+        self._leaves = leaves
+        self._names: dict[tuple[int, ...], str | None] = {}  # conjunctions, by identity
+        self._open: set[str] = set()  # names given whose rules are being made
+        self._used: set[str] = set()  # of those, the ones referred to
+        self._kept: list[Any] = []  # what identities stand for lives as long as this
+        self._rules: dict[str, str] = {}
+        self._known: dict[str, str] = {}  # rule bodies
+        self._terminals: dict[str, str] = {}
+        self._count = 0
+        self._size = 0
+
+    def text(self, start: str) -> str:
+        """All rules."""
+        lines = [f"start: {start}"]
+        lines += [f"{name}: {body}" for name, body in self._rules.items()]
+        lines += [f"{name}: {body}" for body, name in self._terminals.items()]
+        return "\n".join(lines)
+
+    def of(self, parts: Parts) -> str | None:
+        """The rule of what fits all the schemas; None if nothing does."""
+        flat = self._flat(parts)
+        if flat is None:
+            return None
+        if len(flat) == 1 and flat[0].keys() == {"$ref"}:
+            return self.of((self._leaves.resolved(flat[0]["$ref"]),))
+        identity = tuple(sorted({id(part) for part in flat}))
+        if identity in self._names:
+            name = self._names[identity]
+            if name in self._open:
+                self._used.add(name)
+            return name
+        self._kept.append(flat)
+        name = self._names[identity] = self._new("r")
+        self._open.add(name)
+        body = self._body(flat)
+        self._open.remove(name)
+        if body is None:
+            if name in self._used:
+                raise Cannot("$ref", "a recursive schema that allows nothing")
+            self._names[identity] = None
+            return None
+        if name in self._used:
+            self._define(name, body)
+        else:
+            self._names[identity] = name = self._shared(body, name)
+        return name
+
+    def _new(self, kind: str) -> str:
+        self._count += 1
+        if self._count > _MOST_RULES:
+            raise Cannot("schema", "too large")
+        return f"{kind}{self._count}"
+
+    def _define(self, name: str, body: str) -> None:
+        self._rules[name] = body
+        self._size += len(body)
+        if self._size > _MOST_TEXT:
+            raise Cannot("schema", "too large")
+
+    def _shared(self, body: str, name: str = "") -> str:
+        if body not in self._known:
+            self._known[body] = name or self._new("r")
+            self._define(self._known[body], body)
+        return self._known[body]
+
+    def _terminal(self, body: str) -> str:
+        return self._terminals.setdefault(body, f"T{len(self._terminals)}")
+
+    def _flat(self, parts: Parts) -> tuple[dict[str, Any], ...] | None:
+        """The conjuncts as objects without ``allOf``, each once; None if one is ``false``."""
+        found: dict[int, dict[str, Any]] = {}
+        pending = list(reversed(parts))
+        while pending:
+            part = pending.pop()
+            if part is True:
+                continue
+            if part is False:
+                return None
+            part = self._leaves.plain(part)
+            if "allOf" in part:
+                pending += reversed(part["allOf"])
+                part = self._leaves.without(part, "allOf")
+            if part:
+                found[id(part)] = part
+        return tuple(found.values())
+
+    def _body(self, parts: tuple[dict[str, Any], ...]) -> str | None:
+        if not any(self._leaves.has_objects(part) for part in parts):
+            return self._leaves.of(parts)
+        for index, part in enumerate(parts):
+            rest = (*parts[:index], *parts[index + 1 :])
+            if "$ref" in part:
+                target = self._leaves.resolved(part["$ref"])
+                return self.of((target, self._leaves.without(part, "$ref"), *rest))
+            if "anyOf" in part:
+                return self._union(part["anyOf"], (self._leaves.without(part, "anyOf"), *rest))
+        return self._plain(parts)
+
+    def _union(self, options: list[Any], rest: Parts) -> str | None:
+        if len(options) > _MOST_OPTIONS:
+            raise Cannot("anyOf", f"{len(options)} options")
+        together = self._flat(rest)
+        if together is None:
+            return None
+        small, names = [], []
+        for option in options:
+            if any(map(self._leaves.has_objects, (option, *together))):
+                names.append(self.of((option, *together)))
+            else:
+                small.append(option)
+        if small:
+            names.append(self.of(({"anyOf": small}, *together)))
+        named = list(dict.fromkeys(name for name in names if name is not None))
+        return " | ".join(named) or None
+
+    def _plain(self, parts: tuple[dict[str, Any], ...]) -> str | None:
+        """Conjuncts without references and unions."""
+        for part in parts:
+            if part.keys() - KNOWN:
+                keyword = min(part.keys() - KNOWN)
+                raise Cannot(keyword, "in an object")
+        for index, part in enumerate(parts):
+            if "enum" in part or "const" in part:
+                values = [part["const"]] if "const" in part else part["enum"]
+                if any(map(several_keys, values)):
+                    rest = (*parts[:index], *parts[index + 1 :])
+                    return self._values(values, self._leaves.without(part, "enum", "const"), rest)
+                return self._leaves.of(parts)
+        kinds = KINDS
+        for part in parts:
+            kinds = meet(kinds, kinds_of(part))
+        names = []
+        if "object" in kinds:
+            names.append(self._object(object_of(parts)))
+        if "array" in kinds:
+            names.append(self._array(array_of(parts), parts))
+        if kinds - {"object", "array"}:
+            names.append(self._leaf(parts, kinds - {"object", "array"}))
+        return " | ".join(name for name in names if name) or None
+
+    def _values(self, values: list[Any], beside: Any, rest: Parts) -> str | None:
+        small = [value for value in values if not several_keys(value)]
+        options: list[Any] = [merged(value) for value in values if several_keys(value)]
+        if small:
+            options.append({"enum": small})
+        self._kept.append(options)
+        return self._union(options, (beside, *rest))
+
+    def _leaf(self, parts: Parts, kinds: frozenset[str]) -> str | None:
+        text = self._leaves.of(parts, kinds)
+        return None if text is None else self._shared(text)
+
+    def _array(self, array: Array, parts: Parts) -> str | None:
+        inner = (*(s for first in array.first for s in first), *array.rest)
+        if not any(self._leaves.has_objects(part) for part in inner):
+            return self._leaf(parts, frozenset(("array",)))
+        high, first = array.high, []
+        for index, schemas in enumerate(array.first):
+            name = self.of(schemas) if high is None or index < high else None
+            if name is None:
+                high = index
+                break
+            first.append(name)
+        rest = self.of(array.rest) if high is None or high > len(first) else None
+        if rest is None:
+            high = len(first)
+        if high is not None and array.low > high:
+            return None
+        return self._shared(array_body(first, rest, array.low, high))
+
+    def _object(self, shape: Object) -> str | None:
+        names: dict[str, str] = {}
+        for name in sorted(shape.names, key=lambda name: name not in shape.required):
+            rule = self.of(shape.names[name])
+            if rule is not None:
+                names[name] = rule
+            elif name in shape.required:
+                return None
+        others = self._other_pairs(shape)
+        needed, optional = len(shape.required), len(names) - len(shape.required)
+        low, high = max(0, shape.low - needed), shape.high
+        if high is not None:
+            high -= needed
+        if others is None:
+            high = None if high is None or high >= optional else high
+            if low > optional:
+                return None
+        if high is not None and high < low:
+            return None
+        if optional and (low or high is not None):
+            raise Cannot("minProperties", "beside optional properties")
+        pairs = Pairs(tuple(names.items()), needed, others, low, high)
+        if pairs.bits > BITS:
+            raise Cannot("properties", f"{pairs.bits} of them or more")
+        known = repr(pairs)
+        if known not in self._known:
+            name = self._known[known] = self._new("o")
+            for head, body in object_rules(name, pairs).items():
+                self._define(head, body)
+        return self._known[known]
+
+    def _other_pairs(self, shape: Object) -> str | None:
+        """Rule of one pair whose key has no name in the schema."""
+        taken = [literal(key(name)) for name in shape.names]
+        options = []
+        found = []
+        for pattern, schemas in shape.patterns.items():
+            expression = regex(pattern_key(pattern))
+            found.append(expression)
+            rule = self.of(schemas)
+            if rule is not None:
+                free = f" & ~({' | '.join(taken)})" if taken else ""
+                options.append(f"{self._terminal(expression + free)} COLON {rule}")
+        rule = self.of(shape.rest)
+        if rule is not None:
+            free = f" & ~({' | '.join(taken + found)})" if taken or found else ""
+            options.append(f"{self._terminal(regex(ANY_KEY) + free)} COLON {rule}")
+        return self._shared(" | ".join(options)) if options else None

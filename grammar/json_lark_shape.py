@@ -1,0 +1,159 @@
+"""Schemas as conjunctions: what a set of subschemas says together about objects and arrays."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from .rewrite_terms import Cannot, word_set
+
+__all__ = [
+    "ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "merged", "object_of",
+    "several_keys",
+]  # fmt: skip
+
+OBJECTS = word_set(
+    "properties patternProperties additionalProperties required minProperties maxProperties"
+)
+ARRAYS = word_set("items prefixItems additionalItems minItems maxItems")
+_NO_CHARACTERS = re.compile(r"\\[pPux]\{")
+
+Parts = tuple[Any, ...]  # schemas that all hold
+
+
+@dataclass
+class Object:
+    """What an object has to look like.
+
+    Attributes
+    ----------
+    names
+        Named properties and the schemas of each.
+    patterns
+        Keys in which a pattern is found (named ones excepted) and their schemas.
+    rest
+        Schemas of all other keys.
+    required
+        Names that have to be there.
+    low, high
+        Bounds on how many keys there are.
+    """
+
+    names: dict[str, Parts] = field(default_factory=dict)
+    patterns: dict[str, Parts] = field(default_factory=dict)
+    rest: Parts = ()
+    required: frozenset[str] = frozenset()
+    low: int = 0
+    high: int | None = None
+
+
+@dataclass
+class Array:
+    """What an array has to look like: the first items, the others, and how many there are."""
+
+    first: list[Parts]
+    rest: Parts
+    low: int = 0
+    high: int | None = None
+
+
+def object_of(parts: Parts) -> Object:
+    """What the schemas say together about objects.
+
+    Raises
+    ------
+    Cannot
+        If patterns of two of them would have to be intersected.
+    """
+    parts = tuple(part for part in parts if OBJECTS & part.keys())
+    patterned = [part for part in parts if part.get("patternProperties")]
+    if len({tuple(part["patternProperties"]) for part in patterned}) > 1:
+        raise Cannot("patternProperties", "of several schemas that hold together")
+    made = Object(required=frozenset(n for part in parts for n in part.get("required", ())))
+    names: dict[str, None] = {}
+    for part in parts:
+        names.update(dict.fromkeys(part.get("properties") or ()))
+    for part in parts:
+        names.update(dict.fromkeys(part.get("required") or ()))
+    for name in names:
+        made.names[name] = tuple(s for part in parts for s in _of_name(part, name))
+    for pattern in patterned[0]["patternProperties"] if patterned else ():
+        made.patterns[pattern] = tuple(
+            part["patternProperties"][pattern]
+            if part.get("patternProperties") else part.get("additionalProperties", True)
+            for part in parts
+        )  # fmt: skip
+    made.rest = tuple(p["additionalProperties"] for p in parts if "additionalProperties" in p)
+    made.low = max((int(part.get("minProperties", 0)) for part in parts), default=0)
+    highs = [int(part["maxProperties"]) for part in parts if "maxProperties" in part]
+    made.high = min(highs) if highs else None
+    return made
+
+
+def _of_name(part: dict[str, Any], name: str) -> list[Any]:
+    """Schemas of one named property in one schema."""
+    found = [part["properties"][name]] if name in (part.get("properties") or ()) else []
+    for pattern, schema in (part.get("patternProperties") or {}).items():
+        if _found(pattern, name):
+            found.append(schema)
+    return found or [part.get("additionalProperties", True)]
+
+
+def _found(pattern: str, name: str) -> bool:
+    try:
+        if _NO_CHARACTERS.search(pattern):
+            raise Cannot("patternProperties", f"pattern {pattern!r} cannot be compared with a name")
+        return re.search(pattern, name, re.ASCII) is not None
+    except re.error as error:
+        raise Cannot("patternProperties", f"pattern {pattern!r}: {error}") from None
+
+
+def array_of(parts: Parts) -> Array:
+    """What the schemas say together about arrays."""
+    parts = tuple(part for part in parts if ARRAYS & part.keys())
+    split = [_items(part) for part in parts]
+    length = max((len(first) for first, _ in split), default=0)
+    made = Array([], tuple(rest for _, rest in split))
+    for index in range(length):
+        made.first.append(
+            tuple(first[index] if index < len(first) else rest for first, rest in split)
+        )
+    made.low = max((int(part.get("minItems", 0)) for part in parts), default=0)
+    highs = [int(part["maxItems"]) for part in parts if "maxItems" in part]
+    made.high = min(highs) if highs else None
+    return made
+
+
+def _items(part: dict[str, Any]) -> tuple[list[Any], Any]:
+    if "prefixItems" in part:
+        return part["prefixItems"], part.get("items", True)
+    items = part.get("items", True)
+    if isinstance(items, list):
+        return items, part.get("additionalItems", True)
+    return [], items
+
+
+def merged(value: Any) -> Any:
+    """A schema of exactly this value, its objects' keys in any order."""
+    if not several_keys(value):
+        return {"const": value}
+    if isinstance(value, dict):
+        return {
+            "type": "object", "properties": {name: merged(part) for name, part in value.items()},
+            "required": list(value), "additionalProperties": False,
+        }  # fmt: skip
+    count = len(value)
+    return {
+        "type": "array", "prefixItems": [merged(part) for part in value], "items": False,
+        "minItems": count, "maxItems": count,
+    }  # fmt: skip
+
+
+def several_keys(value: Any) -> bool:
+    """Whether an object with two keys or more is somewhere in a value."""
+    if isinstance(value, list):
+        return any(several_keys(part) for part in value)
+    if isinstance(value, dict):
+        return len(value) > 1 or any(several_keys(part) for part in value.values())
+    return False

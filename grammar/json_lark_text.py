@@ -1,0 +1,133 @@
+"""How arrays and objects are written as rules of a Lark grammar."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .json_lark_keys import key
+
+__all__ = ["BITS", "Pairs", "array_body", "literal", "object_rules", "regex", "separators"]
+
+BITS = 64  # of a rule's parameter
+
+
+def literal(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex(expression: str) -> str:
+    """A Lark regular expression."""
+    return "/" + expression.replace("/", "\\/") + "/"
+
+
+def separators(options: dict[str, Any]) -> str:
+    """The terminals between values; a ``%json`` skips no white space before it, so they do."""
+    space = r"[\x20\x0A\x0D\x09]"
+    if options["whitespace_flexible"]:
+        texts = {"COMMA": f"/,{space}*/", "COLON": f"/:{space}*/", "OPEN": f"/\\[{space}*/"}
+        return "\n".join([*(f"{k}: {v}" for k, v in texts.items()), f"%ignore /{space}+/"])
+    texts = {"COMMA": options["item_separator"], "COLON": options["key_separator"], "OPEN": "["}
+    return "\n".join(f"{name}: {literal(text)}" for name, text in texts.items())
+
+
+def array_body(first: list[str], rest: str | None, low: int, high: int | None) -> str:
+    """The body of an array's rule.
+
+    Parameters
+    ----------
+    first
+        Rules of the first items.
+    rest
+        Rule of all others; None: there are none.
+    low, high
+        Bounds of how many there are.
+    """
+    body = ""
+    if rest is not None:
+        most = "" if high is None else str(high - len(first))
+        if first:
+            body = f"(COMMA {rest}){{{max(0, low - len(first))},{most}}}"
+        elif most != "0":
+            most = "" if high is None else str(high - 1)
+            body = f"{rest} (COMMA {rest}){{{max(0, low - 1)},{most}}}"
+            body = f"({body})?" if low == 0 else body
+    for index in range(len(first) - 1, -1, -1):
+        body = f"{'COMMA ' if index else ''}{first[index]} {body}".strip()
+        body = f"({body})?" if index >= low else body
+    return f'OPEN {body} "]"'
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What is in an object.
+
+    Attributes
+    ----------
+    names
+        Named properties and the rules of their values, the required ones first.
+    needed
+        How many of them are required.
+    others
+        Rule of a pair with any other key; None: there are none.
+    low, high
+        Bounds of how many others there are, where they are counted; all names are required then.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    needed: int
+    others: str | None = None
+    low: int = 0
+    high: int | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether other keys are counted."""
+        return self.low > 0 or self.high is not None
+
+    @property
+    def bits(self) -> int:
+        """Bits that the rules use."""
+        return len(self.names) + (max(self.low, self.high or 0).bit_length() + 1) * self.counted
+
+
+def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
+    """The rules of an object, by their heads.
+
+    A run of other keys is followed by a named one, if anything, so that each text is read in one
+    way. The brace ends the rule of what follows a pair, and not that of the object, so that the
+    parser has nothing to complete at the end of each pair.
+    """
+    count, needed, others = len(pairs.names), pairs.needed, pairs.others
+    if not pairs.names and not pairs.counted:
+        return {name: f'"{{" ({others} (COMMA {others})*)? "}}"' if others else '"{" "}"'}
+    field = f"[{count}:{pairs.bits}]"
+    done = [f"is_ones([0:{needed}])"] if needed else []
+    done += [f"ge({field}, {pairs.low})"] if pairs.low else []
+    end = '"}"' + _if(f"and({', '.join(done)})" if len(done) > 1 else "".join(done))
+    left = f"not(is_ones([0:{count}]))" if count else ""
+    options = [f"{name}-named::_"] if count else []
+    rules = {name: f'"{{" {name}-first::0'}
+    if pairs.counted:
+        space = "" if pairs.high is None else f"lt({field}, {pairs.high})"
+        options.append(f"{others} {name}-more::incr({field}){_if(space)}")
+        left = f"or({left}, {space})" if left and space else ""
+    elif others is not None:
+        options.append(f"{others} (COMMA {others})* {name}-after::_")
+        rules[f"{name}-after::_"] = f"{end} | COMMA {name}-named::_{_if(left)}"
+        left = ""
+    more = [f"COMMA {option}" + ("" if "%if" in option else _if(left)) for option in options]
+    rules[f"{name}-first::_"] = " | ".join([end, *options])
+    rules[f"{name}-more::_"] = " | ".join([end, *more])
+    if count:
+        rules[f"{name}-named::_"] = " | ".join(
+            f"{literal(key(text))} COLON {value} {name}-more::set_bit({bit}) %if bit_clear({bit})"
+            for bit, (text, value) in enumerate(pairs.names)
+        )
+    return rules
+
+
+def _if(condition: str) -> str:
+    return f" %if {condition}" if condition else ""

@@ -1,0 +1,74 @@
+"""Orders of an object's keys: which schemas LLGuidance can be given with any, and how."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .json_lark import any_order
+from .json_lark_leaves import Leaves
+from .preflight import trial_lark
+from .rewrite_terms import Cannot, Reason
+
+__all__ = ["AnyOrder", "has_key_orders", "in_any_order", "json_options"]
+
+_KEPT = 32  # a schema is compiled right after it is routed
+
+
+@dataclass(frozen=True)
+class AnyOrder:
+    """A schema for objects whose keys come in any order.
+
+    Attributes
+    ----------
+    rules
+        A Lark grammar; empty if LLGuidance's own compiler of schemas does it, or nothing does.
+    why
+        What stands in the way; None if nothing does.
+    """
+
+    rules: str = ""
+    why: Reason | None = None
+
+
+def json_options(any_whitespace: bool) -> dict[str, Any]:
+    """LLGuidance's options for a schema."""
+    options: dict[str, Any] = {"whitespace_flexible": any_whitespace}
+    if not any_whitespace:
+        options |= {"item_separator": ", ", "key_separator": ": "}
+    return options
+
+
+def has_key_orders(schema: Any) -> bool:
+    """Whether a schema allows objects whose keys can be put in several orders."""
+    try:
+        return Leaves(schema, {}, careful=False).has_objects(schema)
+    except Cannot:  # a reference to elsewhere
+        return True
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def in_any_order(text: str, any_whitespace: bool) -> AnyOrder:
+    """The grammar for a schema that LLGuidance takes, as JSON text. The last answers are kept."""
+    schema, options = json.loads(text), json_options(any_whitespace)
+    objection = ""
+    try:
+        # Asking about each leaf costs time, and few schemas have any that nothing fits.
+        for careful in (False, True):
+            rules = any_order(schema, options, careful=careful)
+            objection = trial_lark(rules) if rules else ""
+            if not objection:
+                return AnyOrder(rules or "")
+            if "Unsatisfiable" not in objection:
+                break
+    except (Cannot, RecursionError) as error:
+        keyword = error.keyword if isinstance(error, Cannot) else "schema"
+        objection = error.why if isinstance(error, Cannot) else "too deep"
+        return AnyOrder(why=_reason(keyword, objection))
+    return AnyOrder(why=_reason("schema", objection))
+
+
+def _reason(keyword: str, why: str) -> Reason:
+    return Reason("#", keyword, f"keys in the schema's order only: {why}")
