@@ -39,6 +39,7 @@ class Leaves:
     def __init__(self, root: Any, options: dict[str, Any], careful: bool):
         self._root, self._options, self._careful = root, options, careful
         self._references = References(root)
+        self._references.nested &= _bases_matter(root)
         self._made: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}  # with what it is of
         self._definitions: dict[str, str] = {}  # pointers, and names of the copies in leaves
         self._marked: dict[int, bool] = {}
@@ -167,3 +168,19 @@ def _has_orders(part: dict[str, Any]) -> bool:
     patterns = len(part.get("patternProperties") or ())
     others = patterns + (part.get("additionalProperties") is not False)
     return bool(names or patterns) and len(names) + others > 1
+
+
+def _bases_matter(root: Any) -> bool:
+    """Whether a reference stands in a subschema that seems to have a base of its own."""
+    pending = [(root, False)]
+    while pending:
+        part, inside = pending.pop()
+        if isinstance(part, list):
+            pending += [(item, inside) for item in part]
+        elif isinstance(part, dict):
+            base = any(isinstance(part.get(key), str) for key in ("$id", "id"))
+            inside = inside or (base and part is not root)
+            if inside and "$ref" in part:
+                return True
+            pending += [(value, inside) for value in part.values()]
+    return False

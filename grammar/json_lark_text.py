@@ -47,13 +47,12 @@ def array_body(first: list[str], rest: str | None, low: int, high: int | None) -
     """
     body = ""
     if rest is not None:
-        most = "" if high is None else str(high - len(first))
-        if first:
-            body = f"(COMMA {rest}){{{max(0, low - len(first))},{most}}}"
-        elif most != "0":
-            most = "" if high is None else str(high - 1)
-            body = f"{rest} (COMMA {rest}){{{max(0, low - 1)},{most}}}"
-            body = f"({body})?" if low == 0 else body
+        given = max(1, len(first))
+        if high is None or high > given:
+            most = "" if high is None else high - given
+            body = f"(COMMA {rest}){{{max(0, low - given)},{most}}}"
+        if not first and high != 0:
+            body = f"({rest} {body})?" if low == 0 else f"{rest} {body}"
     for index in range(len(first) - 1, -1, -1):
         body = f"{'COMMA ' if index else ''}{first[index]} {body}".strip()
         body = f"({body})?" if index >= low else body

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,11 @@ class Route:
         schema and are not produced, in the same form. Options of a ``oneOf`` may overlap in ways
         that have no exact form, and texts stay clear of the overlap; keys in any order may have
         been asked for and be beyond the backend. Empty: every value that satisfies the schema can
-        be produced, with its keys in every order that was asked for. (Of the spellings of one value
-        there is one: white space as the grammar lays it out, escapes in strings only where JSON
-        needs them, integers without a fraction.)
+        be produced, with its keys in every order that was asked for.
+    spelling
+        Where a value has several spellings of which one is produced, in the same form: ``2`` and
+        not ``2.0``. (Everywhere: white space as the grammar lays it out, and escapes in strings
+        only where JSON needs them.)
     """
 
     backend: str | None
@@ -69,6 +72,7 @@ class Route:
     reasons: tuple[Reason, ...] = ()
     rewritten: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
+    spelling: tuple[Reason, ...] = ()
 
     def refusal(self) -> str:
         """The reasons as one sentence."""
@@ -132,8 +136,25 @@ def route(
         narrowed = (*narrowed, *in_order)
     return Route(
         best.backend, best.schema, best.exact, order, best.reasons[:_MOST_REASONS], new.changed,
-        narrowed,
+        narrowed, tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
     )
+
+
+def _spelled_once(schema: Any) -> Iterator[Reason]:
+    """Where numbers have one spelling."""
+    for pointer, part in subschemas(schema):
+        kind = part.get("type")
+        if kind == "integer" or (isinstance(kind, list) and "integer" in kind):
+            yield Reason(pointer, "type", "integers are written without a fraction")
+        for keyword in ("const", "enum"):
+            if keyword in part and _has_number(part[keyword]):
+                yield Reason(pointer, keyword, "whole numbers are written without a fraction")
+
+
+def _has_number(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_has_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _in_schema_order(found: Route) -> tuple[Reason, ...]:

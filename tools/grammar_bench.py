@@ -9,8 +9,10 @@ tried in a child process under a time limit, so that a crash or a runaway costs 
         --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --every 10
 
 An instance is fed as ``json.dumps`` writes it, with the keys in the order of the data. A valid one
-that fits only in another order of its keys, or with whole numbers written without fraction, is not
-accepted; how many there are is reported beside.
+that is not accepted makes the schema wrong; *marked* if the route had said so beforehand
+(`Route.narrowed`, `Route.spelling`), as are schemas that are taken loosely. Of the stock APIs it is
+reported beside how many fit only in another order of their keys, or with whole numbers written
+without fraction.
 """
 
 from __future__ import annotations
@@ -116,6 +118,8 @@ def verdict(answer: dict[str, Any]) -> str:
     missed = answer["valid"].count(False)
     if not missed:
         return "right"
+    if answer.get("narrowed") == missed:
+        return "marked"
     return "spelling" if answer["spelling"] == missed else "wrong"
 
 

@@ -8,6 +8,7 @@ answered by a dict.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -199,8 +200,9 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         ``outcome`` ("compiled" or "refused"), ``why``, ``keyword``, ``pointer``, ``backend``,
         ``marked``, ``compile_s``, ``fill_ns`` (list) and the same as ``compile_cpu_s`` and
         ``fill_cpu_ns`` in the processor's time, which other work does not lengthen, ``valid`` and
-        ``invalid`` (accepted, one flag an instance), ``spelling`` (valid ones accepted only in
-        another order of their keys).
+        ``invalid`` (accepted, one flag an instance), ``spelling`` (of stock APIs: valid ones
+        accepted only in another order of their keys), ``narrowed`` (of `auto`: valid ones that the
+        route had said would not be accepted).
     """
     compact = bool(row.get("compact"))
     answer: dict[str, Any] = {"marked": False, "backend": None, "why": "", "keyword": ""}
@@ -220,20 +222,34 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         return {**answer, "outcome": "refused", "why": str(error)[:300], "keyword": keyword}
     compile_s, compile_cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
     fills: list[tuple[int, int]] = []
-    separators = (",", ":") if compact else None
+    write = functools.partial(
+        json.dumps, ensure_ascii=False, separators=(",", ":") if compact else None
+    )
     accepted: dict[str, list[bool]] = {"valid": [], "invalid": []}
-    spelling = 0
+    spelling = narrowed = 0
     for label, flags in accepted.items():
         for value in row[label]:
-            tokens = encode(json.dumps(value, ensure_ascii=False, separators=separators))
-            fits = _walk(compiled(), tokens, fills if label == "valid" else None)
+            fits = _walk(compiled(), encode(write(value)), fills if label == "valid" else None)
             flags.append(fits)
-            if label == "valid" and not fits and not compact:
+            if label == "valid" and not fits and isinstance(subject, _Auto):
+                narrowed += bool(found.narrowed) or bool(
+                    found.spelling and _walk(compiled(), encode(write(_whole(value))), None)
+                )
+            elif label == "valid" and not fits and not compact:
                 spelling += _Search(compiled(), byte_ids, row["schema"]).fits(value)
     return {**answer, "outcome": "compiled", "compile_s": compile_s,
-            "compile_cpu_s": compile_cpu_s, "spelling": spelling,
+            "compile_cpu_s": compile_cpu_s, "spelling": spelling, "narrowed": narrowed,
             "fill_ns": [wall for wall, _ in fills], "fill_cpu_ns": [cpu for _, cpu in fills],
             **accepted}  # fmt: skip
+
+
+def _whole(value: Any) -> Any:
+    """The value with whole numbers as integers."""
+    if isinstance(value, dict):
+        return {key: _whole(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_whole(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _walk(
