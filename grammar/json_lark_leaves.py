@@ -141,8 +141,8 @@ class Leaves:
             if keyword not in _KEPT:
                 continue
             if keyword == "$ref":
-                pointer = self._references.pointer(value)
                 self.resolved(value)
+                pointer = str(self._references.pointer(value))
                 reached[pointer] = None
                 name = self._definitions.setdefault(pointer, f"d{len(self._definitions)}")
                 out[keyword] = f"#/$defs/{name}"

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import GrammarError
+from .judge import found_in
 from .rewrite_terms import Cannot, word_set
 
 __all__ = [
@@ -104,8 +106,8 @@ def _found(pattern: str, name: str) -> bool:
     try:
         if _NO_CHARACTERS.search(pattern):
             raise Cannot("patternProperties", f"pattern {pattern!r} cannot be compared with a name")
-        return re.search(pattern, name, re.ASCII) is not None
-    except re.error as error:
+        return found_in(pattern if name.isascii() else f"(?a){pattern}", name)
+    except (re.error, GrammarError) as error:
         raise Cannot("patternProperties", f"pattern {pattern!r}: {error}") from None
 
 

@@ -242,13 +242,14 @@ def property_counts(tools: Tools, site: Site) -> None:
     for keyword, bound in bounds.items():
         if isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound != int(bound):
             raise Cannot(keyword, f"{bound!r} is no whole number")
+    needed = len(set(site.schema.get("required") or ()))
     options = property_count({**site.schema, **{k: site.out[k] for k in _OBJECT if k in site.out}})
     if options is None:
         site.out.update({keyword: int(bound) for keyword, bound in bounds.items()})
     elif options:
         site.extra.append({"anyOf": options})
         tools.note(site.at, "minProperties", "is spelled out by which properties are there")
-    elif bounds.get("minProperties", 0) > len(site.schema.get("required") or ()):
+    elif not bounds.get("minProperties", 0) <= needed <= bounds.get("maxProperties", needed):
         site.extra.append({"type": sorted(site.kinds - {"object"})})
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+
+from graft.grammar.llguidance import grammar_text
+from graft.grammar.router import Route
+from graft.grammar.spec import GrammarSpec
 
 OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 STOP = 256
@@ -34,11 +40,37 @@ def _library() -> tuple[Any, Any, Any]:
 class Grammar:
     """A schema compiled by stock LLGuidance for bytes."""
 
-    def __init__(self, schema: Any):
+    def __init__(self, schema: Any, text: str = ""):
         matcher, tokenizer, limits = _library()
-        text = matcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS)
+        text = text or matcher.grammar_from_json_schema(json.dumps(schema), overrides=OPTIONS)
         self._first = matcher(tokenizer, text, log_level=0, limits=limits)
         assert not self._first.is_error(), self._first.get_error()
+
+    @classmethod
+    def of(cls, spec: GrammarSpec) -> Grammar:
+        """What graft gives LLGuidance for a grammar."""
+        return cls(None, grammar_text(spec))
+
+    @classmethod
+    def routed(cls, found: Route) -> Grammar:
+        """What graft gives LLGuidance for a route."""
+        return cls.of(GrammarSpec(
+            "json_schema", json.dumps(found.schema), strict=False, backend="llguidance",
+            key_order=found.key_order,
+        ))  # fmt: skip
+
+    def walk(self, choose: Callable[[list[int]], int], most: int) -> bytes | None:
+        """A text of legal bytes, each chosen among them; None if it is longer than ``most``."""
+        matcher, mask, out = self._first.deep_copy(), np.zeros(9, np.int32), bytearray()
+        while len(out) < most:
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            legal = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            token = choose(legal)
+            if token == STOP:
+                return bytes(out)
+            assert matcher.try_consume_tokens([token]) == 1
+            out.append(token)
+        return None
 
     def accepts(self, text: str) -> bool:
         """Whether the whole text is accepted."""

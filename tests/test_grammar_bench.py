@@ -25,6 +25,10 @@ ROWS: list[dict[str, Any]] = [
     {"id": "order",
      "schema": {"type": "object", "properties": {"a": {}, "b": {}, "c": {}, "d": {}}},
      "valid": [{"d": 1, "b": 2.0, "a": 3}], "invalid": [3]},
+    {"id": "spelling", "schema": {"items": {"type": "integer"}}, "valid": [[1], [2.0]],
+     "invalid": [["x"]]},
+    {"id": "too many", "schema": {"properties": {f"k{i}": {} for i in range(65)}},
+     "valid": [{"k1": 1, "k0": 1}], "invalid": []},
     {"id": "loose", "schema": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
      "valid": [["x", "y"]], "invalid": [["x", "x"]]},
     {"id": "nothing", "schema": {"allOf": [{"type": "string"}, {"type": "null"}]},
@@ -59,14 +63,16 @@ def test_the_tool_reports_right_marked_refused_and_other_orders(tokenizer, tmp_p
     assert code == 0
     found = json.loads(report.read_text())
     auto, stock = found["subjects"]["auto"], found["subjects"]["llguidance"]
-    assert found["schemas"] == 4
-    assert [auto[k] for k in ("right", "spelling", "marked", "refused", "wrong")] == [1, 1, 1, 1, 0]
-    assert [stock[k] for k in ("right", "spelling", "marked", "refused")] == [1, 1, 0, 2]
-    assert auto["invalid_accepted"] == 0 and auto["invalid"] == 3 and auto["right_percent"] == 25
-    assert auto["causes"] == {"uniqueItems": 1, "schema": 1}
+    assert found["schemas"] == 6
+    assert [auto[k] for k in ("right", "spelling", "marked", "refused", "wrong")] == [2, 0, 3, 1, 0]
+    assert [stock[k] for k in ("right", "spelling", "marked", "refused")] == [1, 3, 0, 2]
+    assert auto["invalid_accepted"] == 0 and auto["invalid"] == 4
+    assert auto["right_percent"] == round(200 / 6, 2)
+    assert auto["causes"] == {"uniqueItems": 1, "schema": 1, "type": 1, "properties": 1}
     assert auto["fills"] >= len('{"a": 1}') and auto["fill_us"]["max"] >= auto["fill_us"]["p50"]
     assert {row["id"]: row["verdict"] for row in found["not_right"]["auto"]} == {
-        "order": "spelling", "loose": "marked", "nothing": "refused"}  # fmt: skip
+        "spelling": "marked", "too many": "marked", "loose": "marked", "nothing": "refused",
+    }  # fmt: skip
     assert "auto" in capsys.readouterr().out
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
@@ -84,11 +90,14 @@ def test_a_runaway_costs_one_row(tokenizer):
 
 
 def test_verdicts_put_leaks_before_everything_but_marks():
-    """A leak is wrong unless marked; a miss that only needs another order is told apart."""
+    """Leaks are wrong unless marked; so are misses unless told of, or only in another order."""
     answer = {"outcome": "compiled", "marked": False, "valid": [True, False], "invalid": [False],
               "spelling": 1}  # fmt: skip
     assert verdict(answer) == "spelling"
     assert verdict({**answer, "spelling": 0}) == "wrong"
+    assert verdict({**answer, "spelling": 0, "narrowed": 1}) == "marked"
+    assert verdict({**answer, "valid": [False] * 2, "spelling": 0, "narrowed": 1}) == "wrong"
+    assert verdict({**answer, "invalid": [True], "narrowed": 1}) == "wrong"
     assert verdict({**answer, "valid": [True]}) == "right"
     assert verdict({**answer, "invalid": [True]}) == "wrong"
     assert verdict({**answer, "invalid": [True], "marked": True}) == "marked"

@@ -71,6 +71,8 @@ SCHEMAS: list[Any] = [
     {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False,
      "maxProperties": 1},
     {"properties": {"a": {}}, "required": ["a"], "minProperties": 2},
+    {"type": ["object", "null"], "properties": PROPERTIES, "required": ["a", "b"],
+     "maxProperties": 1},
     {"type": "object", "properties": PROPERTIES, "propertyNames": {"maxLength": 1}},
     {"type": "object", "properties": PROPERTIES, "propertyNames": {"enum": ["a", "zz"]}},
     {"type": "object", "properties": PROPERTIES, "propertyNames": {"pattern": "^[ab]"}},

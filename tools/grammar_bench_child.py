@@ -211,8 +211,9 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         if isinstance(subject, _Auto):
             compiled, found = subject.compile(row["schema"], compact, row.get("draft", 2020))
             answer.update(marked=not found.exact, backend=found.backend)
-            if not found.exact:
-                reason = found.reasons[0]
+            said = (*found.reasons, *found.narrowed, *found.spelling)
+            if said:  # why it is marked or narrowed, should it be
+                reason = said[0]
                 answer.update(why=reason.why, keyword=reason.keyword, pointer=reason.pointer)
         else:
             compiled = subject.compile(row["schema"], compact)

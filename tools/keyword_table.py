@@ -125,7 +125,8 @@ _HEAD = """# What becomes of every JSON schema keyword
 
 Made by `python -m graft.tools.keyword_table`; a test keeps it current. `auto` stands for
 `backend="auto"`: *exact* as it stands, *rewritten* into an equivalent schema, *narrowed* (every
-output satisfies the schema, some values that do are not produced; `Route.narrowed` names them), or
+output satisfies the schema; some values that do, or some orders of their keys, are not produced, as
+`Route.narrowed` says), or
 *refused*, by JSON pointer and keyword, before a token is made. With `partial=True` a refused
 schema runs without the part that is named, and every output is checked and marked.
 XGrammar and LLGuidance stand for these libraries when they are given the schema as it is: *loose*
