@@ -179,7 +179,8 @@ def test_white_space_is_as_without_orders():
               "properties": {"c": {}, "d": {}}}}}}  # fmt: skip
     texts = ['{"a":1,"b":[{"c":1},2]}', '{ "a" :1 ,\n"b":\t[ { "c": [ ] , "d":\r{ } } , 2 ] }',
              "{ }", ' {"a":1}', '{"a":1} ', '{"a": 1, "b": [{"c": 1}, 2]}',
-             '{"a":1 2}', '{"a":- 1}', '{"a" "b"}', '{"a": 1, }', '{"b": [ ]}', '{"b": [1 , 2]}']  # fmt: skip
+             '{"a":1 2}', '{"a":- 1}', '{"a" "b"}', '{"a": 1, }', '{"b": [ ]}',
+             '{"b": [1 , 2]}']  # fmt: skip
     for spaced in (False, True):
         one, other = (
             Grammar.of(GrammarSpec.json_schema(

@@ -40,10 +40,14 @@ COLUMNS = ("tokens", "rounds", "rounds_saved", "tokens_per_round", "forced_token
 
 
 def requests(count: int, seed: int) -> list[Request]:
-    """Greedy requests with a schema each, half of them with keys the models have not seen."""
+    """Greedy requests with a schema each, half of them with keys the models have not seen.
+
+    Keys come in the schema's order: where they may come in any, only the last one is forced.
+    """
     tasks = [*held_out_tasks(2 * count, seed), *unseen_key_tasks(2 * count, seed)]
     found = [
-        Request(prompt=task.text, grammar=GrammarSpec.json_schema(task.schema), max_tokens=160)
+        Request(prompt=task.text, max_tokens=160,
+                grammar=GrammarSpec.json_schema(task.schema, key_order="schema"))
         for task in tasks if task.schema is not None
     ]  # fmt: skip
     half = len(found) // 2
