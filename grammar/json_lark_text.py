@@ -15,7 +15,8 @@ BITS = 64  # of a rule's parameter
 
 def literal(text: str) -> str:
     """A Lark string."""
-    return json.dumps(text, ensure_ascii=False)
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)
 
 
 def regex(expression: str) -> str:

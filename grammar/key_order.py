@@ -9,7 +9,7 @@ from typing import Any
 
 from .json_lark import any_order
 from .json_lark_leaves import Leaves
-from .preflight import trial_lark
+from .preflight import subschemas, trial_lark
 from .rewrite_terms import Cannot, Reason
 
 __all__ = ["AnyOrder", "has_key_orders", "in_any_order", "json_options"]
@@ -53,7 +53,6 @@ def has_key_orders(schema: Any) -> bool:
 def in_any_order(text: str, any_whitespace: bool) -> AnyOrder:
     """The grammar for a schema that LLGuidance takes, as JSON text. The last answers are kept."""
     schema, options = json.loads(text), json_options(any_whitespace)
-    objection = ""
     try:
         # Asking about each leaf costs time, and few schemas have any that nothing fits.
         for careful in (False, True):
@@ -63,12 +62,21 @@ def in_any_order(text: str, any_whitespace: bool) -> AnyOrder:
                 return AnyOrder(rules or "")
             if "Unsatisfiable" not in objection:
                 break
-    except (Cannot, RecursionError) as error:
-        keyword = error.keyword if isinstance(error, Cannot) else "schema"
-        objection = error.why if isinstance(error, Cannot) else "too deep"
-        return AnyOrder(why=_reason(keyword, objection))
-    return AnyOrder(why=_reason("schema", objection))
+        why = Cannot("schema", objection)
+    except RecursionError:
+        why = Cannot("schema", "it is too deep")
+    except Cannot as error:
+        why = error
+    place = max(
+        ((_extent(part, why), pointer) for pointer, part in subschemas(schema)), default=(0, "#"),
+        key=lambda found: found[0],
+    )[1]  # fmt: skip
+    return AnyOrder(why=Reason(place, why.keyword, f"keys in the schema's order only: {why.why}"))
 
 
-def _reason(keyword: str, why: str) -> Reason:
-    return Reason("#", keyword, f"keys in the schema's order only: {why}")
+def _extent(part: dict[str, Any], why: Cannot) -> int:
+    """How much of what stands in the way is in this part of the schema."""
+    value = part.get(why.keyword)
+    if why.keyword == "$ref":
+        return int(repr(value) in why.why)
+    return len(value) if isinstance(value, (dict, list)) else 0

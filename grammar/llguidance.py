@@ -11,6 +11,7 @@ from typing import Any
 
 from .backend import ending_ids
 from .errors import GrammarError, clean_message
+from .json_lark_text import literal
 from .key_order import in_any_order, json_options
 from .llguidance_stock import StockMatcher, stock_tokenizer
 from .marker import marked
@@ -90,7 +91,7 @@ def _lark(spec: GrammarSpec) -> str:
     if spec.kind == "lark":
         return spec.text
     if spec.kind == "choice":
-        options = (_literal(option) for option in json.loads(spec.text))
+        options = (literal(option) for option in json.loads(spec.text))
         return "start: " + " | ".join(options)
     if spec.kind == "structural_tag":
         return _structural_tag(spec.text)
@@ -116,12 +117,6 @@ def objection(message: str, kind: str) -> str:
         where = f"line {int(place[1]) - 1}, column {place[2]}: " if kind == "lark" else ""
         text = where + text[place.end() :]
     return text
-
-
-def _literal(text: str) -> str:
-    """A Lark string."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)
 
 
 def _escape_slashes(pattern: str) -> str:
@@ -202,11 +197,11 @@ def _structural_tag(text: str) -> str:
         closed = {**close_objects(schema), "x-guidance": {"whitespace_flexible": True}}
         parts = [tag["begin"][len(trigger) :], closed, tag["end"]]
         body = [
-            _literal(part) if isinstance(part, str) else "%json " + json.dumps(part)
+            literal(part) if isinstance(part, str) else "%json " + json.dumps(part)
             for part in parts
             if part != ""
         ]
-        rules.append(f"open_{i}[lazy]: FREE {_literal(trigger)}")
+        rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
         rules.append(f"tag_{i}: open_{i} " + " ".join(body))
     return "\n".join(rules)
 
