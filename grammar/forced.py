@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,30 @@ def forced_text(matcher: Matcher) -> bytes:
         taken += 1
     matcher.rollback(taken)
     return text
+
+
+def a_choice(matcher: Matcher) -> tuple[int, ...]:
+    """Two legal tokens that begin differently; none where that is not seen at once."""
+    vocabulary = matcher.compiled.backend.vocabulary
+    tokens, row = vocabulary.tokens, np.zeros(vocabulary.words, np.int32)
+    if matcher.is_terminated() or not matcher.fill(row):
+        return ()
+    begins: dict[bytes, int] = {}
+    for word in np.flatnonzero(row)[:_MOST]:
+        for token in (int(word) * 32 + bit for bit in range(32) if row[word] >> bit & 1):
+            begins[(tokens[token] if token < len(tokens) else b"")[:1]] = token
+            if len(begins) == 2:
+                return tuple(begins.values())
+    return ()
+
+
+def all_legal(matcher: Matcher, tokens: Sequence[int]) -> bool:
+    """Whether each of some tokens is legal, tried one by one; cheaper than a mask row."""
+    for token in tokens:
+        if not matcher.accept(token):
+            return False
+        matcher.rollback(1)
+    return True
 
 
 def _common(texts: list[bytes]) -> bytes:

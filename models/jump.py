@@ -24,7 +24,7 @@ import numpy as np
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.forced import LongerTokens, few_ids
+from graft.grammar.forced import LongerTokens, a_choice, all_legal, few_ids
 from graft.grammar.matcher import Matcher
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.running import Running, TextDecoder
@@ -146,7 +146,7 @@ class JumpForward:
         least = self._least if history else 1
         if matcher is None or room < least or matcher.is_terminated():
             return None
-        forced = matcher.forced_text()
+        forced = self._forced(running, matcher)
         if len(forced) < 2:
             return None
         before = [*running.prompt[-CONTEXT:], *history[-CONTEXT:]][-CONTEXT:]
@@ -173,6 +173,14 @@ class JumpForward:
         matcher.rollback(drop)
         running.output.exact &= not back and all(_single(row) for row in rows[: len(new)])
         return jump
+
+    def _forced(self, running: Running, matcher: Matcher) -> bytes:
+        """The forced text; where the same two tokens are a choice again, no mask row is filled."""
+        if running.choice and all_legal(matcher, running.choice):
+            return b""
+        forced = matcher.forced_text()
+        running.choice = () if forced else a_choice(matcher)
+        return forced
 
     def _jump(self, running: Running, kept: list[int], new: list[int]) -> Jump | None:
         """The output's tokens as text; None where they do not begin with the text there is."""

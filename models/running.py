@@ -33,6 +33,7 @@ class Running:
     before : tokens it had generated before that, when it was preempted.
     follower : a matcher of the host's own that stands where the output does, where forced text is
         to be appended.
+    choice : tokens that begin differently and were both legal, when it was last asked.
     held : tokens at the end of the output that are not handed out yet: they may be rewritten.
     stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
         read, by `time.monotonic`.
@@ -48,6 +49,7 @@ class Running:
     checkable: Future[bool] | None = None
     matcher: Matcher | None = None
     follower: Matcher | None = None
+    choice: tuple[int, ...] = ()
     held: int = 0
     slot: int = -1
     epoch: int = 0

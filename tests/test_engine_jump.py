@@ -113,6 +113,18 @@ def test_disturbed_jumps_for_long(alone, transport):
                         assert answer(output) == expected, (batch, seed, request.id)
 
 
+def test_overlap_keeps_jumps_of_rejection_sampling():
+    """A jump begins a round anew with and without a round in flight: the same tokens are drawn."""
+    requests = workload(temperature=0.9, verify="rejection")
+    found = []
+    for overlap in (True, False):
+        options: dict[str, Any] = {"overlap": overlap, "max_batch_size": 4}
+        with settled(demo_engine(jump_forward=True, jump_least=2, **options)) as engine:
+            found.append([answer(o) for o in engine.generate(requests)])
+            assert engine.stats.jumps > 10
+    assert found[0] == found[1]
+
+
 def test_rounds_saved_are_the_rounds_saved():
     """Without drafts and overlap the count is exact; texts are those of sampling."""
     requests = mixed_requests(6)

@@ -23,7 +23,7 @@ from graft.grammar import (
     XGrammarBackend,
     make_backend,
 )
-from graft.grammar.forced import LongerTokens
+from graft.grammar.forced import LongerTokens, a_choice, all_legal
 from graft.models.jump import JumpForward
 from graft.models.request import Output, Request
 from graft.models.running import Running
@@ -291,3 +291,26 @@ def test_what_cannot_jump_is_refused_by_name(demo, tokenizer):
     small.require_bytes("abc")
     with pytest.raises(OptionError, match="ABC"):
         small.require_bytes("ABC")
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_a_choice_is_two_legal_tokens_that_begin_differently(backend, name):
+    """And only where no text is forced; trying them changes nothing."""
+    rng = np.random.default_rng(4)
+    matcher, found = backend.matcher(backend.compile(SPECS[name])), 0
+    texts = backend.vocabulary.tokens
+    for _ in range(25):
+        if matcher.is_terminated() or not len(legal := matcher.legal()):
+            break
+        choice = a_choice(matcher)
+        assert set(choice) <= set(legal.tolist()) and len(choice) in (0, 2)
+        if choice:
+            assert matcher.forced_text() == b""
+            begins = [(texts[i] if i < len(texts) else b"")[:1] for i in choice]
+            assert begins[0] != begins[1] and all_legal(matcher, choice)
+        illegal = sorted(set(range(270)) - set(legal.tolist()))
+        assert not illegal or not all_legal(matcher, illegal[:1])
+        assert np.array_equal(matcher.legal(), legal)
+        assert matcher.accept(int(rng.choice(legal)))
+        found += bool(choice)
+    assert found > 0 or name in ("dead end", "text, then choice")
