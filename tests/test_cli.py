@@ -159,6 +159,7 @@ def test_a_row_names_its_backend(tmp_path):
     (["--structural-tag", "FILE"], r"--structural-tag \S+: structural tag: .* not JSON"),
     (["--structural-tag", "/no/such/file"], "--structural-tag /no/such/file: "),
     (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
+    (["--regex", "a", "--key-order", "any"], "--regex a --key-order any: key_order goes with"),
     (["--after", "###"], "--after ###: after names the end of free text"),
 ])
 def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, arguments, said):

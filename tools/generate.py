@@ -130,9 +130,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _with_defaults(own: dict[str, Any], grammar: dict[str, Any]) -> dict[str, Any]:
-    """A row's grammar in place of the options'; the marker and the backend each by themselves."""
+    """A row's grammar in place of the options'; what goes with a grammar each by itself."""
     if any(name in own for name in GRAMMARS):
-        return {"after": grammar["after"]} | own
+        order = {"key_order": grammar["key_order"]} if "schema" in own else {}
+        return {"after": grammar["after"]} | order | own
     stated = any(grammar[name] is not None for name in GRAMMARS)
     return (grammar if stated else {}) | own
 

@@ -78,7 +78,7 @@ def given_grammar(options: argparse.Namespace) -> dict[str, Any]:
     try:
         make_grammar(given, options.partial)
     except (GrammarError, OptionError) as error:
-        values = {key: getattr(options, key) for key in (*stated, "after")}
+        values = {key: getattr(options, key) for key in (*stated, "after", "key_order")}
         said = [
             _flag(key) if value is True else f"{_flag(key)} {value!s}"
             for key, value in values.items() if value is not None
@@ -113,6 +113,8 @@ def make_grammar(
             raise OptionError("after names the end of free text: give the grammar that follows")
         return None, None
     key = named[0]
+    if given.get("key_order") is not None and key != "schema":
+        raise OptionError(f"key_order goes with a schema, not with {key}")
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
             GrammarSpec.json_schema, partial=partial, backend=backend,
