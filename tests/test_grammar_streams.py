@@ -25,8 +25,24 @@ SCHEMA = {
     },
     "required": ["abc", "n"],
 }
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
+                "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+                "b": {"type": "boolean"},
+            },
+            "required": ["b"],
+            "additionalProperties": False,
+        }
+    },
+}
 SPECS = {
     "schema": GrammarSpec.json_schema(SCHEMA),
+    "tree": GrammarSpec.json_schema(TREE),
     "spaced": GrammarSpec.json_schema(SCHEMA, any_whitespace=True),
     "object": GrammarSpec.json_object(),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*/?"),
