@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from .spec import GrammarSpec
 
 __all__ = ["CompileService"]
 
+_log = logging.getLogger("graft.grammar")
 _Job = tuple[GrammarSpec, "Future[CompiledGrammar]"]
 
 
@@ -153,10 +155,14 @@ class CompileService:
             future.set_exception(result)
         else:
             future.set_result(result)
-        if keep:
+        if not keep:
+            return
+        try:
             self._cache.put(spec, future)
-            with self._lock:
-                del self._pending[spec]
+        except Exception as error:  # of a backend that cannot tell how large its grammar is
+            _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
+        with self._lock:
+            del self._pending[spec]
 
     def _serve_here(self) -> None:
         """Take grammars as they come; pass on what is risky, compile the rest."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .errors import GrammarError
 from .marker import Marker
 from .router import KEY_ORDERS, route_named
 from .schema_audit import unenforced_keywords
+from .statement import check_keys, check_text, parsed
 
 __all__ = ["GrammarSpec", "Kind", "StructuralTag"]
 
 Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag"]
+_KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,16 @@ class StructuralTag:
     schema: str
     end: str
 
+    def __post_init__(self) -> None:
+        check_text("tag begin", self.begin)
+        if self.end != "":
+            check_text("tag end", self.end)
+        if not isinstance(parsed("tag schema", self.schema), (dict, bool)):
+            raise GrammarError(f"tag schema: must be an object or a boolean: {self.schema[:60]}")
+
     @classmethod
     def of(cls, begin: str, schema: dict[str, Any] | bool | str, end: str) -> StructuralTag:
         """A tag from a schema in any of its forms; checked as ``GrammarSpec.json_schema`` does."""
-        _check_text("tag begin", begin)
-        if end:
-            _check_text("tag end", end)
         # Every backend takes the schema of a tag as it stands.
         return cls(begin, GrammarSpec.json_schema(schema, backend="xgrammar").text, end)
 
@@ -93,10 +99,27 @@ class GrammarSpec:
     source: str = ""
     marker: Marker | None = None
 
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            kinds = ", ".join(_KINDS)
+            raise GrammarError(f"grammar: kind is {self.kind!r}, must be one of {kinds}")
+        for name, text in (("text", self.text), ("root", self.root)):
+            check_text(f"{self.kind} {name}", text)
+        if not isinstance(self.backend, str) or not isinstance(self.source, str):
+            raise GrammarError(f"{self.kind}: backend is {self.backend!r}, must be a string")
+
     @property
     def schema(self) -> Any:
-        """The user's JSON schema, parsed, or None where the grammar is not one."""
-        return json.loads(self.source or self.text) if self.kind == "json_schema" else None
+        """The user's JSON schema, parsed, or None where the grammar is not one.
+
+        Raises
+        ------
+        GrammarError
+            If this was made directly and the text is not JSON.
+        """
+        if self.kind != "json_schema":
+            return None
+        return parsed("JSON schema", self.source or self.text)
 
     @classmethod
     def json_schema(
@@ -129,16 +152,15 @@ class GrammarSpec:
             If the text is not JSON, the schema is neither an object nor a boolean, or, unless
             ``partial``, it contains what cannot be enforced (named with its JSON pointer).
         """
-        try:
-            value = json.loads(schema) if isinstance(schema, str) else schema
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"JSON schema: the text is not JSON: {error}") from error
+        value = parsed("JSON schema", schema) if isinstance(schema, str) else schema
         if not isinstance(value, (dict, bool)):
             raise GrammarError(
                 f"JSON schema: must be an object or a boolean, not {type(value).__name__}"
             )
         if value is False:
             raise GrammarError("JSON schema: the schema false allows no output")
+        if value is schema:
+            check_keys(value)
         if key_order not in ("", *KEY_ORDERS):
             raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
         if backend not in ("", "xgrammar"):
@@ -146,9 +168,11 @@ class GrammarSpec:
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             unenforced = [] if partial else unenforced_keywords(value)
-        except (TypeError, ValueError, RecursionError) as error:
+        except RecursionError:
+            raise GrammarError("JSON schema: is nested too deeply") from None
+        except (TypeError, ValueError) as error:
             raise GrammarError(f"JSON schema: cannot be read: {error}") from error
-        _check_text("JSON schema", text)
+        check_text("JSON schema", text)
         spec = cls(
             "json_schema", text, any_whitespace=any_whitespace, strict=strict is not False,
             partial=partial, backend=backend, key_order=key_order,
@@ -187,14 +211,16 @@ class GrammarSpec:
     ) -> GrammarSpec:  # fmt: skip
         try:
             source = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            _check_text("JSON schema", source)
+            check_text("JSON schema", source)
             if strict:
                 from .llguidance import close_objects  # which itself builds on this module
 
                 value = close_objects(value)
             found = route_named(value, backend, key_order or "any")
             text = json.dumps(found.schema, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
+        except RecursionError:
+            raise GrammarError("JSON schema: is nested too deeply") from None
+        except (TypeError, ValueError) as error:
             raise GrammarError(f"JSON schema: cannot be read: {error}") from error
         if found.backend is None or not (found.exact or partial):
             hint = "" if found.backend is None else " (partial=True takes the schema all the same)"
@@ -216,14 +242,14 @@ class GrammarSpec:
     @classmethod
     def regex(cls, pattern: str) -> GrammarSpec:
         """Text that matches the whole pattern. An empty pattern is refused."""
-        _check_text("regex", pattern)
+        check_text("regex", pattern)
         return _check_syntax(cls("regex", pattern))
 
     @classmethod
     def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
         """A grammar in XGrammar's EBNF (GBNF), started from the rule ``root``."""
-        _check_text("EBNF", text)
-        _check_text("EBNF root rule", root)
+        check_text("EBNF", text)
+        check_text("EBNF root rule", root)
         return _check_syntax(cls("ebnf", text, root=root))
 
     @classmethod
@@ -235,16 +261,19 @@ class GrammarSpec:
         GrammarError
             If there is no option, or an option is empty or no string.
         """
-        if isinstance(options, str) or not options:
+        if isinstance(options, (str, bytes, Mapping)) or not isinstance(options, Iterable):
+            raise GrammarError(f"choice: must be a list of strings, not {type(options).__name__}")
+        options = list(options)
+        if not options:
             raise GrammarError("choice: needs a list of at least one string")
         for option in options:
-            _check_text("choice option", option)
+            check_text("choice option", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options)), ensure_ascii=False))
 
     @classmethod
     def lark(cls, text: str) -> GrammarSpec:
         """A grammar in the Lark dialect of the backend, started from the rule ``start``."""
-        _check_text("Lark", text)
+        check_text("Lark", text)
         return _check_syntax(cls("lark", text))
 
     @classmethod
@@ -275,7 +304,7 @@ class GrammarSpec:
         if isinstance(triggers, str) or not tags or not triggers:
             raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
         for trigger in triggers:
-            _check_text("structural tag trigger", trigger)
+            check_text("structural tag trigger", trigger)
         for tag in tags:
             if not isinstance(tag, StructuralTag):
                 raise GrammarError(
@@ -322,13 +351,13 @@ class GrammarSpec:
             if marker < 0:
                 raise GrammarError(f"marker: token {marker} is negative")
             return replace(self, marker=Marker(token=marker, required=bool(required)))
-        _check_text("marker", marker)
+        check_text("marker", marker)
         return replace(self, marker=Marker(text=marker, required=bool(required)))
 
 
 @functools.lru_cache(maxsize=256)
 def _resolved(spec: GrammarSpec, backend: str) -> GrammarSpec:
-    value = json.loads(spec.text)
+    value = parsed("JSON schema", spec.text)
     if backend != "xgrammar":
         return GrammarSpec._routed(
             value, backend, spec.any_whitespace, spec.strict, spec.partial, spec.key_order
@@ -357,14 +386,3 @@ def _check_syntax(spec: GrammarSpec) -> GrammarSpec:
     from .syntax import check_syntax  # which asks backends, which build on this module
 
     return check_syntax(spec)
-
-
-def _check_text(what: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise GrammarError(f"{what}: must be a string, not {type(text).__name__}")
-    if not text:
-        raise GrammarError(f"{what}: is empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise GrammarError(f"{what}: is not Unicode text: {error}") from error

@@ -214,6 +214,31 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+class Vague(XGrammarBackend):
+    """It does not know how large its grammars are, and fails in its own ways."""
+
+    def compile(self, spec):
+        if spec.text == "fails+":
+            raise KeyError("fails")
+        compiled = super().compile(spec)
+        compiled.nbytes = None
+        return compiled
+
+
+def test_what_a_backend_does_wrong_costs_one_grammar(caplog):
+    """Whatever a backend raises is a GrammarError of that grammar; the service goes on."""
+    service = CompileService(Vague(byte_vocabulary()))
+    try:
+        failed = service.submit(GrammarSpec("regex", "fails+")).exception(timeout=300)
+        assert isinstance(failed, GrammarError) and str(failed) == "regex: KeyError: 'fails'"
+        for text in ("a+", "b+", "a+"):
+            assert service.submit(GrammarSpec("regex", text)).result(timeout=300) is not None
+        wait_until(lambda: not service._pending)
+        assert "not kept" in caplog.text
+    finally:
+        service.close()
+
+
 def test_a_grammar_larger_than_the_cache_is_not_kept_but_works(backend):
     """Eviction never takes a grammar from a matcher, even when nothing at all can be kept."""
     service = CompileService(backend, cache_bytes=1)

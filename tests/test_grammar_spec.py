@@ -52,6 +52,14 @@ def test_a_choice_is_taken_literally(backend, option):
             assert not accepts(backend, spec, wrong)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of arrays of arrays."""
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -69,7 +77,26 @@ def test_a_choice_is_taken_literally(backend, option):
         (lambda: GrammarSpec.json_schema(False), "no output"),
         (lambda: GrammarSpec.json_schema({"minimum": float("nan")}), "cannot be read"),
         (lambda: GrammarSpec.json_schema({"enum": [object()]}), "cannot be read"),
-        (lambda: GrammarSpec.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "not JSON"),
+        (lambda: GrammarSpec.json_schema('{"items":' * 5000 + "{}" + "}" * 5000), "too deeply"),
+        (lambda: GrammarSpec.json_schema(nested(5000)), "too deeply"),
+        (lambda: GrammarSpec.json_schema(nested(600), backend="auto"), "too deeply"),
+        (lambda: GrammarSpec.json_schema({"properties": {1.5: {}}}), "key 1.5 is a float"),
+        (lambda: GrammarSpec.json_schema({"const": [{None: 1}]}, backend="auto"), "key None"),
+        (lambda: GrammarSpec.json_schema({(1, 2): 1}), "key .1, 2. is a tuple"),
+        (lambda: GrammarSpec.choice(5), "not int"),
+        (lambda: GrammarSpec.choice({"a": 1}), "not dict"),
+        (lambda: GrammarSpec.choice(iter(())), "at least one"),
+        (lambda: GrammarSpec("prose", "x"), "kind is 'prose'"),
+        (lambda: GrammarSpec("regex", None), "regex text: must be a string, not NoneType"),
+        (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
+        (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
+        (lambda: GrammarSpec("json_schema", "{bad").resolved("auto"), "not JSON"),
+        (lambda: StructuralTag("", "{}", "]"), "tag begin: is empty"),
+        (lambda: StructuralTag(ANYTHING, "{}", "]"), "tag begin: must be a string, not int"),
+        (lambda: StructuralTag("[", "{bad", "]"), "tag schema: the text is not JSON"),
+        (lambda: StructuralTag("[", "[1]", "]"), "tag schema: must be an object"),
+        (lambda: StructuralTag("[", {}, "]"), "tag schema: must be JSON text, not dict"),
+        (lambda: StructuralTag.of("[", {}, None), "tag end: must be a string, not NoneType"),
         (lambda: GrammarSpec.json_schema({"pattern": "\ud800", "type": "string"}), "not Unicode"),
     ],
 )
@@ -77,6 +104,11 @@ def test_bad_specs_are_refused_when_made(make, message):
     """What is no grammar raises GrammarError at once, and says why."""
     with pytest.raises(GrammarError, match=message):
         make()
+
+
+def test_choices_may_come_from_anything_that_gives_strings():
+    """Of a generator nothing is lost, and equal choices count once."""
+    assert GrammarSpec.choice(c for c in "aba") == GrammarSpec.choice(["a", "b"])
 
 
 @pytest.mark.parametrize(
