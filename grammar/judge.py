@@ -21,8 +21,8 @@ from .errors import GrammarError
 
 __all__ = ["CHECK_S", "Judge", "check_output", "found_in"]
 
-#: Seconds that one question may take.
-CHECK_S = 5.0
+#: Seconds that the check of an output may take, and one search.
+CHECK_S, SEARCH_S = 5.0, 1.0
 _MEMORY_BYTES = 1 << 30
 _STEPS = 1e5  # of a search that is made in this process
 
@@ -35,14 +35,15 @@ class Judge:
 
     Parameters
     ----------
-    limit_s
-        Seconds that one question may take, once it is taken up.
+    limit_s, search_s
+        Seconds that the check of an output, and a search, may take once it is taken up.
     """
 
-    def __init__(self, limit_s: float = CHECK_S):
-        if not limit_s > 0:
-            raise OptionError(f"judge: limit_s is {limit_s}, must be positive")
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float = CHECK_S, search_s: float = SEARCH_S):
+        for name, value in (("limit_s", limit_s), ("search_s", search_s)):
+            if not value > 0:
+                raise OptionError(f"judge: {name} is {value}, must be positive")
+        self._limit_s, self._search_s = limit_s, search_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="graft-judge")
         self._lock = threading.Lock()  # guards the two below
         self._child: CompileProcess | None = None
@@ -82,7 +83,8 @@ class Judge:
         try:
             if self._closed or child is None:
                 raise ChildLost("it is too late")
-            outcome, said, _ = child.ask(question, self._limit_s)
+            limit_s = self._search_s if question[0] == "search" else self._limit_s
+            outcome, said, _ = child.ask(question, limit_s)
         except ChildLost as error:
             if child is not None:
                 child.stop()
@@ -130,7 +132,7 @@ def found_in(pattern: str, text: str) -> bool:
     re.error
         If Python cannot read the pattern.
     GrammarError
-        If it takes longer than `CHECK_S` seconds.
+        If it takes longer than `SEARCH_S` seconds.
     """
     signs = len(re.findall(r"[*+?{|]", pattern))
     nested = re.search(r"\)[*+{]|\\[1-9]|\(\?P=", pattern)

@@ -299,7 +299,7 @@ class GrammarSpec:
         ------
         GrammarError
             If there is no tag, or a tag begins with none or several of the triggers, or a trigger
-            with no tag.
+            with no tag, or ``at_least_one`` is no bool.
         """
         if isinstance(triggers, str) or not tags or not triggers:
             raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
@@ -318,13 +318,15 @@ class GrammarSpec:
         for trigger in triggers:
             if not any(tag.begin.startswith(trigger) for tag in tags):
                 raise GrammarError(f"structural tag: no tag begins with the trigger {trigger!r}")
+        if not isinstance(at_least_one, bool):
+            raise GrammarError(f"structural tag: at_least_one must be a bool, not {at_least_one!r}")
         parts = {
             "triggers": list(dict.fromkeys(triggers)),
             "tags": [
                 {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
                 for tag in tags
             ],
-            "at_least_one": bool(at_least_one),
+            "at_least_one": at_least_one,
         }
         text = json.dumps(parts, ensure_ascii=False)
         return _check_syntax(cls("structural_tag", text))

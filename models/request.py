@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graft.grammar.spec import GrammarSpec
@@ -163,6 +163,18 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise RequestError(f"id must be text, got {request.id!r}")
     if request.prompt is not None and not isinstance(request.prompt, str):
         raise RequestError(f"prompt must be text, got {type(request.prompt).__name__}")
+    try:
+        (request.prompt or "").encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompt is not Unicode text: {error}") from error
+    if request.messages is not None and not (
+        isinstance(request.messages, (list, tuple))
+        and all(isinstance(message, Mapping) for message in request.messages)
+    ):
+        raise RequestError(f"messages must be a list of objects, got {request.messages!r}")
+    for name in ("stop", "stop_ids", "tokens"):
+        if not isinstance(getattr(request, name), (Sequence, type(None))):
+            raise RequestError(f"{name} must be a list, got {getattr(request, name)!r}")
     if request.grammar is not None and not isinstance(request.grammar, GrammarSpec):
         raise RequestError(
             f"grammar must be a GrammarSpec or None, got {type(request.grammar).__name__}"

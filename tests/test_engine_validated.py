@@ -203,13 +203,13 @@ def test_an_output_that_cannot_be_checked_in_time_is_marked(engine: Engine) -> N
 
 def test_patterns_of_a_schema_never_keep_the_router_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern that could is tried in a process that can be killed, then refused by name."""
-    judge = Judge(limit_s=600)
+    judge = Judge(search_s=600)
     monkeypatch.setattr(judge_module, "_shared", lambda: judge)
     schema = {"type": "object", "properties": {HOPELESS: {"type": "integer"}},
               "patternProperties": {ENDLESS: {"minimum": 1}}}  # fmt: skip
     try:
         assert found_in("^(ab?)+$", "aab") and not found_in("^(ab?)+$", "b")  # starts the process
-        judge._limit_s = 0.2
+        judge._search_s = 0.2
         with pytest.raises(GrammarError, match=r"pattern '\^\(a\+\)\+\$' cannot be checked: took"):
             GrammarSpec.json_schema(schema, backend="auto")
     finally:

@@ -91,6 +91,12 @@ def nested(levels: int) -> dict[str, Any]:
         (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
         (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
         (lambda: GrammarSpec("json_schema", "{bad").resolved("auto"), "not JSON"),
+        (
+            lambda: GrammarSpec.structural_tag(
+                [StructuralTag("[", "{}", "]")], ["["], at_least_one=ANYTHING
+            ),
+            "at_least_one must be a bool",
+        ),
         (lambda: StructuralTag("", "{}", "]"), "tag begin: is empty"),
         (lambda: StructuralTag(ANYTHING, "{}", "]"), "tag begin: must be a string, not int"),
         (lambda: StructuralTag("[", "{bad", "]"), "tag schema: the text is not JSON"),

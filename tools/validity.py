@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Any
 
+from graft.grammar.errors import GrammarError
+from graft.grammar.judge import check_output, found_in
 from graft.grammar.spec import GrammarSpec
 
 
@@ -26,29 +27,19 @@ def check_schema(schema: Any, text: str) -> str | None:
     return next((f"{e.json_path}: {e.message}" for e in errors), None)
 
 
-@cache
-def has_jsonschema() -> bool:
-    """Whether the ``jsonschema`` package (the ``dev`` extra) is installed."""
-    try:
-        import jsonschema  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
     """Whether `text` is what the grammar asks for; None when nothing independent can tell.
 
     JSON schemas are checked by ``jsonschema`` where it is installed, regular expressions by ``re``
-    where it can read them; for EBNF there is no second reader.
+    where it can read them, both within seconds; for EBNF there is no second reader.
     """
     if spec is None:
         return None
-    if spec.kind == "json_schema":
-        return check_schema(spec.schema, text) is None if has_jsonschema() else None
-    if spec.kind == "regex":
-        try:
-            return re.fullmatch(spec.text, text) is not None
-        except re.error:  # an expression of another dialect
-            return None
+    try:
+        if spec.kind == "json_schema":
+            return check_output(spec.schema, text)
+        if spec.kind == "regex":
+            return found_in(rf"\A(?:{spec.text})\Z", text)
+    except (re.error, GrammarError):  # of another dialect, or endless
+        return None
     return None
