@@ -120,8 +120,8 @@ class JumpForward:
         ------
         GrammarError
             When the grammar refuses a token.
-        RuntimeError, TokenizerError
-            When grammar or tokenizer fail.
+        Exception
+            Whatever backend or tokenizer raise.
         """
         history, at = list(running.output.tokens), 0
         while at < len(tokens):

@@ -137,7 +137,7 @@ class Scheduler:
                     running.matcher = running.make_matcher()
                 if running.matcher is not None and running.follower is None:
                     self._begin_jumping(running)
-            except (GraftError, RuntimeError) as error:
+            except Exception as error:  # a backend or a tokenizer may raise anything
                 self._drop(running, error)
                 continue
             if running.output.reason or self._join(running):
@@ -227,7 +227,7 @@ class Scheduler:
         if tokens and running.follower is not None and self._jumps is not None:
             try:
                 stand, jump = self._jumps.follow(running, tokens, bool(row.reason))
-            except (GraftError, RuntimeError) as failed:
+            except Exception as failed:  # a backend or a tokenizer may raise anything
                 self.end(running, "error", str(failed), told=bool(row.reason))
                 return
             tokens = tokens[:stand]
