@@ -194,8 +194,8 @@ def _structural_tag(text: str) -> str:
     for i, tag in enumerate(spec["tags"]):
         trigger = next(t for t in spec["triggers"] if tag["begin"].startswith(t))
         schema = tag["schema"] if isinstance(tag["schema"], dict) else {}
-        closed = {**close_objects(schema), "x-guidance": {"whitespace_flexible": True}}
-        parts = [tag["begin"][len(trigger) :], closed, tag["end"]]
+        content = {**schema, "x-guidance": {"whitespace_flexible": True}}
+        parts = [tag["begin"][len(trigger) :], content, tag["end"]]
         body = [
             literal(part) if isinstance(part, str) else "%json " + json.dumps(part)
             for part in parts

@@ -13,6 +13,7 @@ from .marker import Marker
 from .router import KEY_ORDERS, route_named
 from .schema_audit import unenforced_keywords
 from .statement import check_keys, check_text, parsed
+from .tags import resolved_tags, said_of_tag
 
 __all__ = ["GrammarSpec", "Kind", "StructuralTag"]
 
@@ -46,8 +47,11 @@ class StructuralTag:
     @classmethod
     def of(cls, begin: str, schema: dict[str, Any] | bool | str, end: str) -> StructuralTag:
         """A tag from a schema in any of its forms; checked as ``GrammarSpec.json_schema`` does."""
-        # Every backend takes the schema of a tag as it stands.
-        return cls(begin, GrammarSpec.json_schema(schema, backend="xgrammar").text, end)
+        try:
+            text = GrammarSpec.json_schema(schema).text
+        except GrammarError as error:
+            raise GrammarError(f"tag schema: {said_of_tag(error)}") from error
+        return cls(begin, text, end)
 
 
 @dataclass(frozen=True)
@@ -192,14 +196,18 @@ class GrammarSpec:
         """This grammar as an engine compiles it whose own backend has this name.
 
         A JSON schema that names no backend goes through the router for ``"auto"`` and
-        ``"llguidance"``, and is checked against what XGrammar ignores for ``"xgrammar"``; other
-        grammars stay as they are. The last answers are kept.
+        ``"llguidance"``, and is checked against what XGrammar ignores for ``"xgrammar"``; so are
+        the schemas of a structural tag, by the backend that is to compile it. Other grammars stay
+        as they are. The last answers are kept.
 
         Raises
         ------
         GrammarError
             If that backend cannot enforce the schema, unless this grammar is ``partial``.
         """
+        if self.kind == "structural_tag" and backend in ("xgrammar", "llguidance"):
+            tags = resolved_tags(replace(self, marker=None), backend)
+            return replace(tags, marker=self.marker)
         if self.kind != "json_schema" or self.backend:
             return self
         return replace(_resolved(replace(self, marker=None), backend), marker=self.marker)

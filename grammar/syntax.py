@@ -42,7 +42,7 @@ def _llguidance(spec: GrammarSpec) -> str:
     try:
         text = grammar_text(spec)
     except GrammarError as error:
-        return str(error).removeprefix(f"{spec.kind}: ")
+        return str(error).removeprefix(f"{spec.kind}: ").removeprefix("structural tag ")
     failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     return objection("\n".join(messages), spec.kind) or "is refused" if failed else ""
 
@@ -52,6 +52,10 @@ def _xgrammar(spec: GrammarSpec) -> str:
     from .compile_risk import risk
     from .xgrammar import library
 
+    try:
+        spec = spec.resolved("xgrammar")
+    except GrammarError as error:
+        return str(error).removeprefix("structural tag ")
     if spec.kind != "lark" and risk(spec):
         return ""
     try:

@@ -1,0 +1,101 @@
+"""Schemas in structural tags: enforced exactly by whoever compiles them, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from guide_util import byte_vocabulary
+
+from graft.grammar import GrammarError, GrammarService, GrammarSpec, StructuralTag
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module", params=["auto", "xgrammar", "llguidance"])
+def service(request):
+    made = GrammarService(byte_vocabulary(), request.param)
+    yield made
+    made.close()
+
+
+def tagged(schema: Any, begin: str = "<t>") -> GrammarSpec:
+    return GrammarSpec.structural_tag([StructuralTag.of(begin, schema, "</t>")], ["<t"])
+
+
+def takes(compiled: Any, content: str) -> bool:
+    """Whether a text with a tag of this content is one of the grammar's."""
+    matcher = compiled.backend.matcher(compiled)
+    text = f"say <t>{content}</t> so"
+    stop = compiled.backend.vocabulary.stop_ids[0]
+    return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(stop)
+
+
+def thing(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": ["a"],
+            "additionalProperties": False}  # fmt: skip
+
+
+#: Schemas, a text that satisfies each, one that does not, and whether XGrammar enforces it.
+SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
+    "bounds": ({"type": "string", "minLength": 3, "maxLength": 5}, '"abc"', '"ab"', True),
+    "multipleOf": ({"type": "integer", "multipleOf": 7}, "42", "41", True),
+    "reference": ({"$defs": {"n": thing(a={"type": "integer"}, b={"$ref": "#/$defs/n"})},
+                   "$ref": "#/$defs/n"}, '{"a": 1, "b": {"a": 2}}', '{"a": 1, "b": {}}', True),
+    "closed": ({"type": "object", "properties": {"a": {"type": "integer"}}},
+               '{"a": 1}', '{"a": 1, "b": 2}', True),
+    "not": (thing(a={"type": ["string", "null"], "not": {"const": "x"}}),
+            '{"a": "y"}', '{"a": "x"}', False),
+    "type beside enum": ({"type": "string", "enum": ["a", 1]}, '"a"', "1", False),
+    "oneOf": ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+              '"abcd"', '"ab"', False),
+    "allOf": ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]}, "5", "10", False),
+    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}},
+                      '{"a": 1}', '{"b": 1}', False),
+    "dependentRequired": (thing(a={"type": "integer"}, b={"type": "integer"})
+                          | {"dependentRequired": {"a": ["b"]}},
+                          '{"a": 1, "b": 2}', '{"a": 1}', False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema, good, bad, plain", SCHEMAS.values(), ids=SCHEMAS)
+def test_a_tags_schema_is_exact_or_refused(service, schema, good, bad, plain):
+    """The router serves tags like whole outputs; XGrammar by name refuses what it would ignore."""
+    future = service.submit(tagged(schema))
+    if service.backend.name == "XGrammar" and not plain:
+        refusal = str(future.exception(timeout=300))
+        assert "cannot be enforced" in refusal and "partial" not in refusal
+        return
+    compiled = future.result(timeout=300)
+    assert not compiled.spec.partial and compiled.spec.schema is None
+    assert takes(compiled, good) and not takes(compiled, bad)
+
+
+def test_a_tag_that_nobody_enforces_is_refused_by_its_name_and_place(service):
+    """At once where no backend could; else when it is compiled, before a token is made."""
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems$"):
+        StructuralTag.of("<t>", unique, "</t>")
+    made = StructuralTag("<tool=b>", GrammarSpec.json_schema(unique, partial=True).text, "</t>")
+    with pytest.raises(GrammarError, match=r"<tool=b>.*#/properties/a: uniqueItems"):
+        GrammarSpec.structural_tag([StructuralTag.of("<tool=a>", True, ""), made], ["<tool"])
+    negated = thing(a={"type": ["string", "null"], "not": {"const": "x"}})
+    spec = tagged(negated, "<t=f>")
+    if service.backend.name == "XGrammar":
+        refusal = str(service.submit(spec).exception(timeout=300))
+        assert "structural tag '<t=f>': " in refusal and "#/properties/a: not" in refusal
+    else:
+        assert service.submit(spec).result(timeout=300) is not None
+
+
+def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
+    """What one tag may hold the other may not; the marker before them stays."""
+    tags = [StructuralTag.of("<t=n>", {"type": "integer", "minimum": 5}, "</t>"),
+            StructuralTag.of("<t=s>", {"enum": ["a", "b"]}, "</t>")]  # fmt: skip
+    spec = GrammarSpec.structural_tag(tags, ["<t="], at_least_one=True).after("</think>")
+    compiled = service.submit(spec).result(timeout=300)
+    for text, fits in (("<t=n>7</t>", True), ('<t=s>"b"</t>', True), ('<t=n>"b"</t>', False),
+                       ("<t=s>7</t>", False), ("<t=n>4</t>", False), ("none", False)):  # fmt: skip
+        matcher = compiled.backend.matcher(compiled)
+        ids = [*f"hm </think>{text}".encode(), compiled.backend.vocabulary.stop_ids[0]]
+        assert all(matcher.accept(token) for token in ids) is fits, text
