@@ -1,6 +1,6 @@
 """What forced text saves on the demo's tasks: sampled, drafted, or appended outright.
 
-    python -m graft.tools.forced_text [--tasks 48] [--draft-length 5] [--overlap] [--json FILE]
+    python -m graft.tools.forced_text [--tasks 48] [--overlap] [--each] [--json FILE]
 
 Drafting gives the same tokens every way, which is checked. Appending gives the tokenizer's own
 tokens: the table says how many texts are the same all the same, and how many outputs are exact.
@@ -46,8 +46,9 @@ WAYS: dict[str, tuple[bool, dict[str, Any], str]] = {
     "drafter, forced drafts": (True, {"forced_drafts": True}, "drafter"),
     "drafter, jump-forward": (True, {"jump_forward": True}, "drafter"),
 }
-COLUMNS = ("tokens", "rounds", "rounds_saved", "tokens_per_round", "forced_tokens", "jumps",
-           "jumped_tokens", "dropped_tokens", "prefilled_tokens", "same_texts", "exact", "fills")
+COLUMNS = ("tokens", "rounds", "rounds_saved", "saved_per_task", "tokens_per_round",
+           "forced_tokens", "jumps", "jumped_tokens", "dropped_tokens", "prefilled_tokens",
+           "same_texts", "exact", "fills")
 
 
 def requests(count: int, seed: int) -> list[Request]:
@@ -102,6 +103,7 @@ def measure(
         }  # fmt: skip
         if base:
             rows[name]["rounds_saved"] = rows[base]["rounds"] - rounds
+            rows[name]["saved_per_task"] = round(rows[name]["rounds_saved"] / len(outputs), 1)
         for task, output in zip(tasks, outputs, strict=True):
             task[name] = {"rounds": output.rounds, "tokens": len(output.tokens),
                           "jumped_tokens": output.jumped_tokens, "exact": output.exact}  # fmt: skip
@@ -112,6 +114,21 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     """A plain-text table, a line a way."""
     lines = [["way", *(key.replace("_", " ") for key in COLUMNS)]]
     lines += [[name, *(str(row.get(key, "-")) for key in COLUMNS)] for name, row in rows.items()]
+    return aligned(lines)
+
+
+def table_of_tasks(tasks: list[dict[str, Any]]) -> str:
+    """A line a task: its tokens, its rounds every way, and the tokens that jumps appended."""
+    lines = [["task", "tokens", *(f"rounds: {way}" for way in WAYS), "jumped tokens"]]
+    for task in tasks:
+        rounds = (str(task[way]["rounds"]) for way in WAYS)
+        lines.append([" ".join(task["prompt"].split())[:40], str(task["one token a round"]["tokens"]), *rounds,
+                      str(task["jump-forward"]["jumped_tokens"])])  # fmt: skip
+    return aligned(lines)
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Cells in columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -128,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=False,
                         help="two rounds in flight, of which a jump drops one (default: no)")
+    parser.add_argument("--each", action="store_true", help="print a line for each task too")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
     try:
@@ -138,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GraftError as error:
         print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    if options.each:
+        print(table_of_tasks(tasks), end="\n\n")
     print(table(rows))
     if options.json:
         report = {"draft_length": options.draft_length, "seed": options.seed,
