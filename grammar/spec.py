@@ -75,7 +75,8 @@ class GrammarSpec:
         follow best; ``True``: any whitespace between JSON's tokens.
     strict
         JSON only. ``True``: an object schema with properties allows no others unless it says so.
-        Such output satisfies the schema whatever it says about further properties.
+        Such output satisfies the schema whatever it says about further properties. ``None``: what
+        the standard says, but ``True`` with XGrammar unrouted, which is loose otherwise.
     partial
         ``False``: a grammar of which a part cannot be enforced is refused. ``True``: it is taken,
         and the output may violate that part.
@@ -96,7 +97,7 @@ class GrammarSpec:
     text: str
     root: str = "root"
     any_whitespace: bool = False
-    strict: bool = True
+    strict: bool | None = None
     partial: bool = False
     backend: str = ""
     key_order: str = ""
@@ -143,8 +144,7 @@ class GrammarSpec:
         ``"xgrammar"`` takes the schema as it stands. Without a name the engine's backend decides
         when the request is submitted (see `resolved`); refused here is what none could enforce.
         With a router, `partial` of the result says whether something was left out, not whether that
-        was allowed. ``strict`` is the default unless a router is named here; with one, schemas mean
-        what the standard says unless it is asked for.
+        was allowed. ``strict`` is `GrammarSpec.strict`.
 
         ``key_order`` is `GrammarSpec.key_order`. Left out, it becomes ``"any"`` where the backend
         can take keys in any order, else ``"schema"``; ``"any"`` refuses what it cannot be had for,
@@ -178,8 +178,8 @@ class GrammarSpec:
             raise GrammarError(f"JSON schema: cannot be read: {error}") from error
         check_text("JSON schema", text)
         spec = cls(
-            "json_schema", text, any_whitespace=any_whitespace, strict=strict is not False,
-            partial=partial, backend=backend, key_order=key_order,
+            "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial,
+            backend=backend, key_order=key_order,
         )  # fmt: skip
         if backend:
             spec = _in_schema_order(spec)
@@ -370,7 +370,7 @@ def _resolved(spec: GrammarSpec, backend: str) -> GrammarSpec:
     value = parsed("JSON schema", spec.text)
     if backend != "xgrammar":
         return GrammarSpec._routed(
-            value, backend, spec.any_whitespace, spec.strict, spec.partial, spec.key_order
+            value, backend, spec.any_whitespace, bool(spec.strict), spec.partial, spec.key_order
         )
     unenforced = [] if spec.partial else unenforced_keywords(value)
     if unenforced:
@@ -379,10 +379,10 @@ def _resolved(spec: GrammarSpec, backend: str) -> GrammarSpec:
 
 
 def _in_schema_order(spec: GrammarSpec) -> GrammarSpec:
-    """For XGrammar, which knows no other order."""
+    """For XGrammar unrouted, which knows no other order."""
     if spec.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
-    return replace(spec, key_order="schema")
+    return replace(spec, key_order="schema", strict=spec.strict is not False)
 
 
 def _unenforced(found: list[str]) -> GrammarError:

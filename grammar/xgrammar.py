@@ -115,7 +115,7 @@ class XGrammarBackend:
     def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
         """The arguments of ``compile_native`` after the vocabulary."""
         spec = spec.resolved("xgrammar")  # refuses what would be ignored
-        return (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict)
+        return (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict is not False)
 
     def dump(self, compiled: CompiledGrammar) -> str:
         """The grammar as JSON text, several times its size in memory."""

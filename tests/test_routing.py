@@ -89,13 +89,13 @@ def test_what_no_backend_enforces_is_refused_when_it_is_stated():
 
 
 def test_a_backend_by_itself_judges_like_the_engine():
-    """A schema without a backend is rewritten for LLGuidance, and only closed by default."""
+    """A schema without a backend is rewritten for LLGuidance, closed only where asked for."""
     backend = LLGuidanceBackend(vocabulary(), native=False)
     compiled = backend.compile(GrammarSpec.json_schema(NOT))
     assert takes(compiled, {"a": "y"}) and not takes(compiled, {"a": "x"})
-    closed = backend.compile(GrammarSpec.json_schema(PLAIN))
+    closed = backend.compile(GrammarSpec.json_schema(PLAIN, strict=True))
     assert takes(closed, {"n": 1}) and not takes(closed, {"n": 1, "more": 2})
-    open_ = backend.compile(GrammarSpec.json_schema(PLAIN, backend="auto"))
+    open_ = backend.compile(GrammarSpec.json_schema(PLAIN))
     assert takes(open_, {"n": 1, "more": 2})
 
 
