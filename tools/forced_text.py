@@ -121,9 +121,9 @@ def table_of_tasks(tasks: list[dict[str, Any]]) -> str:
     """A line a task: its tokens, its rounds every way, and the tokens that jumps appended."""
     lines = [["task", "tokens", *(f"rounds: {way}" for way in WAYS), "jumped tokens"]]
     for task in tasks:
-        rounds = (str(task[way]["rounds"]) for way in WAYS)
-        lines.append([" ".join(task["prompt"].split())[:40], str(task["one token a round"]["tokens"]), *rounds,
-                      str(task["jump-forward"]["jumped_tokens"])])  # fmt: skip
+        counts = [task["one token a round"]["tokens"], *(task[way]["rounds"] for way in WAYS),
+                  task["jump-forward"]["jumped_tokens"]]  # fmt: skip
+        lines.append([" ".join(task["prompt"].split())[:40], *map(str, counts)])
     return aligned(lines)
 
 
