@@ -12,8 +12,8 @@ import tokenizers
 from graft.grammar import make_backend
 from graft.tools import grammar_rounds
 from graft.tools.grammar_rounds import Match, load, measure
+from graft.tools.rounds_graft import Graft, GraftInGraph
 from graft.tools.rounds_streams import documents, record
-from graft.tools.rounds_subjects import Graft
 
 pytest.importorskip("llguidance")
 
@@ -57,11 +57,11 @@ def test_every_subject_makes_the_rows_of_a_forward_matcher(folder, name):
         record(found, slots=4, rounds=5, draft_length=K, wrong=0.4, rng=rng) for _ in range(3)
     ]
     stock = [make(backend, 4, K) for make in grammar_rounds.STOCK[name]]
-    subjects = [Graft(backend, 4, K), *stock]
+    subjects = [Graft(backend, 4, K), GraftInGraph(backend, 4, K, threads=2), *stock]
     match = Match(subjects, backend, name)
     figures = measure(subjects, episodes, match, {}, grammar_rounds.tqdm(disable=True))
     assert match.rows > 200
-    assert match.wrong["graft"] == 0
+    assert match.wrong["graft"] == match.wrong["graft, in a graph"] == 0
     # Each of the K + 1 rows once, against the first K of them twice; the rows that a last round
     # shares with a round that is not played any more are theirs to come.
     moves = [move for e in episodes for moves in e.rounds[1:] for move in moves]
@@ -72,6 +72,9 @@ def test_every_subject_makes_the_rows_of_a_forward_matcher(folder, name):
         theirs = figures[subject.name]["fills"]
         assert figures["graft"]["fills"] <= theirs * (K + 1) / (2 * K + 1) + edge
         assert theirs >= len(plain) * (2 * K + 1)
+    assert figures["graft"]["fills"] == figures["graft, in a graph"]["fills"]
+    for subject in subjects:
+        subject.close()
 
 
 def test_moves_follow_the_document(folder):
@@ -108,7 +111,10 @@ def test_the_tool_reports_bars_and_refuses_nonsense(folder, tmp_path, capsys):
     ])  # fmt: skip
     assert code == 0
     found = json.loads(report.read_text())["backends"]["llguidance"]
-    assert set(found["ratios"]) == set(found["holds"]) == {"fills", "time", "busy_p99"}
+    assert set(found["holds"]) == {"fills", "time", "busy_p99"}
+    assert set(found["ratios"]) == {
+        "fills", "time", "busy_p99", "time_in_graph",
+    }  # fmt: skip
     assert found["idle"]["graft"]["rounds"] == 4
-    assert found["busy"]["graft"]["rounds"] == 2
+    assert found["busy"]["graft, in a graph"]["rounds"] == 2
     assert "graft over the faster stock way" in capsys.readouterr().out

@@ -2,15 +2,18 @@
 
 64 slots in the middle of real documents, draft length 3: commit, masks for drafting, masks for
 verification. Tokens and acceptance are recorded once and replayed for every subject, subjects take
-turns round by round in one process, one thread each; the mask rows of some episodes are compared
-first. Then again while a Python thread is busy in bytecode. No device is involved. Usage::
+turns round by round in one process, as many threads each; the mask rows of some episodes are
+compared first. Then again while a Python thread is busy in bytecode. Usage::
 
     python -m graft.tools.grammar_rounds ../shared/data/maskbench \\
         --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz \\
         --json tools/results/grammar_rounds.json
 
-graft's steps are timed by the worker's own clock from entry to exit, as a driver thread would call
-them; the stock calls from the first to the last, the way back into Python between them included.
+graft's steps are timed by the worker's own clock from entry to exit: called directly, by the thread
+that calls the stock APIs too, and as host nodes of a replayed graph (``GRAFT_DEVICE=soft`` will do:
+they are work of a CPU). The stock calls are timed from the first to the last, the way back into
+Python between them included. The bar for time compares calls of one thread, that beside a busy
+thread what a round's graph waits for.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import platform
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +36,9 @@ from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar import GrammarBackend, Vocabulary, make_backend
+from graft.tools.rounds_graft import Graft, GraftInGraph
 from graft.tools.rounds_streams import Episode, Move, documents, record
 from graft.tools.rounds_subjects import (
-    Graft,
     LLGuidanceLoop,
     LLGuidancePar,
     Subject,
@@ -129,11 +133,13 @@ class Match:
 
 
 def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Match | None,
-            limits: dict[str, int], bar: Any) -> dict[str, dict[str, Any]]:  # fmt: skip
+            limits: dict[str, int], bar: Any, beside: Any = nullcontext,
+            ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Play episodes with every subject in turn; nanoseconds per round and fills, by subject.
 
     A subject that has reached its limit of rounds sits out the episodes that follow. Rows are
-    compared where there is a `match`; times are then not to be used.
+    compared where there is a `match`; times are then not to be used. Rounds, and not the making of
+    matchers before them, are played within the context that ``beside`` gives.
     """
     for subject in subjects:
         subject.keep = match is not None
@@ -145,19 +151,20 @@ def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Mat
             subject.begin(episode)
         if match is not None:
             match.begin(episode)
-        for index, moves in enumerate(episode.rounds):
-            if not moves:
-                break
-            turn = (number + index) % len(playing)
-            for subject in (*playing[turn:], *playing[:turn]):
-                before = subject.fills
-                nanoseconds = subject.play(moves)
-                if index:  # the first round has nothing to verify yet
-                    spent[subject.name].append(nanoseconds)
-                    fills[subject.name] += subject.fills - before
-            if match is not None:
-                match.check(moves, playing)
-            bar.update()
+        with beside():
+            for index, moves in enumerate(episode.rounds):
+                if not moves:
+                    break
+                turn = (number + index) % len(playing)
+                for subject in (*playing[turn:], *playing[:turn]):
+                    before = subject.fills
+                    nanoseconds = subject.play(moves)
+                    if index:  # the first round has nothing to verify yet
+                        spent[subject.name].append(nanoseconds)
+                        fills[subject.name] += subject.fills - before
+                if match is not None:
+                    match.check(moves, playing)
+                bar.update()
     return {name: {"ns": spent[name], "fills": fills[name]} for name in spent}
 
 
@@ -173,12 +180,15 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def ratios(idle: dict[str, Any], busy: dict[str, Any]) -> dict[str, float]:
     """graft over the faster stock subject, the faster one chosen for each figure."""
-    ours, theirs = idle[Graft.name], [idle[name] for name in idle if name != Graft.name]
-    stalls = [busy[name]["p99_ms"] for name in busy if name != Graft.name]
+    ours, in_graph = idle[Graft.name], idle[GraftInGraph.name]
+    theirs = [idle[name] for name in idle if not name.startswith("graft")]
+    stalls = [busy[name]["p99_ms"] for name in busy if not name.startswith("graft")]
+    fastest = min(t["sum_ms"] for t in theirs)
     return {
         "fills": ours["fills"] / min(t["fills"] for t in theirs),
-        "time": ours["sum_ms"] / min(t["sum_ms"] for t in theirs),
-        "busy_p99": busy[Graft.name]["p99_ms"] / min(stalls),
+        "time": ours["sum_ms"] / fastest,
+        "busy_p99": busy[GraftInGraph.name]["p99_ms"] / min(stalls),
+        "time_in_graph": in_graph["sum_ms"] / fastest,
     }
 
 
@@ -201,7 +211,12 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
     ]  # fmt: skip
     shape = (backend, options.slots, options.draft_length)
     loop, batch = STOCK[name]
-    subjects: list[Subject] = [Graft(*shape), loop(*shape), batch(*shape, threads=1)]
+    threads = options.threads
+    subjects: list[Subject] = [
+        Graft(*shape, threads=threads), GraftInGraph(*shape, threads=threads),
+        loop(*shape), batch(*shape, threads=threads),
+    ]  # fmt: skip
+    limits = {loop.name: options.loop_rounds} if loop is LLGuidanceLoop else {}
     match = Match(subjects, backend, name)
     quiet, hogged = episodes[: options.episodes], episodes[options.episodes :]
     checked = quiet[: options.check_episodes]
@@ -209,8 +224,9 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
               disable=not sys.stderr.isatty()) as bar:  # fmt: skip
         measure(subjects, checked, match, {}, bar)
         idle = measure(subjects, quiet, None, {}, bar)
-        with Busy():
-            busy = measure(subjects, hogged, None, {loop.name: options.loop_rounds}, bar)
+        busy = measure(subjects[1:], hogged, None, limits, bar, Busy)
+    for subject in subjects:
+        subject.close()
     moves = [move for e in episodes for moves in e.rounds[1:] for move in moves]
     idle_summary = {subject: summary(figures) for subject, figures in idle.items()}
     busy_summary = {subject: summary(figures) for subject, figures in busy.items()}
@@ -221,7 +237,7 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
         "moves": len(moves),
         "slots_running": round(len(moves) / sum(len(e.rounds) - 1 for e in episodes), 2),
         "acceptance_length": round(float(np.mean([len(move.tokens) for move in moves])), 3),
-        "idle": idle_summary, "busy": busy_summary,
+        "threads": threads, "idle": idle_summary, "busy": busy_summary,
         "ratios": {key: round(value, 4) for key, value in figures.items()},
         "bars": {key: round(value, 4) for key, value in BARS.items()},
         "holds": {key: bool(figures[key] <= BARS[key] + 1e-9) for key in BARS},
@@ -249,9 +265,10 @@ def table(name: str, report: dict[str, Any]) -> str:
     )
     return "\n".join((
         f"{name}: {report['slots_running']} slots running, acceptance length "
-        f"{report['acceptance_length']}, {report['rows_compared']} mask rows compared, wrong: "
-        f"{report['rows_wrong']}",
-        *rows, f"graft over the faster stock way: {bars}",
+        f"{report['acceptance_length']}, threads {report['threads']}, "
+        f"{report['rows_compared']} mask rows compared, wrong: {report['rows_wrong']}",
+        *rows, f"graft over the faster stock way: {bars}; time in a graph "
+        f"{report['ratios']['time_in_graph']:.3f}",
     ))  # fmt: skip
 
 
@@ -264,13 +281,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--backends", nargs="+", choices=list(STOCK), default=list(STOCK))
     made.add_argument("--slots", type=int, default=64)
     made.add_argument("--draft-length", type=int, default=3)
+    made.add_argument("--threads", type=int, default=1, help="of every subject but plain loops")
     made.add_argument("--rounds", type=int, default=10, help="measured rounds of an episode")
     made.add_argument("--episodes", type=int, default=30, help="episodes with an idle GIL")
-    made.add_argument("--check-episodes", type=int, default=6,
+    made.add_argument("--check-episodes", type=int, default=4,
                       help="episodes played before, to compare all mask rows")  # fmt: skip
-    made.add_argument("--busy-episodes", type=int, default=20, help="episodes with a busy one")
-    made.add_argument("--loop-rounds", type=int, default=20,
-                      help="rounds of the plain loop beside a busy GIL, seconds each")  # fmt: skip
+    made.add_argument("--busy-episodes", type=int, default=10, help="episodes with a busy one")
+    made.add_argument("--loop-rounds", type=int, default=10,
+                      help="at least so many rounds, and no further episode, of LLGuidance's plain "
+                      "loop beside a busy GIL: each takes seconds")  # fmt: skip
     made.add_argument("--documents", type=int, default=80)
     made.add_argument("--shortest", type=int, default=64, help="tokens of the shortest document")
     made.add_argument("--wrong", type=float, default=0.3, help="share of wrong drafts")
@@ -295,9 +314,10 @@ def load(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all backends; refusals are one line on stderr and exit status 2."""
     options = parser().parse_args(arguments)
+    load_before = [round(value, 2) for value in os.getloadavg()]
     try:
-        if min(options.slots, options.draft_length, options.rounds, options.episodes,
-               options.busy_episodes, options.documents) < 1:  # fmt: skip
+        if min(options.slots, options.draft_length, options.threads, options.rounds,
+               options.episodes, options.busy_episodes, options.documents) < 1:  # fmt: skip
             raise OptionError("grammar rounds: sizes and counts must be at least 1")
         tokenizer, vocabulary = load(options.tokenizer)
         reports = {}
@@ -313,10 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = {
             "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
             "vocabulary": vocabulary.size, "switch_interval_s": sys.getswitchinterval(),
-            "options": plain, "backends": reports,
+            "load_before": load_before, "options": plain, "backends": reports,
         }  # fmt: skip
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(report["rows_wrong"][Graft.name] for report in reports.values()) else 0
+    ours = (Graft.name, GraftInGraph.name)
+    return int(any(report["rows_wrong"][name] for report in reports.values() for name in ours))
 
 
 if __name__ == "__main__":

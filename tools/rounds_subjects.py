@@ -1,25 +1,22 @@
-"""Who does a round's grammar work: graft's worker, and the stock Python APIs used the usual way.
+"""A round's grammar work by the stock Python APIs, used the usual way.
 
 Each subject plays recorded moves. A round has three stages: masks for verification, commit of what
 was accepted, and masks for drafting, one for each draft. The usual way fills rows 0 .. K-1 while
-drafting, rolls back, and fills rows 0 .. K again for verification; the rows that graft filled while
-drafting are those that verification reads.
+drafting, rolls back, and fills rows 0 .. K again for verification.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 
-from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
+from graft.grammar import GrammarBackend
 from graft.tools.rounds_streams import Document, Episode, Move
 
-__all__ = ["Graft", "LLGuidanceLoop", "LLGuidancePar", "Subject", "XGrammarBatch", "XGrammarLoop"]
+__all__ = ["LLGuidanceLoop", "LLGuidancePar", "Subject", "XGrammarBatch", "XGrammarLoop"]
 
 
 class Subject(Protocol):
@@ -44,108 +41,8 @@ class Subject(Protocol):
     def play(self, moves: Sequence[Move]) -> int:
         """Play one round; nanoseconds of grammar work."""
 
-
-class Graft:
-    """graft's native worker: its steps called as a graph calls them, timed by its own clock."""
-
-    name = "graft"
-
-    def __init__(self, backend: GrammarBackend, slots: int, draft_length: int, **options: Any):
-        vocabulary = backend.vocabulary
-        self._backend, self._length = backend, draft_length
-        self._exchange = _PlainExchange(slots, draft_length, vocabulary.words)
-        self._options: dict[str, Any] = dict(
-            slots=slots, draft_length=draft_length, vocab_size=vocabulary.size,
-            masked_drafts=True, **options,
-        )  # fmt: skip
-        self.verify = np.zeros((slots, draft_length + 1, vocabulary.words), np.int32)
-        self.draft = np.zeros_like(self.verify)
-        self.keep = True  # copies between the steps would drive the matchers out of the caches
-        self.fills = 0
-        self._decoder: GuidedDecoder | None = None
-
-    def begin(self, episode: Episode) -> None:
-        if self._decoder is not None:
-            self._decoder.close()
-        self._exchange.clear()
-        self._decoder = GuidedDecoder(self._exchange, **self._options)
-        self._replay = 0
-        self._requests: dict[int, GuidedRequest] = {}
-        for slot, (document, prefix) in enumerate(
-            zip(episode.documents, episode.prefixes, strict=True)
-        ):
-            matcher = self._backend.matcher(document.compiled)
-            for token in prefix:
-                matcher.accept(token)
-            self._requests[slot] = GuidedRequest(slot, 1, matcher, len(prefix))
-        d = self._decoder
-        works = [d.open_work(), d.commit_work(), *map(d.draft_work, range(1, self._length))]
-        self._steps = [_step(work) for work in works]
-
-    def play(self, moves: Sequence[Move]) -> int:
-        decoder = self._decoder
-        assert decoder is not None
-        before = decoder.counters()
-        self._replay += 1
-        decoder.publish(self._replay, [self._requests[move.slot] for move in moves])
-        committed = self._exchange.field("committed").array
-        drafted = self._exchange.field("drafted").array
-        mask = self._exchange.field("mask").array
-        self._steps[0]()
-        if self.keep:
-            np.copyto(self.verify, mask)
-        for move in moves:
-            count = len(move.tokens)
-            committed[move.slot, : 2 + count] = (self._replay, count, *move.tokens)
-            drafted[move.slot, :2] = (self._replay, 0)
-        self._steps[1]()
-        for j in range(1, self._length + 1):
-            for move in moves:
-                if len(move.drafts) >= j:
-                    drafted[move.slot, 1] = j
-                    drafted[move.slot, 1 + j] = move.drafts[j - 1]
-            if j < self._length:
-                self._steps[1 + j]()
-        if self.keep:
-            np.copyto(self.draft, mask)
-        decoder.retire(self._replay)
-        after = decoder.counters()
-        if after["desyncs"] or after["errors"] or after["refused_drafts"]:
-            raise RuntimeError(f"the worker failed: {after} {decoder.first_error()}")
-        self.fills += after["fills"] - before["fills"]
-        return sum(after[f"{s}_ns"] - before[f"{s}_ns"] for s in ("open", "commit", "draft"))
-
-
-def _step(work: Any) -> Any:
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)
-    return lambda: function(work.data)
-
-
-class _PlainExchange:
-    """The guided decoder's exchange in plain memory, slot rows padded to 64 bytes."""
-
-    def __init__(self, slots: int, draft_length: int, words: int):
-        self._fields: dict[str, Any] = {}
-        for name, shape in (
-            ("mask", (draft_length + 1, words)),
-            ("row_state", (draft_length + 1, 4)),
-            ("committed", (draft_length + 3,)),
-            ("drafted", (draft_length + 2,)),
-        ):
-            used = int(np.prod(shape))
-            memory = np.zeros((slots, -(-used // 16) * 16), np.int32)
-            self._fields[name] = SimpleNamespace(
-                array=memory[:, :used].reshape(slots, *shape),
-                host_ptr=memory.ctypes.data, stride=memory.shape[1],
-            )  # fmt: skip
-
-    def field(self, name: str) -> Any:
-        return self._fields[name]
-
-    def clear(self) -> None:
-        """As the device's memory is before its first replay."""
-        for field in self._fields.values():
-            field.array[...] = 0
+    def close(self) -> None:
+        """Let go of everything."""
 
 
 class _Stock:
@@ -167,6 +64,9 @@ class _Stock:
             matcher = self._matcher(document)
             self._accept_all(matcher, prefix)
             self._matchers.append(matcher)
+
+    def close(self) -> None:
+        self._matchers: list[Any] = []
 
     def play(self, moves: Sequence[Move]) -> int:
         start = time.perf_counter_ns()
