@@ -110,7 +110,8 @@ def test_lock_free_parts_of_the_guide_lose_and_mix_nothing():
 
 
 def test_late_and_probed_slots_of_the_guide_generate_what_a_sequential_run_does():
-    """Threads, budgets, probes, reused slots, over grammars that dawdle: right, no memory error."""
+    """Threads, budgets, probes, forced drafts, reused slots, grammars that dawdle: right, and no
+    memory error."""
     guide("address", 1, 6)
 
 
@@ -124,8 +125,9 @@ def test_threads_and_budgets_of_the_guide_have_no_data_race():
 def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
     """Run the guided worker between a host and a device; 40 requests a case, checked one by one."""
     said = run(kind, "guide", seed, cases, timeout_s=timeout_s)
-    numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes", said)
-    assert numbers and int(numbers[1]) == 40 * cases and int(numbers[3]) > 0
+    numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", said)
+    assert numbers and int(numbers[1]) == 40 * cases
+    assert int(numbers[3]) > 0 and int(numbers[4]) > 0
 
 
 @pytest.mark.parametrize("kind, finding", [

@@ -290,7 +290,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--loop-rounds", type=int, default=10,
                       help="at least so many rounds, and no further episode, of LLGuidance's plain "
                       "loop beside a busy GIL: each takes seconds")  # fmt: skip
-    made.add_argument("--documents", type=int, default=80)
+    made.add_argument("--documents", type=int, default=150)
     made.add_argument("--shortest", type=int, default=64, help="tokens of the shortest document")
     made.add_argument("--wrong", type=float, default=0.3, help="share of wrong drafts")
     made.add_argument("--seed", type=int, default=0)

@@ -23,11 +23,11 @@ import tokenizers
 
 from graft.cudagraph.errors import GraftError
 from graft.grammar import CompiledGrammar, CompileService, GrammarBackend, GrammarSpec, Matcher
+from graft.grammar.compile_risk import risk
 from graft.tools.grammar_bench import rows_of
 
 __all__ = ["Document", "Episode", "Move", "documents", "record"]
 
-_COMPILE_S = 1.0
 _AHEAD = 2  # schemas that compile at once
 
 
@@ -77,14 +77,14 @@ def documents(
 ) -> Iterator[Document]:  # fmt: skip
     """Up to ``count`` valid instances of at least ``shortest`` tokens, each of another schema.
 
-    Schemas that the backend cannot enforce, or not compile within a second, or whose instance it
-    takes only in another spelling, are passed over.
+    Schemas that the backend cannot enforce, that may take XGrammar seconds to compile, or whose
+    instance the backend takes only in another spelling, are passed over.
     """
     rng = np.random.default_rng(seed)
     rows = [row for row in rows_of(folder) if row["valid"]]
     stop = backend.vocabulary.stop_ids[0]
     found = 0
-    with closing(CompileService(backend, threads=_AHEAD, timeout_s=_COMPILE_S)) as service:
+    with closing(CompileService(backend, threads=_AHEAD)) as service:
         order = (rows[index] for index in rng.permutation(len(rows)).tolist())
         long = (row for row in order if len(_longest(row, tokenizer)) >= shortest)
         waiting = deque((row, _submit(service, row)) for row in islice(long, _AHEAD))
@@ -113,6 +113,8 @@ def _submit(service: CompileService, row: dict[str, Any]) -> Future[CompiledGram
     name = "xgrammar" if service.backend.name == "XGrammar" else "llguidance"
     try:
         spec = GrammarSpec.json_schema(row["schema"], backend="xgrammar")
+        if name == "xgrammar" and (why := risk(spec)):
+            raise GraftError(why)
         return service.submit(replace(spec, backend=name))
     except GraftError as error:
         refused: Future[CompiledGrammar] = Future()
@@ -124,8 +126,12 @@ def record(
     found: Sequence[Document], *, slots: int, rounds: int, draft_length: int, wrong: float,
     rng: np.random.Generator,
 ) -> Episode:  # fmt: skip
-    """Draw an episode; ``wrong`` is the probability that a draft is not the document's token."""
-    chosen = tuple(found[int(i)] for i in rng.integers(0, len(found), slots))
+    """Draw an episode of different documents, if there are as many as slots.
+
+    ``wrong`` is the probability that a draft is not the document's token.
+    """
+    picks = rng.choice(len(found), slots, replace=len(found) < slots)
+    chosen = tuple(found[int(i)] for i in picks)
     reach = (rounds + 1) * (draft_length + 1)
     starts = [
         int(rng.integers(1, max(len(d.tokens) - reach, len(d.tokens) // 2) + 1)) for d in chosen

@@ -2,11 +2,13 @@
 // that verifies, over grammars that are hash functions.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -24,9 +26,21 @@ inline uint32_t blend(uint32_t a, uint32_t b) {
   return hash ^ (hash >> 13);
 }
 
+// Tokens 2 k and 2 k + 1 begin alike, the second goes on; the stop token has no text.
+inline std::string text_of(int32_t token) {
+  if (token == kStop) return "";
+  const std::string begin(1, static_cast<char>('0' + token / 2));
+  return token % 2 == 0 ? begin : begin + "+";
+}
+
 // Which tokens may follow a state; the first few states cannot end, so that every text has some.
+// In a third of the states the text is forced, in half of those by one token.
 inline bool may_follow(uint32_t state, int32_t token, size_t length) {
   if (token < 0 || token >= kVocab) return false;
+  if (state % 3 == 1) {
+    const auto only = static_cast<int32_t>(2 + blend(state, 5) % (kVocab - 2));
+    return token == only || (state % 2 == 0 && token == (only ^ 1));
+  }
   if (token == kStop) return length > 2 && state % 7 == 0;
   return token == 1 + static_cast<int32_t>(state % (kVocab - 1)) ||
          blend(state, 77u + token) % 5 == 0;
@@ -129,11 +143,40 @@ struct Stay {
   std::atomic<bool> over{false};
 };
 
+enum class Forcing { kNone, kAny, kCertain };
+
 struct GuidedSetting {
   int drafts, threads, candidates;
   int64_t budget_ns;
   bool masked;
+  Forcing forcing;
 };
+
+inline std::shared_ptr<const guided::Forced> forced_text(Forcing forcing) {
+  if (forcing == Forcing::kNone) return nullptr;
+  std::vector<uint32_t> lengths;
+  std::string bytes;
+  for (int32_t token = 0; token < kVocab; ++token) {
+    lengths.push_back(static_cast<uint32_t>(text_of(token).size()));
+    bytes += text_of(token);
+  }
+  return std::make_shared<guided::Forced>(lengths, bytes, forcing == Forcing::kCertain);
+}
+
+// The token that a row forces, as the definition says; -1: none.
+inline int32_t forced_by(Forcing forcing, const std::vector<int32_t>& legal) {
+  if (forcing == Forcing::kNone || legal.empty()) return -1;
+  if (legal.size() == 1) return legal[0];
+  if (forcing == Forcing::kCertain) return -1;
+  const int32_t longest = *std::max_element(legal.begin(), legal.end(), [](int32_t a, int32_t b) {
+    return text_of(a).size() < text_of(b).size();
+  });
+  for (const int32_t token : legal) {
+    const std::string text = text_of(token);
+    if (text.empty() || text_of(longest).compare(0, text.size(), text) != 0) return -1;
+  }
+  return longest;
+}
 
 class GuidedCase {
  public:
@@ -143,7 +186,8 @@ class GuidedCase {
         shape_{kGuidedSlots, setting.drafts, kVocab, setting.candidates},
         memory_(kGuidedSlots * 6 * kStride),
         worker_({field(0), field(1), field(2), field(3), field(4), field(5)}, shape_, kAhead + 2,
-                setting.threads, {setting.budget_ns, nullptr}, nullptr, false) {}
+                setting.threads, {setting.budget_ns, nullptr}, forced_text(setting.forcing),
+                setting.forcing != Forcing::kNone && !setting.masked) {}
 
   // Runs requests one after another in every slot; returns how many ended, all of them rightly.
   int run(int requests) {
@@ -185,10 +229,12 @@ class GuidedCase {
     WANT(count(guided::count::desyncs) == 0 && count(guided::count::errors) == 0);
     late_ = count(guided::count::late_rows);
     probes_ = count(guided::count::probes);
+    forced_ = count(guided::count::forced_tokens);
     return ended;
   }
   long late() const { return late_; }
   long probes() const { return probes_; }
+  long forced() const { return forced_; }
 
  private:
   static constexpr int kAhead = 2, kStride = 64;
@@ -249,7 +295,13 @@ class GuidedCase {
     if (state[0] != guided::kRowReady || state[1] != stay.epoch || state[2] != stay.n + j) {
       return nullptr;
     }
-    return row(0, s) + j * shape_.words();
+    const int32_t* mask = row(0, s) + j * shape_.words();
+    std::vector<int32_t> legal;
+    for (int32_t token = 0; token < kVocab; ++token) {
+      if (bit(mask, token)) legal.push_back(token);
+    }
+    WANT(state[3] == 1 + forced_by(setting_.forcing, legal));
+    return mask;
   }
   static bool bit(const int32_t* mask, int32_t token) {
     return (static_cast<uint32_t>(mask[token / 32]) >> (token % 32) & 1u) != 0;
@@ -279,6 +331,8 @@ class GuidedCase {
     return stay.active;
   }
 
+  bool worker_chains() const { return setting_.forcing != Forcing::kNone && !setting_.masked; }
+
   bool drafting(const Stay& stay, int j) const {
     return stay.drafts == j - 1 && stay.n + j < stay.limit &&
            (j == 1 || stay.draft[j - 2] != kStop);
@@ -304,7 +358,12 @@ class GuidedCase {
       const int32_t* answer = row(5, s);
       if (probing && answer[0] == static_cast<int32_t>(replay) && answer[1] == j) token = answer[2];
       const int32_t* mask = ready(stay, s, j - 1);
-      if (token < 0 && mask != nullptr) {
+      const int32_t forced = row(1, s)[(j - 1) * guided::kRowStateWords + 3] - 1;
+      if (token < 0 && mask != nullptr && forced >= 0) {
+        token = forced;
+      } else if (token < 0 && worker_chains()) {
+        continue;  // forced tokens alone are drafted
+      } else if (token < 0 && mask != nullptr) {
         token = favourite(stay.seed, stay.n + j, [&](int32_t t) { return bit(mask, t); });
       } else if (token < 0 && !setting_.masked) {
         token = static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
@@ -328,26 +387,28 @@ class GuidedCase {
   std::array<int64_t, kGuidedSlots> last_named_{};
   std::array<std::array<Stay*, kGuidedSlots>, kAhead + 2> plans_{};
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
-  long late_ = 0, probes_ = 0;
+  long late_ = 0, probes_ = 0, forced_ = 0;
 };
 
 // Random settings until the time is over; every request's tokens are those of a sequential run.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
-  long requests = 0, late = 0, probes = 0;
+  long requests = 0, late = 0, probes = 0, forced = 0;
   for (int i = 0; i < cases; ++i) {
     const int drafts = static_cast<int>(random() % (kMostDrafts + 1));
     const int candidates = drafts > 0 && random() % 2 == 0 ? kMostCandidates : 0;
     const int64_t budget =
         random() % 2 == 0 ? 0 : 20'000 + static_cast<int64_t>(random() % 200'000);
-    const GuidedSetting setting{drafts, 1 + static_cast<int>(random() % 4), candidates, budget,
-                                candidates > 0 || random() % 2 == 0};
+    const GuidedSetting setting{
+        drafts, 1 + static_cast<int>(random() % 4),  candidates,
+        budget, candidates > 0 || random() % 2 == 0, static_cast<Forcing>(random() % 3)};
     GuidedCase one(static_cast<uint32_t>(random()), setting);
     requests += one.run(40);
     late += one.late();
     probes += one.probes();
+    forced += one.forced();
   }
-  std::printf("%ld requests, %ld late, %ld probes\n", requests, late, probes);
+  std::printf("%ld requests, %ld late, %ld probes, %ld forced\n", requests, late, probes, forced);
   return 0;
 }
 
