@@ -314,3 +314,24 @@ def test_a_choice_is_two_legal_tokens_that_begin_differently(backend, name):
         assert matcher.accept(int(rng.choice(legal)))
         found += bool(choice)
     assert found > 0 or name in ("dead end", "text, then choice")
+
+
+def test_forced_text_behind_a_marker(demo, tokenizer):
+    """Nothing is forced in free text; behind the marker all of it is, and the marker stays as it
+    was spelled, even where the tokenizer would join it with what follows."""
+    vocabulary = demo.vocabulary
+    rng, jumps = random.Random(5), jumps_of(tokenizer, vocabulary)
+    for marker in ("so:", ' {"', "ans"):
+        compiled = demo.compile(GrammarSpec.regex('name": "[0-9]{3}"').after(marker))
+        for _ in range(10):
+            free = random_spelling(rng, vocabulary, b"the count is ")
+            spelled = [*free, *random_spelling(rng, vocabulary, marker.encode())]
+            running = running_of(tokenizer, compiled)
+            assert jumps.start(running) is None
+            stand, jump = jumps.follow(running, spelled, False)
+            assert jump is not None and stand == jump.kept == len(spelled)
+            assert jump.tokens[: len(spelled)] == spelled
+            text = f"the count is {marker}name"
+            assert jump.text.startswith(text) and (text + '": "').startswith(jump.text)
+            assert running.follower is not None
+            assert np.array_equal(running.follower.legal(), jump.matcher.legal())
