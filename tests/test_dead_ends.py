@@ -67,3 +67,25 @@ def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(leg
     assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
     assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
     assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)
+
+
+@pytest.mark.parametrize("legality", ["fill", "probe"])
+def test_a_drafter_stops_where_its_vocabulary_does(legality: str) -> None:
+    """Every other token is one that the drafter does not have: its chain ends before that, the
+    draft before it is tested all the same, and the target goes on as without a drafter."""
+    with demo_engine() as engine:
+        d2t, tokens = engine._parts.drafter.d2t.to_host(), engine._built.vocabulary.tokens
+    words = [id for id, text in enumerate(tokens) if len(text) > 1 and text.isalpha()]
+    has = next(id for id in words if id in d2t)
+    lacks = next(id for id in words if id not in d2t)
+    both = (tokens[has] + tokens[lacks]).decode()
+    request = Request(prompt="Say.", grammar=GrammarSpec.regex(f"(?:{both}){{4}}"), max_tokens=20)
+    backend = without(lambda id, text: id not in (has, lacks))
+    outputs = []
+    for speculation in (False, True):
+        options = {"draft_legality": legality} if speculation else {}
+        with demo_engine(speculation=speculation, grammar_backend=backend, **options) as engine:
+            outputs += engine.generate([request])
+    plain, drafted = outputs
+    assert drafted.tokens == plain.tokens and plain.tokens[:-1] == [has, lacks] * 4
+    assert drafted.reason == "stop" and 0 < drafted.accepted == drafted.drafted <= 5
