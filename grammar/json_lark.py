@@ -29,13 +29,17 @@ from .rewrite_terms import KINDS, Cannot, kinds_of, meet
 
 __all__ = ["any_order"]
 
+_WHOLE = "schema"  # where a `Cannot` says so, there is no grammar for the schema as a whole
 _MOST_RULES = 3000
 _MOST_OPTIONS = 256  # conjunctions that one union within a conjunction may become
 _MOST_TEXT = 400_000
+_MOST_FIRST = 50  # items with schemas of their own: each is a level of nesting
 
 
-def any_order(root: Any, options: dict[str, Any], *, careful: bool = False) -> str | None:
-    """The rules of a grammar, started from ``start``; None if one ``%json`` says the same.
+def any_order(
+    root: Any, options: dict[str, Any], *, careful: bool = False
+) -> tuple[str, tuple[Cannot, ...]]:
+    """The rules of a grammar, started from ``start``; none if one ``%json`` says the same.
 
     Parameters
     ----------
@@ -47,28 +51,34 @@ def any_order(root: Any, options: dict[str, Any], *, careful: bool = False) -> s
         Ask LLGuidance about every leaf whether anything fits it; else one that nothing fits may
         stay in the grammar, which LLGuidance then refuses as unsatisfiable.
 
+    Returns
+    -------
+    rules, kept
+        The grammar, and why objects in it keep their keys in the schema's order, if some do.
+
     Raises
     ------
     Cannot
-        If a part of the schema has no such form.
+        If the schema has no such form.
     """
     leaves = Leaves(root, options, careful)
     if not leaves.has_objects(root):
-        return None
+        return "", ()
     worker = _Rules(leaves)
     start = worker.of((root,))
     if start is None:
-        raise Cannot("schema", "allows no output")
-    return worker.text(start) + "\n" + separators(options)
+        raise Cannot(_WHOLE, "allows no output")
+    return worker.text(start) + "\n" + separators(options), tuple(worker.kept)
 
 
 class _Rules:
     def __init__(self, leaves: Leaves):
+        self.kept: list[Cannot] = []
         self._leaves = leaves
         self._names: dict[tuple[int, ...], str | None] = {}  # conjunctions, by identity
         self._open: set[str] = set()  # names given whose rules are being made
         self._used: set[str] = set()  # of those, the ones referred to
-        self._kept: list[Any] = []  # what identities stand for lives as long as this
+        self._alive: list[Any] = []  # what identities stand for lives as long as this
         self._rules: dict[str, str] = {}
         self._known: dict[str, str] = {}  # rule bodies
         self._terminals: dict[str, str] = {}
@@ -84,7 +94,7 @@ class _Rules:
 
     def of(self, parts: Parts) -> str | None:
         """The rule of what fits all the schemas; None if nothing does."""
-        flat = self._flat(parts)
+        flat = self._leaves.conjuncts(parts)
         if flat is None:
             return None
         if len(flat) == 1 and flat[0].keys() == {"$ref"}:
@@ -95,11 +105,18 @@ class _Rules:
             if name in self._open:
                 self._used.add(name)
             return name
-        self._kept.append(flat)
+        self._alive.append(flat)
         name = self._names[identity] = self._new("r")
         self._open.add(name)
-        body = self._body(flat)
-        self._open.remove(name)
+        try:
+            body = self._body(flat)
+        except Cannot as error:
+            del self._names[identity]
+            if name in self._used:  # by rules that may be used
+                raise Cannot(_WHOLE, error.why) from None
+            raise
+        finally:
+            self._open.remove(name)
         if body is None:
             if name in self._used:
                 raise Cannot("$ref", "a recursive schema that allows nothing")
@@ -114,14 +131,14 @@ class _Rules:
     def _new(self, kind: str) -> str:
         self._count += 1
         if self._count > _MOST_RULES:
-            raise Cannot("schema", "too large")
+            raise Cannot(_WHOLE, "too large")
         return f"{kind}{self._count}"
 
     def _define(self, name: str, body: str) -> None:
         self._rules[name] = body
         self._size += len(body)
         if self._size > _MOST_TEXT:
-            raise Cannot("schema", "too large")
+            raise Cannot(_WHOLE, "too large")
 
     def _shared(self, body: str, name: str = "") -> str:
         if body not in self._known:
@@ -131,24 +148,6 @@ class _Rules:
 
     def _terminal(self, body: str) -> str:
         return self._terminals.setdefault(body, f"T{len(self._terminals)}")
-
-    def _flat(self, parts: Parts) -> tuple[dict[str, Any], ...] | None:
-        """The conjuncts as objects without ``allOf``, each once; None if one is ``false``."""
-        found: dict[int, dict[str, Any]] = {}
-        pending = list(reversed(parts))
-        while pending:
-            part = pending.pop()
-            if part is True:
-                continue
-            if part is False:
-                return None
-            part = self._leaves.plain(part)
-            if "allOf" in part:
-                pending += reversed(part["allOf"])
-                part = self._leaves.without(part, "allOf")
-            if part:
-                found[id(part)] = part
-        return tuple(found.values())
 
     def _body(self, parts: tuple[dict[str, Any], ...]) -> str | None:
         if not any(self._leaves.has_objects(part) for part in parts):
@@ -165,7 +164,7 @@ class _Rules:
     def _union(self, options: list[Any], rest: Parts) -> str | None:
         if len(options) > _MOST_OPTIONS:
             raise Cannot("anyOf", f"{len(options)} options")
-        together = self._flat(rest)
+        together = self._leaves.conjuncts(rest)
         if together is None:
             return None
         small, names = [], []
@@ -196,10 +195,18 @@ class _Rules:
         for part in parts:
             kinds = meet(kinds, kinds_of(part))
         names = []
-        if "object" in kinds:
-            names.append(self._object(object_of(parts)))
-        if "array" in kinds:
-            names.append(self._array(array_of(parts), parts))
+        for kind in ("object", "array"):
+            if kind in kinds:
+                try:
+                    names.append(
+                        self._object(object_of(parts)) if kind == "object"
+                        else self._array(array_of(parts), parts)
+                    )  # fmt: skip
+                except Cannot as error:
+                    if error.keyword == _WHOLE:
+                        raise
+                    self.kept.append(error)
+                    names.append(self._leaf(parts, frozenset((kind,))))
         if kinds - {"object", "array"}:
             names.append(self._leaf(parts, kinds - {"object", "array"}))
         return " | ".join(name for name in names if name) or None
@@ -209,7 +216,7 @@ class _Rules:
         options: list[Any] = [merged(value) for value in values if several_keys(value)]
         if small:
             options.append({"enum": small})
-        self._kept.append(options)
+        self._alive.append(options)
         return self._union(options, (beside, *rest))
 
     def _leaf(self, parts: Parts, kinds: frozenset[str]) -> str | None:
@@ -232,6 +239,8 @@ class _Rules:
             high = len(first)
         if high is not None and array.low > high:
             return None
+        if len(first) > _MOST_FIRST:
+            raise Cannot("prefixItems", f"{len(first)} of them")
         return self._shared(array_body(first, rest, array.low, high))
 
     def _object(self, shape: Object) -> str | None:

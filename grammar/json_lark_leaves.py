@@ -65,6 +65,24 @@ class Leaves:
         made: dict[str, Any] = self._made[mark][0]
         return made
 
+    def conjuncts(self, parts: Parts) -> tuple[dict[str, Any], ...] | None:
+        """The conjuncts as objects without ``allOf``, each once; None if one is ``false``."""
+        found: dict[int, dict[str, Any]] = {}
+        pending = list(reversed(parts))
+        while pending:
+            part = pending.pop()
+            if part is True:
+                continue
+            if part is False:
+                return None
+            part = self.plain(part)
+            if "allOf" in part:
+                pending += reversed(part["allOf"])
+                part = self.without(part, "allOf")
+            if part:
+                found[id(part)] = part
+        return tuple(found.values())
+
     def has_objects(self, part: Any) -> bool:
         """Whether an object whose keys have several orders is in what fits a schema."""
         if not isinstance(part, dict):

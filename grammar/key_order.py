@@ -25,12 +25,13 @@ class AnyOrder:
     ----------
     rules
         A Lark grammar; empty if LLGuidance's own compiler of schemas does it, or nothing does.
-    why
-        What stands in the way; None if nothing does.
+    kept
+        Where, and why, keys keep the schema's order all the same: in some objects if there are
+        rules, else in all.
     """
 
     rules: str = ""
-    why: Reason | None = None
+    kept: tuple[Reason, ...] = ()
 
 
 def json_options(any_whitespace: bool) -> dict[str, Any]:
@@ -56,10 +57,10 @@ def in_any_order(text: str, any_whitespace: bool) -> AnyOrder:
     try:
         # Asking about each leaf costs time, and few schemas have any that nothing fits.
         for careful in (False, True):
-            rules = any_order(schema, options, careful=careful)
+            rules, kept = any_order(schema, options, careful=careful)
             objection = trial_lark(rules) if rules else ""
             if not objection:
-                return AnyOrder(rules or "")
+                return AnyOrder(rules, _located(schema, kept))
             if "Unsatisfiable" not in objection:
                 break
         why = Cannot("schema", objection)
@@ -67,11 +68,19 @@ def in_any_order(text: str, any_whitespace: bool) -> AnyOrder:
         why = Cannot("schema", "it is too deep")
     except Cannot as error:
         why = error
-    place = max(
-        ((_extent(part, why), pointer) for pointer, part in subschemas(schema)), default=(0, "#"),
-        key=lambda found: found[0],
-    )[1]  # fmt: skip
-    return AnyOrder(why=Reason(place, why.keyword, f"keys in the schema's order only: {why.why}"))
+    return AnyOrder("", _located(schema, (why,)))
+
+
+def _located(schema: Any, kept: tuple[Cannot, ...]) -> tuple[Reason, ...]:
+    """Each obstacle with the part of the schema that has most of it."""
+    parts = subschemas(schema) if kept else []
+    found = []
+    for why in kept:
+        extents = [(_extent(part, why), pointer) for pointer, part in parts]
+        place = max(extents, key=lambda one: one[0])[1] if extents else "#"
+        text = f"keys in the schema's order only: {why.why}"
+        found.append(Reason(place, why.keyword, text))
+    return tuple(dict.fromkeys(found))
 
 
 def _extent(part: dict[str, Any], why: Cannot) -> int:

@@ -135,10 +135,10 @@ def _json_schema(spec: GrammarSpec) -> str:
         schema = close_objects(schema)
     if spec.key_order == "any":
         found = in_any_order(json.dumps(schema, ensure_ascii=False), spec.any_whitespace)
-        if found.why is not None:
-            raise GrammarError(f"JSON schema: {found.why}")
         if found.rules:
             return found.rules
+        if found.kept:
+            raise GrammarError(f"JSON schema: {found.kept[0]}")
     return "start: %json " + json.dumps(
         {**schema, "x-guidance": json_options(spec.any_whitespace)}
     )

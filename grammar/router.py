@@ -47,8 +47,8 @@ class Route:
     exact
         Whether every text that can be produced is one of a value that satisfies the schema.
     key_order
-        ``"any"`` if the grammar for ``schema`` takes the keys of its objects in any order;
-        ``"schema"`` if only as the schema lists them, named ones first.
+        ``"any"`` if the grammar for ``schema`` takes the keys of its objects in any order, but for
+        what is ``narrowed``; ``"schema"`` if only as the schema lists them, named ones first.
     reasons
         Why it is not exact: JSON pointer, keyword, why.
     rewritten
@@ -59,6 +59,8 @@ class Route:
         that have no exact form, and texts stay clear of the overlap; keys in any order may have
         been asked for and be beyond the backend. Empty: every value that satisfies the schema can
         be produced, with its keys in every order that was asked for.
+    ordered
+        The part of ``narrowed`` that is about keys.
     spelling
         Where a value has several spellings of which one is produced, in the same form: ``2`` and
         not ``2.0``. (Everywhere: white space as the grammar lays it out, and escapes in strings
@@ -72,6 +74,7 @@ class Route:
     reasons: tuple[Reason, ...] = ()
     rewritten: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
+    ordered: tuple[Reason, ...] = ()
     spelling: tuple[Reason, ...] = ()
 
     def refusal(self) -> str:
@@ -129,15 +132,24 @@ def route(
     empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
     if empty:  # proved by one backend, whatever another would let through
         best = empty[0]
-    order, narrowed = "schema", new.narrowed
+    order, kept = key_order, ()
     if key_order == "any" and best.backend is not None:
-        in_order = _in_schema_order(best)
-        order = "schema" if in_order else "any"
-        narrowed = (*narrowed, *in_order)
+        order, kept = _orders(best)
     return Route(
         best.backend, best.schema, best.exact, order, best.reasons[:_MOST_REASONS], new.changed,
-        narrowed, tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
+        new.narrowed + kept, kept, tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
     )
+
+
+def _orders(found: Route) -> tuple[str, tuple[Reason, ...]]:
+    """The order of keys that can be had, and where it is not any."""
+    if found.backend == "llguidance":
+        orders = in_any_order(json.dumps(found.schema, ensure_ascii=False), False)
+        return "any" if orders.rules or not orders.kept else "schema", orders.kept
+    if not has_key_orders(found.schema):
+        return "schema", ()
+    why = "XGrammar writes keys in the schema's order only"
+    return "schema", (Reason("#", "properties", why),)
 
 
 def _spelled_once(schema: Any) -> Iterator[Reason]:

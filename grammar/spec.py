@@ -147,8 +147,9 @@ class GrammarSpec:
         was allowed. ``strict`` is `GrammarSpec.strict`.
 
         ``key_order`` is `GrammarSpec.key_order`. Left out, it becomes ``"any"`` where the backend
-        can take keys in any order, else ``"schema"``; ``"any"`` refuses what it cannot be had for,
-        such as XGrammar and objects with more than 64 named properties.
+        can take keys in any order (objects of which it cannot keep the schema's), else
+        ``"schema"``. ``"any"`` refuses what it cannot be had for, such as XGrammar and objects with
+        more than 64 named properties.
 
         Raises
         ------
@@ -233,8 +234,8 @@ class GrammarSpec:
         if found.backend is None or not (found.exact or partial):
             hint = "" if found.backend is None else " (partial=True takes the schema all the same)"
             raise GrammarError(f"JSON schema: {found.refusal()}{hint}")
-        if key_order == "any" != found.key_order:
-            raise GrammarError(f"JSON schema: {found.narrowed[-1]}")
+        if key_order == "any" and found.ordered:
+            raise GrammarError(f"JSON schema: {found.ordered[0]}")
         return cls(
             "json_schema", text, any_whitespace=any_whitespace,
             strict=found.backend == "xgrammar",  # which is known to be safe then

@@ -115,7 +115,7 @@ def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any],
     while len(found) < count:
         schema = document(rng)
         answer = route(schema, ("llguidance",))
-        if answer.exact and not answer.narrowed and any_order(answer.schema, OPTIONS):
+        if answer.exact and not answer.narrowed and any_order(answer.schema, OPTIONS)[0]:
             found.append((schema, Grammar.routed(answer)))
     return found
 
@@ -217,21 +217,33 @@ def test_the_order_is_the_users_choice():
 
 
 def test_what_has_no_such_form_keeps_one_order_and_says_so():
-    """More than 64 named properties: the route is narrowed, and asking for any order refused."""
-    names = [f"k{i}" for i in range(65)]
-    schema: dict[str, Any] = {"type": "object", "properties": {name: {} for name in names}}
+    """Only an object with more than 64 names is narrowed, and asking for any order refused."""
+    wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
+    schema = {"type": "object", "properties": {"a": {}, "b": wide}}
     found = route(schema, ("llguidance",))
-    assert found.exact and found.key_order == "schema"
-    assert [reason.keyword for reason in found.narrowed] == ["properties"]
+    assert found.exact and found.key_order == "any" and found.narrowed == found.ordered
+    assert [r[:2] for r in found.narrowed] == [("#/properties/b", "properties")]
     grammar = Grammar.routed(found)
-    assert grammar.takes({"k0": 1, "k64": 1}) and not grammar.takes({"k64": 1, "k0": 1})
+    assert grammar.takes({"b": {"k0": 1, "k64": 1}, "a": 1})
+    assert not grammar.takes({"a": 1, "b": {"k64": 1, "k0": 1}})
     with pytest.raises(GrammarError, match="65 of them"):
         GrammarSpec.json_schema(schema, backend="auto", key_order="any")
-    assert GrammarSpec.json_schema(schema, backend="auto").key_order == "schema"
-    del schema["properties"]["k64"]
+    assert GrammarSpec.json_schema(schema, backend="auto").key_order == "any"
+    del wide["properties"]["k64"]
     assert route(schema, ("llguidance",)).narrowed == ()
+
+
+def test_where_no_order_but_the_schemas_can_be_had_it_is_said():
+    """References that are no plain pointers, and XGrammar."""
+    named = {"type": "object", "properties": {"a": {"$ref": "#x"}, "b": {}},
+             "$defs": {"x": {"$anchor": "x", "type": "null"}}}  # fmt: skip
+    found = route(named, ("llguidance",))
+    assert found.key_order == "schema" and found.ordered[0].keyword == "$ref"
+    assert Grammar.routed(found).takes({"a": None, "b": 1})
+    with pytest.raises(GrammarError, match="#x"):
+        GrammarSpec.json_schema(named, backend="auto", key_order="any")
     lone = route({"properties": {"a": {"type": "null"}}, "type": "object"}, ("xgrammar",))
-    assert lone.key_order == "schema" and "XGrammar" in lone.narrowed[-1].why
+    assert lone.key_order == "schema" and "XGrammar" in lone.ordered[0].why
     assert not route({"type": "object"}, ("xgrammar",)).narrowed
 
 
