@@ -94,6 +94,7 @@ class Grammar {
  private:
   // So that the lexer of a grammar in use for days stays below LLGuidance's limit of states.
   static constexpr int kGenerations = 32;
+  static constexpr int64_t kSlowNs = 1'000'000;  // a grammar whose first mask takes longer: once
 
   std::shared_ptr<const Tokenizer> tokenizer_;
   mutable std::mutex mutex_;
