@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from .endless import is_endless
 from .errors import GrammarError
 from .marker import Marker
 from .router import KEY_ORDERS, route_named
@@ -166,6 +167,10 @@ class GrammarSpec:
             raise GrammarError("JSON schema: the schema false allows no output")
         if value is schema:
             check_keys(value)
+        if is_endless(value):
+            raise GrammarError(
+                "JSON schema: allows no output: a $ref leads back to itself in all that fits"
+            )
         if key_order not in ("", *KEY_ORDERS):
             raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
         if backend not in ("", "xgrammar"):
