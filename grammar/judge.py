@@ -68,6 +68,9 @@ class Judge:
             if self._child is not None:
                 self._child.stop()
         self._thread.shutdown()
+        child, self._child = self._child, None
+        if child is not None:
+            child.wait()
 
     def _submit(self, what: str, *question: str) -> Future[bool]:
         try:

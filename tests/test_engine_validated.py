@@ -176,7 +176,9 @@ def test_a_verdict_that_takes_for_ever_is_no_verdict() -> None:
             judge.satisfies('{"$ref": "https://example.com/nowhere"}', "1").result(600)
         running = judge.satisfies(schema, json.dumps(HOPELESS))
     finally:
+        child = judge._child
         judge.close()
+    assert child is not None and child._process.returncode is not None, "nothing is left behind"
     with pytest.raises(GrammarError, match="cannot be checked"):
         running.result(600)
     with pytest.raises(GrammarError, match="too late"):
