@@ -338,12 +338,7 @@ Answer Matcher::leave_path(ErrorText* error) noexcept {
   seen_.resize(size_ + 1);
   if (size_ >= kept_.depth) return Answer::kYes;
   kept_.fork = std::min(kept_.fork, size_);
-  const Seen& seen = seen_[size_];
-  const bool copied = seen.state == Seen::State::kKept && kept_.some && !kept_.unsure &&
-                      seen.sum == kept_.sum && kept_.ns < kCopyNs;
-  if (!copied && cheapest(kept_.fork).second > kept_.ns / 4) return Answer::kYes;
-  if (replace_kept(error) == Answer::kFailed) return Answer::kFailed;
-  return move(size_, error);
+  return kept_.fork == size_ && is_copy(kept_.ns) ? replace_kept(size_, error) : Answer::kYes;
 }
 
 Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
@@ -381,15 +376,25 @@ Answer Matcher::compute(ErrorText* error) noexcept {
 
 // Invariant 5: the mask behind one that has surely taken the place of the kept one.
 Answer Matcher::compute_again(ErrorText* error) noexcept {
-  if (replace_kept(error) == Answer::kFailed || move(size_, error) == Answer::kFailed) {
+  const size_t fork = kept_.fork;
+  const size_t back = is_copy(seen_[size_].ns) ? fork : cheapest(fork);
+  if (replace_kept(back, error) == Answer::kFailed || move(size_, error) == Answer::kFailed) {
     return Answer::kFailed;
   }
   return compute_once() ? Answer::kYes : failed(error);
 }
 
-// Computes a mask at or before the fork that surely takes the place of the kept one, and notes it.
-Answer Matcher::replace_kept(ErrorText* error) noexcept {
-  size_t back = cheapest(kept_.fork).first;
+// Whether the mask at the fork seems to be the kept one; `ns` is what that took when it was asked
+// for last.
+bool Matcher::is_copy(int64_t ns) const noexcept {
+  const Seen& seen = seen_[kept_.fork];
+  const bool same = seen.state == Seen::State::kKept && kept_.some && seen.sum == kept_.sum;
+  return same && !kept_.unsure && ns < kCopyNs;
+}
+
+// Computes a mask that surely takes the place of the kept one, at `back` or else before: not behind
+// the fork.
+Answer Matcher::replace_kept(size_t back, ErrorText* error) noexcept {
   for (size_t tries = kSearch; tries-- > 0;) {
     if (move(back, error) == Answer::kFailed) return Answer::kFailed;
     if (!compute_once()) return failed(error);
@@ -405,14 +410,17 @@ Answer Matcher::replace_kept(ErrorText* error) noexcept {
   return Answer::kYes;
 }
 
-// The place at or shortly before `last` whose mask replaces the kept one at the least cost, and
-// that cost; `last` if no such place is known.
-std::pair<size_t, int64_t> Matcher::cheapest(size_t last) const noexcept {
-  std::pair<size_t, int64_t> best{last, INT64_MAX};
+// The place at or shortly before `last` whose mask replaces the kept one at the least cost; `last`
+// if no such place is known.
+size_t Matcher::cheapest(size_t last) const noexcept {
+  size_t best = last;
+  int64_t least = INT64_MAX;
   for (size_t back = 0; back <= std::min(last, kSearch); ++back) {
     const Seen& seen = seen_[last - back];
     const int64_t ns = seen.ns + static_cast<int64_t>(back) * kTokenNs;
-    if (seen.state == Seen::State::kKept && ns < best.second) best = {last - back, ns};
+    if (seen.state != Seen::State::kKept || ns >= least) continue;
+    least = ns;
+    best = last - back;
   }
   return best;
 }

@@ -15,13 +15,13 @@
 // 5. LLGuidance keeps the last mask it computed and gives it out again where the parser's row and
 //    the lexer's state have the same numbers. In release 1.9.1 its rollback does not drop that
 //    mask, so a row that was undone and made anew can get the mask of the undone one. On the path
-//    to the state of the kept mask it is always right: there an equal row is the same row. So where
-//    a path leaves that path, the kept mask is replaced by one at a state that both share, if that
-//    is cheap; behind a fork where it was not, a mask that equals the kept one is suspected: the
-//    kept one is replaced then, and the mask computed again. What is cheap is a guess by the clock,
-//    and only costs time where it is wrong.
-//    A mask does not take the place of the kept one where the grammar has ended, and, with a
-//    canonical tokenizer, where text is forced. Such a mask is told by the tokens it allows
+//    to the state of the kept mask it is always right: there an equal row is the same row.
+//    So where a path leaves that path, the mask is asked for at the fork if it seems to be the kept
+//    one, which then costs a copy. Behind a fork where it was not, a mask that equals the kept one
+//    is suspected: the kept one is replaced by one at or before the fork, and the mask computed
+//    again. What seems so is a guess by the clock, and only costs time where it is wrong. A mask
+//    does not take the place of the kept one where the grammar has ended, and, with a canonical
+//    tokenizer, where text is forced. Such a mask is told by the tokens it allows
 //    (`is_kept`). Where it is not sure, neither mask counts as gone.
 // 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
 //    another copy of the start and consumes the history again.
@@ -33,7 +33,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "matcher.h"
@@ -145,8 +144,9 @@ class Matcher final : public NativeMatcher {
   Answer leave_path(ErrorText* error) noexcept;
   Answer compute(ErrorText* error) noexcept;
   Answer compute_again(ErrorText* error) noexcept;
-  Answer replace_kept(ErrorText* error) noexcept;
-  std::pair<size_t, int64_t> cheapest(size_t last) const noexcept;
+  Answer replace_kept(size_t back, ErrorText* error) noexcept;
+  bool is_copy(int64_t ns) const noexcept;
+  size_t cheapest(size_t last) const noexcept;
   bool compute_once() noexcept;
 
   std::shared_ptr<Grammar> grammar_;
