@@ -9,6 +9,8 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from graft.cudagraph.errors import OptionError
 
 from .backend import GrammarBackend, SerializingBackend
@@ -179,7 +181,9 @@ class CompileService:
         if self._closed:
             raise GrammarError(f"{spec.kind}: the compile service was closed")
         if backend is None:
-            self._finish(job, self.backend.compile(spec), "compiled_in_threads")
+            compiled = self.backend.compile(spec)
+            _require_output(compiled)
+            self._finish(job, compiled, "compiled_in_threads")
             return
         stored = None if self._disk is None else self._disk.load(backend, spec)
         if stored is not None:
@@ -188,6 +192,7 @@ class CompileService:
             self._risky.put(job)
         else:
             compiled = backend.compile(spec)
+            _require_output(compiled)
             self._finish(job, compiled, "compiled_in_threads")
             if self._disk is not None:
                 self._disk.store(backend, spec, backend.dump(compiled))
@@ -202,6 +207,7 @@ class CompileService:
                 child = child or self._start_child(backend)
                 text = self._ask(child, backend.request(job[0]), job[0])
                 compiled = backend.load(job[0], text)
+                _require_output(compiled)
             except ChildLost as error:
                 self._drop(child)
                 child = None
@@ -251,6 +257,16 @@ class CompileService:
             child.wait()
             with self._lock:
                 self._children.discard(child)
+
+
+def _require_output(compiled: CompiledGrammar) -> None:
+    """Refuse a grammar of no text at all; where a vocabulary merely cannot spell one, it runs."""
+    vocabulary = compiled.backend.vocabulary
+    row = np.zeros(vocabulary.words, np.int32)
+    if not (vocabulary.spells_everything and vocabulary.stop_ids):
+        return
+    if compiled.backend.matcher(compiled).fill(row) and not row.any():
+        raise GrammarError(f"{compiled.spec.kind}: allows no output")
 
 
 def _unexpected(job: _Job, error: BaseException) -> GrammarError:

@@ -86,6 +86,12 @@ class Vocabulary:
         return (self.size + 31) // 32
 
     @functools.cached_property
+    def spells_everything(self) -> bool:
+        """Whether every text can be written: each byte of UTF-8 is a token."""
+        bytes_of_utf8 = {bytes([b]) for b in range(0xF5) if b not in (0xC0, 0xC1)}
+        return bytes_of_utf8 <= {token for token in self.tokens if len(token) == 1}
+
+    @functools.cached_property
     def encoder(self) -> Any:
         """The tokenizer's way from text to ids, native; a second's work for 128k tokens.
 

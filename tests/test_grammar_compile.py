@@ -19,6 +19,7 @@ from graft.grammar import (
     GrammarService,
     GrammarSpec,
     StructuralTag,
+    Vocabulary,
     XGrammarBackend,
 )
 from graft.grammar.compile_risk import risk
@@ -212,6 +213,23 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("choice", ["xgrammar", "auto"])
+def test_grammars_without_a_text_are_refused(choice):
+    """Where every text could be spelled and none is the grammar's; else a dead end says so."""
+    every = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
+    some = Vocabulary([bytes([b]) for b in range(128)] + [b""], 129, [128])
+    nothing = (GrammarSpec.regex(r"[^\s\S]"), GrammarSpec.ebnf('root ::= root "a"'))
+    for vocabulary, refused in ((every, True), (some, False)):
+        service = GrammarService(vocabulary, choice)
+        try:
+            for spec in nothing:
+                error = service.submit(spec).exception(timeout=300)
+                assert str(error) == (f"{spec.kind}: allows no output" if refused else "None")
+            assert service.submit(GrammarSpec.regex("a*")).result(timeout=300) is not None
+        finally:
+            service.close()
 
 
 class Vague(XGrammarBackend):
