@@ -31,7 +31,7 @@ class StructuralTag:
     begin, end
         The text around the content. ``begin`` starts with one of the triggers.
     schema
-        JSON schema of the content, as JSON text.
+        JSON schema of the content, as JSON text. Keys come in its order.
     """
 
     begin: str
