@@ -132,7 +132,8 @@ def route(
     empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
     if empty:  # proved by one backend, whatever another would let through
         best = empty[0]
-    order, kept = key_order, ()
+    order: str = key_order
+    kept: tuple[Reason, ...] = ()
     if key_order == "any" and best.backend is not None:
         order, kept = _orders(best)
     return Route(
@@ -167,17 +168,6 @@ def _has_number(value: Any) -> bool:
     if isinstance(value, (list, dict)):
         return any(map(_has_number, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _in_schema_order(found: Route) -> tuple[Reason, ...]:
-    """Why keys can come in the schema's order only; empty if they come in any."""
-    if found.backend == "llguidance":
-        why = in_any_order(json.dumps(found.schema, ensure_ascii=False), False).why
-    elif has_key_orders(found.schema):
-        why = Reason("#", "properties", "XGrammar writes keys in the schema's order only")
-    else:
-        why = None
-    return () if why is None else (why,)
 
 
 def route_named(schema: Any, backend: str, key_order: str = "any") -> Route:
