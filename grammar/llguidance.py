@@ -227,8 +227,8 @@ class LLGuidanceBackend:
     By default every spelling of a text in tokens is legal. ``canonical=True`` is as right (masks
     are equal to the stock matcher's and to a new matcher's on random streams), but LLGuidance then
     validates tokens that its own mask forbids, so that a token which is tried without a mask costs
-    one, as probing does all the time. Nor can a matcher then hand on what its lexer has learnt where
-    the grammar begins with forced text. Hence it is for the user to choose.
+    one, as probing does all the time. Nor does a matcher then hand on what its lexer has learnt
+    where the grammar begins with forced text. Hence it is for the user to choose.
     """
 
     name = "LLGuidance"

@@ -256,13 +256,14 @@ void Grammar::hand_back(Handle matcher) {
     if (generation_ >= kGenerations) return;
     ++generation_;
   }
-  // The mask at the start takes the place of the last one (invariant 5).
+  // The mask at the start must take the place of the matcher's last one (invariant 5).
   const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
   if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
   const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
+  const bool kept = tokenizer_->is_kept(api.get_mask(matcher.get()));
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (slow) generation_ = kGenerations;
-  start_.swap(matcher);
+  if (slow || !kept) generation_ = kGenerations;
+  if (kept) start_.swap(matcher);
 }
 
 Matcher::Matcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids)
