@@ -237,7 +237,7 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
         "moves": len(moves),
         "slots_running": round(len(moves) / sum(len(e.rounds) - 1 for e in episodes), 2),
         "acceptance_length": round(float(np.mean([len(move.tokens) for move in moves])), 3),
-        "threads": threads, "idle": idle_summary, "busy": busy_summary,
+        "threads": threads, "limits": limits, "idle": idle_summary, "busy": busy_summary,
         "ratios": {key: round(value, 4) for key, value in figures.items()},
         "bars": {key: round(value, 4) for key, value in BARS.items()},
         "holds": {key: bool(figures[key] <= BARS[key] + 1e-9) for key in BARS},
@@ -269,6 +269,8 @@ def table(name: str, report: dict[str, Any]) -> str:
         f"{report['rows_compared']} mask rows compared, wrong: {report['rows_wrong']}",
         *rows, f"graft over the faster stock way: {bars}; time in a graph "
         f"{report['ratios']['time_in_graph']:.3f}",
+        *(f"{subject} sat out further episodes after {limit} rounds beside the busy thread"
+          for subject, limit in report["limits"].items()),
     ))  # fmt: skip
 
 

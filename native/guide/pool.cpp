@@ -10,6 +10,7 @@
 
 #include "hostwork/driver.h"
 #include "hostwork/relax.h"
+#include "short_slice.h"
 
 namespace graft::guide {
 namespace {
@@ -75,6 +76,7 @@ int Pool::claim() noexcept {
 void Pool::run(int index) noexcept {
   const std::string name = "guide" + std::to_string(index);
   pthread_setname_np(pthread_self(), name.c_str());
+  ask_for_short_slice();  // a step waits for what is done here
   owe_answer();
   for (;;) {
     for (int spins = 0; spins < kSpins; ++spins) {
