@@ -153,8 +153,11 @@ class GraftInGraph(Graft):
 
     def close(self) -> None:
         """Drop the graphs, then what their steps use."""
-        for closed in (*self._executables, *self._graphs, self._stream):
-            closed.close()
+        for executable in self._executables:
+            executable.close()
+        for graph in self._graphs:
+            graph.close()
+        self._stream.close()
         super().close()
 
 

@@ -57,6 +57,7 @@ class _Stock:
         self.keep = True  # it always does
         self.fills = 0
         self._width = draft_length + 1
+        self._matchers: list[Any] = []
 
     def begin(self, episode: Episode) -> None:
         self._matchers = []
@@ -66,7 +67,7 @@ class _Stock:
             self._matchers.append(matcher)
 
     def close(self) -> None:
-        self._matchers: list[Any] = []
+        self._matchers = []
 
     def play(self, moves: Sequence[Move]) -> int:
         start = time.perf_counter_ns()
