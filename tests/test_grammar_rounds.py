@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_every_subject_makes_the_rows_of_a_forward_matcher(folder, name):
     stock = [make(backend, 4, K) for make in grammar_rounds.STOCK[name]]
     subjects = [Graft(backend, 4, K), GraftInGraph(backend, 4, K, threads=2), *stock]
     match = Match(subjects, backend, name)
-    figures = measure(subjects, episodes, match, {}, grammar_rounds.tqdm(disable=True))
+    figures = measure(subjects, episodes, match, math.inf, grammar_rounds.tqdm(disable=True))
     assert match.rows > 200
     assert match.wrong["graft"] == match.wrong["graft, in a graph"] == 0
     # Each of the K + 1 rows once, against the first K of them twice; the rows that a last round
@@ -75,6 +76,18 @@ def test_every_subject_makes_the_rows_of_a_forward_matcher(folder, name):
     assert figures["graft"]["fills"] == figures["graft, in a graph"]["fills"]
     for subject in subjects:
         subject.close()
+
+
+def test_a_subject_that_has_taken_its_time_sits_out(folder):
+    """Who has used up the seconds plays no further round, and keeps the rounds it has played."""
+    tokenizer, vocabulary = load(folder / "tokenizer.json")
+    backend = make_backend("xgrammar", vocabulary)
+    found = list(documents(folder, backend, tokenizer, count=3, shortest=8, seed=0))
+    rng = np.random.default_rng(0)
+    episodes = [record(found, slots=2, rounds=4, draft_length=K, wrong=0.5, rng=rng)] * 2
+    subjects = [make(backend, 2, K) for make in grammar_rounds.STOCK["xgrammar"]]
+    figures = measure(subjects, episodes, None, 0.0, grammar_rounds.tqdm(disable=True))
+    assert [len(figures[subject.name]["ns"]) for subject in subjects] == [1, 1]
 
 
 def test_moves_follow_the_document(folder):

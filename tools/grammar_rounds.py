@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import os
 import platform
 import sys
@@ -133,11 +134,11 @@ class Match:
 
 
 def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Match | None,
-            limits: dict[str, int], bar: Any, beside: Any = nullcontext,
+            most_s: float, bar: Any, beside: Any = nullcontext,
             ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Play episodes with every subject in turn; nanoseconds per round and fills, by subject.
 
-    A subject that has reached its limit of rounds sits out the episodes that follow. Rows are
+    A subject whose rounds have taken more than `most_s` seconds sits out what follows. Rows are
     compared where there is a `match`; times are then not to be used. Rounds, and not the making of
     matchers before them, are played within the context that ``beside`` gives.
     """
@@ -145,15 +146,15 @@ def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Mat
         subject.keep = match is not None
     spent: dict[str, list[int]] = {subject.name: [] for subject in subjects}
     fills = dict.fromkeys(spent, 0)
+    playing = list(subjects)
     for number, episode in enumerate(episodes):
-        playing = [s for s in subjects if len(spent[s.name]) < limits.get(s.name, 1 << 30)]
         for subject in playing:
             subject.begin(episode)
         if match is not None:
             match.begin(episode)
         with beside():
             for index, moves in enumerate(episode.rounds):
-                if not moves:
+                if not moves or not playing:
                     break
                 turn = (number + index) % len(playing)
                 for subject in (*playing[turn:], *playing[:turn]):
@@ -162,6 +163,7 @@ def measure(subjects: Sequence[Subject], episodes: Sequence[Episode], match: Mat
                     if index:  # the first round has nothing to verify yet
                         spent[subject.name].append(nanoseconds)
                         fills[subject.name] += subject.fills - before
+                playing = [s for s in playing if sum(spent[s.name]) <= most_s * 1e9]
                 if match is not None:
                     match.check(moves, playing)
                 bar.update()
@@ -216,15 +218,14 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
         Graft(*shape, threads=threads), GraftInGraph(*shape, threads=threads),
         loop(*shape), batch(*shape, threads=threads),
     ]  # fmt: skip
-    limits = {loop.name: options.loop_rounds} if loop is LLGuidanceLoop else {}
     match = Match(subjects, backend, name)
     quiet, hogged = episodes[: options.episodes], episodes[options.episodes :]
     checked = quiet[: options.check_episodes]
     with tqdm(total=len([*checked, *episodes]) * (options.rounds + 1), unit="round", desc=name,
               disable=not sys.stderr.isatty()) as bar:  # fmt: skip
-        measure(subjects, checked, match, {}, bar)
-        idle = measure(subjects, quiet, None, {}, bar)
-        busy = measure(subjects[1:], hogged, None, limits, bar, Busy)
+        measure(subjects, checked, match, math.inf, bar)
+        idle = measure(subjects, quiet, None, math.inf, bar)
+        busy = measure(subjects[1:], hogged, None, options.busy_s, bar, Busy)
     for subject in subjects:
         subject.close()
     moves = [move for e in episodes for moves in e.rounds[1:] for move in moves]
@@ -237,7 +238,7 @@ def run(name: str, backend: GrammarBackend, tokenizer: tokenizers.Tokenizer,
         "moves": len(moves),
         "slots_running": round(len(moves) / sum(len(e.rounds) - 1 for e in episodes), 2),
         "acceptance_length": round(float(np.mean([len(move.tokens) for move in moves])), 3),
-        "threads": threads, "limits": limits, "idle": idle_summary, "busy": busy_summary,
+        "threads": threads, "idle": idle_summary, "busy": busy_summary,
         "ratios": {key: round(value, 4) for key, value in figures.items()},
         "bars": {key: round(value, 4) for key, value in BARS.items()},
         "holds": {key: bool(figures[key] <= BARS[key] + 1e-9) for key in BARS},
@@ -258,6 +259,7 @@ def table(name: str, report: dict[str, Any]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
+    most = max(s["rounds"] for s in report["busy"].values())
     bars = "; ".join(
         f"{key} {report['ratios'][key]:.3f} (bar {report['bars'][key]:.3f}"
         f"{'' if report['holds'][key] else ', MISSED'})"
@@ -269,8 +271,8 @@ def table(name: str, report: dict[str, Any]) -> str:
         f"{report['rows_compared']} mask rows compared, wrong: {report['rows_wrong']}",
         *rows, f"graft over the faster stock way: {bars}; time in a graph "
         f"{report['ratios']['time_in_graph']:.3f}",
-        *(f"{subject} sat out further episodes after {limit} rounds beside the busy thread"
-          for subject, limit in report["limits"].items()),
+        *(f"{subject} sat out what followed after {s['rounds']} rounds beside the busy thread"
+          for subject, s in report["busy"].items() if s["rounds"] < most),
     ))  # fmt: skip
 
 
@@ -289,9 +291,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--check-episodes", type=int, default=4,
                       help="episodes played before, to compare all mask rows")  # fmt: skip
     made.add_argument("--busy-episodes", type=int, default=10, help="episodes with a busy one")
-    made.add_argument("--loop-rounds", type=int, default=10,
-                      help="at least so many rounds, and no further episode, of LLGuidance's plain "
-                      "loop beside a busy GIL: each takes seconds")  # fmt: skip
+    made.add_argument("--busy-s", type=float, default=30,
+                      help="seconds of rounds beside a busy GIL after which a subject sits out the "
+                      "rest: a plain loop takes seconds a round")  # fmt: skip
     made.add_argument("--documents", type=int, default=150)
     made.add_argument("--shortest", type=int, default=64, help="tokens of the shortest document")
     made.add_argument("--wrong", type=float, default=0.3, help="share of wrong drafts")
