@@ -6,6 +6,7 @@ process nothing else would run, no round either.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import math
@@ -106,7 +107,9 @@ _OUTPUT = "JSON schema: an output"
 @functools.cache
 def _shared() -> Judge:
     """For questions asked outside an engine."""
-    return Judge()
+    judge = Judge()
+    atexit.register(judge.close)
+    return judge
 
 
 def check_output(schema: Any, text: str) -> bool:

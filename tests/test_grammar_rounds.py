@@ -126,7 +126,7 @@ def test_the_tool_reports_bars_and_refuses_nonsense(folder, tmp_path, capsys):
     found = json.loads(report.read_text())["backends"]["llguidance"]
     assert set(found["holds"]) == {"fills", "time", "busy_p99"}
     assert set(found["ratios"]) == {
-        "fills", "time", "busy_p99", "time_in_graph",
+        "fills", "time", "busy_p99", "busy_p99_plain", "time_in_graph",
     }  # fmt: skip
     assert found["idle"]["graft"]["rounds"] == 4
     assert found["busy"]["graft, in a graph"]["rounds"] == 2
