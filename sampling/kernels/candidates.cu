@@ -8,6 +8,23 @@
 #include "draw.cuh"
 #include "slot.cuh"
 
+// A thread's columns fall into parts, and it knows the best of each: only the part that a column was
+// taken from is looked through again. One part is enough where a block shares a row.
+constexpr int PARTS = BLOCK == 1 ? 64 : 1;
+
+// The largest (score, smaller column first) below `last` of one part; 0: none is left.
+__device__ inline u64 best_below(const float* score, int first, int size, u64 last) {
+  u64 best = 0;
+  for (int i = first; i < size; i += BLOCK * PARTS) {
+    const int key = order_key(score[i]);
+    if (key <= KEY_NEGATIVE_INFINITY) continue;
+    const u64 packed = (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |
+                       (0xffffffffu - static_cast<u32>(i));
+    if (packed < last && packed > best) best = packed;
+  }
+  return best;
+}
+
 extern "C" __global__ void draft_candidates(
     const float* logits, int draft_vocab, int token_limit, const int* d2t, const int* row_slot,
     int j, int draft_stride, const int* count_of, const int* n, const int* drafts,
@@ -67,20 +84,17 @@ extern "C" __global__ void draft_candidates(
 
   // The best of what is left, `most` times; ties go to the smaller column.
   int* record = candidates + static_cast<long long>(slot) * candidates_stride;
-  u64 last = ~0ull;
+  u64 own[PARTS];
+  for (int p = 0; p < PARTS; ++p) own[p] = best_below(score, tid * PARTS + p, draft_vocab, ~0ull);
   int found = 0;
   for (; found < most; ++found) {
-    u64 packed = 0;
-    for (int i = tid; i < draft_vocab; i += BLOCK) {
-      const int key = order_key(score[i]);
-      if (key <= KEY_NEGATIVE_INFINITY) continue;
-      const u64 candidate = (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |
-                            (0xffffffffu - static_cast<u32>(i));
-      if (candidate < last && candidate > packed) packed = candidate;
-    }
-    packed = block_reduce(packed, scratch, Max());
+    u64 best = 0;
+    for (int p = 0; p < PARTS; ++p) best = own[p] > best ? own[p] : best;
+    const u64 packed = block_reduce(best, scratch, Max());
     if (packed == 0) break;
-    last = packed;
+    for (int p = 0; p < PARTS; ++p) {
+      if (own[p] == packed) own[p] = best_below(score, tid * PARTS + p, draft_vocab, packed);
+    }
     const int column = static_cast<int>(0xffffffffu - static_cast<u32>(packed));
     if (tid == 0) record[3 + found] = d2t ? d2t[column] : column;
   }
