@@ -8,8 +8,8 @@
 #include "draw.cuh"
 #include "slot.cuh"
 
-// A thread's columns fall into parts, and it knows the best of each: only the part that a column was
-// taken from is looked through again. One part is enough where a block shares a row.
+// A thread's columns fall into parts, and it knows the best of each: only the part that a column
+// was taken from is looked through again. One part is enough where a block shares a row.
 constexpr int PARTS = BLOCK == 1 ? 64 : 1;
 
 // The largest (score, smaller column first) below `last` of one part; 0: none is left.
