@@ -73,7 +73,7 @@ def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -
     """Run the stress program and return what it said; a finding fails the test."""
     command = [str(stress(kind)), *map(str, arguments)]
     done = execute(command, timeout_s, settings)
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[-8000:]}"
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[:8000]}"
     return done.stdout
 
 
