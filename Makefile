@@ -3,7 +3,7 @@
 #   PYTHON=/path/to/python3   the Python to build with (default: the newest usable one, 3.11 or later)
 #   VENV=folder               the virtual environment (default .venv); VENV=none uses PYTHON as it is,
 #                             downloads nothing and builds into build/tree with CMake directly
-#   TESTS="tests/test_x.py"   which tests to run;  PYTEST="-x -k name" passes options on
+#   TESTS="tests/grammar"   which tests to run;  PYTEST="-x -k name" passes options on
 
 PYTHON ?=
 VENV ?= .venv
@@ -61,7 +61,7 @@ soak: setup ## endurance runs only
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --soak -o faulthandler_timeout=0
 
 test-sanitize: setup ## stress tests of the native parts under address, undefined and thread sanitizers
-	@GRAFT_DEVICE=soft $(PY) -m pytest tests/test_sanitize.py --full $(PYTEST)
+	@GRAFT_DEVICE=soft $(PY) -m pytest tests/cudagraph/test_sanitize.py --full $(PYTEST)
 
 test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=python3 VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS)

@@ -18,7 +18,7 @@ from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 
 FORMS = ("thread", "warp")
-FIXTURES = Path(__file__).resolve().parent / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 def upload(device: Any, x: np.ndarray, dtype: str = "float32") -> Any:

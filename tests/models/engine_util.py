@@ -10,7 +10,7 @@ from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
 
-DEMO = Path(__file__).resolve().parent.parent / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
 
 

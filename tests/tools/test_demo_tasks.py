@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from graft.tools import demo_tasks, train_tasks
 
-DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def keys_of(schema: Any) -> Iterator[str]:

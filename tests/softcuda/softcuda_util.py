@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "native" / "softcuda"
 CACHE = Path(tempfile.gettempdir()) / f"softcuda-test-kernels-{os.getuid()}"
 

@@ -12,7 +12,7 @@ from graft.tools.keyword_table import EXAMPLES, document, examples_table, main, 
 
 pytest.importorskip("llguidance")
 
-WRITTEN = Path(__file__).parent.parent / "grammar" / "REFUSALS.md"
+WRITTEN = Path(__file__).parents[2] / "grammar" / "REFUSALS.md"
 
 
 def test_the_table_of_keywords_is_current():

@@ -16,7 +16,7 @@ from graft.grammar import xgrammar as xgrammar_room
 from graft.native.softcuda.compile import compiler
 from graft.tools import doctor
 
-HEADERS = Path(__file__).resolve().parent.parent / "native" / "guide"
+HEADERS = Path(__file__).resolve().parents[2] / "native" / "guide"
 SYMBOLS = [
     "new_tokenizer_v2", "free_tokenizer", "new_matcher", "free_matcher", "matcher_get_error",
     "matcher_validate_tokens", "matcher_consume_token", "clone_matcher", "matcher_rollback",

@@ -166,7 +166,8 @@ ELSEWHERE = _entries()
 
 @functools.cache
 def _tests(name: str) -> dict[str, ast.FunctionDef]:
-    tree = ast.parse((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    (path,) = Path(__file__).parents[1].rglob(name)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 

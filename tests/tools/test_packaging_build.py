@@ -12,7 +12,7 @@ import pytest
 
 from graft.tools import bootstrap, tree
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_tests_run_without_an_installation():
     env = {**os.environ, "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
     done = subprocess.run(
         ["make", "-C", str(ROOT), "test-cuda", "VENV=none", f"PYTHON={python}",
-         "GRAFT_DEVICE=soft", "TESTS=tests/test_memory.py", "PYTEST=-q"],
+         "GRAFT_DEVICE=soft", "TESTS=tests/cudagraph/test_memory.py", "PYTEST=-q"],
         env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     where = "import graft.native._native as n, graft.tools as t; print(n.__file__, t.__file__)"

@@ -10,7 +10,7 @@ from graft.tools import conformance
 from graft.tools.conformance_calls import calls
 from graft.tools.conformance_child import STATES, split, wrong
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

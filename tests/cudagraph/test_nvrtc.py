@@ -9,7 +9,7 @@ import pytest
 from graft.tools import kernel_report
 from graft.tools.kernel_report import ARCHITECTURES, Variant
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = kernel_report.all_variants()
 REPORT: list[kernel_report.Usage] = []
 

@@ -19,7 +19,7 @@ import pytest
 
 from graft.native.softcuda.compile import compile_cpu, compiler
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "native" / "tests"
 BUILD = ROOT / "build" / "sanitize"
 
