@@ -69,15 +69,15 @@ def probe() -> str:
         ) from error
 
 
-def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
-    """LLGuidance's JSON form of a grammar; with ``forcing``, forced text is spelled its way.
+def grammar_text(spec: GrammarSpec) -> str:
+    """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal.
 
     Raises
     ------
     GrammarError
         If the grammar cannot be stated to LLGuidance.
     """
-    head = "" if forcing else '%llguidance {"no_forcing": true}'  # see LLGuidanceBackend
+    head = '%llguidance {"no_forcing": true}'
     return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
 
 
@@ -216,27 +216,18 @@ class LLGuidanceBackend:
     native
         Whether matchers are native ones, made through the C ABI; False makes LLGuidance's own
         Python matchers, which hold the GIL: the oracle and fallback.
-    canonical
-        Whether text that the grammar forces is narrowed to the tokens that the model's tokenizer
-        would choose; the vocabulary's tokenizer must be one that `canonical` knows.
 
     Notes
     -----
     Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
     either: each is a deep copy, made in microseconds, of one that stands at the start.
-    By default every spelling of a text in tokens is legal. ``canonical=True`` is as right (masks
-    are equal to the stock matcher's and to a new matcher's on random streams), but LLGuidance then
-    validates tokens that its own mask forbids, so that a token which is tried without a mask costs
-    one, as probing does all the time. Nor does a matcher then hand on what its lexer has learnt
-    where the grammar begins with forced text. Hence it is for the user to choose.
+    Every spelling of a text in tokens is legal.
     """
 
     name = "LLGuidance"
 
-    def __init__(
-        self, vocabulary: Vocabulary, *, native: bool = True, canonical: bool = False
-    ):
-        self.vocabulary, self.canonical = vocabulary, canonical
+    def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
+        self.vocabulary = vocabulary
         self._library = library()
         if native:
             probe()
@@ -252,16 +243,14 @@ class LLGuidanceBackend:
             tokens[token] = b"\xff" + name.encode("utf-8")
         try:
             return _native.guide.LLGuidanceTokenizer(
-                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids,
-                vocabulary.encoder if self.canonical else None,
-            )  # fmt: skip
+                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids
+            )
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
 
     def _stock_tokenizer(self) -> Any:
         v = self.vocabulary
-        encode = v.encoder.encode if self.canonical else None
-        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names, encode)
+        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
@@ -271,7 +260,7 @@ class LLGuidanceBackend:
         GrammarError
             With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        text = grammar_text(spec, forcing=self.canonical)
+        text = grammar_text(spec)
         failed, said = self._judge(text)
         if failed:
             raise GrammarError(f"{spec.kind}: {objection(said, spec.kind)}")
@@ -331,7 +320,7 @@ class LLGuidanceBackend:
             handle = _native.guide.LLGuidanceMatcher(start, ending)
             matcher = NativeBackedMatcher(compiled, ending, handle)
         else:
-            matcher = StockMatcher(compiled, ending, start, canonical=self.canonical)
+            matcher = StockMatcher(compiled, ending, start)
         return marked(matcher, compiled.spec.marker)
 
 

@@ -13,13 +13,9 @@ __all__ = ["StockMatcher", "stock_tokenizer"]
 
 
 def stock_tokenizer(
-    tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any, encode: Any = None
+    tokens: Sequence[bytes], size: int, stops: Sequence[int], names: Any
 ) -> Any:
-    """LLGuidance's own tokenizer object, without any model's tokenizer behind it.
-
-    ``encode`` maps bytes to token ids, to which LLGuidance narrows forced text; absent, the longest
-    token that fits is taken each time.
-    """
+    """LLGuidance's own tokenizer object, without any model's tokenizer behind it."""
     import llguidance
 
     ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
@@ -51,7 +47,7 @@ def stock_tokenizer(
 
         def __call__(self, text: bytes | str) -> list[int]:
             data = text.encode("utf-8") if isinstance(text, str) else text
-            return list((encode or greedy)(data))
+            return greedy(data)
 
     return llguidance.LLTokenizer(Wrapper(), eos_token=list(stops))
 
@@ -59,16 +55,8 @@ def stock_tokenizer(
 class StockMatcher(Matcher):
     """LLGuidance's own Python matcher, with termination by stop ids kept here."""
 
-    def __init__(
-        self,
-        compiled: CompiledGrammar,
-        stop_ids: tuple[int, ...],
-        handle: Any,
-        *,
-        canonical: bool = False,
-    ):
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], handle: Any):
         super().__init__(compiled, stop_ids)
-        self._canonical = canonical
         self._start = handle  # never moved: LLGuidance's rollback is not relied upon
         self._handle = handle.deep_copy()
         self._history: list[int] = []
@@ -83,9 +71,6 @@ class StockMatcher(Matcher):
             return self._terminated
         vocabulary = self.compiled.backend.vocabulary
         if token in vocabulary.stop_ids or self._handle.validate_tokens([int(token)]) != 1:
-            return False
-        # with forced text narrowed, LLGuidance validates tokens that its own mask forbids
-        if self._canonical and token not in self.legal():
             return False
         if not self._handle.consume_token(int(token)):
             raise RuntimeError(self._handle.get_error())

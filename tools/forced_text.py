@@ -19,28 +19,17 @@ from typing import Any
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.grammar.backend import GrammarBackend
-from graft.grammar.llguidance import LLGuidanceBackend
 from graft.grammar.spec import GrammarSpec
-from graft.grammar.vocabulary import Vocabulary
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_tasks import held_out_tasks, unseen_key_tasks
-
-
-def _canonical(vocabulary: Vocabulary) -> GrammarBackend:
-    """Forced text is legal in the tokenizer's spelling alone, so that jumps are exact."""
-    return LLGuidanceBackend(vocabulary, canonical=True)
-
 
 #: Ways to decode: whether with the drafter, further options, and the way it is compared with.
 WAYS: dict[str, tuple[bool, dict[str, Any], str]] = {
     "one token a round": (False, {}, ""),
     "forced drafts": (False, {"forced_drafts": True}, "one token a round"),
     "jump-forward": (False, {"jump_forward": True}, "one token a round"),
-    "jump-forward, canonical": (False, {"jump_forward": True, "grammar_backend": _canonical},
-                                "one token a round"),
     "both": (False, {"forced_drafts": True, "jump_forward": True}, "one token a round"),
     "drafter": (True, {}, "one token a round"),
     "drafter, forced drafts": (True, {"forced_drafts": True}, "drafter"),

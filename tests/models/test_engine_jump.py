@@ -3,7 +3,6 @@ happens to a request."""
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from test_engine_overlap import COUPLED, answer, disturbed, settled, workload
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.backend import make_backend
-from graft.grammar.llguidance import LLGuidanceBackend
 from graft.grammar.matcher import Matcher
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
@@ -148,26 +146,6 @@ def test_rounds_saved_are_the_rounds_saved():
     assert texts[0] == texts[1]
     saved = [before - after for before, after in zip(*rounds, strict=True)]
     assert sum(saved) > 10 and saved == [o.rounds_saved for o in outputs]
-
-
-def test_jumps_are_exact_where_one_spelling_is_legal():
-    """With forced text narrowed to the tokenizer's own spelling a jump changes no token, at any
-    temperature; and no output that is called exact is changed by any grammar."""
-    requests = [replace(r, temperature=0.8, seed=i, verify="coupled")
-                for i, r in enumerate([const_request(), *mixed_requests(5)])]  # fmt: skip
-    for canonical in (True, False):
-        options: dict[str, Any] = {
-            "grammar_backend": functools.partial(LLGuidanceBackend, canonical=canonical)
-        }
-        found = []
-        for jump in (False, True):
-            with settled(demo_engine(speculation=False, jump_forward=jump, **options)) as engine:
-                found.append(engine.generate(requests))
-        exact = [after.exact for after in found[1]]
-        assert all(exact) if canonical else not all(exact)
-        for before, after in zip(*found, strict=True):
-            assert before.tokens == after.tokens or not after.exact
-        assert sum(output.jumped_tokens for output in found[1]) > 30
 
 
 def test_every_max_tokens():
