@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -38,6 +39,9 @@ Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threa
     slot.pending.tokens.resize(rows);
     slot.order.commit.tokens.resize(rows);
     slot.order.draft.resize(static_cast<size_t>(shape_.draft_length));
+    slot.order.parent.resize(rows);
+    std::iota(slot.order.parent.begin(), slot.order.parent.end(), -1);  // a chain
+    slot.closed.resize(rows);
     slot.order.candidate.resize(static_cast<size_t>(shape_.candidates));
     for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
   }
@@ -260,8 +264,8 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.applied = replay_ - 1;  // what is committed up to now was the previous owner's
   slot.drafts_of = 0;
   slot.pending.given = false;
-  slot.scratch = 0;
-  slot.chain_end = INT_MAX;
+  slot.node = 0;
+  std::fill(slot.closed.begin(), slot.closed.end(), 0);
   slot.log.restart(request.epoch);
   if (slot.matcher != nullptr) return;
   for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowFree, 0);

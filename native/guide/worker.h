@@ -13,8 +13,8 @@
 //    written after its mask, with release order, and is withdrawn before the state it was made for
 //    changes. So nothing becomes ready while a kernel looks.
 // 5. An internal error fails one slot (ROW_ERROR); the other slots go on.
-// 6. Between rounds the matcher stands at the committed tokens plus `scratch` drafts, and `scratch`
-//    is rolled back before anything is committed.
+// 6. The matcher stands at a node of the drafts' tree (slot.h); stand_at() alone moves it, and it
+//    is back at node 0 before anything is committed.
 // 7. A slot's work in a step is one order, served by one thread at a time. `busy` hands the slot
 //    over: set before the order is posted, cleared with release order after the last touch. With
 //    one thread and no budget the step serves the orders itself and hands nothing over. Under a

@@ -50,7 +50,7 @@ def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, oracle, draft_le
     play(device, 400 if backend.name.lower() == "xgrammar" else 100)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
-        if not name.endswith("_ns"):
+        if not name.endswith("_ns") and name not in ("accepts", "rollbacks"):
             assert value == python[name], name
     assert native["desyncs"] == native["errors"] == native["missing_snapshots"] == 0
     assert native["dead_ends"] > 0 and native["terminations"] > 0

@@ -51,7 +51,7 @@ def test_several_threads_make_the_same_rows(backend, draft_length, masked):
     play(device, 60 if backend.name == "XGrammar" else 20)
     native, python = (decoder.counters() for decoder in device.decoders)
     for name, value in native.items():
-        if not name.endswith("_ns"):
+        if not name.endswith("_ns") and name not in ("accepts", "rollbacks"):
             assert value == python[name], name
     for slot in range(6):
         assert device.decoders[0].history(slot) == device.decoders[1].history(slot)
