@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 
@@ -97,12 +96,9 @@ class Running:
             return None
         if self.checkable is not None:
             self.checkable.result()
-        compiled = self.grammar.result()
-        matcher = compiled.backend.matcher(compiled, self.stop_ids)
-        for index, token in enumerate(self.output.tokens if tokens is None else tokens):
-            if not matcher.accept(token):
-                raise GrammarError(f"the grammar refused token {token}, number {index}, again")
-        return matcher
+        return self.grammar.result().matcher(
+            self.stop_ids, self.output.tokens if tokens is None else tokens
+        )
 
     def push(self, tokens: list[int]) -> tuple[str, bool]:
         """Take a round's tokens, up to the one that completes a stop string.

@@ -11,9 +11,9 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "gated.h"
 #include "llguidance_abi.h"
 #include "marked.h"
+#include "python_matcher.h"
 #include "worker.h"
 #include "xgrammar_abi.h"
 
@@ -160,13 +160,16 @@ void bind_matchers(nb::module_& guide) {
           },
           nb::arg("row").noconvert());
 
-  nb::class_<GatedMatcher, NativeMatcher>(guide, "GatedMatcher")
+  nb::class_<PythonMatcher, NativeMatcher>(guide, "PythonMatcher")
       .def(
           "__init__",
-          [](GatedMatcher* self, NativeMatcher* inner, uintptr_t gate) {
-            new (self) GatedMatcher(inner, reinterpret_cast<int32_t*>(gate));
+          [](PythonMatcher* self, const nb::object& matcher, const nb::object& row,
+             int64_t vocab_size) {
+            const auto bits = nb::cast<Row>(row);
+            new (self) PythonMatcher(matcher.ptr(), row.ptr(), bits.data(),
+                                     static_cast<int64_t>(bits.shape(0)), vocab_size);
           },
-          nb::arg("inner"), nb::arg("gate"), nb::keep_alive<1, 2>());
+          nb::arg("matcher"), nb::arg("row"), nb::arg("vocab_size"));
 }
 
 }  // namespace
@@ -203,8 +206,6 @@ void bind_guide(nb::module_& module) {
           nb::arg("chain") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
-      .def("unapplied", &Worker::unapplied, nb::arg("slot"),
-           nb::call_guard<nb::gil_scoped_release>())
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
@@ -218,12 +219,5 @@ void bind_guide(nb::module_& module) {
       .def("counters", &counters)
       .def("timeline", &timeline)
       .def("first_error", &Worker::first_error)
-      .def(
-          "history",
-          [](const Worker& worker, int slot) {
-            int32_t epoch = 0;
-            std::vector<int32_t> tokens = worker.history(slot, &epoch);
-            return std::make_pair(epoch, tokens);
-          },
-          nb::arg("slot"));
+      .def("error", &Worker::error, nb::arg("slot"));
 }

@@ -43,7 +43,7 @@ void SlotWork::commit(Slot& slot) const noexcept {
   slot.tally[count::commits] += 1;
   for (int i = 0; i < commit.count; ++i) {
     const int32_t token = commit.tokens[at(i)];
-    if (!accept(slot, token) || !slot.log.append(token)) {
+    if (!accept(slot, token)) {
       slot.tally[count::desyncs] += 1;
       fail(slot);
       return;

@@ -17,7 +17,6 @@
 #include "forced.h"
 #include "matcher.h"
 #include "protocol.h"
-#include "token_log.h"
 
 namespace graft::guide {
 
@@ -72,7 +71,6 @@ struct Slot {
   int tested = 0;               // drafts that the rows made last are for
   bool answered = false;        // a probe has its answer
   int32_t answer = -1;
-  TokenLog log;
   std::array<int32_t, count::kinds> tally{};  // folded into the counters by the step
   ErrorText error;
 

@@ -14,6 +14,7 @@ import pytest
 from engine_util import TARGET
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
+from graft.tools.stock_llguidance import StockLLGuidance
 
 STRING = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
@@ -39,7 +40,7 @@ class Texts:
 
     def __init__(self, spec: GrammarSpec):
         self.native = LLGuidanceBackend(vocabulary())
-        stock = LLGuidanceBackend(vocabulary(), native=False)
+        stock = StockLLGuidance(vocabulary())
         self.grammar, oracle = self.native.compile(spec), stock.compile(spec)
         begin = '{"v": ' if "v" in spec.text.partition("anyOf")[0] else ""
         self.paths = [self._spell(oracle, begin + value) for value in VALUES]

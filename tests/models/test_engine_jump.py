@@ -14,12 +14,12 @@ from test_engine_overlap import COUPLED, answer, disturbed, settled, workload
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.grammar.backend import make_backend
 from graft.grammar.matcher import Matcher
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.jump import SEAM
 from graft.models.request import Output, Request
+from graft.tools.stock_llguidance import StockLLGuidance
 
 #: All of it is forced.
 CONST = {
@@ -104,7 +104,7 @@ def test_disturbed_requests_jump_the_same(alone, shape):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel", "python"])
+@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
 def test_disturbed_jumps_for_long(alone, transport):
     """Thirty disturbed runs at several batch sizes, by every transport."""
     for batch in (1, 3, 5, 8):
@@ -205,8 +205,7 @@ def test_grammars_in_python_jump_too():
     """A backend without a native side, and free requests beside it, which never jump."""
     free = Request(tokens=[300, 301, 302], max_tokens=20)
     options: dict[str, Any] = {
-        "grammar_transport": "python",
-        "grammar_backend": lambda v: make_backend("llguidance", v, native=False),
+        "grammar_backend": StockLLGuidance,
     }
     texts = []
     for jump in (False, True):

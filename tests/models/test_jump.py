@@ -37,7 +37,7 @@ def backend(request) -> GrammarBackend:
 
 def letter_by_letter(start: Matcher, tokens: Sequence[int]) -> bytes:
     """What is forced behind tokens, by a matcher that takes one byte after the other."""
-    matcher = start.fresh()
+    matcher = start.compiled.matcher(start.stop_ids)
     assert all(matcher.accept(token) for token in tokens)
     vocabulary, text = matcher.compiled.backend.vocabulary, b""
     while not matcher.is_terminated():
