@@ -81,14 +81,14 @@ class Engine:
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
         every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
     grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
-        "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
-        mailbox, spinkernel and native that works, given 4 usable cores; else native.
+        "mailbox", "spinkernel", or "auto": the first of mailbox, spinkernel and native that works,
+        given 4 usable cores; else native.
     grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
     grammar_budget_us : microseconds of processor time that a grammar step waits for one request,
         see `GuidedDecoder`; one that is late sits rounds out and resumes exactly. Greedy and
         coupled outputs are the same whatever it is; rejection sampling is reproducible where nobody
-        was late (`counters()["grammar"]["late_rows"]`). "auto": 5000, or none for Python steps;
-        None: a step waits for all.
+        was late (`counters()["grammar"]["late_rows"]`). "auto": 5000; None: a step waits
+        for all.
     overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
         greedy and coupled requests are the same either way.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what

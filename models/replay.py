@@ -157,7 +157,7 @@ class Replays:
         slots[:] = -1
         slots[: len(rows)] = [r.slot for r in rows]
         parts.decoder.publish(
-            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position, r.before) for r in rows]
+            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position) for r in rows]
         )
         parts.inputs.publish(replay)
         self.number = replay
@@ -189,6 +189,10 @@ class Replays:
         self._retire(replay - 1, stats)
         flight.graph.exec.check()
         return flight
+
+    def grammar_error(self, slot: int) -> str:
+        """What the grammar backend said when a slot's request failed, or empty."""
+        return self._parts.decoder.error(slot)
 
     def row(self, b: int) -> RowResult:
         """Read row `b` of the oldest unread replay, which was waited for."""

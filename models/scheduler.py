@@ -195,7 +195,9 @@ class Scheduler:
             self.end(running, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = REFUSED_TOKEN if reason == "error" else None
+            error = None
+            if reason == "error":
+                error = self.replays.grammar_error(running.slot) or REFUSED_TOKEN
             self.end(running, reason, error, text=text, told=True)
         elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
             self.end(running, "error", f"no mask row came for {running.stalls} rounds")

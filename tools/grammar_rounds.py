@@ -46,6 +46,7 @@ from graft.tools.rounds_subjects import (
     XGrammarBatch,
     XGrammarLoop,
 )
+from graft.tools.stock_llguidance import StockLLGuidance
 
 STOCK: dict[str, tuple[Any, Any]] = {
     "xgrammar": (XGrammarLoop, XGrammarBatch),
@@ -124,7 +125,10 @@ class Match:
 
     def _right(self, slot: int, tokens: list[int]) -> np.ndarray:
         if self._oracle is None:
-            self._oracle = make_backend(self._name, self._vocabulary, native=False)
+            self._oracle = (
+                StockLLGuidance(self._vocabulary) if self._name == "llguidance"
+                else make_backend(self._name, self._vocabulary)
+            )
         matcher = self._oracle.matcher(self._oracle.compile(self._documents[slot].compiled.spec))
         for token in tokens:
             matcher.accept(token)

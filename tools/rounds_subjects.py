@@ -15,6 +15,7 @@ import numpy as np
 
 from graft.grammar import GrammarBackend
 from graft.tools.rounds_streams import Document, Episode, Move
+from graft.tools.stock_llguidance import StockLLGuidance
 
 __all__ = ["LLGuidanceLoop", "LLGuidancePar", "Subject", "XGrammarBatch", "XGrammarLoop"]
 
@@ -202,21 +203,15 @@ class LLGuidanceLoop(_Stock):
     name = "LLGuidance, plain loop"
 
     def __init__(self, backend: GrammarBackend, slots: int, draft_length: int, threads: int = 1):
-        from graft.grammar import LLGuidanceBackend
-
         super().__init__(backend, slots, draft_length, threads)
-        self._library = LLGuidanceBackend(backend.vocabulary, native=False)
+        self._library = StockLLGuidance(backend.vocabulary)
         self._bytes = self.verify.shape[-1] * 4
         self._firsts: dict[int, Any] = {}
 
     def _matcher(self, document: Document) -> Any:
-        import llguidance  # type: ignore[import-not-found, unused-ignore]
-
         key = id(document)
         if key not in self._firsts:
-            self._firsts[key] = llguidance.LLMatcher(
-                self._library._tokenizer, document.compiled.native.text, log_level=0
-            )
+            self._firsts[key] = self._library.compile(document.compiled.spec).native
         return self._firsts[key].deep_copy()
 
     def _accept_all(self, matcher: Any, tokens: Sequence[int]) -> None:
