@@ -117,8 +117,6 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
         "list(self._joining.values())[-1]"),
     "seated before its prompt is enqueued": (
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
-    "what may begin a stop string is told": (
-        Running, "push", "self._tell(self._stops.held)", "self._tell()"),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
 }  # fmt: skip
