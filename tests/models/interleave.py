@@ -108,6 +108,7 @@ class Interleaving:
             EngineStats(draft_length=self.k),
             depth=self.depth,
             width=width,
+            prefill_rows=rng.choice((1, 4, 100)),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.running: dict[str, Running] = {}
@@ -148,7 +149,7 @@ class Interleaving:
         self.truth[running.id] = sequential(running, grammar, self.vocabulary)
         self.running[running.id] = running
         self.tokens[running.id], self.text[running.id] = [], ""
-        self.scheduler.waiting.append(running)
+        self.scheduler.submit(running)
 
     def _compile(self) -> None:
         running, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
@@ -173,7 +174,7 @@ class Interleaving:
         else:
             actions += [self._step, self._step]
         rng.choice(actions)()
-        running = rng.choice(s.requests) if s.requests else None
+        running = rng.choice(list(s.unfinished.values())) if s.unfinished else None
         if running is None:
             return
         if rng.random() < self.cancels:
@@ -191,8 +192,7 @@ class Interleaving:
             self.scheduler.step(Pressing(self.rng))  # type: ignore[arg-type]
 
     def _fetch(self) -> None:
-        events, self.scheduler.events = self.scheduler.events, []
-        for event in events:
+        for event in self.scheduler.outbox.fetch_rest():
             assert event.id not in self.ended, f"request {event.id} went on after its end"
             self.tokens[event.id] += event.tokens
             self.text[event.id] += event.text

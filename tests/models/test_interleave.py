@@ -79,8 +79,8 @@ def test_a_seed_is_one_schedule(device: Device) -> None:
 MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "slot reused one replay too early": (
         Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
-    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched +",
-                            "self._leaving[slot] = 0 *"),
+    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched",
+                            "self._leaving[slot] = 0"),
     "pages given back while a replay writes them": (
         Seating, "leave", "del self.seated[slot]",
         "del self.seated[slot]; [cache.release(slot) for cache in self._caches]"),
@@ -92,11 +92,11 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
         GuidedDecoder, "publish", "r.epoch", "1"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
     "results read before they are published": (
-        Replays, "wait", "not outputs.stamped(replay, POLL_S)", "False"),
+        Replays, "_await", "not self._parts.outputs.stamped(replay, POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
-        Replays, "wait", "self._retire(replay - 1, stats)",
-        "self._retire(replay - 1, stats); self._parts.decoder.retire(replay)"),
+        Replays, "wait", "self._retire(flight.replay - 1, stats)",
+        "self._retire(flight.replay - 1, stats); self._parts.decoder.retire(flight.replay)"),
     "launched without saying who sits where": (
         Replays, "launch", "parts.inputs.publish(replay)", "pass"),
     "preempted request forgets its output": (
@@ -104,14 +104,18 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "preempted request's grammar starts anew": (
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
-        Seating, "join", "limit=running.limit", "limit=running.limit + len(running.before)"),
+        Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
     "pages reserved for what is known only": (
         Seating, "join", "self._allocate(slot, running.limit)",
         "self._allocate(slot, len(tokens))"),
     "tokens after the stop string are kept": (
-        Running, "push", "return self._emit(cut), True",
-        "self._take(tokens[-1:]); self.output.text = self.output.text[:cut]; "
-        "return self._emit(cut), True"),
+        Running, "push", "return self._tell(), True",
+        "self.output.tokens.append(token); return self._tell(), True"),
+    "prompts prefilled in turns": (
+        Seating, "prefill", "next(iter(self._joining.values()))",
+        "list(self._joining.values())[-1]"),
+    "seated before its prompt is enqueued": (
+        Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
 }  # fmt: skip
