@@ -12,7 +12,6 @@ import numpy as np
 from graft.native import _native
 
 from .errors import GrammarError
-from .forced import forced_text
 
 if TYPE_CHECKING:
     from .backend import GrammarBackend
@@ -129,13 +128,6 @@ class Matcher(ABC):
             return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
-    def forced_text(self) -> bytes:
-        """The text that the grammar forces from here on, empty where there is a choice.
-
-        From mask rows, for any backend; one that knows better may override it. It must not change
-        the matcher's state, and must come to an end where the forced text does not.
-        """
-        return forced_text(self)
 
     def _require_running(self) -> None:
         if self.is_terminated():

@@ -89,15 +89,6 @@ only one of several stop ids ends a grammar
     test_grammar_spec.py::test_every_stop_id_ends_a_complete_grammar_and_rollback_undoes_it
 a draft of zero probability passes rejection sampling
     test_verify_chain.py::test_a_draft_that_its_table_calls_impossible_is_refused_and_counted
-# Forced text.
-forced text is tokenized apart from what stands before it
-    test_jump.py::test_seams_are_spelled_by_the_tokenizer
-a grammar that forces text without an end hangs whoever asks for it
-    test_jump.py::test_endless_forced_text_comes_to_an_end
-tokens are rewritten that a stream was given
-    test_engine_jump.py::test_streams_get_final_tokens_and_all_text
-jumps need that no round is in flight
-    test_engine_jump.py::test_disturbed_requests_jump_the_same
 # Errors and dead ends.
 one request's error leaves later ones unconstrained
     test_guide_native.py::test_an_internal_error_stays_in_its_slot
