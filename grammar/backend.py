@@ -46,27 +46,21 @@ class GrammarBackend(Protocol):
 
 @runtime_checkable
 class SerializingBackend(GrammarBackend, Protocol):
-    """A backend whose grammars can come from another process, or from disk.
+    """A backend whose grammars can come from another process.
 
     Attributes
     ----------
     child
         Name under which ``compile_child`` knows how to compile for it.
-    release
-        Of the library: serialised grammars of another one are not used.
     """
 
     child: str
-    release: str
 
     def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
-        """What a child process is asked, and all that the result depends on; plain JSON values."""
-
-    def dump(self, compiled: CompiledGrammar) -> str:
-        """The grammar as text."""
+        """What a child process is asked."""
 
     def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
-        """The grammar from its text, made by `dump` or in a child for an equal vocabulary.
+        """The grammar from its text, made in a child for an equal vocabulary.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Compilation off the critical path: threads, processes that can be killed, and two caches."""
+"""Compilation off the critical path: threads, processes that can be killed, and a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .backend import GrammarBackend, SerializingBackend
 from .cache import CACHE_BYTES, GrammarCache
 from .compile_process import ChildLost, CompileProcess
 from .compile_risk import risk
-from .disk_cache import DiskCache
 from .errors import GrammarError, clean_message
 from .matcher import CompiledGrammar
 from .spec import GrammarSpec
@@ -47,8 +46,6 @@ class CompileService:
     cache
         Where finished grammars are kept; shared with other services of the same backend, or by
         default one of its own of ``cache_bytes``.
-    disk
-        Where serialised grammars are kept between runs, or None.
     timeout_s
         Seconds one risky grammar may take, from the moment a running process takes it up.
     memory_bytes
@@ -63,7 +60,6 @@ class CompileService:
         *,
         cache: GrammarCache | None = None,
         cache_bytes: int = CACHE_BYTES,
-        disk: DiskCache | None = None,
         timeout_s: float = 30.0,
         memory_bytes: int = 4 << 30,
     ):
@@ -78,7 +74,6 @@ class CompileService:
         self.backend = backend
         self._serializing = backend if isinstance(backend, SerializingBackend) else None
         self._cache = GrammarCache(cache_bytes) if cache is None else cache
-        self._disk = disk if self._serializing is not None else None
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
         self._lock = threading.Lock()
         self._pending: dict[GrammarSpec, Future[CompiledGrammar]] = {}
@@ -121,11 +116,10 @@ class CompileService:
         return future
 
     def counters(self) -> dict[str, int]:
-        """What was compiled where, what failed why, and the caches' counters."""
+        """What was compiled where, what failed why, and the cache's counters."""
         with self._lock:
             counts = dict(self._counts)
-        disk = {} if self._disk is None else self._disk.counters()
-        return {**counts, **self._cache.counters(), **disk}
+        return {**counts, **self._cache.counters()}
 
     def close(self) -> None:
         """Kill the processes; what has not been compiled fails with ``GrammarError``.
@@ -185,17 +179,12 @@ class CompileService:
             _require_output(compiled)
             self._finish(job, compiled, "compiled_in_threads")
             return
-        stored = None if self._disk is None else self._disk.load(backend, spec)
-        if stored is not None:
-            self._finish(job, stored, "loaded_from_disk")
-        elif risk(spec):
+        if risk(spec):
             self._risky.put(job)
         else:
             compiled = backend.compile(spec)
             _require_output(compiled)
             self._finish(job, compiled, "compiled_in_threads")
-            if self._disk is not None:
-                self._disk.store(backend, spec, backend.dump(compiled))
 
     def _serve_away(self, backend: SerializingBackend) -> None:
         """Compile what is risky in a process of this thread's own."""
@@ -223,8 +212,6 @@ class CompileService:
                 self._finish(job, _unexpected(job, error), "failed", keep=False)
             else:
                 self._finish(job, compiled, "compiled_in_children")
-                if self._disk is not None:
-                    self._disk.store(backend, job[0], text)
         self._drop(child)
 
     def _ask(self, child: CompileProcess, request: tuple[Any, ...], spec: GrammarSpec) -> str:

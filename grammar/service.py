@@ -6,12 +6,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 
 from .backend import GrammarBackend, make_backend
 from .cache import CACHE_BYTES, GrammarCache
 from .compile import CompileService
-from .disk_cache import DiskCache
 from .matcher import CompiledGrammar
 from .routing import Routing
 from .spec import GrammarSpec
@@ -62,9 +60,6 @@ class GrammarService:
         Of each backend's `CompileService`; as many compiling processes as threads.
     cache_bytes
         Bound of the compiled grammars kept in memory, for each backend.
-    cache_dir
-        Folder for grammars that can be serialised (XGrammar's), kept between runs and bounded to
-        1 GiB; None: none are.
 
     Notes
     -----
@@ -81,11 +76,9 @@ class GrammarService:
         threads: int = 1,
         timeout_s: float = 30.0,
         cache_bytes: int = CACHE_BYTES,
-        cache_dir: str | Path | None = None,
     ):
         self._vocabulary, self._native = vocabulary, native
         self._threads, self._timeout_s, self._cache_bytes = threads, timeout_s, cache_bytes
-        self._disk = None if cache_dir is None else DiskCache(cache_dir)
         self._services: dict[str, CompileService] = {}
         self._backends: list[_Shared] = []  # what is shared lives as long as its last service
         self._routing = Routing(choice, self._compile)
@@ -107,7 +100,7 @@ class GrammarService:
     def _start(self, shared: _Shared) -> CompileService:
         self._backends.append(shared)
         return CompileService(
-            shared.backend, self._threads, self._threads, cache=shared.cache, disk=self._disk,
+            shared.backend, self._threads, self._threads, cache=shared.cache,
             timeout_s=self._timeout_s,
         )  # fmt: skip
 

@@ -88,7 +88,6 @@ class XGrammarBackend:
 
     def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
         self.vocabulary = vocabulary
-        self.release = importlib.metadata.version("xgrammar")
         self._native = native
         self._types = library()
         if native:
@@ -116,10 +115,6 @@ class XGrammarBackend:
         """The arguments of ``compile_native`` after the vocabulary."""
         spec = spec.resolved("xgrammar")  # refuses what would be ignored
         return (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict is not False)
-
-    def dump(self, compiled: CompiledGrammar) -> str:
-        """The grammar as JSON text, several times its size in memory."""
-        return str(compiled.native.serialize_json())
 
     def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
         """A grammar that another process compiled for an equal vocabulary, from its JSON text."""

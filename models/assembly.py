@@ -59,7 +59,6 @@ class Options:
     compile_threads: int
     compile_timeout_s: float
     grammar_cache_bytes: int
-    grammar_cache_dir: str | Path | None
     overlap: bool
 
     @property
@@ -127,7 +126,6 @@ def assemble(
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
         cache_bytes=options.grammar_cache_bytes,
-        cache_dir=options.grammar_cache_dir,
     )
     try:
         return _assemble(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -99,8 +98,7 @@ class Engine:
         greedy and coupled requests are the same either way.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
         a risky one may take in its process.
-    grammar_cache_bytes, grammar_cache_dir : bound of compiled grammars kept in memory, and a folder
-        for those kept between runs; default the environment's GRAFT_GRAMMAR_CACHE, else none.
+    grammar_cache_bytes : bound of compiled grammars kept in memory.
     device : "cuda", "soft" or None for the environment's choice.
 
     Raises
@@ -138,7 +136,6 @@ class Engine:
         compile_timeout_s: float = 30.0,
         overlap: bool = True,
         grammar_cache_bytes: int = CACHE_BYTES,
-        grammar_cache_dir: str | Path | None = None,
         device: str | None = None,
         ordinal: int | None = None,
     ):
@@ -173,7 +170,6 @@ class Engine:
             compile_timeout_s=compile_timeout_s,
             overlap=overlap,
             grammar_cache_bytes=grammar_cache_bytes,
-            grammar_cache_dir=grammar_cache_dir or os.environ.get("GRAFT_GRAMMAR_CACHE") or None,
         )
         check_options(options, drafter_dir)
         self.verify = verify

@@ -46,27 +46,6 @@ def test_a_runaway_grammar_costs_its_request_only():
         assert output.finished and re.fullmatch(f"[A-Z]{{2}}-{i}", output.text)
 
 
-def test_grammars_survive_the_engine_on_disk(tmp_path):
-    """A second engine with the same folder loads what the first compiled, for the same output."""
-    request = Request(prompt="Colour?", grammar=GrammarSpec.choice(["red", "green", "blue"]))
-    outputs, hits = [], []
-    for run in range(2):
-        engine = demo_engine(
-            max_batch_size=1,
-            grammar_backend="xgrammar",
-            grammar_cache_dir=tmp_path,
-            grammar_cache_bytes=(1 << 20) + run,  # so that they share nothing in memory
-        )
-        try:
-            outputs += [output.text for output in engine.generate([request])]
-            hits.append(engine.counters()["compile"]["XGrammar"]["disk_hits"])
-        finally:
-            engine.close()
-        assert len(list(tmp_path.glob("*.grammar"))) == 1
-    assert outputs[0] == outputs[1] in ("red", "green", "blue")
-    assert hits == [0, 1]
-
-
 class HeldBackend(XGrammarBackend):
     """Some grammars compile when a gate opens; some fail."""
 
