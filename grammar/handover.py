@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .backend import GrammarBackend
+from .backends.base import GrammarBackend
 from .errors import GuideError
 from .matcher import CompiledGrammar, Matcher
 

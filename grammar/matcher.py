@@ -11,7 +11,7 @@ from .errors import GrammarError
 from .forced import forced_text
 
 if TYPE_CHECKING:
-    from .backend import GrammarBackend
+    from .backends.base import GrammarBackend
     from .spec import GrammarSpec
 
 __all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher", "row_limit"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.service import GrammarService
 from graft.models.assembly import Options
 from graft.models.errors import RequestError
 from graft.models.request import MAX_STOP_IDS, Output, Request, check_request

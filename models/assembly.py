@@ -11,10 +11,11 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.slots import PinnedSlots, Ring
 from graft.cudagraph.transports import TRANSPORTS
-from graft.grammar.backend import BACKENDS, GrammarBackend
+from graft.grammar.backends.base import GrammarBackend
+from graft.grammar.backends.registry import BACKENDS
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, LEGALITIES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText
-from graft.grammar.service import GrammarService
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig

@@ -22,8 +22,8 @@ from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.transports import Transport, choose_transport
-from graft.grammar.backend import GrammarBackend
-from graft.grammar.cache import CACHE_BYTES
+from graft.grammar.backends.base import GrammarBackend
+from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.admission import Admission
 from graft.models.assembly import (

@@ -19,8 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.grammar.backend import GrammarBackend
-from graft.grammar.llguidance import LLGuidanceBackend
+from graft.grammar.backends.base import GrammarBackend
+from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.engine import Engine

@@ -35,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.compile_child import receive, send
+from graft.grammar.compile.child import receive, send
 from graft.tools.grammar_bench_child import SUBJECTS
 from graft.tools.grammar_bench_plot import plot
 

@@ -1,7 +1,7 @@
 """The process in which `grammar_bench` tries one grammar backend: it may crash, hang or be killed.
 
 Run as ``python -m graft.tools.grammar_bench_child``. It reads pickled messages from its standard
-input and answers on its standard output (see `graft.grammar.compile_child.send`): first the setup
+input and answers on its standard output (see `graft.grammar.compile.child.send`): first the setup
 ``(subject, tokenizer path, memory bytes)``, answered by ``"ready"``; then one `Row` as a dict each,
 answered by a dict.
 """
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
-from graft.grammar.backend import make_backend
-from graft.grammar.compile_child import receive, send
+from graft.grammar.backends.registry import make_backend
+from graft.grammar.compile.child import receive, send
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import Matcher
 from graft.grammar.preflight import available_backends, subschemas
@@ -104,7 +104,7 @@ class _Xgrammar:
     """XGrammar's Python API (its TVM-FFI classes, which its own package wraps)."""
 
     def __init__(self, vocabulary: Vocabulary, strict: bool):
-        from graft.grammar.compile_child import register_types, tokenizer_info
+        from graft.grammar.compile.child import register_types, tokenizer_info
 
         self._types = register_types()
         self._strict = strict

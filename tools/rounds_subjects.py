@@ -95,7 +95,7 @@ class XGrammarLoop(_Stock):
     name = "XGrammar, plain loop"
 
     def __init__(self, backend: GrammarBackend, slots: int, draft_length: int, threads: int = 1):
-        from graft.grammar.xgrammar import library
+        from graft.grammar.backends.xgrammar import library
 
         super().__init__(backend, slots, draft_length, threads)
         self._types = library()

@@ -11,8 +11,8 @@ import pytest
 from guide_util import byte_vocabulary
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, XGrammarBackend
-from graft.grammar import llguidance as llguidance_room
-from graft.grammar import xgrammar as xgrammar_room
+from graft.grammar.backends import llguidance as llguidance_room
+from graft.grammar.backends import xgrammar as xgrammar_room
 from graft.native.softcuda.compile import compiler
 from graft.tools import doctor
 

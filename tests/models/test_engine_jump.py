@@ -15,8 +15,8 @@ from test_engine_overlap import COUPLED, answer, disturbed, settled, workload
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.grammar.backend import make_backend
-from graft.grammar.llguidance import LLGuidanceBackend
+from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.registry import make_backend
 from graft.grammar.matcher import Matcher
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine

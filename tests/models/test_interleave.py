@@ -15,11 +15,11 @@ from interleave_language import FORCING, PATTERNS, letters
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.slots import Ring
-from graft.grammar.backend import GrammarBackend
+from graft.grammar.backends.base import GrammarBackend
+from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.pyguide import PythonWorker
 from graft.grammar.spec import GrammarSpec
-from graft.grammar.xgrammar import XGrammarBackend
 from graft.models.jump import JumpForward
 from graft.models.replay import Replays, Seat
 from graft.models.running import Running
