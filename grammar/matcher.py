@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import GrammarError
-from .forced import forced_text
 
 if TYPE_CHECKING:
     from .backends.base import GrammarBackend
@@ -106,14 +105,6 @@ class Matcher(ABC):
         if not self.fill(row):
             return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-
-    def forced_text(self) -> bytes:
-        """The text that the grammar forces from here on, empty where there is a choice.
-
-        From mask rows, for any backend; one that knows better may override it. It must not change
-        the matcher's state, and must come to an end where the forced text does not.
-        """
-        return forced_text(self)
 
     def fresh(self) -> Matcher:
         """A matcher of the same grammar and stop ids at the start."""

@@ -12,7 +12,6 @@ from graft.models.errors import RequestError
 from graft.models.request import MAX_STOP_IDS, Output, Request, check_request
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
-from graft.models.validation import Validation
 
 
 class Admission:
@@ -22,8 +21,7 @@ class Admission:
     ----------
     options : the engine's shape; a request must fit its positions and pages.
     vocab_size : ids the target knows.
-    compiler, validation : compile grammars, and try those that are to be checked, while the request
-        waits outside the batch.
+    compiler : compiles grammars while the request waits outside the batch.
     """
 
     def __init__(
@@ -32,10 +30,9 @@ class Admission:
         tokenizer: Tokenizer,
         vocab_size: int,
         compiler: GrammarService,
-        validation: Validation,
     ):
         self._options, self._tokenizer = options, tokenizer
-        self._vocab_size, self._compiler, self._validation = vocab_size, compiler, validation
+        self._vocab_size, self._compiler = vocab_size, compiler
 
     def take(self, request: Request, output: Output) -> Running:
         """Check `request` and begin compiling its grammar.
@@ -64,7 +61,6 @@ class Admission:
             stop_ids=stop_ids,
             decoder=self._tokenizer.incremental(),
             grammar=grammar,
-            checkable=self._validation.require_checkable(request.grammar),
         )
 
     def _room(self, prompt: int, asked: int | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.eagle3 import Eagle3Drafter
-from graft.models.jump import JumpForward
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.prefill import Prefill
@@ -51,8 +49,6 @@ class Options:
     mask_drafts: bool
     draft_legality: str
     forced_drafts: bool
-    jump_forward: bool
-    jump_least: int
     grammar_threads: int | None
     grammar_budget_us: float | str | None
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
@@ -80,7 +76,6 @@ class Assembly:
     prefill: Prefill
     caches: tuple[PagedKV, ...]
     compiler: GrammarService
-    jumps: JumpForward | None
 
 
 def read_configs(model: Path, drafter: Path | None) -> tuple[LlamaConfig, Eagle3Config | None]:
@@ -242,11 +237,6 @@ def _assemble(
         draft_length=options.draft_length,
         masked_drafts=masked,
     )
-    jumps = None
-    if options.jump_forward:
-        encode = functools.partial(tokenizer.encode, special=False)
-        jumps = JumpForward(vocabulary, encode, tokenizer.incremental, options.jump_least)
-        jumps.require_bytes('{"a b": [12, "é"]}')
     return Assembly(
         device=device,
         stream=stream,
@@ -259,7 +249,6 @@ def _assemble(
         ),
         caches=tuple(caches),
         compiler=compiler,
-        jumps=jumps,
     )  # fmt: skip
 
 
@@ -277,9 +266,7 @@ def check_options(options: Options, drafter: Path | None) -> None:
     OptionError
         Naming the option and its value.
     """
-    for name in (
-        "max_batch_size", "page_size", "max_length", "pages", "compile_threads", "jump_least"
-    ):  # fmt: skip
+    for name in ("max_batch_size", "page_size", "max_length", "pages", "compile_threads"):
         if getattr(options, name) < 1:
             raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
     if drafter is not None and not 1 <= options.draft_length <= 16:

@@ -42,7 +42,6 @@ from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 from graft.models.tokenizer import Tokenizer
-from graft.models.validation import Validation
 
 #: Seconds that close() waits for what was dropped and is still being freed.
 REST_S = 5.0
@@ -76,11 +75,6 @@ class Engine:
         the token that is the one legal id (with "probe", where no candidate is). Such drafts are
         verified like others, so the distribution of outputs stays what it is; where one id is legal
         they are always accepted.
-    jump_forward : append forced text outright, without sampling it, as the tokenizer spells it,
-        where that makes an output longer by `jump_least` tokens; default two, and as many as a
-        round in flight could bring, since a jump drops that. Up to 4 tokens before that text
-        may be rewritten, and come to streams later for that. The text stays what it would be; the
-        distribution of outputs only where each token was the one legal id: see `Output.exact`.
     verify : "rejection" or "coupled", for requests that do not say.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
@@ -125,8 +119,6 @@ class Engine:
         mask_drafts: bool = True,
         draft_legality: str = "fill",
         forced_drafts: bool = False,
-        jump_forward: bool = False,
-        jump_least: int | None = None,
         verify: str = "rejection",
         grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
         grammar_transport: Transport = "auto",
@@ -160,8 +152,6 @@ class Engine:
             mask_drafts=mask_drafts,
             draft_legality=draft_legality,
             forced_drafts=forced_drafts,
-            jump_forward=jump_forward,
-            jump_least=2 + overlap * (drafts + 1) if jump_least is None else jump_least,
             grammar_threads=grammar_threads,
             grammar_budget_us=grammar_budget_us,
             grammar_backend=grammar_backend,
@@ -181,10 +171,7 @@ class Engine:
             self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
         )
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
-        self._validation = Validation(tokenizer, built.vocabulary)
-        self._admission = Admission(
-            options, tokenizer, config.vocab_size, built.compiler, self._validation
-        )
+        self._admission = Admission(options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.parts.timing)
         self.rounds: dict[int, RoundGraph] = {}
         self.stats = EngineStats(draft_length=options.draft_length)
@@ -200,8 +187,6 @@ class Engine:
             depth=2 if overlap else 1,
             width=built.parts.width,
             verify=verify,
-            jumps=built.jumps,
-            finished=self._validation,
         )  # fmt: skip
         self._ids = itertools.count()
         self._failure: str | None = None
@@ -211,7 +196,6 @@ class Engine:
             self._build_rounds()
         except BaseException:
             built.compiler.close()
-            self._validation.close()
             raise
 
     def _build_rounds(self) -> None:
@@ -249,12 +233,7 @@ class Engine:
         return output.id
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with what it has so far; False when no such request is running.
-
-        The output of one that has ended and is being checked comes without a verdict, as not valid.
-        """
-        if self._scheduler.hurry(request_id):
-            return True
+        """End a request with what it has so far; False when no such request is running."""
         running = self._scheduler.find(request_id)
         if running is not None:
             self._scheduler.end(running, "cancelled", told=self._failure is not None)
@@ -427,7 +406,6 @@ class Engine:
                 stack.callback(held.close)
             stack.callback(parts.decoder.close)
             stack.callback(built.compiler.close)
-            stack.callback(self._validation.close)
             for graph in self.rounds.values():
                 stack.callback(graph.close)
             stack.callback(self._scheduler.seating.reclaim_idle)

@@ -56,16 +56,8 @@ class Prefill:
         An earlier prompt of the same slot must have been prefilled by now: its staging area is
         rewritten.
         """
-        self.extend(lane, slot, tokens, 0)
-
-    def extend(self, lane: Lane, slot: int, tokens: Sequence[int], start: int) -> None:
-        """The same, of positions from `start` on; the caches hold what lies before.
-
-        The target's keys and values are valid below `start`, and the drafter's entries too, of
-        which the last depends on ``tokens[start]``.
-        """
         count = len(tokens) - 1
-        if count <= start:
+        if count == 0:
             return
         staged = self._staged[slot].array
         staged[0, :count] = tokens[:-1]
@@ -74,7 +66,7 @@ class Prefill:
         staged[3, :count] = np.arange(count)
         lane.copy(self._rows, self._staged[slot], name="prompt")
         token, following, slots, pos = (self._rows[i] for i in range(4))
-        for begin in range(start, count, self._chunk):
+        for begin in range(0, count, self._chunk):
             end = min(begin + self._chunk, count)
             rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
             features = None if self._features is None else self._features[: end - begin]

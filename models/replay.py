@@ -200,11 +200,6 @@ class Replays:
         tokens = outputs.row("tokens", replay)[b, :count].tolist()
         return RowResult(slot, reason, accepted, tested, tokens)
 
-    def ahead(self, running: Running) -> int:
-        """Replays in flight, behind the one that is being read, that hold a request's slot."""
-        flights = list(self.unread)[1:]
-        return sum(not s.stale for f in flights for s in f.seats if s.running is running)
-
     def finish(self) -> None:
         """The oldest unread replay was read: its entries may be used again."""
         flight = self.unread.popleft()

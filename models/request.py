@@ -26,7 +26,9 @@ class Request:
     prompt : text, wrapped as one user message when the tokenizer has a chat template.
     messages : chat messages, rendered through the tokenizer's chat template.
     tokens : token ids, taken as they are.
-    grammar : what the output must match; None leaves it free.
+    grammar : what the output must match; None leaves it free. Where `GrammarSpec.partial` allowed
+        that a part of a schema is not enforced, `graft.grammar.check_output` tells of a finished
+        text whether it satisfies the whole.
     schema : handed to the chat template as `schema`; by default the schema of a JSON-schema
         grammar, so that a template which shows the schema to the model can do so.
     max_tokens : most tokens to generate, stop id included; None uses all the room there is.
@@ -72,15 +74,6 @@ class Output:
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
     preempted : times it lost its slot and went on later.
-    jumps, jumped_tokens : times that forced text was appended outright, and the tokens appended.
-    rounds_saved : rounds fewer than without them, at the least: as many as the appended tokens
-        would have taken had every draft been accepted, less those whose tokens were dropped.
-    exact : False where appended text could have been spelled in other tokens: the text is the same,
-        but the tokens are not distributed as the model's own.
-    validated : None where the grammar was enforced exactly (or there was none). Where a part of a
-        schema could not be enforced and `GrammarSpec.partial` allowed that, whether the text, as it
-        ended, satisfies the schema; False, and `error` says why, where no check could tell within
-        seconds.
     """
 
     id: str
@@ -94,11 +87,6 @@ class Output:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
-    jumps: int = 0
-    jumped_tokens: int = 0
-    rounds_saved: int = 0
-    exact: bool = True
-    validated: bool | None = None
 
     @property
     def finished(self) -> bool:
@@ -107,11 +95,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a streaming request: the tokens that a round committed, or a jump appended.
+    """One step of a streaming request: the tokens that a round committed.
 
     `text` is the newly readable text: bytes of an unfinished character are held back, and so is
-    what may be the beginning of a stop string. With `Engine(jump_forward=True)` the last 4 `tokens`
-    of a guided request come late: a jump may rewrite them. Its text does not.
+    what may be the beginning of a stop string.
     """
 
     id: str

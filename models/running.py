@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, Matcher
@@ -25,16 +24,11 @@ class Running:
 
     Attributes
     ----------
-    grammar, checkable : what it waits for outside the batch: its grammar, and where the output is
-        to be checked, whether it can be.
+    grammar : what it waits for outside the batch.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
     before : tokens it had generated before that, when it was preempted.
-    follower : a matcher of the host's own that stands where the output does, where forced text is
-        to be appended.
-    choice : tokens that begin differently and were both legal, when it was last asked.
-    held : tokens at the end of the output that are not handed out yet: they may be rewritten.
     stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
         read, by `time.monotonic`.
     """
@@ -46,11 +40,7 @@ class Running:
     stop_ids: tuple[int, ...]
     decoder: TextDecoder
     grammar: Future[CompiledGrammar] | None = None
-    checkable: Future[bool] | None = None
     matcher: Matcher | None = None
-    follower: Matcher | None = None
-    choice: tuple[int, ...] = ()
-    held: int = 0
     slot: int = -1
     epoch: int = 0
     position: int = 0
@@ -77,29 +67,21 @@ class Running:
     @property
     def ready(self) -> bool:
         """Whether nothing stands between the request and a slot."""
-        return all(future.done() for future in self.pending)
+        return self.grammar is None or self.grammar.done()
 
-    @property
-    def pending(self) -> list[Future[Any]]:
-        """What it waits for, or has waited for."""
-        return [future for future in (self.grammar, self.checkable) if future is not None]
-
-    def make_matcher(self, tokens: Sequence[int] | None = None) -> Matcher | None:
-        """A matcher that has taken `tokens`, by default the output; None for a free request.
+    def make_matcher(self) -> Matcher | None:
+        """A matcher that has taken the output; None for a free request.
 
         Raises
         ------
         GrammarError
-            When the grammar could not be compiled, nobody could check the output, or the grammar
-            refuses a token.
+            When the grammar could not be compiled, or refuses a token.
         """
         if self.grammar is None:
             return None
-        if self.checkable is not None:
-            self.checkable.result()
         compiled = self.grammar.result()
         matcher = compiled.backend.matcher(compiled, self.stop_ids)
-        for index, token in enumerate(self.output.tokens if tokens is None else tokens):
+        for index, token in enumerate(self.output.tokens):
             if not matcher.accept(token):
                 raise GrammarError(f"the grammar refused token {token}, number {index}, again")
         return matcher
@@ -124,20 +106,10 @@ class Running:
                 return self._emit(cut), True
         return self._emit(len(self.output.text) - self._held_back()), False
 
-    def replace(self, tokens: list[int], text: str, decoder: TextDecoder) -> str:
-        """Exchange the output for one whose text goes on after its own; returns what to emit.
-
-        `decoder` has taken the tokens. Tokens that were handed out must be the same.
-        """
-        self.output.tokens, self.output.text, self.decoder = tokens, text, decoder
-        return self._emit(len(text))
-
-    def hand_out(self, *, all_left: bool = False) -> tuple[int, ...]:
-        """Tokens that are final now and nobody has been told of."""
-        tokens = self.output.tokens
-        end = len(tokens) - (0 if all_left else self.held)
-        first, self._streamed = self._streamed, max(end, self._streamed)
-        return tuple(tokens[first : self._streamed])
+    def hand_out(self) -> tuple[int, ...]:
+        """Tokens that nobody has been told of."""
+        first, self._streamed = self._streamed, len(self.output.tokens)
+        return tuple(self.output.tokens[first:])
 
     def _take(self, tokens: list[int]) -> None:
         self.output.tokens.extend(tokens)

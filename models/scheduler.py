@@ -9,13 +9,12 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
 from graft.models.interrupt import Shield
-from graft.models.jump import SEAM, Jump, JumpForward
 from graft.models.replay import Launchable, Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
 from graft.models.running import Running
@@ -38,9 +37,6 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
-    jumps : finds the forced text that is appended outright; None: it is sampled.
-    finished : called with every request that has ended; its last event is held back until the
-        future that this may return is done.
 
     Attributes
     ----------
@@ -58,15 +54,11 @@ class Scheduler:
         depth: int,
         width: int,
         verify: str = "rejection",
-        jumps: JumpForward | None = None,
-        finished: Callable[[Running], Future[None] | None] = lambda running: None,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
-        self.depth, self._width, self._verify, self._finished = depth, width, verify, finished
-        self._jumps = jumps
+        self.depth, self._width, self._verify = depth, width, verify
         self.waiting: list[Running] = []
         self.events: list[Event] = []
-        self._held: dict[str, tuple[Event, Future[None]]] = {}
         self._bucket = 0
 
     @property
@@ -77,11 +69,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished or has an event to deliver."""
-        return bool(self.waiting or self.seating.seated or self.events or self._held)
+        return bool(self.waiting or self.seating.seated or self.events)
 
     def knows(self, request_id: str) -> bool:
         """Whether a request of this name has not had its last event."""
-        return request_id in self._held or self.find(request_id) is not None
+        return self.find(request_id) is not None
 
     def find(self, request_id: str) -> Running | None:
         """The unfinished request of this name."""
@@ -97,34 +89,12 @@ class Scheduler:
                 break
         if self.replays.unread:
             self.read(shield)
-        self.deliver()
         if not self.events and not self.replays.unread:
             self._rest()
 
-    def deliver(self) -> None:
-        """Make the last events of requests whose outputs have been checked meanwhile."""
-        for request_id, (event, verdict) in list(self._held.items()):
-            if verdict.done():
-                del self._held[request_id]
-                self.events.append(event)
-
-    def hurry(self, request_id: str) -> bool:
-        """Make the last event of a request without its verdict; False: nobody waits for one."""
-        event, verdict = self._held.pop(request_id, (None, None))
-        if event is None or verdict is None:
-            return False
-        if not verdict.cancel():
-            verdict.result()
-        elif event.output is not None:
-            event.output.validated = False
-            event.output.error = "cancelled while the output was checked"
-        self.events.append(event)
-        return True
-
     def _rest(self) -> None:
-        """With nobody to run, wait a while for a grammar or a verdict."""
-        pending = [f for r in self.waiting if not r.ready for f in r.pending if not f.done()]
-        pending += [verdict for _, verdict in self._held.values()]
+        """With nobody to run, wait a while for a grammar."""
+        pending = [r.grammar for r in self.waiting if r.grammar is not None and not r.ready]
         if pending and not self.seating.seated:
             wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
 
@@ -135,12 +105,10 @@ class Scheduler:
             try:
                 if running.matcher is None:
                     running.matcher = running.make_matcher()
-                if running.matcher is not None and running.follower is None:
-                    self._begin_jumping(running)
-            except Exception as error:  # a backend or a tokenizer may raise anything
+            except Exception as error:  # a backend may raise anything
                 self._drop(running, error)
                 continue
-            if running.output.reason or self._join(running):
+            if self._join(running):
                 continue
             if self.seating.seated or self.replays.unread or not self.seating.leaving:
                 return
@@ -150,9 +118,9 @@ class Scheduler:
             if not self._join(running):
                 return
 
-    def _sampling(self, running: Running) -> dict[str, Any]:
+    def _join(self, running: Running) -> bool:
         request = running.request
-        return {
+        sampling: dict[str, Any] = {
             "seed": running.output.seed,
             "temperature": float(request.temperature),
             "top_k": request.top_k,
@@ -162,9 +130,7 @@ class Scheduler:
                 self._verify if request.verify is None else request.verify
             ),
         }
-
-    def _join(self, running: Running) -> bool:
-        joined = self.seating.join(running, self.replays.number, **self._sampling(running))
+        joined = self.seating.join(running, self.replays.number, **sampling)
         if joined:
             self.waiting.remove(running)
             self.stats.joins += 1
@@ -213,7 +179,7 @@ class Scheduler:
 
     def _collect(self, running: Running, row: RowResult) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
-        tokens, jump, output = row.tokens, None, running.output
+        tokens, output = row.tokens, running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
         if tokens or row.reason:
             running.stalls = 0
@@ -224,18 +190,8 @@ class Scheduler:
             output.rounds += 1
             output.drafted += row.tested
             output.accepted += row.accepted
-        if tokens and running.follower is not None and self._jumps is not None:
-            try:
-                stand, jump = self._jumps.follow(running, tokens, bool(row.reason))
-            except Exception as failed:  # a backend or a tokenizer may raise anything
-                self.end(running, "error", str(failed), told=bool(row.reason))
-                return
-            tokens = tokens[:stand]
-        known = len(running.tokens)
         text, stopped = running.push(tokens)
-        if jump is not None:
-            self._jump(running, jump, known, text, dropped=len(row.tokens) - len(tokens))
-        elif stopped:
+        if stopped:
             self.end(running, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
@@ -245,46 +201,6 @@ class Scheduler:
             self.end(running, "error", f"no mask row came for {running.stalls} rounds")
         elif tokens:
             self.events.append(Event(running.id, running.hand_out(), text))
-
-    # Jumping ------------------------------------------------------------------------------------
-
-    def _begin_jumping(self, running: Running) -> None:
-        """Append what the grammar forces before the first token; the request has no slot yet."""
-        if self._jumps is None:
-            return
-        running.held = SEAM
-        jump = self._jumps.start(running)
-        if jump is not None:
-            self._jump(running, jump, len(running.tokens))
-
-    def _jump(
-        self, running: Running, jump: Jump, known: int, text: str = "", dropped: int = 0
-    ) -> None:
-        """Exchange a request's tokens, matcher, keys and values for those behind forced text.
-
-        Parameters
-        ----------
-        known : tokens, prompt and output, whose keys and values do not depend on the last round.
-        text, dropped : what the last round adds to the text, and its tokens that do not stand.
-        """
-        output, kept = running.output, len(running.prompt) + jump.kept
-        appended = len(jump.tokens) - len(output.tokens)
-        running.matcher = jump.matcher
-        text += running.replace(jump.tokens, jump.text, jump.decoder)
-        output.jumps += 1
-        output.jumped_tokens += appended
-        output.rounds_saved += -(-appended // self._width) - self.replays.ahead(running)
-        self.stats.count_jump(appended, dropped)
-        if len(output.tokens) >= running.max_tokens:
-            self.end(running, "length", text=text)
-            return
-        self.events.append(Event(running.id, running.hand_out(), text))
-        if running.slot >= 0:
-            self.seating.rewind(
-                running, min(known, kept), self.replays.number, **self._sampling(running)
-            )
-            self.stats.prefills += 1
-            self.stats.prefill_tokens += running.position + 1 - min(known, kept)
 
     def settle(self, shield: Shield) -> None:
         """Read everything in flight, wait for the device's last tail and reclaim what was left."""
@@ -323,12 +239,7 @@ class Scheduler:
             self.seating.leave(running, self.replays.number, told=told)
         else:
             self.waiting.remove(running)
-        event = Event(running.id, running.hand_out(all_left=True), text, running.output)
-        verdict = self._finished(running)
-        if verdict is None:
-            self.events.append(event)
-        else:
-            self._held[running.id] = (event, verdict)
+        self.events.append(Event(running.id, running.hand_out(), text, running.output))
 
     def refuse(self, output: Output, error: Exception) -> None:
         """End a request that never ran."""

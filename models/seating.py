@@ -7,10 +7,7 @@ Invariants
    the slot's pages and state and advance its matcher.
 2. What joins is enqueued before the first replay that names it is launched, on the same stream;
    its staging areas are rewritten only by the slot's next owner, hence after they were read.
-3. A rewind keeps slot and pages. What it enqueues lies on the lane behind every replay in flight,
-   which may write the positions that it changes, and before the first replay of the new epoch. The
-   slot's staging area is idle: a replay launched after its last use has been read.
-4. Pages cover every position that a replay in flight can write; see `check_reserve`.
+3. Pages cover every position that a replay in flight can write; see `check_reserve`.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ class Prompts(Protocol):
     """Writes the keys and values of a request's tokens; `Prefill` is one."""
 
     def run(self, lane: Any, slot: int, tokens: Sequence[int]) -> None: ...
-    def extend(self, lane: Any, slot: int, tokens: Sequence[int], start: int) -> None: ...
 
 
 class SlotTable(Protocol):
@@ -117,26 +113,6 @@ class Seating:
         for cache in self._caches:
             cache.set_table(self._lane, slot)
         self._prompts.run(self._lane, slot, tokens)
-        self._begin(running, launched, sampling)
-        return True
-
-    def rewind(self, running: Running, valid: int, launched: int, **sampling: Any) -> None:
-        """Let a seated request go on in its slot from other tokens, without drafts.
-
-        What replays in flight bring for the slot is stale from here on.
-
-        Parameters
-        ----------
-        valid : its first tokens, at least one, that a replay which has been read had as input or
-            that were prefilled; the keys and values of all but the last are kept.
-        launched, sampling : see `join`.
-        """
-        self._prompts.extend(self._lane, running.slot, running.tokens, valid - 1)
-        self._begin(running, launched, sampling)
-
-    def _begin(self, running: Running, launched: int, sampling: dict[str, Any]) -> None:
-        """A new stay of a request in its slot, behind the prefill of its tokens."""
-        slot, tokens = running.slot, running.tokens
         running.epoch, running.stalls = next(self._epochs), 0
         running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
         self._joined[slot] = launched
@@ -150,6 +126,7 @@ class Seating:
             stop_ids=running.stop_ids,
             **sampling,
         )
+        return True
 
     def leave(self, running: Running, launched: int, *, told: bool) -> None:
         """Take a request off its slot; the slot is free once what was launched has retired.

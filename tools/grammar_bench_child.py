@@ -104,14 +104,12 @@ class _Xgrammar:
     """XGrammar's Python API (its TVM-FFI classes, which its own package wraps)."""
 
     def __init__(self, vocabulary: Vocabulary, strict: bool):
-        from graft.grammar.compile.child import register_types, tokenizer_info
+        from graft.grammar.backends.xgrammar import library, tokenizer_info
 
-        self._types = register_types()
+        self._types = library()
         self._strict = strict
         self._stop = vocabulary.stop_ids[0]
-        self._info = tokenizer_info(
-            self._types, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids
-        )
+        self._info = tokenizer_info(vocabulary)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
     def compile(self, schema: Any, compact: bool) -> Compiled:

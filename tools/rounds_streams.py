@@ -22,8 +22,7 @@ import numpy as np
 import tokenizers
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar import CompiledGrammar, CompileService, GrammarBackend, GrammarSpec, Matcher
-from graft.grammar.compile_risk import risk
+from graft.grammar import CompiledGrammar, GrammarBackend, GrammarService, GrammarSpec, Matcher
 from graft.tools.grammar_bench import rows_of
 
 __all__ = ["Document", "Episode", "Move", "documents", "record"]
@@ -77,26 +76,27 @@ def documents(
 ) -> Iterator[Document]:  # fmt: skip
     """Up to ``count`` valid instances of at least ``shortest`` tokens, each of another schema.
 
-    Schemas that the backend cannot enforce, that may take XGrammar seconds to compile, or whose
-    instance the backend takes only in another spelling, are passed over.
+    Schemas that the backend cannot enforce, and those whose instance it takes only in another
+    spelling, are passed over.
     """
     rng = np.random.default_rng(seed)
     rows = [row for row in rows_of(folder) if row["valid"]]
     stop = backend.vocabulary.stop_ids[0]
     found = 0
-    with closing(CompileService(backend, threads=_AHEAD)) as service:
+    name = "xgrammar" if backend.name == "XGrammar" else "llguidance"
+    with closing(GrammarService(backend.vocabulary, name, threads=_AHEAD)) as service:
         order = (rows[index] for index in rng.permutation(len(rows)).tolist())
         long = (row for row in order if len(_longest(row, tokenizer)) >= shortest)
-        waiting = deque((row, _submit(service, row)) for row in islice(long, _AHEAD))
+        waiting = deque((row, _submit(service, name, row)) for row in islice(long, _AHEAD))
         while waiting and found < count:
             row, future = waiting.popleft()
-            waiting.extend((row, _submit(service, row)) for row in islice(long, 1))
+            waiting.extend((row, _submit(service, name, row)) for row in islice(long, 1))
             try:
                 compiled = future.result()
             except GraftError:
                 continue
             tokens = (*_longest(row, tokenizer), stop)
-            matcher = backend.matcher(compiled)
+            matcher = compiled.backend.matcher(compiled)
             if all(matcher.accept(token) for token in tokens):
                 found += 1
                 yield Document(compiled, tokens)
@@ -108,13 +108,10 @@ def _longest(row: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[int]:
     return max((tokenizer.encode(t, add_special_tokens=False).ids for t in texts), key=len)
 
 
-def _submit(service: CompileService, row: dict[str, Any]) -> Future[CompiledGrammar]:
+def _submit(service: GrammarService, name: str, row: dict[str, Any]) -> Future[CompiledGrammar]:
     """Compile a schema as it stands: a router's rewriting is not what is measured."""
-    name = "xgrammar" if service.backend.name == "XGrammar" else "llguidance"
     try:
         spec = GrammarSpec.json_schema(row["schema"], backend="xgrammar")
-        if name == "xgrammar" and (why := risk(spec)):
-            raise GraftError(why)
         return service.submit(replace(spec, backend=name))
     except GraftError as error:
         refused: Future[CompiledGrammar] = Future()

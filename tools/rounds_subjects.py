@@ -212,10 +212,12 @@ class LLGuidanceLoop(_Stock):
     def _matcher(self, document: Document) -> Any:
         import llguidance  # type: ignore[import-not-found, unused-ignore]
 
+        from graft.grammar.backends.llguidance import grammar_text
+
         key = id(document)
         if key not in self._firsts:
             self._firsts[key] = llguidance.LLMatcher(
-                self._library._tokenizer, document.compiled.native.text, log_level=0
+                self._library._tokenizer, grammar_text(document.compiled.spec), log_level=0
             )
         return self._firsts[key].deep_copy()
 

@@ -11,19 +11,17 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from guide_util import ArrayExchange
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
-from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential, spell
+from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
 
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.jump import SEAM, JumpForward
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
 from graft.models.running import Running
@@ -76,7 +74,6 @@ class Interleaving:
     ):
         self.grammars, self.vocabulary = grammars, vocabulary
         rng = self.rng = random.Random(seed)
-        self.least = rng.choice((None, 1, 1, 2))
         self.depth = rng.choice((1, 2, 2, 2, 3))
         self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
         slots = self.rows + rng.randrange(self.rows + 1)
@@ -113,11 +110,6 @@ class Interleaving:
             EngineStats(draft_length=self.k),
             depth=self.depth,
             width=width,
-            jumps=None
-            if self.least is None
-            else JumpForward(
-                vocabulary, partial(spell, vocabulary), partial(ToyText, vocabulary), self.least
-            ),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.running: dict[str, Running] = {}
@@ -155,7 +147,7 @@ class Interleaving:
         if grammar is not None:
             running.grammar = Future()
             self.compiling.append((running, grammar))
-        self.truth[running.id] = sequential(running, grammar, self.vocabulary, self.least)
+        self.truth[running.id] = sequential(running, grammar, self.vocabulary)
         self.running[running.id] = running
         self.tokens[running.id], self.text[running.id] = [], ""
         self.scheduler.waiting.append(running)
@@ -231,8 +223,7 @@ class Interleaving:
             output = self.ended[name]
             got, where = output.tokens, f"request {name}"
             if name in self.cancelled and output.reason == "cancelled":
-                final = len(got) if self.least is None else max(len(got) - SEAM, 0)
-                assert got[:final] == tokens[:final], where
+                assert got == tokens[: len(got)], where
             else:
                 assert (got, output.reason) == (tokens, reason), (where, output.error)
             assert self.tokens[name] == got, f"{where}: events say otherwise"
@@ -242,7 +233,7 @@ class Interleaving:
         s = self.scheduler
         if all(output.reason != "stop_string" for output in self.ended.values()):
             made = sum(len(output.tokens) for output in self.ended.values())
-            assert made == s.stats.tokens + s.stats.jumped_tokens, "tokens are miscounted"
+            assert made == s.stats.tokens, "tokens are miscounted"
         while s.replays.unread:
             self._read()
         s.replays.settle(s.stats)

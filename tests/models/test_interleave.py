@@ -5,22 +5,20 @@ from __future__ import annotations
 import inspect
 import random
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from interleave import Interleaving
 from interleave_device import TickingRing
-from interleave_language import FORCING, PATTERNS, letters
+from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.slots import Ring
-from graft.grammar.backends.base import GrammarBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.pyguide import PythonWorker
 from graft.grammar.spec import GrammarSpec
-from graft.models.jump import JumpForward
 from graft.models.replay import Replays, Seat
 from graft.models.running import Running
 from graft.models.scheduler import Scheduler
@@ -44,13 +42,7 @@ def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
 def patterns() -> Callable[[random.Random], CompiledGrammar]:
     """Draws one of a few regular expressions, compiled by XGrammar."""
     backend = XGrammarBackend(letters())
-    return drawing(backend, (*PATTERNS, *FORCING))
-
-
-def drawing(
-    backend: GrammarBackend, patterns: Sequence[str]
-) -> Callable[[random.Random], CompiledGrammar]:
-    compiled = [backend.compile(GrammarSpec.regex(pattern)) for pattern in patterns]
+    compiled = [backend.compile(GrammarSpec.regex(pattern)) for pattern in PATTERNS]
     return lambda rng: rng.choice(compiled)
 
 
@@ -113,7 +105,7 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "preempted request's grammar starts anew": (
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
-        Seating, "_begin", "limit=running.limit", "limit=running.limit + len(running.before)"),
+        Seating, "join", "limit=running.limit", "limit=running.limit + len(running.before)"),
     "pages reserved for what is known only": (
         Seating, "join", "self._allocate(slot, running.limit)",
         "self._allocate(slot, len(tokens))"),
@@ -123,23 +115,6 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
         "return self._emit(cut), True"),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
-}  # fmt: skip
-JUMP_MUTANTS: dict[str, tuple[type, str, str, str]] = {
-    "a jump lets rounds in flight go on": (
-        Seating, "_begin", "next(self._epochs)", "running.epoch or next(self._epochs)"),
-    "a jump keeps all keys and values": (
-        Scheduler, "_jump", "running, min(known, kept)", "running, len(running.tokens)"),
-    "a jump keeps those of what it rewrites": (
-        Scheduler, "_jump", "running, min(known, kept)", "running, known"),
-    "a jump forgets the matcher": (Scheduler, "_jump", "running.matcher = jump.matcher", "pass"),
-    "a jump's tokens were handed out": (
-        Scheduler, "_begin_jumping", "running.held = SEAM", "running.held = 0"),
-    "what a round brings behind a jump stands": (
-        Scheduler, "_collect", "tokens = tokens[:stand]", "pass"),
-    "a jump goes beyond the tokens asked for": (
-        JumpForward, "_find", "spelled[: room + back]", "spelled"),
-    "forced text is appended to its end": (
-        JumpForward, "_find", "drop = self._open_end(texts, rows)", "drop = 0"),
 }  # fmt: skip
 
 
@@ -172,15 +147,6 @@ def test_the_harness_catches(
     """Host code with one fault in it does not survive a few hundred schedules."""
     mutate(monkeypatch, mutant)
     assert caught(device)
-
-
-@pytest.mark.parametrize("mutant", JUMP_MUTANTS.values(), ids=JUMP_MUTANTS)
-def test_the_harness_catches_jumps(
-    device: Device, monkeypatch: pytest.MonkeyPatch, mutant: tuple[type, str, str, str]
-) -> None:
-    """Of appending forced text as well, where tokens at its ends are rewritten."""
-    mutate(monkeypatch, mutant)
-    assert caught(device, drawing(XGrammarBackend(letters()), FORCING), "native", letters())
 
 
 def test_the_harness_catches_an_overwritten_entry(
