@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import pickle
 import select
@@ -204,13 +203,16 @@ _idle: list[Child] = []
 
 def _spawn(memory_bytes: int) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # binding symbols lazily would end the child when its memory is used up
     command = [sys.executable, "-P", "-c", _RUN, str(os.getpid()), str(memory_bytes)]
+    # binding symbols lazily would end the child when its memory is used up
     environment = {**os.environ, "PYTHONPATH": path, "LD_BIND_NOW": "1"}
-    start = functools.partial(
-        subprocess.Popen, command, env=environment, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-    )  # fmt: skip
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, bufsize=0,
+        )  # fmt: skip
+
     try:
         return _starter.submit(start).result()
     except RuntimeError:
