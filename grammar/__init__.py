@@ -7,7 +7,6 @@ from .backends.xgrammar import XGrammarBackend
 from .compile.service import GrammarService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
-from .handover import Handover
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
 from .router import Reason, Route, check_output, route
@@ -24,7 +23,6 @@ __all__ = [
     "GuideError",
     "GuidedDecoder",
     "GuidedRequest",
-    "Handover",
     "LLGuidanceBackend",
     "Marker",
     "Matcher",

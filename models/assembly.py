@@ -118,7 +118,6 @@ def assemble(
     compiler = GrammarService(
         vocabulary,
         options.grammar_backend,
-        native=options.grammar_transport != "python",
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
         cache_bytes=options.grammar_cache_bytes,
@@ -208,8 +207,8 @@ def _assemble(
         draft_legality="probe" if candidates else "fill",
         forced=None if not options.forced_drafts
         else ForcedText(vocabulary, certain=drafter is not None),
-        threads=options.grammar_threads or default_threads(batch, options.grammar_transport),
-        budget_us=_budget_us(options),
+        threads=options.grammar_threads or default_threads(batch),
+        budget_us=BUDGET_US if options.grammar_budget_us == "auto" else options.grammar_budget_us,  # type: ignore[arg-type]  # checked
         transport=options.grammar_transport,
         ring=2 * RING_ENTRIES,
     )
@@ -252,12 +251,6 @@ def _assemble(
     )  # fmt: skip
 
 
-def _budget_us(options: Options) -> float | None:
-    if options.grammar_budget_us != "auto":
-        return options.grammar_budget_us  # type: ignore[return-value]  # checked
-    return None if options.grammar_transport == "python" else BUDGET_US
-
-
 def check_options(options: Options, drafter: Path | None) -> None:
     """Refuse a shape that cannot work.
 
@@ -298,9 +291,6 @@ def check_options(options: Options, drafter: Path | None) -> None:
     budget = options.grammar_budget_us
     if budget not in (None, "auto") and (isinstance(budget, str) or not budget >= 1):
         raise OptionError(f"grammar_budget_us must be auto, None or at least 1, got {budget!r}")
-    late = budget not in (None, "auto") or (options.grammar_threads or 1) > 1
-    if late and options.grammar_transport == "python":
-        raise OptionError("grammar_threads and grammar_budget_us need a native transport")
     if options.grammar_transport not in TRANSPORTS:
         raise OptionError(
             f"grammar_transport must be one of {', '.join(TRANSPORTS)}, "

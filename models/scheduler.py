@@ -8,22 +8,32 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
+from graft.models.errors import RequestTimeoutError
 from graft.models.interrupt import Shield
+from graft.models.outbox import Outbox
 from graft.models.replay import Launchable, Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
 from graft.models.running import Running
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 
+LOG = logging.getLogger("graft")
 #: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
 MAX_STALLS, MAX_STALL_S = 256, 30.0
-REFUSED_TOKEN = "the grammar refused a token that verification had accepted"
+#: Rows of prompts that are enqueued between two replays, at least, while there are any.
+PREFILL_ROWS_PER_ROUND = 1024
+REST_S = 0.1
 
 
 class Scheduler:
@@ -37,11 +47,13 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
+    prefill_rows : rows of prompts between two replays.
 
     Attributes
     ----------
-    waiting : requests without a slot, in the order in which they get one.
-    events : what nobody has fetched yet.
+    unfinished : every unfinished request by its id.
+    waiting : those without a slot, in the order in which they get one once their grammar is ready.
+    outbox : events that nobody has fetched yet.
     """
 
     def __init__(
@@ -54,69 +66,100 @@ class Scheduler:
         depth: int,
         width: int,
         verify: str = "rejection",
+        prefill_rows: int = PREFILL_ROWS_PER_ROUND,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
         self.depth, self._width, self._verify = depth, width, verify
-        self.waiting: list[Running] = []
-        self.events: list[Event] = []
+        self._prefill_rows = prefill_rows
+        self.unfinished: dict[str, Running] = {}
+        self.waiting: dict[str, Running] = {}
+        self.outbox = Outbox()
         self._bucket = 0
-
-    @property
-    def requests(self) -> list[Running]:
-        """Every unfinished request."""
-        return [*self.waiting, *self.seating.seated.values()]
+        self._places = itertools.count()
+        self._ready: list[tuple[int, Running]] = []  # a heap, by place; may hold who has left
+        self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
+        self._woken = threading.Event()
+        self._deadlines: list[tuple[float, int, weakref.ref[Running]]] = []  # a heap
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished or has an event to deliver."""
-        return bool(self.waiting or self.seating.seated or self.events)
+        """Whether any request is unfinished or has an event for whoever asks."""
+        return bool(self.unfinished) or self.outbox.pending
 
-    def knows(self, request_id: str) -> bool:
-        """Whether a request of this name has not had its last event."""
-        return self.find(request_id) is not None
+    def submit(self, running: Running) -> None:
+        """Let a request wait for its grammar and a slot."""
+        self.unfinished[running.id] = running
+        self._wait(running)
+        if running.request.timeout_s is not None:
+            at = running.submitted + running.request.timeout_s
+            heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
-    def find(self, request_id: str) -> Running | None:
-        """The unfinished request of this name."""
-        return next((r for r in self.requests if r.id == request_id), None)
+    def _wait(self, running: Running) -> None:
+        self.waiting[running.id] = running
+        place = running.place = next(self._places)
+        if running.grammar is None or running.grammar.done():
+            heapq.heappush(self._ready, (place, running))
+            return
+
+        def compiled(_: object) -> None:
+            self._compiled.append((place, running))
+            self._woken.set()
+
+        running.grammar.add_done_callback(compiled)
 
     # Phases of a step ---------------------------------------------------------------------------
 
     def step(self, shield: Shield) -> None:
         """Let ready requests join, launch what may be in flight, and read the oldest round."""
+        posted = self.outbox.posted
+        self._expire()
         while len(self.replays.unread) < self.depth:
             self.admit()
             if not self.launch():
                 break
         if self.replays.unread:
             self.read(shield)
-        if not self.events and not self.replays.unread:
-            self._rest()
+        elif self.waiting and posted == self.outbox.posted and not self.outbox.pending:
+            self._woken.wait(REST_S)  # for a grammar
 
-    def _rest(self) -> None:
-        """With nobody to run, wait a while for a grammar."""
-        pending = [r.grammar for r in self.waiting if r.grammar is not None and not r.ready]
-        if pending and not self.seating.seated:
-            wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+    def _expire(self) -> None:
+        """End the requests whose time is up."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            running = heapq.heappop(self._deadlines)[2]()
+            if running is not None and self.unfinished.get(running.id) is running:
+                error = RequestTimeoutError(
+                    f"not done within {running.request.timeout_s} s (timeout_s)"
+                )
+                self.end(running, "timeout", error)
 
     def admit(self) -> None:
         """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
+        self._woken.clear()
+        while self._compiled:
+            heapq.heappush(self._ready, self._compiled.popleft())
         self.seating.reclaim(self.replays.retired)
-        for running in [r for r in self.waiting if r.ready]:
-            try:
-                if running.matcher is None:
-                    running.matcher = running.make_matcher()
-            except Exception as error:  # a backend may raise anything
-                self._drop(running, error)
-                continue
-            if self._join(running):
-                continue
-            if self.seating.seated or self.replays.unread or not self.seating.leaving:
+        while self._ready:
+            place, running = self._ready[0]
+            if running.place == place and not self._admit(running):
                 return
-            # No launch will follow that could retire the last replay: wait for its tail.
-            self.replays.settle(self.stats)
-            self.seating.reclaim_idle()
-            if not self._join(running):
-                return
+            heapq.heappop(self._ready)
+
+    def _admit(self, running: Running) -> bool:
+        """Give one a slot, or refuse it; False when there is none for it yet."""
+        try:
+            if running.matcher is None:
+                running.matcher = running.make_matcher()
+        except Exception as error:  # a backend may raise anything
+            self.end(running, "error" if running.output.tokens else "refused", error)
+            return True
+        if self._join(running):
+            return True
+        if self.seating.taken or self.replays.unread or not self.seating.leaving:
+            return False
+        # No launch will follow that could retire the last replay: wait for its tail.
+        self.replays.settle(self.stats)
+        self.seating.reclaim_idle()
+        return self._join(running)
 
     def _join(self, running: Running) -> bool:
         request = running.request
@@ -130,9 +173,12 @@ class Scheduler:
                 self._verify if request.verify is None else request.verify
             ),
         }
-        joined = self.seating.join(running, self.replays.number, **sampling)
+        joined = self.seating.join(running, **sampling)
         if joined:
-            self.waiting.remove(running)
+            del self.waiting[running.id]
+            running.place = -1
+            if running.output.queue_s is None:
+                running.output.queue_s = running.age_s
             self.stats.joins += 1
             self.stats.prefills += 1
             self.stats.prefill_tokens += running.position
@@ -140,6 +186,7 @@ class Scheduler:
 
     def launch(self) -> bool:
         """Launch a round of everybody seated; False when there is nobody."""
+        self.seating.prefill(self._prefill_rows)
         rows = list(self.seating.seated.values())
         if not rows:
             self.replays.resting = not self.replays.unread
@@ -163,7 +210,7 @@ class Scheduler:
         KeyboardInterrupt
             While it waits; the round can be read all the same, later.
         """
-        flight = self.replays.wait(self.stats, shield)
+        flight = self.replays.wait(self.stats, shield, self.seating.progress)
         for b, seat in enumerate(flight.seats):
             row = self.replays.row(b)
             if seat.stale:
@@ -187,6 +234,8 @@ class Scheduler:
             running.stalled_at = running.stalled_at if running.stalls else time.monotonic()
             running.stalls += 1
         if tokens:
+            if output.first_token_s is None:
+                output.first_token_s = running.age_s
             output.rounds += 1
             output.drafted += row.tested
             output.accepted += row.accepted
@@ -195,12 +244,13 @@ class Scheduler:
             self.end(running, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = REFUSED_TOKEN if reason == "error" else None
+            error = self._cause(running) if reason == "error" else None
             self.end(running, reason, error, text=text, told=True)
         elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
-            self.end(running, "error", f"no mask row came for {running.stalls} rounds")
+            stuck = GraftError(f"no mask row came for {running.stalls} rounds")
+            self.end(running, "error", stuck)
         elif tokens:
-            self.events.append(Event(running.id, running.hand_out(), text))
+            self.outbox.post(Event(running.id, running.hand_out(), text))
 
     def settle(self, shield: Shield) -> None:
         """Read everything in flight, wait for the device's last tail and reclaim what was left."""
@@ -208,6 +258,10 @@ class Scheduler:
             self.read(shield)
         self.replays.settle(self.stats)
         self.seating.reclaim_idle()
+
+    def close(self) -> None:
+        """Let go of the device's objects, whoever still holds this one."""
+        del self.replays, self.seating, self.rounds
 
     # Leaving ------------------------------------------------------------------------------------
 
@@ -221,35 +275,47 @@ class Scheduler:
         self.seating.leave(running, self.replays.number, told=False)
         running.output.preempted += 1
         self.stats.preemptions += 1
-        self.waiting.append(running)
+        self._wait(running)
 
     def end(
         self,
         running: Running,
         reason: str,
-        error: str | None = None,
+        error: Exception | None = None,
         *,
         text: str = "",
         told: bool = False,
     ) -> None:
         """Finish a request, wherever it is."""
-        running.output.reason, running.output.error = reason, error
+        output = running.output
+        output.reason = reason
         text += running.flush()
+        del self.unfinished[running.id]
+        self.waiting.pop(running.id, None)
+        running.place = -1
         if running.slot >= 0:
             self.seating.leave(running, self.replays.number, told=told)
-        else:
-            self.waiting.remove(running)
-        self.events.append(Event(running.id, running.hand_out(), text, running.output))
+        self.deliver(output, error, running.hand_out(), text, running.age_s)
 
-    def refuse(self, output: Output, error: Exception) -> None:
-        """End a request that never ran."""
-        output.reason, output.error = "refused", str(error)
-        self.events.append(Event(output.id, (), "", output))
+    def deliver(
+        self,
+        output: Output,
+        error: Exception | None,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        total_s: float = 0.0,
+    ) -> None:
+        """Post the last event of a request, with its output."""
+        output.total_s = total_s
+        if error is not None:
+            output.error, output.error_type = str(error), type(error).__name__
+            LOG.warning("request %s %s: %s", output.id, output.reason, error)
+        self.outbox.post(Event(output.id, tokens, text, output))
 
-    def _drop(self, running: Running, error: Exception) -> None:
-        """A waiting request cannot join: refused, or failed when it had run before."""
-        if running.before or running.output.tokens:
-            self.end(running, "error", str(error))
-        else:
-            self.waiting.remove(running)
-            self.refuse(running.output, error)
+    def _cause(self, running: Running) -> GraftError:
+        """Why the device ended a request with an error."""
+        logits = "the model's logits are NaN or infinite"
+        if running.matcher is None:
+            return GraftError(logits)
+        said = self.replays.grammar_error(running.slot)
+        return GraftError(said or f"{logits}, or {REFUSED_TOKEN}")

@@ -21,9 +21,9 @@ __all__ = ["BoundedBackend", "GrammarBackend", "ending_ids", "require_release"]
 class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and makes matchers.
 
-    A backend may be written in Python alone: its matchers then have no ``native`` side and run on
-    the guided decoder's ``"python"`` transport. A JSON schema that names no backend comes as it
-    stands (unless `GrammarSpec.resolved` knows the backend): enforce all of it, or refuse it.
+    A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
+    comes as it stands (unless `GrammarSpec.resolved` knows the backend): enforce all of it, or
+    refuse it.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""LLGuidance through its C ABI, with the stock Python matcher as fallback and oracle."""
+"""LLGuidance through its C ABI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ..compile.process import Question
 from ..errors import GrammarError, clean_message
 from ..json_lark_text import literal
 from ..key_order import in_any_order, json_options
-from ..llguidance_stock import StockMatcher, stock_tokenizer
 from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from ..preflight import parser_limits
@@ -52,26 +51,25 @@ def probe() -> str:
     Raises
     ------
     OptionError
-        If they are not the known ones; the Python transport does without them.
+        If they are not the known ones.
     """
     try:
         return str(_native.guide.load_llguidance(library()._lib.__file__))
     except (OSError, RuntimeError, AttributeError) as error:
         raise OptionError(
-            f"grammar_backend: LLGuidance cannot be driven natively: {error}; "
-            "grammar_transport='python' can do without"
+            f"grammar_backend: LLGuidance cannot be driven natively: {error}"
         ) from error
 
 
-def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
-    """LLGuidance's JSON form of a grammar; with ``forcing``, forced text is spelled its way.
+def grammar_text(spec: GrammarSpec) -> str:
+    """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal.
 
     Raises
     ------
     GrammarError
         If the grammar cannot be stated to LLGuidance.
     """
-    head = "" if forcing else '%llguidance {"no_forcing": true}'  # see LLGuidanceBackend
+    head = '%llguidance {"no_forcing": true}'
     return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
 
 
@@ -117,7 +115,7 @@ def read(spec: GrammarSpec) -> str:
     return (said or "is refused") if failed else ""
 
 
-def readable_text(spec: GrammarSpec, forcing: bool) -> str:
+def readable_text(spec: GrammarSpec) -> str:
     """`grammar_text` of a grammar that LLGuidance takes.
 
     Raises
@@ -125,7 +123,7 @@ def readable_text(spec: GrammarSpec, forcing: bool) -> str:
     GrammarError
         With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
     """
-    text = grammar_text(spec, forcing=forcing)
+    text = grammar_text(spec)
     failed, said = _said(text, spec.kind)
     if failed:
         raise GrammarError(f"{spec.kind}: {said or 'is refused'}")
@@ -242,53 +240,28 @@ class LLGuidanceBackend:
     ----------
     vocabulary
         Token bytes, logit columns and stop ids.
-    native
-        Whether matchers are native ones, made through the C ABI; False makes LLGuidance's own
-        Python matchers, which hold the GIL: the oracle and fallback.
-    canonical
-        Whether text that the grammar forces is narrowed to the tokens that the model's tokenizer
-        would choose; the vocabulary's tokenizer must be one that `canonical` knows.
 
     Notes
     -----
     Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
     either: each is a deep copy, made in microseconds, of one that stands at the start.
-    By default every spelling of a text in tokens is legal. ``canonical=True`` is as right (masks
-    are equal to the stock matcher's and to a new matcher's on random streams), but LLGuidance then
-    validates tokens that its own mask forbids, so that a token which is tried without a mask costs
-    one, as probing does all the time. Nor does a matcher then hand on what its lexer has learnt
-    where the grammar begins with forced text. Hence it is for the user to choose.
+    Every spelling of a text in tokens is legal.
     """
 
     name = "LLGuidance"
 
-    def __init__(
-        self, vocabulary: Vocabulary, *, native: bool = True, canonical: bool = False
-    ):
-        self.vocabulary, self.canonical = vocabulary, canonical
-        self._library = library()
-        if native:
-            probe()
-        self._native = native
-        self._tokenizer = self._native_tokenizer() if native else self._stock_tokenizer()
-
-    def _native_tokenizer(self) -> Any:
-        vocabulary = self.vocabulary
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        probe()
         tokens = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
         for name, token in vocabulary.names.items():
             tokens[token] = b"\xff" + name.encode("utf-8")
         try:
-            return _native.guide.LLGuidanceTokenizer(
-                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids,
-                vocabulary.encoder if self.canonical else None,
-            )  # fmt: skip
+            self._tokenizer = _native.guide.LLGuidanceTokenizer(
+                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids
+            )
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
-
-    def _stock_tokenizer(self) -> Any:
-        v = self.vocabulary
-        encode = v.encoder.encode if self.canonical else None
-        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names, encode)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
@@ -298,32 +271,25 @@ class LLGuidanceBackend:
         GrammarError
             With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        return self.load(spec, readable_text(spec, self.canonical))
+        return self.load(spec, readable_text(spec))
 
     def question(self, spec: GrammarSpec) -> Question:
         """See `BoundedBackend`."""
-        return Question(f"{__name__}:readable_text", (spec, self.canonical))
+        return Question(f"{__name__}:readable_text", (spec,))
 
     def load(self, spec: GrammarSpec, answer: str) -> CompiledGrammar:
-        """The grammar from its text as LLGuidance reads it, without the GIL if native.
+        """The grammar from its text as LLGuidance reads it, without the GIL.
 
         Raises
         ------
         GrammarError
             With LLGuidance's reason, if it refuses the grammar.
         """
-        if self._native:
-            try:
-                start = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
-            except RuntimeError as error:
-                raise GrammarError(f"{spec.kind}: {_objection(str(error), spec.kind)}") from None
-        else:
-            start = self._library.LLMatcher(
-                self._tokenizer, answer, log_level=0, limits=parser_limits()
-            )
-            if start.is_error():
-                raise GrammarError(f"{spec.kind}: {_objection(start.get_error(), spec.kind)}")
-        return CompiledGrammar(self, spec, start, _MATCHER_BYTES + len(answer))
+        try:
+            native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
+        except RuntimeError as error:
+            raise GrammarError(f"{spec.kind}: {_objection(str(error), spec.kind)}") from None
+        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start of the grammar, independent of all others.
@@ -339,11 +305,5 @@ class LLGuidanceBackend:
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
-        start = compiled.native
-        matcher: Matcher
-        if self._native:
-            handle = _native.guide.LLGuidanceMatcher(start, ending)
-            matcher = NativeBackedMatcher(compiled, ending, handle)
-        else:
-            matcher = StockMatcher(compiled, ending, start, canonical=self.canonical)
-        return marked(matcher, compiled.spec.marker)
+        handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
+        return marked(NativeBackedMatcher(compiled, ending, handle), compiled.spec.marker)

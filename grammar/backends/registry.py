@@ -13,18 +13,15 @@ from .xgrammar import XGrammarBackend
 
 __all__ = ["BACKENDS", "make_backend"]
 
-#: Backends by name; each takes a vocabulary and ``native``.
-BACKENDS: dict[str, Callable[..., GrammarBackend]] = {
+#: Backends by name.
+BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
     "xgrammar": XGrammarBackend,
     "llguidance": LLGuidanceBackend,
 }
 
 
 def make_backend(
-    choice: str | Callable[[Vocabulary], GrammarBackend],
-    vocabulary: Vocabulary,
-    *,
-    native: bool = True,
+    choice: str | Callable[[Vocabulary], GrammarBackend], vocabulary: Vocabulary
 ) -> GrammarBackend:
     """The backend of a name, or the one that a factory of the user's makes.
 
@@ -32,8 +29,6 @@ def make_backend(
     ----------
     choice
         ``"xgrammar"``, ``"llguidance"``, or a callable that takes the vocabulary.
-    native
-        Whether matchers have a side that runs without the GIL; False is the oracle and fallback.
 
     Raises
     ------
@@ -48,4 +43,4 @@ def make_backend(
         return made
     if choice not in BACKENDS:
         raise OptionError(f"grammar_backend must be one of {tuple(BACKENDS)}, got {choice!r}")
-    return BACKENDS[choice](vocabulary, native=native)
+    return BACKENDS[choice](vocabulary)

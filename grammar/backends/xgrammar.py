@@ -81,7 +81,7 @@ def probe() -> None:
     Raises
     ------
     OptionError
-        If they are not the known ones; the Python transport does without them.
+        If they are not the known ones.
     """
     library()
     from tvm_ffi import libinfo
@@ -90,8 +90,7 @@ def probe() -> None:
         _native.guide.load_xgrammar(libinfo.find_libtvm_ffi())
     except (OSError, RuntimeError) as error:
         raise OptionError(
-            f"grammar_backend: XGrammar cannot be driven natively: {error}; "
-            "grammar_transport='python' can do without"
+            f"grammar_backend: XGrammar cannot be driven natively: {error}"
         ) from error
 
 
@@ -209,8 +208,6 @@ class XGrammarBackend:
     ----------
     vocabulary
         Token bytes, logit columns and stop ids.
-    native
-        Whether matchers have a side that the native worker can drive.
 
     Notes
     -----
@@ -220,12 +217,10 @@ class XGrammarBackend:
 
     name = "XGrammar"
 
-    def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
+    def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
-        self._native = native
         self._types = library()
-        if native:
-            probe()
+        probe()
         self._info = tokenizer_info(vocabulary)
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -274,7 +269,7 @@ class XGrammarBackend:
         ending = ending_ids(self.vocabulary, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
-        matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending), self._native)
+        matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending))
         return marked(matcher, compiled.spec.marker)
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
@@ -297,15 +292,13 @@ class XGrammarMatcher(Matcher):
         stop_ids: tuple[int, ...],
         handle: Any,
         acceptable: np.ndarray,
-        native: bool,
     ):
         super().__init__(compiled, stop_ids)
         self._handle = handle  # the native side borrows its reference, and the table's memory
         self._acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
-        if native:
-            self.native = _native.guide.XGrammarMatcher(
-                handle.__chandle__(), acceptable.ctypes.data, self.size
-            )
+        self.native = _native.guide.XGrammarMatcher(
+            handle.__chandle__(), acceptable.ctypes.data, self.size
+        )
 
     def accept(self, token: int) -> bool:
         # XGrammar would refuse these as well, and print a warning.

@@ -48,22 +48,22 @@ class _Shared:
 
     def __init__(
         self, vocabulary: Vocabulary, choice: str | Callable[[Vocabulary], GrammarBackend],
-        native: bool, cache_bytes: int,
+        cache_bytes: int,
     ):  # fmt: skip
-        self._vocabulary, self._native = vocabulary, native
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
         self.cache = GrammarCache(cache_bytes)
         self.default = (
             self.named(choice)
-            if isinstance(choice, str) else make_backend(choice, vocabulary, native=native)
+            if isinstance(choice, str) else make_backend(choice, vocabulary)
         )  # fmt: skip
 
     def named(self, name: str) -> GrammarBackend:
         with self._lock:
             found = self._backends.get(name)
             if found is None:
-                found = make_backend(name, self._vocabulary, native=self._native)
+                found = make_backend(name, self._vocabulary)
                 self._backends[name] = found
             return found
 
@@ -94,8 +94,6 @@ class GrammarService:
         one that is no `BoundedBackend` compile in this process, without any bound. ``"auto"``
         routes JSON schemas (`GrammarSpec.resolved`), gives EBNF to XGrammar, whose notation it is,
         and the rest to the first backend installed.
-    native
-        Whether matchers have a side that runs without the GIL.
     threads
         Grammars compiled at once, in each lane.
     timeout_s, memory_bytes
@@ -120,7 +118,6 @@ class GrammarService:
         vocabulary: Vocabulary,
         choice: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
         *,
-        native: bool = True,
         threads: int = 1,
         timeout_s: float = LIMIT_S,
         memory_bytes: int = MEMORY_BYTES,
@@ -137,7 +134,7 @@ class GrammarService:
         self._choice = choice if isinstance(choice, str) else ""
         self._ebnf = choice == "auto" and "xgrammar" in installed
         default = installed[0] if choice == "auto" else choice
-        self._shared = self._share(vocabulary, default, native, cache_bytes)
+        self._shared = self._share(vocabulary, default, cache_bytes)
         self.backend = self._shared.default
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards the three below
@@ -164,15 +161,15 @@ class GrammarService:
 
     def _share(
         self, vocabulary: Vocabulary, default: str | Callable[[Vocabulary], GrammarBackend],
-        native: bool, cache_bytes: int,
+        cache_bytes: int,
     ) -> _Shared:  # fmt: skip
         if not isinstance(default, str):
-            return _Shared(vocabulary, default, native, cache_bytes)
-        key = (self._choice, default, vocabulary.fingerprint, native, cache_bytes)
+            return _Shared(vocabulary, default, cache_bytes)
+        key = (self._choice, default, vocabulary.fingerprint, cache_bytes)
         with _shared_lock:
             found = _shared.get(key)
             if found is None:
-                found = _shared[key] = _Shared(vocabulary, default, native, cache_bytes)
+                found = _shared[key] = _Shared(vocabulary, default, cache_bytes)
             return found
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:

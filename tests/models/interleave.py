@@ -61,7 +61,6 @@ class Interleaving:
     device : whose pinned memory the rings use.
     grammars : draws a request's grammar.
     vocabulary : of those grammars.
-    transport : "python" or "native": which of the guided decoder's workers does the steps.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Interleaving:
         device: Device,
         seed: int,
         grammars: Grammars = toy_grammars,
-        transport: str = "python",
         vocabulary: Vocabulary = TOY,
     ):
         self.grammars, self.vocabulary = grammars, vocabulary
@@ -95,7 +93,7 @@ class Interleaving:
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
             toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
-            masked_drafts=toy.masked, transport=transport, ring=max(entries, 2), threads=1,
+            masked_drafts=toy.masked, ring=max(entries, 2), threads=1,
         )  # fmt: skip
         for part in (*self.rings, toy.decoder):
             part.toy = toy
@@ -110,6 +108,7 @@ class Interleaving:
             EngineStats(draft_length=self.k),
             depth=self.depth,
             width=width,
+            prefill_rows=rng.choice((1, 4, 100)),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.running: dict[str, Running] = {}
@@ -150,7 +149,7 @@ class Interleaving:
         self.truth[running.id] = sequential(running, grammar, self.vocabulary)
         self.running[running.id] = running
         self.tokens[running.id], self.text[running.id] = [], ""
-        self.scheduler.waiting.append(running)
+        self.scheduler.submit(running)
 
     def _compile(self) -> None:
         running, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
@@ -175,7 +174,7 @@ class Interleaving:
         else:
             actions += [self._step, self._step]
         rng.choice(actions)()
-        running = rng.choice(s.requests) if s.requests else None
+        running = rng.choice(list(s.unfinished.values())) if s.unfinished else None
         if running is None:
             return
         if rng.random() < self.cancels:
@@ -193,8 +192,7 @@ class Interleaving:
             self.scheduler.step(Pressing(self.rng))  # type: ignore[arg-type]
 
     def _fetch(self) -> None:
-        events, self.scheduler.events = self.scheduler.events, []
-        for event in events:
+        for event in self.scheduler.outbox.fetch_rest():
             assert event.id not in self.ended, f"request {event.id} went on after its end"
             self.tokens[event.id] += event.tokens
             self.text[event.id] += event.text

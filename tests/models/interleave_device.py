@@ -9,9 +9,10 @@ pages or ring entries too early therefore breaks outputs here.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,7 @@ class ToyDevice:
         self.slots = [SlotMemory() for _ in range(slots)]
         self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
         self.unread: set[int] = set()  # slots whose prompt no copy has read
+        self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; one for all
         self.side: deque[Callable[[], None]] = deque()
         self.side_done = 0
         self.side_enqueued = 0
@@ -155,20 +157,29 @@ class ToyDevice:
         while self.advance():
             pass
 
-    def run(self, lane: Any, slot: int, tokens: Sequence[int]) -> None:
-        """Prefill: the prompt is read from the slot's staging area when the copy runs."""
+    def run(
+        self, lane: Any, slot: int, tokens: Sequence[int]
+    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+        """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
+        after chunk from where the copy has put it."""
         self.require_idle(slot, "prompt")
         assert slot not in self.unread, f"slot {slot}: a prompt is overwritten unread"
         self.prompts[slot] = list(tokens)
         self.unread.add(slot)
 
-        def prefill() -> None:
+        def copy() -> None:
             self.unread.remove(slot)
-            for cache in self.caches:
-                for position in range(len(self.prompts[slot]) - 1):
-                    cache.write(slot, position, self.prompts[slot][position])
+            self.prompt_rows = [(slot, p, t) for p, t in enumerate(self.prompts[slot][:-1])]
 
-        self.enqueue(prefill)
+        def chunk(begin: int) -> None:
+            for row in self.prompt_rows[begin : begin + PAGE - 1]:
+                for cache in self.caches:
+                    cache.write(*row)
+
+        self.enqueue(copy)
+        for begin in range(0, len(tokens) - 1, PAGE - 1):
+            self.enqueue(functools.partial(chunk, begin))
+            yield PAGE - 1, self.query
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:
         def joined() -> None:

@@ -16,8 +16,8 @@ from interleave_language import PATTERNS, letters
 from graft.cudagraph.device import Device
 from graft.cudagraph.slots import Ring
 from graft.grammar.backends.xgrammar import XGrammarBackend
+from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.pyguide import PythonWorker
 from graft.grammar.spec import GrammarSpec
 from graft.models.replay import Replays, Seat
 from graft.models.running import Running
@@ -46,15 +46,15 @@ def patterns() -> Callable[[random.Random], CompiledGrammar]:
     return lambda rng: rng.choice(compiled)
 
 
-def test_the_native_worker_interleaves_like_the_python_one(device: Device, patterns) -> None:
-    """The C++ steps and real matchers under the same schedules."""
-    check_seeds(device, range(100), patterns, "native", letters())
+def test_native_matchers_interleave_like_those_in_python(device: Device, patterns) -> None:
+    """Real matchers under the same schedules."""
+    check_seeds(device, range(100), patterns, letters())
 
 
 @pytest.mark.full
-def test_the_native_worker_for_long(device: Device, patterns) -> None:
+def test_native_matchers_for_long(device: Device, patterns) -> None:
     """The same for four thousand further schedules."""
-    check_seeds(device, range(50_000, 54_000), patterns, "native", letters())
+    check_seeds(device, range(50_000, 54_000), patterns, letters())
 
 
 @pytest.mark.full
@@ -78,26 +78,24 @@ def test_a_seed_is_one_schedule(device: Device) -> None:
 MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "slot reused one replay too early": (
         Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
-    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched +",
-                            "self._leaving[slot] = 0 *"),
+    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched",
+                            "self._leaving[slot] = 0"),
     "pages given back while a replay writes them": (
         Seating, "leave", "del self.seated[slot]",
         "del self.seated[slot]; [cache.release(slot) for cache in self._caches]"),
     "rows written to the entry of another replay": (
         Replays, "launch", 'row("slot", replay)', 'row("slot", replay + 1)'),
     "snapshot read from another entry": (
-        PythonWorker, "_open", "self._snapshots.get(self._replay)",
-        "self._snapshots.get(self._replay - 1)"),
+        GuidedDecoder, "publish", "for r in snapshot", "for r in self._live.get(replay - 1, ())"),
     "stale epoch applied by the grammar": (
-        PythonWorker, "_open", "not slot.joined or slot.epoch != request.epoch",
-        "not slot.joined"),
+        GuidedDecoder, "publish", "r.epoch", "1"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
     "results read before they are published": (
-        Replays, "wait", "not outputs.stamped(replay, POLL_S)", "False"),
+        Replays, "_await", "not self._parts.outputs.stamped(replay, POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
-        Replays, "wait", "self._retire(replay - 1, stats)",
-        "self._retire(replay - 1, stats); self._parts.decoder.retire(replay)"),
+        Replays, "wait", "self._retire(flight.replay - 1, stats)",
+        "self._retire(flight.replay - 1, stats); self._parts.decoder.retire(flight.replay)"),
     "launched without saying who sits where": (
         Replays, "launch", "parts.inputs.publish(replay)", "pass"),
     "preempted request forgets its output": (
@@ -105,14 +103,18 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "preempted request's grammar starts anew": (
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
-        Seating, "join", "limit=running.limit", "limit=running.limit + len(running.before)"),
+        Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
     "pages reserved for what is known only": (
         Seating, "join", "self._allocate(slot, running.limit)",
         "self._allocate(slot, len(tokens))"),
     "tokens after the stop string are kept": (
-        Running, "push", "return self._emit(cut), True",
-        "self._take(tokens[-1:]); self.output.text = self.output.text[:cut]; "
-        "return self._emit(cut), True"),
+        Running, "push", "return self._tell(), True",
+        "self.output.tokens.append(token); return self._tell(), True"),
+    "prompts prefilled in turns": (
+        Seating, "prefill", "next(iter(self._joining.values()))",
+        "list(self._joining.values())[-1]"),
+    "seated before its prompt is enqueued": (
+        Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
 }  # fmt: skip
