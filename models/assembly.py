@@ -9,7 +9,7 @@ from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.cudagraph.transports import TRANSPORTS
 from graft.grammar.backend import BACKENDS, GrammarBackend
 from graft.grammar.decoder import CANDIDATES, LEGALITIES, GuidedDecoder, default_threads

@@ -26,7 +26,7 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane, GraphMark
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.eagle3 import Eagle3Drafter
 from graft.models.llama import LlamaModel

@@ -6,7 +6,7 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.sampling.checks import check_array, check_field, check_range
 from graft.sampling.loading import load, row_block
 from graft.sampling.state import SlotState

@@ -14,7 +14,7 @@ from interleave_device import TickingRing
 from interleave_language import FORCING, PATTERNS, letters
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.grammar.backend import GrammarBackend
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.pyguide import PythonWorker

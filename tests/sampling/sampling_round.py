@@ -10,7 +10,7 @@ import numpy_sampling as ref
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 

@@ -7,7 +7,7 @@ import pytest
 from sampling_round import TableRound
 
 from graft.cudagraph.errors import OptionError, ShapeError
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 
