@@ -93,7 +93,7 @@ def _compile_cuda(
     # CuPy's cache key does not see included files, so their digest becomes part of the text.
     digest = hashlib.sha256()
     for place in include_folders(folder):
-        for header in sorted(place.glob("*.cuh")):
+        for header in sorted((*place.glob("*.cuh"), *place.glob("*.h"))):
             digest.update(header.read_bytes())
     stamped = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
     path = None if folder is None else folder / name

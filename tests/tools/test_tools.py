@@ -10,7 +10,8 @@ import pytest
 
 from graft.grammar.spec import GrammarSpec
 from graft.models.request import Output
-from graft.tools import demo, evaluate_demo
+from graft.tools import demo
+from graft.tools.bench import demo_evaluation as evaluate_demo
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.validity import check_schema, is_valid

@@ -56,10 +56,10 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         return
     trace, replays = Trace(engine.device.describe()), engine._replays
     first = replays.number
-    stamped: list[tuple[int, dict[str, int]]] = []
+    stamped: list[tuple[Flight, list[int]]] = []
 
-    def collect(flight: Flight, ns: dict[str, int]) -> None:
-        stamped.append((flight.replay - first, ns))
+    def collect(flight: Flight, stamps: list[int]) -> None:
+        stamped.append((flight, stamps))
 
     replays.on_parts = collect
     try:
@@ -68,17 +68,16 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     finally:
         replays.on_parts = None
     offset, trace.clock_error_ns = tie_clocks(engine.device)
-    parts = next(iter(engine.rounds.values())).parts
-    waits = parts.timing.waits
-    for replay, ns in stamped:
-        for name, start, end in parts.timing.spans:
-            if not (ns[start] and ns[end]):
+    for flight, stamps in stamped:
+        for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
+            if not (start and end):
                 continue
-            at = (replay, ns[start] + offset, max(ns[start], ns[end]) + offset)
-            if name in waits:
-                trace.waits.append(Wait("model", name, waits[name], *at))
+            at = (flight.replay - first, start + offset, max(start, end) + offset)
+            if part.waits_for:
+                trace.waits.append(Wait("model", part.name, part.waits_for, *at))
             else:
-                trace.events.append(TraceEvent(name, "kernel", "model", "round", *at))
+                trace.events.append(TraceEvent(part.name, "kernel", "model", "round", *at))
+    parts = next(iter(engine.rounds.values())).parts
     for span in parts.decoder.timeline():
         if span.replay > first:
             at = (span.replay - first, span.start_ns, span.end_ns)
