@@ -8,7 +8,7 @@ from .handover import Handover
 from .llguidance import LLGuidanceBackend
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
-from .router import Reason, Route, check_output, route
+from .schema.router import Reason, Route, check_output, route
 from .service import GrammarService
 from .spec import GrammarSpec, StructuralTag
 from .vocabulary import Vocabulary

@@ -13,7 +13,7 @@ import os
 import re
 from typing import Any
 
-from .preflight import ENFORCEMENT
+from .schema.enforcement import ENFORCEMENT
 from .schema_audit import unenforced_keywords
 from .spec import GrammarSpec
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from .backend import ending_ids
 from .errors import GrammarError, clean_message
-from .json_lark_text import literal
-from .key_order import in_any_order, json_options
+from .schema.any_order.text import literal
+from .schema.any_order.key_order import in_any_order, json_options
 from .llguidance_stock import StockMatcher, stock_tokenizer
 from .marker import marked
 from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from .preflight import parser_limits
+from .schema.enforcement import parser_limits
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 

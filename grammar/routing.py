@@ -14,7 +14,7 @@ from graft.cudagraph.errors import OptionError
 
 from .errors import GrammarError
 from .matcher import CompiledGrammar
-from .preflight import available_backends
+from .schema.enforcement import available_backends
 from .spec import GrammarSpec
 
 __all__ = ["Routing"]

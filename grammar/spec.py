@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from .endless import is_endless
+from .schema.endless import is_endless
 from .errors import GrammarError
 from .marker import Marker
-from .router import KEY_ORDERS, route_named
+from .schema.router import KEY_ORDERS, route_named
 from .schema_audit import unenforced_keywords
 from .statement import check_keys, check_text, parsed
 from .tags import resolved_tags, said_of_tag

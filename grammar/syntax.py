@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from .errors import GrammarError, clean_message
-from .preflight import BACKENDS, parser_limits
+from .schema.enforcement import BACKENDS, parser_limits
 
 if TYPE_CHECKING:
     from .spec import GrammarSpec

@@ -24,8 +24,8 @@ from graft.grammar.backend import make_backend
 from graft.grammar.compile_child import receive, send
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import Matcher
-from graft.grammar.preflight import available_backends, subschemas
-from graft.grammar.router import route
+from graft.grammar.schema.enforcement import available_backends, subschemas
+from graft.grammar.schema.router import route
 from graft.grammar.spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 

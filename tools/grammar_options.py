@@ -12,7 +12,7 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.router import KEY_ORDERS
+from graft.grammar.schema.router import KEY_ORDERS
 from graft.grammar.spec import GrammarSpec, StructuralTag
 
 __all__ = [

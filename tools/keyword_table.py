@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graft.grammar.preflight import ENFORCEMENT
-from graft.grammar.router import Route, route
+from graft.grammar.schema.enforcement import ENFORCEMENT
+from graft.grammar.schema.router import Route, route
 
 _INTEGER, _STRING, _TEXTS = {"type": "integer"}, {"type": "string"}, {"enum": ["x", "y"]}
 _PAIR = {"a": _INTEGER, "b": _STRING}

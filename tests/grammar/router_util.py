@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from graft.grammar.llguidance import grammar_text
-from graft.grammar.router import Route
+from graft.grammar.schema.router import Route
 from graft.grammar.spec import GrammarSpec
 
 OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -10,8 +10,8 @@ import pytest
 from router_util import OPTIONS, STOP, Grammar
 
 from graft.grammar import GrammarError, GrammarSpec
-from graft.grammar.json_lark import any_order
-from graft.grammar.router import route
+from graft.grammar.schema.any_order.rules import any_order
+from graft.grammar.schema.router import route
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graft.grammar.preflight import ENFORCEMENT
+from graft.grammar.schema.enforcement import ENFORCEMENT
 from graft.tools import keyword_table
 from graft.tools.keyword_table import EXAMPLES, document, examples_table, main, suite_table
 

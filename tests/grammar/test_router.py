@@ -9,8 +9,8 @@ import pytest
 from router_util import Grammar
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
-from graft.grammar.preflight import ENFORCEMENT, preflight, trial
-from graft.grammar.router import check_output, route
+from graft.grammar.schema.enforcement import ENFORCEMENT, preflight, trial
+from graft.grammar.schema.router import check_output, route
 
 pytest.importorskip("llguidance")
 BOTH = ("llguidance", "xgrammar")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from router_util import Grammar, plain
 
-from graft.grammar.router import route
+from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
 

@@ -18,7 +18,7 @@ from graft.grammar import GrammarError
 from graft.grammar import judge as judge_module
 from graft.grammar.judge import Judge, found_in
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.router import check_output
+from graft.grammar.schema.router import check_output
 from graft.grammar.spec import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.errors import RequestError

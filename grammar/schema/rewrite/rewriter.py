@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .rewrite_disjoint import Disjointness, Oracle
-from .rewrite_negate import Negation
-from .rewrite_rules import RULES, Site, Tools, property_counts, relevant
-from .rewrite_strings import ecma_pattern
-from .rewrite_terms import (
+from .disjoint import Disjointness, Oracle
+from .negate import Negation
+from .rules import RULES, Site, Tools, property_counts, relevant
+from .strings import ecma_pattern
+from ..terms import (
     KINDS,
     Cannot,
     Kinds,

@@ -12,8 +12,8 @@ import json
 import re
 from typing import Any, Literal, NamedTuple
 
-from .rewrite_terms import Reason, escape, word_set
-from .schema_audit import unenforced_keywords
+from .terms import Reason, escape, word_set
+from ..schema_audit import unenforced_keywords
 
 __all__ = [
     "BACKENDS", "ENFORCEMENT", "Finding", "available_backends", "compile_cost", "parser_limits",

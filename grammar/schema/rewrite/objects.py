@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-from .judge import found_in
-from .rewrite_terms import Cannot
+from ...judge import found_in
+from ..terms import Cannot
 
 __all__ = ["dependencies", "distinct", "property_count", "property_names"]
 

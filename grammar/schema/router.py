@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import GrammarError
-from .judge import check_output
-from .key_order import has_key_orders, in_any_order
-from .preflight import (
+from ..errors import GrammarError
+from ..judge import check_output
+from .any_order.key_order import has_key_orders, in_any_order
+from .enforcement import (
     BACKENDS,
     available_backends,
     compile_cost,
@@ -20,8 +20,8 @@ from .preflight import (
     subschemas,
     unsatisfiable,
 )
-from .rewrite import Rewritten, rewrite
-from .rewrite_terms import Reason
+from .rewrite.rewriter import Rewritten, rewrite
+from .terms import Reason
 
 __all__ = ["KEY_ORDERS", "Reason", "Route", "check_output", "route", "route_named"]
 

@@ -10,7 +10,7 @@ import re
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from .rewrite_terms import Cannot
+from ..terms import Cannot
 
 __all__ = ["ANY_KEY", "key", "pattern_key"]
 

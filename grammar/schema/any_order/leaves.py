@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .json_lark_shape import ARRAYS, OBJECTS, Parts, several_keys
-from .preflight import trial
-from .rewrite_terms import References, word_set
+from .shape import ARRAYS, OBJECTS, Parts, several_keys
+from ..enforcement import trial
+from ..terms import References, word_set
 
 __all__ = ["KNOWN", "Leaves"]
 

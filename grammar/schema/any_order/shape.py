@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import GrammarError
-from .judge import found_in
-from .rewrite_terms import Cannot, word_set
+from ...errors import GrammarError
+from ...judge import found_in
+from ..terms import Cannot, word_set
 
 __all__ = [
     "ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "merged", "object_of",

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .rewrite_disjoint import Disjointness
-from .rewrite_negate import Negation
-from .rewrite_objects import dependencies, distinct, property_count, property_names
-from .rewrite_strings import FORMATS, HOSTNAME, ecma_pattern
-from .rewrite_terms import (
+from .disjoint import Disjointness
+from .negate import Negation
+from .objects import dependencies, distinct, property_count, property_names
+from .strings import FORMATS, HOSTNAME, ecma_pattern
+from ..terms import (
     Cannot,
     Kinds,
     Reason,

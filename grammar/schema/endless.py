@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
-from .preflight import subschemas
+from .enforcement import subschemas
 
 __all__ = ["is_endless"]
 

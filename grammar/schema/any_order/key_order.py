@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .json_lark import any_order
-from .json_lark_leaves import Leaves
-from .preflight import subschemas, trial_lark
-from .rewrite_terms import Cannot, Reason
+from .rules import any_order
+from .leaves import Leaves
+from ..enforcement import subschemas, trial_lark
+from ..terms import Cannot, Reason
 
 __all__ = ["AnyOrder", "has_key_orders", "in_any_order", "json_options"]
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .json_lark_keys import key
+from .keys import key
 
 __all__ = ["BITS", "Pairs", "array_body", "literal", "object_rules", "regex", "separators"]
 

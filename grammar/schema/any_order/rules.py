@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .json_lark_keys import ANY_KEY, key, pattern_key
-from .json_lark_leaves import KNOWN, Leaves
-from .json_lark_shape import (
+from .keys import ANY_KEY, key, pattern_key
+from .leaves import KNOWN, Leaves
+from .shape import (
     Array,
     Object,
     Parts,
@@ -24,8 +24,8 @@ from .json_lark_shape import (
     object_of,
     several_keys,
 )
-from .json_lark_text import BITS, Pairs, array_body, literal, object_rules, regex, separators
-from .rewrite_terms import KINDS, Cannot, kinds_of, meet
+from .text import BITS, Pairs, array_body, literal, object_rules, regex, separators
+from ..terms import KINDS, Cannot, kinds_of, meet
 
 __all__ = ["any_order"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from .judge import found_in
-from .rewrite_strings import literals, none_of
-from .rewrite_terms import (
+from ...judge import found_in
+from .strings import literals, none_of
+from ..terms import (
     KINDS,
     Cannot,
     Kinds,
