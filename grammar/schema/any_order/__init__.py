@@ -1,0 +1,1 @@
+"""Grammars of objects whose keys come in any order: an option (``key_order="any"``)."""

@@ -1,0 +1,1 @@
+"""JSON schemas rewritten into equivalent ones that grammar backends can enforce."""
