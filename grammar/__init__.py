@@ -8,9 +8,13 @@ from .handover import Handover
 from .llguidance import LLGuidanceBackend
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
-from .schema.router import Reason, Route, check_output, route
+from .judge import check_output
+from .resolve import resolved
+from .schema.router import Route, route
+from .schema.terms import Reason
 from .service import GrammarService
-from .spec import GrammarSpec, StructuralTag
+from .spec import Spec
+from .statement import GrammarSpec, StructuralTag
 from .vocabulary import Vocabulary
 from .xgrammar import XGrammarBackend
 
@@ -31,10 +35,12 @@ __all__ = [
     "Matcher",
     "Reason",
     "Route",
+    "Spec",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
     "check_output",
     "make_backend",
+    "resolved",
     "route",
 ]

@@ -9,7 +9,7 @@ from graft.cudagraph.errors import OptionError
 
 from .errors import GrammarError
 from .matcher import CompiledGrammar, Matcher
-from .spec import GrammarSpec
+from .spec import Spec
 from .vocabulary import Vocabulary
 
 __all__ = ["BACKENDS", "GrammarBackend", "SerializingBackend", "ending_ids", "make_backend"]
@@ -21,7 +21,7 @@ class GrammarBackend(Protocol):
 
     A backend may be written in Python alone: its matchers then have no ``native`` side and run on
     the guided decoder's ``"python"`` transport. A JSON schema that names no backend comes as it
-    stands (unless `GrammarSpec.resolved` knows the backend): enforce all of it, or refuse it.
+    stands (unless `graft.grammar.resolve` knows the backend): enforce all of it, or refuse it.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class GrammarBackend(Protocol):
     name: str
     vocabulary: Vocabulary
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
@@ -59,13 +59,13 @@ class SerializingBackend(GrammarBackend, Protocol):
     child: str
     release: str
 
-    def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
+    def request(self, spec: Spec) -> tuple[Any, ...]:
         """What a child process is asked, and all that the result depends on; plain JSON values."""
 
     def dump(self, compiled: CompiledGrammar) -> str:
         """The grammar as text."""
 
-    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
+    def load(self, spec: Spec, text: str) -> CompiledGrammar:
         """The grammar from its text, made by `dump` or in a child for an equal vocabulary.
 
         Raises

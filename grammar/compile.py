@@ -20,12 +20,12 @@ from .compile_risk import risk
 from .disk_cache import DiskCache
 from .errors import GrammarError, clean_message
 from .matcher import CompiledGrammar
-from .spec import GrammarSpec
+from .spec import Spec
 
 __all__ = ["CompileService"]
 
 _log = logging.getLogger("graft.grammar")
-_Job = tuple[GrammarSpec, "Future[CompiledGrammar]"]
+_Job = tuple[Spec, "Future[CompiledGrammar]"]
 
 
 class CompileService:
@@ -81,7 +81,7 @@ class CompileService:
         self._disk = disk if self._serializing is not None else None
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
         self._lock = threading.Lock()
-        self._pending: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self._pending: dict[Spec, Future[CompiledGrammar]] = {}
         self._counts: Counter[str] = Counter()
         self._cheap: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._risky: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -101,7 +101,7 @@ class CompileService:
         for thread in (*self._here, *self._away):
             thread.start()
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, shared by all who ask for an equal ``spec``.
 
         The future raises ``GrammarError``, in one sentence, if the backend refuses the grammar,
@@ -227,7 +227,7 @@ class CompileService:
                     self._disk.store(backend, job[0], text)
         self._drop(child)
 
-    def _ask(self, child: CompileProcess, request: tuple[Any, ...], spec: GrammarSpec) -> str:
+    def _ask(self, child: CompileProcess, request: tuple[Any, ...], spec: Spec) -> str:
         """The serialised grammar; what the child refused, or would enforce in part, raises."""
         outcome, text, printed = child.ask(request, self._timeout_s)
         if outcome == "memory":

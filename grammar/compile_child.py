@@ -53,19 +53,18 @@ def tokenizer_info(types: Any, tokens: Sequence[bytes], size: int, stops: Sequen
 
 
 def compile_native(
-    types: Any, info: Any, kind: str, text: str, root: str, any_whitespace: bool, strict: bool
+    types: Any, info: Any, kind: str, text: str, root: str, whitespace: str | int, strict: bool
 ) -> Any:
     """Compile one grammar on the calling thread; XGrammar's refusal is a RuntimeError."""
     compiler = types.GrammarCompiler(info, 1, False, -1)  # one thread, no cache
     if kind == "json_schema":
-        # whitespace, indent, separators, strict, whitespace limit, properties in any order
-        return compiler.compile_json_schema(text, any_whitespace, None, None, strict, None, False)
+        return compiler.compile_json_schema(text, *_layout(whitespace, strict))
     if kind == "regex":
         return compiler.compile_regex(text)
     if kind == "lark":
         return compiler.compile_lark(text, [], [])
     if kind == "structural_tag":
-        return compiler.compile_structural_tag(_structural_tag(text))
+        return compiler.compile_structural_tag(_structural_tag(types, text, whitespace))
     if kind == "choice":
         options = json.loads(text)
         text = f"{root} ::= " + " | ".join(_quote(option) for option in options)
@@ -81,7 +80,7 @@ def read_native(types: Any, kind: str, text: str, root: str) -> None:
     elif kind == "ebnf":
         types.Grammar.from_ebnf(text, root)
     elif kind == "structural_tag":
-        types.Grammar.from_structural_tag(_structural_tag(text))
+        types.Grammar.from_structural_tag(_structural_tag(types, text, "line"))
 
 
 def _quote(text: str) -> str:
@@ -95,30 +94,32 @@ def _escape(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
-def _structural_tag(text: str) -> str:
-    """XGrammar's form of a ``GrammarSpec.structural_tag``."""
+def _layout(whitespace: str | int, strict: bool) -> tuple[Any, ...]:
+    """XGrammar's arguments: any whitespace, indent, separators, strict, most of it, any order."""
+    free = whitespace not in ("line", "compact")
+    separators = (",", ":") if whitespace == "compact" else None
+    most = whitespace if isinstance(whitespace, int) else None
+    return free, None, separators, strict, most, False
+
+
+def _structural_tag(types: Any, text: str, whitespace: str | int) -> str:
+    """XGrammar's form of a ``GrammarSpec.structural_tag``; its own schemas take any whitespace."""
     spec = json.loads(text)
-    tags = [
-        {
-            "type": "tag",
-            "begin": tag["begin"],
-            "content": {"type": "json_schema", "json_schema": tag["schema"]},
-            "end": tag["end"],
-        }
-        for tag in spec["tags"]
-    ]
-    return json.dumps(
-        {
-            "type": "structural_tag",
-            "format": {
-                "type": "triggered_tags",
-                "triggers": spec["triggers"],
-                "tags": tags,
-                "at_least_one": spec["at_least_one"],
-                "stop_after_first": False,
-            },
-        }
-    )
+    layout = _layout(whitespace, True)
+    tags = []
+    for tag in spec["tags"]:
+        schema = json.dumps(tag["schema"])
+        rules = types.Grammar.from_json_schema(schema, *layout[:-1], False, layout[-1])
+        content = {"type": "grammar", "grammar": rules.to_string()}
+        tags.append({"type": "tag", "begin": tag["begin"], "content": content, "end": tag["end"]})
+    triggered = {
+        "type": "triggered_tags", "triggers": spec["triggers"], "tags": tags,
+        "at_least_one": spec["at_least_one"] or spec["at_once"], "stop_after_first": False,
+    }  # fmt: skip
+    if spec["at_least_one"] and not spec["at_once"]:  # which XGrammar takes for "at once"
+        text_first = {"type": "any_text", "excludes": spec["triggers"]}
+        triggered = {"type": "sequence", "elements": [text_first, triggered]}
+    return json.dumps({"type": "structural_tag", "format": triggered})
 
 
 class _XGrammar:

@@ -13,9 +13,8 @@ import os
 import re
 from typing import Any
 
-from .schema.enforcement import ENFORCEMENT
-from .schema_audit import unenforced_keywords
-from .spec import GrammarSpec
+from .schema.enforcement import LOOSE, ignored
+from .spec import Spec
 
 __all__ = ["risk"]
 
@@ -26,13 +25,12 @@ _DEPTH = 32
 _BOUND = 32
 _REPEATS = 64  # the same in patterns, which are cheaper
 _BOUNDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_LOOSE = ENFORCEMENT["xgrammar"]["loose"]
 # Atoms that XGrammar takes without a remark; anchors are plain at the ends only.
 _PLAIN = re.compile(r"(?:[^\\^$(]|\((?!\?)|\(\?:|\\[dwsDWSnrtfv.\\/\-\[\](){}+*?^$|\"'])*")
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
-def risk(spec: GrammarSpec) -> str:
+def risk(spec: Spec) -> str:
     """Why XGrammar is better asked in a process that can be killed; empty: no reason is known."""
     if os.environ.get("TVM_FFI_RELEASE_GIL_BY_DEFAULT") == "0":
         return "TVM-FFI is told to hold the GIL while it compiles"
@@ -63,7 +61,7 @@ def _schema_risk(schema: Any) -> str:
         if not isinstance(part, dict):
             continue
         for keyword in part:
-            if keyword in _LOOSE:
+            if keyword in LOOSE:
                 return f"{keyword} may be enforced in part only"
         target = part.get("$ref", "#")
         if isinstance(target, str) and not (target == "#" or target.startswith("#/")):
@@ -80,8 +78,7 @@ def _schema_risk(schema: Any) -> str:
         pending += [(value, depth + 1, factor) for value in part.values()]
     if repeats > _BOUND:
         return f"bounds spell out {repeats:.0f} characters or items"
-    unenforced = unenforced_keywords(schema)
-    return unenforced[0] if unenforced else ""
+    return next((str(reason) for reason in ignored(schema)), "")
 
 
 def _pattern_risk(pattern: str) -> str:

@@ -25,7 +25,7 @@ from graft.cudagraph.errors import OptionError
 
 from .backend import SerializingBackend
 from .matcher import CompiledGrammar
-from .spec import GrammarSpec
+from .spec import Spec
 
 __all__ = ["DISK_BYTES", "DiskCache"]
 
@@ -66,7 +66,7 @@ class DiskCache:
         except OSError as error:
             raise OptionError(f"grammar_cache_dir {self.folder}: {error}") from error
 
-    def load(self, backend: SerializingBackend, spec: GrammarSpec) -> CompiledGrammar | None:
+    def load(self, backend: SerializingBackend, spec: Spec) -> CompiledGrammar | None:
         """The grammar as it was stored for an equal backend and specification, or None."""
         key = _key(backend, spec)
         path = self._path(key)
@@ -92,7 +92,7 @@ class DiskCache:
             os.utime(path)
         return compiled
 
-    def store(self, backend: SerializingBackend, spec: GrammarSpec, text: str) -> None:
+    def store(self, backend: SerializingBackend, spec: Spec, text: str) -> None:
         """Keep a serialised grammar; where that fails, it is logged and counted only."""
         key = _key(backend, spec)
         data = _pack(text, key)
@@ -147,7 +147,7 @@ class DiskCache:
             total -= size
 
 
-def _key(backend: SerializingBackend, spec: GrammarSpec) -> dict[str, Any]:
+def _key(backend: SerializingBackend, spec: Spec) -> dict[str, Any]:
     """What a grammar depends on: who compiled it, for which tokens, from what."""
     request = json.dumps(backend.request(spec)).encode()
     return {

@@ -11,13 +11,14 @@ from typing import Any
 
 from .backend import ending_ids
 from .errors import GrammarError, clean_message
-from .schema.any_order.text import literal
-from .schema.any_order.key_order import in_any_order, json_options
 from .llguidance_stock import StockMatcher, stock_tokenizer
 from .marker import marked
 from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from .schema.enforcement import parser_limits
-from .spec import GrammarSpec
+from .resolve import resolved
+from .schema.lark import json_options, literal
+from .schema.options import Whitespace
+from .schema.trial import parser_limits
+from .spec import Spec
 from .vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend", "grammar_text", "library", "objection", "probe"]
@@ -69,7 +70,7 @@ def probe() -> str:
         ) from error
 
 
-def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
+def grammar_text(spec: Spec, *, forcing: bool = False) -> str:
     """LLGuidance's JSON form of a grammar; with ``forcing``, forced text is spelled its way.
 
     Raises
@@ -81,8 +82,8 @@ def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
 
 
-def _lark(spec: GrammarSpec) -> str:
-    spec = spec.resolved("llguidance")
+def _lark(spec: Spec) -> str:
+    spec = resolved(spec, "llguidance")
     if spec.kind == "json_schema":
         return _json_schema(spec)
     if spec.kind == "regex":
@@ -94,7 +95,7 @@ def _lark(spec: GrammarSpec) -> str:
         options = (literal(option) for option in json.loads(spec.text))
         return "start: " + " | ".join(options)
     if spec.kind == "structural_tag":
-        return _structural_tag(spec.text)
+        return _structural_tag(json.loads(spec.text), spec.whitespace)
     if spec.root != "root":
         raise GrammarError(f"ebnf: LLGuidance starts from the rule root, not {spec.root!r}")
     from llguidance.gbnf_to_lark import any_to_lark
@@ -127,82 +128,31 @@ def _escape_slashes(pattern: str) -> str:
     return "".join(out)
 
 
-def _json_schema(spec: GrammarSpec) -> str:
-    schema = json.loads(spec.text)
-    if not isinstance(schema, dict):
-        schema = {}
-    if spec.strict:
-        schema = close_objects(schema)
-    if spec.key_order == "any":
-        found = in_any_order(json.dumps(schema, ensure_ascii=False), spec.any_whitespace)
-        if found.rules:
-            return found.rules
-        if found.kept:
-            raise GrammarError(f"JSON schema: {found.kept[0]}")
-    return "start: %json " + json.dumps(
-        {**schema, "x-guidance": json_options(spec.any_whitespace)}
-    )
+def _json_schema(spec: Spec) -> str:
+    return spec.rules or f"start: {_json(json.loads(spec.text), spec.whitespace)}"
 
 
-_COMBINING = frozenset(
-    ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas")
-)
+def _json(schema: Any, whitespace: Whitespace) -> str:
+    document = schema if isinstance(schema, dict) else {}
+    return "%json " + json.dumps({**document, "x-guidance": json_options(whitespace)})
 
 
-def close_objects(schema: Any) -> Any:
-    """The schema with ``additionalProperties: false`` where an object lists its properties.
-
-    An object that says anything about further properties is left as it is, and so is every object
-    of a schema that combines schemas with ``allOf``: closing one part would forbid what another
-    part requires.
-    """
-    if '"allOf"' in json.dumps(schema):
-        return schema
-    return _close(schema)
-
-
-def _close(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    out = dict(schema)
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(out.get(key), dict):
-            out[key] = {name: _close(value) for name, value in out[key].items()}
-    for key in ("items", "additionalProperties", "contains"):
-        if key in out:
-            out[key] = _close(out[key])
-    for key in ("prefixItems", "items", "anyOf", "oneOf"):
-        if isinstance(out.get(key), list):
-            combined = key in ("anyOf", "oneOf") and "properties" in out
-            out[key] = out[key] if combined else [_close(value) for value in out[key]]
-    says = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-    if "properties" in out and not any(key in out for key in says) and not _COMBINING & set(out):
-        out["additionalProperties"] = False
-    return out
-
-
-def _structural_tag(text: str) -> str:
+def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
     """Free text is a lazy lexeme that ends at a trigger; what follows is forced."""
-    spec = json.loads(text)
-    rules = [
-        f"start: ({' | '.join(f'tag_{i}' for i in range(len(spec['tags'])))})"
-        + ("+" if spec["at_least_one"] else "*")
-        + " rest",
-        "rest: FREE",
-        r"FREE: /(.|\n)*/",
-    ]
-    for i, tag in enumerate(spec["tags"]):
-        trigger = next(t for t in spec["triggers"] if tag["begin"].startswith(t))
-        schema = tag["schema"] if isinstance(tag["schema"], dict) else {}
-        content = {**schema, "x-guidance": {"whitespace_flexible": True}}
-        parts = [tag["begin"][len(trigger) :], content, tag["end"]]
-        body = [
-            literal(part) if isinstance(part, str) else "%json " + json.dumps(part)
-            for part in parts
-            if part != ""
-        ]
+    tags = range(len(parts["tags"]))
+    more = f"({' | '.join(f'free_{i}' for i in tags)})"
+    start = f"({' | '.join(f'tag_{i}' for i in tags)}) {more}*" if parts["at_once"] else more
+    count = "" if parts["at_once"] else "+" if parts["at_least_one"] else "*"
+    rules = [f"start: {start}{count} FREE", r"FREE: /(.|\n)*/"]
+    for i, tag in enumerate(parts["tags"]):
+        trigger = next(t for t in parts["triggers"] if tag["begin"].startswith(t))
+        after = literal(tag["begin"][len(trigger) :]) if tag["begin"] != trigger else ""
+        end = literal(tag["end"]) if tag["end"] else ""
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
-        rules.append(f"tag_{i}: open_{i} " + " ".join(body))
+        rules.append(f"body_{i}: {_json(tag['schema'], whitespace)} {end}")
+        rules.append(f"free_{i}: open_{i} {after} body_{i}")
+        if parts["at_once"]:
+            rules.append(f"tag_{i}: {literal(tag['begin'])} body_{i}")
     return "\n".join(rules)
 
 
@@ -263,7 +213,7 @@ class LLGuidanceBackend:
         encode = v.encoder.encode if self.canonical else None
         return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names, encode)
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
 
         Raises

@@ -12,7 +12,7 @@ from .forced import forced_text
 
 if TYPE_CHECKING:
     from .backend import GrammarBackend
-    from .spec import GrammarSpec
+    from .spec import Spec
 
 __all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher", "row_limit"]
 
@@ -39,7 +39,7 @@ class CompiledGrammar:
 
     pace: Any = None
 
-    def __init__(self, backend: GrammarBackend, spec: GrammarSpec, native: Any, nbytes: int):
+    def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
         self.backend = backend
         self.spec = spec
         self.native = native

@@ -14,17 +14,18 @@ from graft.cudagraph.errors import OptionError
 
 from .errors import GrammarError
 from .matcher import CompiledGrammar
+from .resolve import resolved
 from .schema.enforcement import available_backends
-from .spec import GrammarSpec
+from .spec import Spec
 
 __all__ = ["Routing"]
 
 _KEPT = 256  # answers kept, so that a schema seen before is routed in microseconds
-Submit = Callable[[GrammarSpec], "Future[CompiledGrammar]"]
+Submit = Callable[[Spec], "Future[CompiledGrammar]"]
 
 
 class Routing:
-    """Answers `GrammarSpec.resolved` on one daemon thread, and keeps the answers.
+    """Answers `graft.grammar.resolve` on one daemon thread, and keeps the answers.
 
     Parameters
     ----------
@@ -54,14 +55,14 @@ class Routing:
         self._ebnf = choice == "auto" and "xgrammar" in installed  # whose notation it is
         self._compiling = threading.Lock()
         self._lock = threading.Lock()  # guards the three below
-        self._answers: OrderedDict[GrammarSpec, GrammarSpec | GrammarError] = OrderedDict()
+        self._answers: OrderedDict[Spec, Spec | GrammarError] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CompiledGrammar]] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[Spec, Future[CompiledGrammar]] | None] = (
             queue.SimpleQueue()
         )
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar; it raises ``GrammarError`` if the router refuses."""
         if self._ebnf and spec.kind == "ebnf" and not spec.backend:
             return self._compile(replace(spec, backend="xgrammar"))
@@ -74,7 +75,7 @@ class Routing:
             if answer is None and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="graft-route", daemon=True)
                 self._thread.start()
-        if isinstance(answer, GrammarSpec):
+        if isinstance(answer, Spec):
             return self._compile(answer)
         future: Future[CompiledGrammar] = Future()
         future.set_running_or_notify_cancel()
@@ -93,7 +94,7 @@ class Routing:
             self._jobs.put(None)
             thread.join()
 
-    def _compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def _compile(self, spec: Spec) -> Future[CompiledGrammar]:
         with self._compiling:
             return self._submit(spec)
 
@@ -107,10 +108,10 @@ class Routing:
             except Exception as error:  # whoever asked is told, and this thread lives on
                 future.set_exception(error)
 
-    def _resolve(self, spec: GrammarSpec) -> GrammarSpec:
+    def _resolve(self, spec: Spec) -> Spec:
         """The answer, kept for the next one who asks."""
         try:
-            answer: GrammarSpec | GrammarError = spec.resolved(self._choice)
+            answer: Spec | GrammarError = resolved(spec, self._choice)
         except GrammarError as error:
             answer = error
         with self._lock:

@@ -14,7 +14,7 @@ from .compile import CompileService
 from .disk_cache import DiskCache
 from .matcher import CompiledGrammar
 from .routing import Routing
-from .spec import GrammarSpec
+from .spec import Spec
 from .vocabulary import Vocabulary
 
 __all__ = ["GrammarService"]
@@ -54,7 +54,7 @@ class GrammarService:
         What the grammars are compiled for.
     choice
         Default backend: a name, or a callable that makes one for the vocabulary. ``"auto"`` routes
-        JSON schemas (`GrammarSpec.resolved`), gives EBNF to XGrammar, whose notation it is, and the
+        JSON schemas (`graft.grammar.resolve`), gives EBNF to XGrammar, whose notation it is, and the
         rest to the first backend installed.
     native
         Whether matchers have a side that runs without the GIL.
@@ -111,7 +111,7 @@ class GrammarService:
             timeout_s=self._timeout_s,
         )  # fmt: skip
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, as `CompileService.submit`; not for several threads.
 
         Raises
@@ -121,7 +121,7 @@ class GrammarService:
         """
         return self._routing.submit(spec)
 
-    def _compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def _compile(self, spec: Spec) -> Future[CompiledGrammar]:
         return (self._named(spec.backend) if spec.backend else self._default).submit(spec)
 
     def counters(self) -> dict[str, dict[str, int]]:

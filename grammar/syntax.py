@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
+from .compile_child import read_native
+from .compile_risk import risk
 from .errors import GrammarError, clean_message
-from .schema.enforcement import BACKENDS, parser_limits
-
-if TYPE_CHECKING:
-    from .spec import GrammarSpec
+from .llguidance import grammar_text, objection
+from .resolve import resolved
+from .schema.rewrite.strings import ecma_pattern
+from .schema.terms import Cannot
+from .schema.trial import parser_limits
+from .spec import Spec
+from .xgrammar import library
 
 __all__ = ["check_syntax"]
 
 
-def check_syntax(spec: GrammarSpec) -> GrammarSpec:
-    """The specification, if some installed backend can read it; takes about a millisecond.
+def check_syntax(spec: Spec) -> None:
+    """Refuses a grammar that no installed backend can read; takes about a millisecond.
 
     What XGrammar might run away with is not asked of it here (`compile_risk`): such a grammar is
     read when it is compiled, in a process that can be killed.
@@ -25,19 +29,14 @@ def check_syntax(spec: GrammarSpec) -> GrammarSpec:
     GrammarError
         With the reason, if every backend in question refuses the grammar.
     """
-    names = [spec.backend] if spec.backend else list(BACKENDS)
-    asked = {"llguidance": _llguidance, "xgrammar": _xgrammar}
-    said = {name: asked[name](spec) for name in names if importlib.util.find_spec(name)}
-    if said and all(said.values()):
-        first = said.get("xgrammar" if spec.kind in ("ebnf", "regex") else "llguidance")
-        raise GrammarError(f"{spec.kind}: {first or next(iter(said.values()))}")
-    return spec
+    asked = [_xgrammar, _llguidance] if spec.kind == "ebnf" else [_llguidance, _xgrammar]
+    said = [ask(spec) for ask in asked if importlib.util.find_spec(ask.__name__[1:])]
+    if said and all(said):
+        raise GrammarError(f"{spec.kind}: {said[0]}")
 
 
-def _llguidance(spec: GrammarSpec) -> str:
-    from llguidance import LLMatcher
-
-    from .llguidance import grammar_text, objection
+def _llguidance(spec: Spec) -> str:
+    from llguidance import LLMatcher  # the wheel, where it is installed
 
     try:
         text = grammar_text(spec)
@@ -47,15 +46,16 @@ def _llguidance(spec: GrammarSpec) -> str:
     return objection("\n".join(messages), spec.kind) or "is refused" if failed else ""
 
 
-def _xgrammar(spec: GrammarSpec) -> str:
-    from .compile_child import read_native
-    from .compile_risk import risk
-    from .xgrammar import library
-
+def _xgrammar(spec: Spec) -> str:
     try:
-        spec = spec.resolved("xgrammar")
+        spec = resolved(spec, "xgrammar")
     except GrammarError as error:
         return str(error).removeprefix("structural tag ")
+    if spec.kind == "regex":
+        try:
+            ecma_pattern(spec.text)  # XGrammar reads more than it compiles
+        except Cannot as error:
+            return error.why
     if spec.kind != "lark" and risk(spec):
         return ""
     try:

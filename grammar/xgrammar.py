@@ -14,7 +14,8 @@ from .compile_child import compile_native, register_types, tokenizer_info
 from .errors import GrammarError, clean_message
 from .marker import marked
 from .matcher import CompiledGrammar, Matcher
-from .spec import GrammarSpec
+from .resolve import resolved
+from .spec import Spec
 from .vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "library", "probe"]
@@ -98,7 +99,7 @@ class XGrammarBackend:
         )
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread, in this process.
 
         Raises
@@ -112,16 +113,16 @@ class XGrammarBackend:
             raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
         return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
-    def request(self, spec: GrammarSpec) -> tuple[Any, ...]:
+    def request(self, spec: Spec) -> tuple[Any, ...]:
         """The arguments of ``compile_native`` after the vocabulary."""
-        spec = spec.resolved("xgrammar")  # refuses what would be ignored
-        return (spec.kind, spec.text, spec.root, spec.any_whitespace, spec.strict is not False)
+        spec = resolved(spec, "xgrammar")  # refuses what would be ignored
+        return (spec.kind, spec.text, spec.root, spec.whitespace, spec.strict is not False)
 
     def dump(self, compiled: CompiledGrammar) -> str:
         """The grammar as JSON text, several times its size in memory."""
         return str(compiled.native.serialize_json())
 
-    def load(self, spec: GrammarSpec, text: str) -> CompiledGrammar:
+    def load(self, spec: Spec, text: str) -> CompiledGrammar:
         """A grammar that another process compiled for an equal vocabulary, from its JSON text."""
         native = self._types.CompiledGrammar.deserialize_json(text, self._info)
         return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.errors import RequestError
 
 #: Finish reasons, in the order of the REASON_* codes of cudagraph/kernels/graft.cuh.

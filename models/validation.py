@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.judge import Judge
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer

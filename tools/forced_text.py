@@ -21,7 +21,7 @@ from tqdm import tqdm
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backend import GrammarBackend
 from graft.grammar.llguidance import LLGuidanceBackend
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.engine import Engine
 from graft.models.request import Output, Request

@@ -2,7 +2,7 @@
 
 Every schema comes with instances labelled valid and invalid. A schema is *right* if it compiles,
 every valid instance is accepted and every invalid one rejected; only schemas with instances count.
-``auto`` is graft's router; the others are the stock Python APIs in the same run. Each schema is
+``auto`` is graft's router with keys in the schema's order, ``auto-any`` in any; the others are the stock Python APIs in the same run. Each schema is
 tried in a child process under a time limit, so that a crash or a runaway costs one row. Usage::
 
     python -m graft.tools.grammar_bench ../shared/data/maskbench \\
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                      "pointer": a.get("pointer", ""), "why": a["why"][:160]}
                     for row, a in zip(rows, found, strict=True) if verdict(a) != "right"
                 ]
-                for name, found in answers.items() if name == "auto"
+                for name, found in answers.items() if name.startswith("auto")
             },
         }  # fmt: skip
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -24,15 +24,18 @@ from graft.grammar.backend import make_backend
 from graft.grammar.compile_child import receive, send
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import Matcher
-from graft.grammar.schema.enforcement import available_backends, subschemas
+from graft.grammar.schema.enforcement import available_backends
+from graft.grammar.schema.options import KeyOrder, Whitespace
 from graft.grammar.schema.router import route
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.schema.terms import subschemas
+from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["SUBJECTS", "Refused", "try_row"]
 
-#: What can be measured: the stock Python APIs, and graft's router with what it chooses.
-SUBJECTS = ("llguidance", "xgrammar", "xgrammar-loose", "auto")
+#: What can be measured: the stock Python APIs, and graft's router with what it chooses, with keys
+#: in the schema's order and in any.
+SUBJECTS = ("llguidance", "xgrammar", "xgrammar-loose", "auto", "auto-any")
 _FILLED_TOKENS = 3000  # masks filled and timed per schema
 _SEARCH_S = 1.0  # time for finding another order of an instance's keys; it is only counted
 
@@ -147,19 +150,24 @@ class _XgrammarMatching:
 class _Auto:
     """graft's router and backends; what cannot be enforced exactly is taken loosely and marked."""
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: Vocabulary, key_order: KeyOrder):
+        self._key_order = key_order
         self._backends = {name: make_backend(name, vocabulary) for name in available_backends()}
         self._mask = np.zeros(vocabulary.words, np.int32)
 
     def compile(self, schema: Any, compact: bool, draft: int = 2020) -> tuple[Compiled, Any]:
-        found = route(schema, tuple(self._backends), draft=draft)
+        whitespace: Whitespace = "any" if compact else "line"
+        found = route(
+            schema, tuple(self._backends), draft=draft, key_order=self._key_order,
+            whitespace=whitespace,
+        )  # fmt: skip
         if found.backend is None:
             raise Refused(found.refusal())
         backend = self._backends[found.backend]
         spec = GrammarSpec(
-            "json_schema", json.dumps(found.schema, ensure_ascii=False), any_whitespace=compact,
+            "json_schema", json.dumps(found.schema, ensure_ascii=False), whitespace=whitespace,
             strict=found.backend == "xgrammar", partial=not found.exact, backend=found.backend,
-            key_order=found.key_order,
+            rules=found.rules,
         )  # fmt: skip
         compiled = backend.compile(spec)
         return lambda: _GraftMatching(backend.matcher(compiled), self._mask), found
@@ -183,8 +191,8 @@ class _GraftMatching:
 
 
 def _subject(name: str, vocabulary: Vocabulary, path: str) -> Any:
-    if name == "auto":
-        return _Auto(vocabulary)
+    if name in ("auto", "auto-any"):
+        return _Auto(vocabulary, "any" if name == "auto-any" else "schema")
     if name == "llguidance":
         return _Llguidance(vocabulary, path)
     return _Xgrammar(vocabulary, strict=name == "xgrammar")

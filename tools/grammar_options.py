@@ -12,8 +12,8 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.router import KEY_ORDERS
-from graft.grammar.spec import GrammarSpec, StructuralTag
+from graft.grammar.schema.options import KEY_ORDERS
+from graft.grammar.statement import GrammarSpec, StructuralTag
 
 __all__ = [
     "BACKEND_CHOICES", "GRAMMARS", "GRAMMAR_KEYS", "add_grammar_arguments", "given_grammar",

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.decoder import LEGALITIES
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.models.timing import RoundTiming

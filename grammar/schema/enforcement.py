@@ -1,77 +1,72 @@
-"""What each grammar backend makes of a JSON schema, before anything is compiled for a model.
+"""What becomes of each JSON schema keyword in the hands of each backend, left to itself.
 
-``ENFORCEMENT`` is the knowledge by keyword; `trial` asks LLGuidance itself (its schema compiler
-needs no vocabulary and takes about a millisecond); `schema_audit` knows XGrammar.
+LLGuidance refuses what it does not know, and is asked (`trial`). XGrammar drops much without a
+word: it looks at the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``, ``allOf`` and
+``type`` that a schema has and takes only the keywords that belong to it. Hence the knowledge here.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import re
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from .terms import Reason, escape, word_set
-from ..schema_audit import unenforced_keywords
+from ..judge import found_in
+from .terms import Reason, kinds_of, meet, subschemas, word_set
 
 __all__ = [
-    "BACKENDS", "ENFORCEMENT", "Finding", "available_backends", "compile_cost", "parser_limits",
-    "preflight", "refusals", "trial", "trial_lark", "unsatisfiable",
+    "BACKENDS", "KEYWORDS", "LOOSE", "Treatment", "available_backends", "compile_cost", "ignored",
+    "xgrammar_refusals",
 ]  # fmt: skip
 
-Level = Literal["exact", "loose", "refused"]
+Level = Literal["exact", "loose", "dropped", "refused"]
 
 #: Backends in order of preference: LLGuidance compiles in a millisecond and refuses what it does
 #: not know; XGrammar precompiles masks, which string and array bounds can make very slow.
 BACKENDS = ("llguidance", "xgrammar")
 
-_BOTH = """type enum const properties required additionalProperties items minItems maxItems
-    minLength maxLength pattern minimum maximum exclusiveMinimum exclusiveMaximum anyOf $ref"""
-_COUNTS = "minProperties maxProperties"
-_NEVER = """not if then else dependencies dependentRequired dependentSchemas contains minContains
-    maxContains unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef uniqueItems"""
 
-#: How each backend by itself treats a keyword. What the router rewrites is exact all the same.
-ENFORCEMENT: dict[str, dict[Level, frozenset[str]]] = {
-    "llguidance": {
-        "exact": word_set(_BOTH + " multipleOf prefixItems additionalItems allOf"),
-        "loose": word_set("format contentEncoding contentMediaType"),
-        "refused": word_set(_NEVER + " oneOf propertyNames patternProperties " + _COUNTS),
-    },
-    "xgrammar": {
-        "exact": word_set(_BOTH),
-        "loose": word_set(
-            _NEVER + " oneOf allOf format multipleOf propertyNames patternProperties prefixItems "
-            "additionalItems contentEncoding contentMediaType " + _COUNTS
-        ),
-        "refused": frozenset(),
-    },
+class Treatment(NamedTuple):
+    """How each backend by itself treats a keyword; the router may rewrite it all the same.
+
+    ``loose``: violations may get through without a word; ``dropped``: they do.
+    """
+
+    llguidance: Level
+    xgrammar: Level
+
+
+KEYWORDS: dict[str, Treatment] = {
+    keyword: Treatment(llguidance, xgrammar)
+    for llguidance, xgrammar, keywords in (
+        ("exact", "exact", """type enum const properties required additionalProperties items
+            minItems maxItems minLength maxLength pattern minimum maximum exclusiveMinimum
+            exclusiveMaximum anyOf $ref"""),
+        ("exact", "loose", "multipleOf prefixItems additionalItems allOf"),
+        ("loose", "loose", "format contentEncoding contentMediaType"),
+        ("refused", "loose", """oneOf propertyNames patternProperties minProperties maxProperties
+            uniqueItems unevaluatedItems unevaluatedProperties then else minContains
+            maxContains"""),
+        ("refused", "dropped", """not if dependencies dependentRequired dependentSchemas contains
+            $dynamicRef $recursiveRef"""),
+    )
+    for keyword in keywords.split()
+}  # fmt: skip
+
+#: Keywords that XGrammar may enforce in part only.
+LOOSE = frozenset(keyword for keyword, by in KEYWORDS.items() if by.xgrammar != "exact")
+
+_DROPPED = frozenset(keyword for keyword, by in KEYWORDS.items() if by.xgrammar == "dropped")
+_NO_MEANING_ALONE = word_set("format contentEncoding contentMediaType minContains maxContains")
+_ASSERTIONS = KEYWORDS.keys() - _DROPPED - _NO_MEANING_ALONE - word_set("then else uniqueItems")
+_DISPATCH = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_MAKES = {
+    "object": word_set("properties additionalProperties unevaluatedProperties"),
+    "array": word_set("items prefixItems unevaluatedItems"),
 }
-_MAPS = word_set("properties patternProperties $defs definitions dependentSchemas")
-_PARTS = word_set(
-    """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
-    contains not if then else unevaluatedItems unevaluatedProperties dependencies"""
-)
+_OLD_DRAFT = re.compile(r"draft-0[3467]")
 _LARGE = 512  # XGrammar spells bounds out: beyond this its compile takes seconds
-_KEYWORD_OF = (
-    (r"Unknown format", "format"),
-    (r"range: min=None", "maximum"),
-    (r"float range|integer range", "minimum"),
-    (r"patternPropert", "patternProperties"),
-    (r"regex|lookaround", "pattern"),
-    (r"Resource|Anchor|circular references|Pointer|not found", "$ref"),
-    (r"oneOf", "oneOf"),
-    (r"min/maxProperties", "minProperties"),
-)
-
-
-class Finding(NamedTuple):
-    """One keyword of a schema and how a backend by itself treats it."""
-
-    pointer: str
-    keyword: str
-    level: Level
 
 
 def available_backends() -> tuple[str, ...]:
@@ -82,41 +77,19 @@ def available_backends() -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def preflight(schema: Any, backend: str) -> list[Finding]:
-    """Every asserting keyword with how the backend treats it when given the schema as it stands.
-
-    ``loose`` means that the backend may let violations through, ``refused`` that it may refuse the
-    schema for it: what a keyword's value decides is decided for the worse here.
-    """
-    table = ENFORCEMENT[backend]
-    return [
-        Finding(pointer, keyword, level)
-        for pointer, part in subschemas(schema)
-        for keyword in part
-        for level, keywords in table.items()
-        if keyword in keywords
-    ]
-
-
-def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
-    """Every subschema that is an object, with its pointer; parents come first."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    pending = [(at, schema)]
-    while pending:
-        here, part = pending.pop()
-        if not isinstance(part, dict):
+def ignored(schema: Any) -> list[Reason]:
+    """Keywords that XGrammar would drop without a word, as far as is known."""
+    old = isinstance(schema, dict) and bool(_OLD_DRAFT.search(str(schema.get("$schema", ""))))
+    dropped: list[str] = []
+    found = []
+    for pointer, part in subschemas(schema):
+        if pointer.startswith(tuple(dropped)):
             continue
-        found.append((here, part))
-        for keyword, value in part.items():
-            steps: list[tuple[Any, Any]] = []
-            if isinstance(value, dict) and keyword in _MAPS:
-                steps = list(value.items())
-            elif isinstance(value, list) and keyword in _PARTS:
-                steps = list(enumerate(value))
-            elif keyword in _PARTS:
-                pending.append((f"{here}/{escape(keyword)}", value))
-            base = f"{here}/{escape(keyword)}"
-            pending += [(f"{base}/{escape(step)}", value) for step, value in reversed(steps)]
+        dropped += [f"{pointer}/{keyword}" for keyword in _DROPPED & part.keys()]
+        found += [
+            Reason(pointer, what.split(" ")[0], f"XGrammar ignores {what}")
+            for what in _ignored(part, old)
+        ]
     return found
 
 
@@ -130,67 +103,21 @@ def compile_cost(schema: Any) -> list[Reason]:
     ]
 
 
-@functools.cache
-def parser_limits() -> Any:
-    """LLGuidance's limits as the native worker sets them (see ``native/guide/llguidance_abi``)."""
-    from llguidance import LLParserLimits  # type: ignore[import-not-found, unused-ignore]
-
-    return LLParserLimits(initial_lexer_fuel=10**7, step_lexer_fuel=10**7)
-
-
-@functools.cache
-def _llguidance() -> tuple[Any, Any]:
-    """LLGuidance's matcher class, and limits for questions that may stay without an answer."""
-    from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
-
-    return LLMatcher, LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=50_000)
-
-
-def trial(schema: Any, *, lenient: bool = False) -> str:
-    """LLGuidance's objection to a schema, empty if it takes it."""
-    matcher, small = _llguidance()
-    document = {} if schema is True else {"not": {}} if schema is False else schema
-    options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
-    text = matcher.grammar_from_json_schema(json.dumps(document), overrides=options)
-    limits = small if lenient else parser_limits()
-    failed, messages = matcher.validate_grammar_with_warnings(text, limits=limits)
-    return messages[0].split("\n")[0] if failed else ""
-
-
-def trial_lark(rules: str) -> str:
-    """LLGuidance's objection to a Lark grammar, empty if it takes it."""
-    matcher, _ = _llguidance()
-    text = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
-    failed, messages = matcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    return messages[0].split("\n")[0] if failed else ""
-
-
-def unsatisfiable(schema: dict[str, Any]) -> bool:
-    """Whether LLGuidance proves that nothing fits; what it does not know counts as fitting."""
-    return trial(schema, lenient=True).startswith("Unsatisfiable")
-
-
-def refusals(schema: Any, backend: str) -> list[Reason]:
-    """Why a backend cannot enforce a schema exactly as it stands; empty if it can."""
-    if backend == "xgrammar":
-        return _xgrammar_refusals(schema)
-    objection = trial(schema)
-    return [_located(schema, objection)] if objection else []
-
-
-def _xgrammar_refusals(schema: Any) -> list[Reason]:
-    found = []
-    for line in unenforced_keywords(schema):
-        pointer, _, why = line.partition(": ")
-        found.append(Reason(pointer, why.split(" ")[0], f"XGrammar ignores {why}"))
-    for finding in preflight(schema, "xgrammar"):
-        if finding.level == "loose":
-            why = "XGrammar enforces it loosely or not at all"
-            found.append(Reason(finding.pointer, finding.keyword, why))
+def xgrammar_refusals(schema: Any) -> list[Reason]:
+    """Why XGrammar cannot be trusted with a schema as it stands; empty if it can."""
+    found = ignored(schema)
     for pointer, part in subschemas(schema):
+        for keyword in part:
+            if keyword in LOOSE - _DROPPED:
+                why = "XGrammar enforces it loosely or not at all"
+                found.append(Reason(pointer, keyword, why))
         target = part.get("$ref")
-        if isinstance(target, str) and not target.startswith("#"):
-            found.append(Reason(pointer, "$ref", f"{target!r} is not in this schema"))
+        if isinstance(target, str) and target != "#" and not target.startswith("#/"):
+            found.append(Reason(pointer, "$ref", f"{target!r} is no pointer into this schema"))
+        for keyword, patterns in (("pattern", [part.get("pattern", "")]),
+                                  ("patternProperties", part.get("patternProperties", ()))):
+            if not all(map(_plain, patterns)):
+                found.append(Reason(pointer, keyword, "XGrammar may read it in another way"))
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             bound = part.get(keyword)
             if isinstance(bound, (int, float)) and abs(bound) >= 2**63:
@@ -198,28 +125,69 @@ def _xgrammar_refusals(schema: Any) -> list[Reason]:
     return found + compile_cost(schema)
 
 
-def _located(schema: Any, objection: str) -> Reason:
-    """The innermost subschema that alone meets the same objection."""
-    if objection.startswith("Unsatisfiable"):
-        return Reason("#", "schema", f"allows no output ({objection})")
-    keyword = _keyword_of(objection)
-    shared = {
-        key: schema[key] for key in ("$schema", "$id", "id", "$defs", "definitions")
-        if isinstance(schema, dict) and key in schema
-    }  # fmt: skip
-    place = "#"
-    for pointer, part in subschemas(schema)[:400]:
-        inside = pointer == place or pointer.startswith(place + "/")
-        if inside and keyword in part and trial({**shared, **part}) == objection:
-            place = pointer
-    return Reason(place, keyword, objection)
+def _plain(pattern: str) -> bool:
+    """Whether a pattern is one that Python reads too."""
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
-def _keyword_of(objection: str) -> str:
-    named = re.search(r"(?:keys: \[\"|for ')([$A-Za-z]+)", objection)
-    if named:
-        return named[1]
-    for pattern, keyword in _KEYWORD_OF:
-        if re.search(pattern, objection):
-            return keyword
-    return "schema"
+def _ignored(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
+    yield from sorted(_DROPPED & schema.keys())
+    if schema.get("uniqueItems") is True:
+        yield "uniqueItems"
+    beside = _ASSERTIONS & schema.keys()
+    chosen = next((keyword for keyword in _DISPATCH if keyword in schema), None)
+    if chosen is not None:
+        # Before draft 2019-09 the standard itself ignores what stands beside $ref.
+        if not (chosen == "$ref" and old_draft):
+            for keyword in sorted(beside - {chosen}):
+                if not (keyword == "type" and _same_type(schema, chosen)):
+                    yield f"{keyword} beside {chosen}"
+        return
+    kinds = {kind for kind, keywords in _MAKES.items() if keywords & schema.keys()}
+    if "type" not in schema and not kinds:
+        yield from (f"{keyword} without type" for keyword in sorted(beside))
+    elif "object" in (kinds_of(schema) if "type" in schema else kinds):
+        yield from _ignored_of_object(schema)
+
+
+def _same_type(schema: dict[str, Any], chosen: str) -> bool:
+    """Whether ``type`` says nothing that the chosen keyword does not say already."""
+    kinds = kinds_of({"type": schema["type"]})
+    if chosen in ("const", "enum"):
+        values = [schema["const"]] if chosen == "const" else schema["enum"]
+        return isinstance(values, list) and all(_is_a(value, kinds) for value in values)
+    parts = schema[chosen]
+    return isinstance(parts, list) and all(
+        isinstance(part, dict) and "type" in part and kinds_of(part) <= kinds for part in parts
+    )
+
+
+def _is_a(value: Any, kinds: frozenset[str]) -> bool:
+    own = kinds_of({"const": value})
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return bool(meet(own, kinds)) and (whole or "integer" not in kinds or own != {"number"})
+
+
+def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
+    properties = schema.get("properties")
+    names = set(properties) if isinstance(properties, dict) else set()
+    required = schema.get("required")
+    missing = sorted(set(required) - names) if isinstance(required, list) else []
+    if missing:
+        yield f"required {missing[0]!r}, which is not in properties"
+    if names and "propertyNames" in schema:
+        yield "propertyNames beside properties"
+    patterns = schema.get("patternProperties")
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        try:
+            matched = sorted(name for name in names if found_in(pattern, name))
+        except re.error:
+            matched = sorted(names)
+        if matched:
+            yield f"patternProperties {pattern!r} for the property {matched[0]!r}"
+    if "unevaluatedProperties" in schema and "additionalProperties" not in schema:
+        yield "unevaluatedProperties"

@@ -5,32 +5,26 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import GrammarError
-from ..judge import check_output
-from .any_order.key_order import has_key_orders, in_any_order
-from .enforcement import (
-    BACKENDS,
-    available_backends,
-    compile_cost,
-    refusals,
-    subschemas,
-    unsatisfiable,
-)
+from .any_order import in_any_order
+from .enforcement import BACKENDS, available_backends, compile_cost, xgrammar_refusals
+from .options import KeyOrder, Whitespace, check_options
 from .rewrite.rewriter import Rewritten, rewrite
-from .terms import Reason
+from .terms import Reason, has_orders, subschemas
+from .trial import objections, unsatisfiable
+from .wellformed import check_schema
 
-__all__ = ["KEY_ORDERS", "Reason", "Route", "check_output", "route", "route_named"]
-
-#: ``"any"``, or ``"schema"``: as the schema lists its properties.
-KEY_ORDERS = ("any", "schema")
+__all__ = ["NOT_COMPACT", "Route", "refusal", "route", "route_named"]
 
 _MOST_REASONS = 20
 _LONGEST_LOOSE = 30_000  # characters; XGrammar takes seconds for some longer ones
 _EMPTY = "allows no output"
+NOT_COMPACT = "XGrammar writes spaces where a schema leaves the value free"
+_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 
 
 @dataclass(frozen=True)
@@ -46,31 +40,29 @@ class Route:
         ``exact``, the parts named in ``reasons`` are missing.
     exact
         Whether every text that can be produced is one of a value that satisfies the schema.
-    key_order
-        ``"any"`` if the grammar for ``schema`` takes the keys of its objects in any order, but for
-        what is ``narrowed``; ``"schema"`` if only as the schema lists them, named ones first.
+    rules
+        A Lark grammar to give to LLGuidance instead; empty: the schema does.
     reasons
         Why it is not exact: JSON pointer, keyword, why.
     rewritten
         What was rewritten, in the same form.
     narrowed
         What is said here is all that an exact route leaves out: texts of values that satisfy the
-        schema and are not produced, in the same form. Options of a ``oneOf`` may overlap in ways
-        that have no exact form, and texts stay clear of the overlap; keys in any order may have
-        been asked for and be beyond the backend. Empty: every value that satisfies the schema can
-        be produced, with its keys in every order that was asked for.
+        schema and are not produced, in the same form. Keys come in one order, or should come in any
+        and cannot; options of a ``oneOf`` may overlap in ways that have no exact form, and texts
+        stay clear of the overlap. Empty: every value that satisfies the schema can be produced.
     ordered
         The part of ``narrowed`` that is about keys.
     spelling
-        Where a value has several spellings of which one is produced, in the same form: ``2`` and
-        not ``2.0``. (Everywhere: white space as the grammar lays it out, and escapes in strings
+        Where a value has several spellings of which some are not produced, in the same form: ``2``
+        and not ``2.0``. (Everywhere: white space as the grammar lays it out, and escapes in strings
         only where JSON needs them.)
     """
 
     backend: str | None
     schema: Any
     exact: bool
-    key_order: str = "any"
+    rules: str = ""
     reasons: tuple[Reason, ...] = ()
     rewritten: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
@@ -79,14 +71,20 @@ class Route:
 
     def refusal(self) -> str:
         """The reasons as one sentence."""
-        named = "; ".join(str(reason) for reason in self.reasons[:5])
-        more = len(self.reasons) - 5
-        return f"cannot be enforced: {named}" + (f"; and {more} more" if more > 0 else "")
+        return refusal(self.reasons)
+
+
+def refusal(reasons: Sequence[Reason]) -> str:
+    """Why a schema is refused, as one sentence."""
+    named = "; ".join(map(str, reasons[:5]))
+    more = len(reasons) - 5
+    return f"cannot be enforced: {named}" + (f"; and {more} more" if more > 0 else "")
 
 
 def route(
-    schema: Any, backends: Sequence[str] | None = None, *, draft: int = 2020,
-    key_order: str = "any",
+    schema: Any, backends: Iterable[str] | None = None, *, draft: int = 2020,
+    key_order: KeyOrder = "schema", whitespace: Whitespace = "line",
+    assert_formats: bool | None = None,
 ) -> Route:  # fmt: skip
     """Find the backend that enforces a schema exactly, or the one that comes closest.
 
@@ -98,8 +96,8 @@ def route(
         Names of the backends to choose from, best first; default: those installed.
     draft
         Draft of schemas that do not name theirs: 3, 4, 6, 7, 2019 or 2020.
-    key_order
-        Asked-for order of the keys of objects: ``"any"`` or ``"schema"``.
+    key_order, whitespace, assert_formats
+        As in `GrammarSpec`.
 
     Returns
     -------
@@ -110,58 +108,59 @@ def route(
     Raises
     ------
     GrammarError
-        If no backend is given, or one or the order of keys is unknown.
+        If this is no schema or one of nothing, no backend is given, or an option is unknown.
     """
-    if key_order not in KEY_ORDERS:
-        raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
+    check_options(key_order, whitespace, assert_formats)
     names = available_backends() if backends is None else tuple(backends)
-    unknown = [name for name in names if name not in ("llguidance", "xgrammar")]
-    if unknown or not names:
+    if not names or set(names) - set(BACKENDS):
         raise GrammarError(
-            f"router: backends are {list(names)}; needs some of llguidance and xgrammar"
+            f"router: backends are {list(names)}; needs some of {' and '.join(BACKENDS)}"
         )
+    check_schema(schema)
     oracle = unsatisfiable if "llguidance" in names else None
-    new = rewrite(schema, draft=draft, oracle=oracle)
+    new = rewrite(schema, draft=draft, oracle=oracle, assert_formats=assert_formats)
     attempts = [
-        _llguidance(new)
-        if name == "llguidance"
-        else _xgrammar(schema, new.schema, new.lost)
+        _llguidance(new) if name == "llguidance"
+        else _xgrammar(schema, new.schema, new.lost, whitespace == "compact")
         for name in names
-    ]
+    ]  # fmt: skip
     best = min(attempts, key=lambda attempt: (not attempt.exact, attempt.backend is None))
     empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
     if empty:  # proved by one backend, whatever another would let through
         best = empty[0]
-    order: str = key_order
-    kept: tuple[Reason, ...] = ()
-    if key_order == "any" and best.backend is not None:
-        order, kept = _orders(best)
+    rules, ordered = "", ()
+    if key_order == "any" and best.backend == "llguidance":
+        rules, ordered = in_any_order(best.schema, whitespace)
+    elif best.backend is not None:
+        ordered = _one_order(best.schema)
     return Route(
-        best.backend, best.schema, best.exact, order, best.reasons[:_MOST_REASONS], new.changed,
-        new.narrowed + kept, kept, tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
+        best.backend, best.schema, best.exact, rules, best.reasons[:_MOST_REASONS], new.changed,
+        new.narrowed + ordered, ordered,
+        tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
     )
 
 
-def _orders(found: Route) -> tuple[str, tuple[Reason, ...]]:
-    """The order of keys that can be had, and where it is not any."""
-    if found.backend == "llguidance":
-        orders = in_any_order(json.dumps(found.schema, ensure_ascii=False), False)
-        return "any" if orders.rules or not orders.kept else "schema", orders.kept
-    if not has_key_orders(found.schema):
-        return "schema", ()
-    why = "XGrammar writes keys in the schema's order only"
-    return "schema", (Reason("#", "properties", why),)
+def _one_order(schema: Any) -> tuple[Reason, ...]:
+    """Whether objects that fit could have their keys in another order."""
+    if any(has_orders(part) for _, part in subschemas(schema)):
+        return (Reason("#", "properties", "keys come in the schema's order only"),)
+    return ()
 
 
 def _spelled_once(schema: Any) -> Iterator[Reason]:
-    """Where numbers have one spelling."""
+    """Where numbers have fewer spellings than JSON has."""
     for pointer, part in subschemas(schema):
         kind = part.get("type")
         if kind == "integer" or (isinstance(kind, list) and "integer" in kind):
-            yield Reason(pointer, "type", "integers are written without a fraction")
+            yield Reason(pointer, "type", "integers are written without a fraction or exponent")
+        elif _BOUNDS & part.keys():
+            keyword = min(_BOUNDS & part.keys())
+            yield Reason(pointer, keyword, "numbers are written without an exponent, 0 without -")
+        if isinstance(part.get("multipleOf"), float):
+            yield Reason(pointer, "multipleOf", "multiples have as many digits as the divisor")
         for keyword in ("const", "enum"):
             if keyword in part and _has_number(part[keyword]):
-                yield Reason(pointer, keyword, "whole numbers are written without a fraction")
+                yield Reason(pointer, keyword, "numbers are written in one way")
 
 
 def _has_number(value: Any) -> bool:
@@ -170,24 +169,24 @@ def _has_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def route_named(schema: Any, backend: str, key_order: str = "any") -> Route:
+def route_named(schema: Any, backend: str, **options: Any) -> Route:
     """`route` by the name a user gives: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
 
     Raises
     ------
     GrammarError
-        If the name is unknown, or that backend is not installed.
+        As `route`, and if the name is unknown, or that backend is not installed.
     """
     available = available_backends()
     if backend == "auto":
-        return route(schema, available, key_order=key_order)
+        return route(schema, available, **options)
     if backend not in BACKENDS:
         raise GrammarError(
             f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
         )
     if backend not in available:
         raise GrammarError(f"grammar backend {backend!r} is not available here")
-    return route(schema, (backend,), key_order=key_order)
+    return route(schema, (backend,), **options)
 
 
 def _llguidance(new: Rewritten) -> Route:
@@ -198,7 +197,7 @@ def _llguidance(new: Rewritten) -> Route:
     if schema is True:
         schema = {}
     loose = schema
-    while found := refusals(loose, "llguidance"):
+    while found := objections(loose):
         reasons += found
         reason = found[0]
         if loose is schema:
@@ -213,14 +212,16 @@ def _llguidance(new: Rewritten) -> Route:
     return Route("llguidance", loose, not reasons, reasons=tuple(reasons))
 
 
-def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...]) -> Route:
+def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...], compact: bool) -> Route:
     """With XGrammar, which is trusted only with keywords that it is known to enforce."""
     if schema is False or rewritten is False:
         return Route(None, schema, False, reasons=(Reason("#", "schema", _EMPTY),))
+    if compact:
+        return Route(None, schema, False, reasons=(Reason("#", "schema", NOT_COMPACT),))
     reasons = list(lost)
     if _patterns(rewritten) - _patterns(schema):
         reasons.append(Reason("#", "pattern", "XGrammar may read a pattern or format differently"))
-    reasons += refusals(rewritten, "xgrammar")
+    reasons += xgrammar_refusals(rewritten)
     if not reasons:
         return Route("xgrammar", rewritten, True)
     long = len(json.dumps(schema)) > _LONGEST_LOOSE

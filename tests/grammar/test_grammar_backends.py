@@ -58,7 +58,7 @@ def test_json_is_one_line_with_spaces_after_separators(backend):
     line = GrammarSpec.json_schema(schema)
     assert accepts(backend, line, '{"a": 1, "b": [1, 2]}')
     assert not accepts(backend, line, '{"a":1,"b":[]}')
-    loose = GrammarSpec.json_schema(schema, any_whitespace=True)
+    loose = GrammarSpec.json_schema(schema, whitespace="any")
     assert accepts(backend, loose, '{\n  "a":1,\n  "b": []}')
 
 

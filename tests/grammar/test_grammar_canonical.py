@@ -35,7 +35,7 @@ TAGS = [
 ]
 SPECS = {
     "schema": GrammarSpec.json_schema(SCHEMA),
-    "spaced": GrammarSpec.json_schema(SCHEMA, any_whitespace=True),
+    "spaced": GrammarSpec.json_schema(SCHEMA, whitespace="any"),
     "choice": GrammarSpec.choice(["alpha beta", "alphabet", "gamma d\u00e9lta 1234", "\u65e5 x"]),
     "regex": GrammarSpec.regex("(hello|help)+ (world|wonder)[0-9]*"),
     "lark": GrammarSpec.lark('start: "begin " item+ " the end"\nitem: "value=" /[0-9]+/ ";"'),

@@ -176,7 +176,7 @@ def test_a_child_that_dies_fails_one_grammar(service):
 def test_close_stops_at_once_and_fails_what_is_left(backend):
     """close() does not wait for a long compilation; waiting and later requests fail typed."""
     service = CompileService(backend)
-    futures = [service.submit(ENDLESS), service.submit(replace(ENDLESS, any_whitespace=True))]
+    futures = [service.submit(ENDLESS), service.submit(replace(ENDLESS, whitespace="any"))]
     os.kill(running_child(service).pid, signal.SIGSTOP)
     service.close()
     for future in futures:

@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from router_util import Grammar
 
-from graft.grammar.schema.enforcement import unsatisfiable
 from graft.grammar.schema.rewrite.rewriter import rewrite
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
 from graft.grammar.schema.terms import Cannot, References
+from graft.grammar.schema.trial import unsatisfiable
 
 ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
 OBJECTS: list[Any] = [

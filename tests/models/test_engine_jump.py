@@ -18,7 +18,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.backend import make_backend
 from graft.grammar.llguidance import LLGuidanceBackend
 from graft.grammar.matcher import Matcher
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.jump import SEAM
 from graft.models.request import Output, Request

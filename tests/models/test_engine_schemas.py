@@ -13,7 +13,7 @@ import pytest
 from engine_util import demo_engine
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.request import Request
 
 

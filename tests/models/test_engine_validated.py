@@ -19,7 +19,7 @@ from graft.grammar import judge as judge_module
 from graft.grammar.judge import Judge, found_in
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.schema.router import check_output
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.errors import RequestError
 from graft.models.request import Event, Output, Request

@@ -18,7 +18,7 @@ from graft.cudagraph.slots import Ring
 from graft.grammar.backend import GrammarBackend
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.pyguide import PythonWorker
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.grammar.xgrammar import XGrammarBackend
 from graft.models.jump import JumpForward
 from graft.models.replay import Replays, Seat

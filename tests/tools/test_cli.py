@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec, StructuralTag
+from graft.grammar.statement import GrammarSpec, StructuralTag
 from graft.tools import cli, generate
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},

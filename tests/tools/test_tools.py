@@ -9,7 +9,7 @@ import random
 import pytest
 
 from graft.cudagraph.graph import Graph
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.request import Output
 from graft.tools import demo, draw_round, evaluate_demo
 from graft.tools.demo_prompts import demo_prompts

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .shape import ARRAYS, OBJECTS, Parts, several_keys
-from ..enforcement import trial
-from ..terms import References, word_set
+from .shape import ARRAYS, OBJECTS, Parts
+from ..terms import References, has_orders, word_set
+from ..trial import trial
 
 __all__ = ["KNOWN", "Leaves"]
 
@@ -89,7 +89,7 @@ class Leaves:
             return False
         found = self._marked.get(id(part))
         if found is None:
-            found = _has_orders(part) or any(map(self.has_objects, self._inner(part)))
+            found = has_orders(part) or any(map(self.has_objects, self._inner(part)))
         return found
 
     def _inner(self, part: dict[str, Any]) -> Iterator[Any]:
@@ -113,7 +113,7 @@ class Leaves:
             if not isinstance(part, dict) or id(part) in self._marked:
                 continue
             self._marked[id(part)] = False
-            if _has_orders(part):
+            if has_orders(part):
                 marked.append(id(part))
             for inner in self._inner(part):
                 outer.setdefault(id(inner), []).append(id(part))
@@ -173,19 +173,6 @@ class Leaves:
             else:
                 out[keyword] = value
         return out
-
-
-def _has_orders(part: dict[str, Any]) -> bool:
-    """Whether two keys or more can stand in an object that fits, one of them with a name."""
-    values = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
-    if values is not None:
-        return several_keys(values)
-    properties = part.get("properties") or {}
-    names = {name for name, schema in properties.items() if schema is not False}
-    names.update(part.get("required") or ())
-    patterns = len(part.get("patternProperties") or ())
-    others = patterns + (part.get("additionalProperties") is not False)
-    return bool(names or patterns) and len(names) + others > 1
 
 
 def _bases_matter(root: Any) -> bool:

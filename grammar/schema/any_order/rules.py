@@ -22,12 +22,12 @@ from .shape import (
     array_of,
     merged,
     object_of,
-    several_keys,
 )
-from .text import BITS, Pairs, array_body, literal, object_rules, regex, separators
-from ..terms import KINDS, Cannot, kinds_of, meet
+from .text import BITS, Pairs, array_body, object_rules, regex, separators
+from ..lark import literal
+from ..terms import KINDS, Cannot, kinds_of, meet, several_keys
 
-__all__ = ["any_order"]
+__all__ = ["lark_rules"]
 
 _WHOLE = "schema"  # where a `Cannot` says so, there is no grammar for the schema as a whole
 _MOST_RULES = 3000
@@ -36,7 +36,7 @@ _MOST_TEXT = 400_000
 _MOST_FIRST = 50  # items with schemas of their own: each is a level of nesting
 
 
-def any_order(
+def lark_rules(
     root: Any, options: dict[str, Any], *, careful: bool = False
 ) -> tuple[str, tuple[Cannot, ...]]:
     """The rules of a grammar, started from ``start``; none if one ``%json`` says the same.

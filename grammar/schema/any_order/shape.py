@@ -8,11 +8,10 @@ from typing import Any
 
 from ...errors import GrammarError
 from ...judge import found_in
-from ..terms import Cannot, word_set
+from ..terms import Cannot, several_keys, word_set
 
 __all__ = [
     "ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "merged", "object_of",
-    "several_keys",
 ]  # fmt: skip
 
 OBJECTS = word_set(
@@ -150,12 +149,3 @@ def merged(value: Any) -> Any:
         "type": "array", "prefixItems": [merged(part) for part in value], "items": False,
         "minItems": count, "maxItems": count,
     }  # fmt: skip
-
-
-def several_keys(value: Any) -> bool:
-    """Whether an object with two keys or more is somewhere in a value."""
-    if isinstance(value, list):
-        return any(several_keys(part) for part in value)
-    if isinstance(value, dict):
-        return len(value) > 1 or any(several_keys(part) for part in value.values())
-    return False

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from ..lark import literal
 from .keys import key
 
-__all__ = ["BITS", "Pairs", "array_body", "literal", "object_rules", "regex", "separators"]
+__all__ = ["BITS", "Pairs", "array_body", "object_rules", "regex", "separators"]
 
 BITS = 64  # of a rule's parameter
-
-
-def literal(text: str) -> str:
-    """A Lark string."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)
 
 
 def regex(expression: str) -> str:

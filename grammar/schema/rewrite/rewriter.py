@@ -12,10 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .disjoint import Disjointness, Oracle
-from .negate import Negation
-from .rules import RULES, Site, Tools, property_counts, relevant
-from .strings import ecma_pattern
 from ..terms import (
     KINDS,
     Cannot,
@@ -26,9 +22,13 @@ from ..terms import (
     escape,
     kinds_of,
     meet,
-    standard_form,
     word_set,
 )
+from .disjoint import Disjointness, Oracle
+from .negate import Negation
+from .normal import normal
+from .rules import RULES, Site, Tools, property_counts, relevant
+from .strings import ecma_pattern
 
 __all__ = ["Rewritten", "rewrite"]
 
@@ -37,7 +37,7 @@ _LISTS = word_set("allOf anyOf prefixItems")
 _SINGLE = word_set("additionalProperties additionalItems items")
 _COUNTS = word_set("minLength maxLength minItems maxItems")
 _NEVER = word_set(
-    """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef contains extends disallow
+    """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef extends disallow
     divisibleBy"""
 )
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
@@ -68,7 +68,10 @@ class Rewritten:
     home: str
 
 
-def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> Rewritten:
+def rewrite(
+    schema: Any, *, draft: int = 2020, oracle: Oracle | None = None,
+    assert_formats: bool | None = None,
+) -> Rewritten:  # fmt: skip
     """Rewrite a schema.
 
     Parameters
@@ -79,15 +82,17 @@ def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> 
         Draft of schemas that do not name theirs in ``$schema``: 3, 4, 6, 7, 2019 or 2020.
     oracle
         See `Disjointness`.
+    assert_formats
+        Whether formats are enforced; None: unless ``$schema`` names a draft to which they are
+        annotations.
     """
+    if assert_formats is None:
+        assert_formats = dialect(schema, 7) <= 7
     draft = dialect(schema, draft)
-    ignored: list[tuple[str, str]] = []
-    schema = standard_form(schema, draft, ignored)
+    schema, ignored = normal(schema, draft)
     worker = _Rewriter(schema, draft, oracle)
-    worker.changed += [
-        Reason(at, keyword, "draft ignores it here, so it is an annotation")
-        for at, keyword in ignored
-    ]
+    worker.assert_formats = assert_formats
+    worker.changed += ignored
     new = worker.whole(schema)
     lost, changed, narrowed = (
         tuple(dict.fromkeys(found)) for found in (worker.lost, worker.changed, worker.narrowed)
@@ -137,8 +142,8 @@ class _Rewriter(Tools):
                 self._keyword(keyword, value, site)
             except Cannot as error:
                 self.lose(at, keyword, error.why)
-            except (TypeError, ValueError, AttributeError) as error:
-                self.lose(at, keyword, f"cannot be read: {error}")
+            except (TypeError, ValueError, AttributeError, KeyError):  # where a $ref alone leads
+                self.lose(at, keyword, f"cannot be read: {str(value)[:40]}")
         try:
             property_counts(self, site)
         except Cannot as error:
@@ -159,6 +164,10 @@ class _Rewriter(Tools):
         elif keyword in _NEVER and (self.draft == 3 or keyword not in _DRAFT_3):
             if relevant(keyword, site.kinds):
                 raise Cannot(keyword, "cannot be enforced")
+        elif keyword == "nullable":
+            if value is True and "null" not in site.kinds:
+                why = "OpenAPI's, an annotation here: null is not produced unless type lists it"
+                self.narrowed.append(Reason(site.at, keyword, why))
         elif keyword == "x-guidance":
             return  # would switch LLGuidance's own strictness off
         elif keyword in out:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .disjoint import Disjointness
 from .negate import Negation
-from .objects import dependencies, distinct, property_count, property_names
+from .objects import contains, dependencies, distinct, property_count, property_names
 from .strings import FORMATS, HOSTNAME, ecma_pattern
 from ..terms import (
     Cannot,
@@ -64,6 +64,7 @@ class Tools(ABC):
     changed: list[Reason]
     narrowed: list[Reason]
     draft: int
+    assert_formats: bool
     references: References
     negation: Negation
     disjoint: Disjointness
@@ -174,7 +175,7 @@ def _without(
 
 def _share_only_empty(tools: Tools, one: Any, other: Any) -> dict[str, Any] | None:
     """What else to ask of the first, if nothing but ``[]`` or ``{}`` fits both."""
-    one, other = tools.references.followed(one), tools.references.followed(other)
+    one, other = tools.references.behind(one), tools.references.behind(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
     kind = one.get("type")
@@ -269,9 +270,23 @@ def _unique_items(tools: Tools, value: Any, site: Site) -> None:
         tools.note(site.at, "uniqueItems", "every order of different items is spelled out")
 
 
+def _contains(tools: Tools, value: Any, site: Site) -> None:
+    options = contains(value, site.schema, "prefixItems" if tools.draft >= 2020 else "items")
+    others = sorted(site.kinds - {"array"})
+    if others:
+        options = [*options, {"type": others}]
+    site.extra.append(tools.fresh({"anyOf": options}, f"{site.at}/contains", site.kinds))
+    tools.note(site.at, "contains", "is spelled out as the places where it may stand")
+
+
 def _format(tools: Tools, value: Any, site: Site) -> None:
-    if value in _KEPT_FORMATS:
+    if not tools.assert_formats:
+        tools.note(site.at, "format", "an annotation to this draft; assert_formats enforces it")
+    elif value in _KEPT_FORMATS:
         site.out["format"] = value
+        if value == "email":
+            why = "quoted local parts and numeric domains are not produced"
+            tools.narrowed.append(Reason(site.at, "format", why))
     elif value in FORMATS:
         site.extra += [{"pattern": pattern} for pattern in FORMATS[value]]
     elif value == "hostname" and tools.draft <= 6:  # later ones judge punycode as well
@@ -324,7 +339,7 @@ def _is_of(value: Any, kinds: Kinds) -> bool:
 
 def _closed_names(schema: Any, references: References) -> frozenset[str] | None:
     """The only names that properties can have, if a schema says so itself."""
-    schema = references.followed(schema)
+    schema = references.behind(schema)
     if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
         return None
     if schema.get("patternProperties"):
@@ -348,6 +363,9 @@ RULES: dict[str, Rule] = {
     "minProperties": _said_elsewhere,
     "maxProperties": _said_elsewhere,
     "uniqueItems": _unique_items,
+    "contains": _contains,
+    "minContains": _said_elsewhere,
+    "maxContains": _said_elsewhere,
     "format": _format,
     "pattern": _pattern,
     "contentEncoding": _content,
