@@ -5,10 +5,10 @@ from .compile import CompileService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
 from .handover import Handover
+from .judge import check_output
 from .llguidance import LLGuidanceBackend
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
-from .judge import check_output
 from .resolve import resolved
 from .schema.router import Route, route
 from .schema.terms import Reason

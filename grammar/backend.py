@@ -21,7 +21,7 @@ class GrammarBackend(Protocol):
 
     A backend may be written in Python alone: its matchers then have no ``native`` side and run on
     the guided decoder's ``"python"`` transport. A JSON schema that names no backend comes as it
-    stands (unless `graft.grammar.resolve` knows the backend): enforce all of it, or refuse it.
+    stands (unless `resolved` knows the backend): enforce all of it, or refuse it.
 
     Attributes
     ----------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .checks import check_text, parsed
 from .errors import GrammarError
@@ -17,10 +17,11 @@ from .spec import Spec
 
 __all__ = ["json_text", "resolved", "said_of_tag"]
 
+Stated = TypeVar("Stated", bound=Spec)
 _HINT = " (partial=True takes the schema all the same)"
 
 
-def resolved(spec: Spec, backend: str) -> Spec:
+def resolved(spec: Stated, backend: str) -> Stated:
     """A grammar as an engine compiles it whose own backend has this name.
 
     A JSON schema that names no backend goes through the router for ``"auto"`` and ``"llguidance"``,
@@ -60,7 +61,7 @@ def json_text(schema: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _schema(spec: Spec, backend: str) -> Spec:
+def _schema(spec: Stated, backend: str) -> Stated:
     value = parsed("JSON schema", spec.text)
     try:
         if backend == "xgrammar":
@@ -86,7 +87,7 @@ def _schema(spec: Spec, backend: str) -> Spec:
     )  # fmt: skip
 
 
-def _for_xgrammar(spec: Spec, value: Any) -> Spec:
+def _for_xgrammar(spec: Stated, value: Any) -> Stated:
     """For XGrammar unrouted: the schema as it stands."""
     if spec.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
@@ -99,7 +100,7 @@ def _for_xgrammar(spec: Spec, value: Any) -> Spec:
 
 
 @functools.lru_cache(maxsize=256)
-def _tags(spec: Spec, backend: str) -> Spec:
+def _tags(spec: Stated, backend: str) -> Stated:
     """A structural tag whose tags' schemas are what ``backend`` is to compile.
 
     LLGuidance gets them rewritten where that is equivalent, with objects closed that list their

@@ -25,7 +25,7 @@ Submit = Callable[[Spec], "Future[CompiledGrammar]"]
 
 
 class Routing:
-    """Answers `graft.grammar.resolve` on one daemon thread, and keeps the answers.
+    """Answers `resolved` on one daemon thread, and keeps the answers.
 
     Parameters
     ----------

@@ -54,8 +54,8 @@ class GrammarService:
         What the grammars are compiled for.
     choice
         Default backend: a name, or a callable that makes one for the vocabulary. ``"auto"`` routes
-        JSON schemas (`graft.grammar.resolve`), gives EBNF to XGrammar, whose notation it is, and the
-        rest to the first backend installed.
+        JSON schemas (`resolved`), gives EBNF to XGrammar, whose notation it is, and the rest to
+        the first backend installed.
     native
         Whether matchers have a side that runs without the GIL.
     threads, timeout_s

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.judge import Judge
-from graft.grammar.statement import GrammarSpec
+from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ class Validation:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._judge = Judge() if judge is None else judge
 
-    def require_checkable(self, spec: GrammarSpec | None) -> Future[bool] | None:
+    def require_checkable(self, spec: Spec | None) -> Future[bool] | None:
         """Has a loosely enforced schema tried, before a token is made for it.
 
         Returns
@@ -74,7 +74,7 @@ class Validation:
         """Kill the process; what is being checked is marked as not valid."""
         self._judge.close()
 
-    def _guided_text(self, running: Running, spec: GrammarSpec) -> str | None:
+    def _guided_text(self, running: Running, spec: Spec) -> str | None:
         """What stands after the marker, if there is one; None when the grammar never began."""
         tokens, text, marker = running.output.tokens, running.output.text, spec.marker
         if marker is None:

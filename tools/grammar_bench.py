@@ -2,8 +2,9 @@
 
 Every schema comes with instances labelled valid and invalid. A schema is *right* if it compiles,
 every valid instance is accepted and every invalid one rejected; only schemas with instances count.
-``auto`` is graft's router with keys in the schema's order, ``auto-any`` in any; the others are the stock Python APIs in the same run. Each schema is
-tried in a child process under a time limit, so that a crash or a runaway costs one row. Usage::
+``auto`` is graft's router with keys in the schema's order, ``auto-any`` in any; the others are the
+stock Python APIs in the same run. Each schema is tried in a child process under a time limit, so
+that a crash or a runaway costs one row. Usage::
 
     python -m graft.tools.grammar_bench ../shared/data/maskbench \\
         --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --every 10

@@ -37,21 +37,20 @@ class Treatment(NamedTuple):
     xgrammar: Level
 
 
+_BY_TREATMENT: tuple[tuple[Level, Level, str], ...] = (
+    ("exact", "exact", """type enum const properties required additionalProperties items minItems
+     maxItems minLength maxLength pattern minimum maximum exclusiveMinimum exclusiveMaximum anyOf
+     $ref"""),
+    ("exact", "loose", "multipleOf prefixItems additionalItems allOf"),
+    ("loose", "loose", "format contentEncoding contentMediaType"),
+    ("refused", "loose", """oneOf propertyNames patternProperties minProperties maxProperties
+     uniqueItems unevaluatedItems unevaluatedProperties then else minContains maxContains"""),
+    ("refused", "dropped", """not if dependencies dependentRequired dependentSchemas contains
+     $dynamicRef $recursiveRef"""),
+)  # fmt: skip
 KEYWORDS: dict[str, Treatment] = {
     keyword: Treatment(llguidance, xgrammar)
-    for llguidance, xgrammar, keywords in (
-        ("exact", "exact", """type enum const properties required additionalProperties items
-            minItems maxItems minLength maxLength pattern minimum maximum exclusiveMinimum
-            exclusiveMaximum anyOf $ref"""),
-        ("exact", "loose", "multipleOf prefixItems additionalItems allOf"),
-        ("loose", "loose", "format contentEncoding contentMediaType"),
-        ("refused", "loose", """oneOf propertyNames patternProperties minProperties maxProperties
-            uniqueItems unevaluatedItems unevaluatedProperties then else minContains
-            maxContains"""),
-        ("refused", "dropped", """not if dependencies dependentRequired dependentSchemas contains
-            $dynamicRef $recursiveRef"""),
-    )
-    for keyword in keywords.split()
+    for llguidance, xgrammar, keywords in _BY_TREATMENT for keyword in keywords.split()
 }  # fmt: skip
 
 #: Keywords that XGrammar may enforce in part only.

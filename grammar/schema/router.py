@@ -128,7 +128,8 @@ def route(
     empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
     if empty:  # proved by one backend, whatever another would let through
         best = empty[0]
-    rules, ordered = "", ()
+    rules = ""
+    ordered: tuple[Reason, ...] = ()
     if key_order == "any" and best.backend == "llguidance":
         rules, ordered = in_any_order(best.schema, whitespace)
     elif best.backend is not None:

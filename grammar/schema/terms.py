@@ -8,7 +8,8 @@ from urllib.parse import unquote
 
 __all__ = [
     "KINDS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape", "followed",
-    "has_orders", "kinds_of", "meet", "several_keys", "steps_of", "subschemas", "value_kind", "word_set",
+    "has_orders", "kinds_of", "meet", "several_keys", "steps_of", "subschemas", "value_kind",
+    "word_set",
 ]  # fmt: skip
 
 Kinds = frozenset[str]

@@ -1,4 +1,4 @@
-"""What LLGuidance itself says of a schema or a grammar: it needs no vocabulary, and a millisecond."""
+"""What LLGuidance itself says of a schema or a grammar, without a vocabulary."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from router_util import Grammar
 
-from graft.grammar.schema.rewrite.rewriter import rewrite
 from graft.grammar.schema.rewrite.negate import Negation
+from graft.grammar.schema.rewrite.rewriter import rewrite
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
 from graft.grammar.schema.terms import Cannot, References
 from graft.grammar.schema.trial import unsatisfiable

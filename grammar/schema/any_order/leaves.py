@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .shape import ARRAYS, OBJECTS, Parts
 from ..terms import References, has_orders, word_set
 from ..trial import trial
+from .shape import ARRAYS, OBJECTS, Parts
 
 __all__ = ["KNOWN", "Leaves"]
 

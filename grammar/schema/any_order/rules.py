@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..lark import literal
+from ..terms import KINDS, Cannot, kinds_of, meet, several_keys
 from .keys import ANY_KEY, key, pattern_key
 from .leaves import KNOWN, Leaves
 from .shape import (
@@ -24,8 +26,6 @@ from .shape import (
     object_of,
 )
 from .text import BITS, Pairs, array_body, object_rules, regex, separators
-from ..lark import literal
-from ..terms import KINDS, Cannot, kinds_of, meet, several_keys
 
 __all__ = ["lark_rules"]
 

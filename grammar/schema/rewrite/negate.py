@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 from ...judge import found_in
-from .strings import literals, none_of
 from ..terms import (
     KINDS,
     Cannot,
@@ -18,6 +17,7 @@ from ..terms import (
     value_kind,
     word_set,
 )
+from .strings import literals, none_of
 
 __all__ = ["Negation"]
 

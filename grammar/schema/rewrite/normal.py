@@ -45,11 +45,11 @@ def normal(root: Any, draft: int) -> tuple[Any, list[Reason]]:
     if not isinstance(root, dict):
         return root, ignored
     if not References(root).nested:
-        _point(root)
+        _point(root, ignored)
     references = References(root)
     for pointer, part in subschemas(root):
         _without_contains(part)
-        for keyword, spell in (("unevaluatedProperties", _properties), ("unevaluatedItems", _items)):
+        for keyword, spell in _UNEVALUATED.items():
             if keyword in part:
                 try:
                     spell(part, part[keyword], references)
@@ -82,7 +82,7 @@ def _in_force(part: Any, draft: int, at: str, ignored: list[Reason], names: bool
     return kept
 
 
-def _point(root: dict[str, Any]) -> None:
+def _point(root: dict[str, Any], ignored: list[Reason]) -> None:
     """Turns references by name, and dynamic ones with one target, into pointers."""
     places: dict[str, list[str]] = {}
     for pointer, part in subschemas(root):
@@ -92,7 +92,7 @@ def _point(root: dict[str, Any]) -> None:
         name = part.get("$id", part.get("id"))  # up to draft 7
         if isinstance(name, str) and re.fullmatch(r"#[A-Za-z][^/]*", name):
             places.setdefault(name[1:], []).append(pointer)
-    for _, part in subschemas(root):
+    for pointer, part in subschemas(root):
         part.pop("$dynamicAnchor", None)
         part.pop("$recursiveAnchor", None)
         for keyword in ("$dynamicRef", "$recursiveRef", "$ref"):
@@ -103,6 +103,7 @@ def _point(root: dict[str, Any]) -> None:
             if len(found) == 1 and (keyword == "$ref" or "$ref" not in part):
                 del part[keyword]
                 part["$ref"] = found[0]
+                ignored.append(Reason(pointer, keyword, f"{target!r} has become {found[0]!r}"))
 
 
 def _without_contains(part: dict[str, Any]) -> None:
@@ -166,6 +167,9 @@ def _items(part: dict[str, Any], rest: Any, references: References) -> None:
         part.setdefault("additionalItems", rest)
     else:
         part.setdefault("items", rest)
+
+
+_UNEVALUATED = {"unevaluatedProperties": _properties, "unevaluatedItems": _items}
 
 
 def _prune(root: dict[str, Any], references: References) -> None:

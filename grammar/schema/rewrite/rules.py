@@ -7,10 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .disjoint import Disjointness
-from .negate import Negation
-from .objects import contains, dependencies, distinct, property_count, property_names
-from .strings import FORMATS, HOSTNAME, ecma_pattern
 from ..terms import (
     Cannot,
     Kinds,
@@ -21,6 +17,10 @@ from ..terms import (
     meet,
     word_set,
 )
+from .disjoint import Disjointness
+from .negate import Negation
+from .objects import contains, dependencies, distinct, property_count, property_names
+from .strings import FORMATS, HOSTNAME, ecma_pattern
 
 __all__ = ["RULES", "Site", "Tools", "property_counts", "relevant"]
 
