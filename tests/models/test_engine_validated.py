@@ -16,9 +16,8 @@ from engine_util import demo_engine, mixed_requests
 
 from graft.grammar import GrammarError
 from graft.grammar import judge as judge_module
-from graft.grammar.judge import Judge, found_in
+from graft.grammar.judge import Judge, check_output, found_in
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.schema.router import check_output
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.errors import RequestError
