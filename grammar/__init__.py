@@ -4,7 +4,6 @@ from .backend import BACKENDS, GrammarBackend, make_backend
 from .compile import CompileService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
-from .handover import Handover
 from .judge import check_output
 from .llguidance import LLGuidanceBackend
 from .marker import Marker
@@ -29,7 +28,6 @@ __all__ = [
     "GuideError",
     "GuidedDecoder",
     "GuidedRequest",
-    "Handover",
     "LLGuidanceBackend",
     "Marker",
     "Matcher",

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from .checks import check_text, parsed
 from .errors import GrammarError
 from .schema.close import close_objects
-from .schema.enforcement import BACKENDS, ignored
-from .schema.router import NOT_COMPACT, refusal, route_named
+from .schema.enforcement import BACKENDS, available_backends, ignored
+from .schema.router import refusal, route
 from .schema.wellformed import check_schema
 from .spec import Spec
 
@@ -24,10 +24,10 @@ _HINT = " (partial=True takes the schema all the same)"
 def resolved(spec: Stated, backend: str) -> Stated:
     """A grammar as an engine compiles it whose own backend has this name.
 
-    A JSON schema that names no backend goes through the router for ``"auto"`` and ``"llguidance"``,
-    and is checked against what XGrammar ignores for ``"xgrammar"``; so are the schemas of a
-    structural tag, by the backend that is to compile it. Other grammars stay as they are. The last
-    answers are kept.
+    A JSON schema that names no backend is routed to LLGuidance for ``"llguidance"``, and for
+    ``"auto"`` where that is installed. XGrammar gets it as it stands, if it ignores nothing. So it
+    is with the schemas of a structural tag, by the backend that is to compile it. Other grammars
+    stay as they are. The last answers are kept.
 
     Raises
     ------
@@ -64,13 +64,13 @@ def json_text(schema: Any) -> str:
 def _schema(spec: Stated, backend: str) -> Stated:
     value = parsed("JSON schema", spec.text)
     try:
-        if backend == "xgrammar":
+        if _named(backend) == "xgrammar":
             check_schema(value)
             return _for_xgrammar(spec, value)
         if spec.strict:
             value = close_objects(value)
-        found = route_named(
-            value, backend, key_order=spec.key_order, whitespace=spec.whitespace,
+        found = route(
+            value, key_order=spec.key_order, whitespace=spec.whitespace,
             assert_formats=spec.assert_formats,
         )  # fmt: skip
         text = json_text(found.schema)
@@ -82,9 +82,23 @@ def _schema(spec: Stated, backend: str) -> Stated:
     if spec.key_order == "any" and found.ordered:
         raise GrammarError(f"JSON schema: {found.ordered[0]}")
     return replace(
-        spec, text=text, strict=found.backend == "xgrammar",  # which is known to be safe then
-        partial=not found.exact, backend=found.backend, rules=found.rules, source=spec.text,
+        spec, text=text, partial=not found.exact, backend=found.backend, rules=found.rules,
+        source=spec.text,
     )  # fmt: skip
+
+
+def _named(backend: str) -> str:
+    """The backend that a name stands for, which is installed."""
+    available = available_backends()
+    if backend == "auto" and available:
+        return available[0]
+    if backend != "auto" and backend not in BACKENDS:
+        raise GrammarError(
+            f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
+        )
+    if backend not in available:
+        raise GrammarError(f"grammar backend {backend!r} is not available here")
+    return backend
 
 
 def _for_xgrammar(spec: Stated, value: Any) -> Stated:
@@ -92,7 +106,7 @@ def _for_xgrammar(spec: Stated, value: Any) -> Stated:
     if spec.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
     if spec.whitespace == "compact":
-        raise GrammarError(f"JSON schema: {NOT_COMPACT}")
+        raise GrammarError("JSON schema: XGrammar writes spaces where the value is left free")
     found = [] if spec.partial else ignored(value)
     if found:
         raise GrammarError(f"JSON schema: {refusal(found)}{_HINT}")

@@ -78,11 +78,11 @@ class GrammarSpec(Spec):
         What makes one has ``model_json_schema`` (a pydantic model) or ``__json_schema__``, which
         is, or returns, the schema.
 
-        ``backend="auto"`` lets the router choose among the installed backends, rewriting the schema
-        where an equivalent one can be enforced; ``"llguidance"`` does the same for that one;
-        ``"xgrammar"`` takes the schema as it stands. Without a name the engine's backend decides
-        when the request is submitted; refused here is what the router refuses. With a router,
-        `partial` of the result says whether something was left out, not whether that was allowed.
+        ``backend="llguidance"`` rewrites the schema where an equivalent one can be enforced, and so
+        does ``"auto"`` where that is installed; ``"xgrammar"`` takes the schema as it stands.
+        Without a name the engine's backend decides when the request is submitted; refused here is
+        what ``"auto"`` refuses. `partial` of a rewritten schema says whether something was left
+        out, not whether that was allowed.
 
         The other options are those of `Spec`. ``key_order="any"`` refuses what it cannot be had
         for, such as XGrammar and objects with more than 64 named properties.

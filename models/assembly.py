@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.eagle3 import Eagle3Drafter
-from graft.models.jump import JumpForward
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.prefill import Prefill
@@ -50,8 +48,6 @@ class Options:
     mask_drafts: bool
     draft_legality: str
     forced_drafts: bool
-    jump_forward: bool
-    jump_least: int
     grammar_threads: int | None
     grammar_budget_us: float | str | None
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
@@ -80,7 +76,6 @@ class Assembly:
     prefill: Prefill
     caches: tuple[PagedKV, ...]
     compiler: GrammarService
-    jumps: JumpForward | None
 
 
 def read_configs(model: Path, drafter: Path | None) -> tuple[LlamaConfig, Eagle3Config | None]:
@@ -123,7 +118,6 @@ def assemble(
     compiler = GrammarService(
         vocabulary,
         options.grammar_backend,
-        native=options.grammar_transport != "python",
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
         cache_bytes=options.grammar_cache_bytes,
@@ -214,8 +208,8 @@ def _assemble(
         draft_legality="probe" if candidates else "fill",
         forced=None if not options.forced_drafts
         else ForcedText(vocabulary, certain=drafter is not None),
-        threads=options.grammar_threads or default_threads(batch, options.grammar_transport),
-        budget_us=_budget_us(options),
+        threads=options.grammar_threads or default_threads(batch),
+        budget_us=BUDGET_US if options.grammar_budget_us == "auto" else options.grammar_budget_us,  # type: ignore[arg-type]  # checked
         transport=options.grammar_transport,
         ring=2 * RING_ENTRIES,
     )
@@ -243,11 +237,6 @@ def _assemble(
         draft_length=options.draft_length,
         masked_drafts=masked,
     )
-    jumps = None
-    if options.jump_forward:
-        encode = functools.partial(tokenizer.encode, special=False)
-        jumps = JumpForward(vocabulary, encode, tokenizer.incremental, options.jump_least)
-        jumps.require_bytes('{"a b": [12, "é"]}')
     return Assembly(
         device=device,
         stream=stream,
@@ -260,14 +249,7 @@ def _assemble(
         ),
         caches=tuple(caches),
         compiler=compiler,
-        jumps=jumps,
     )  # fmt: skip
-
-
-def _budget_us(options: Options) -> float | None:
-    if options.grammar_budget_us != "auto":
-        return options.grammar_budget_us  # type: ignore[return-value]  # checked
-    return None if options.grammar_transport == "python" else BUDGET_US
 
 
 def check_options(options: Options, drafter: Path | None) -> None:
@@ -278,9 +260,7 @@ def check_options(options: Options, drafter: Path | None) -> None:
     OptionError
         Naming the option and its value.
     """
-    for name in (
-        "max_batch_size", "page_size", "max_length", "pages", "compile_threads", "jump_least"
-    ):  # fmt: skip
+    for name in ("max_batch_size", "page_size", "max_length", "pages", "compile_threads"):
         if getattr(options, name) < 1:
             raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
     if drafter is not None and not 1 <= options.draft_length <= 16:
@@ -312,9 +292,6 @@ def check_options(options: Options, drafter: Path | None) -> None:
     budget = options.grammar_budget_us
     if budget not in (None, "auto") and (isinstance(budget, str) or not budget >= 1):
         raise OptionError(f"grammar_budget_us must be auto, None or at least 1, got {budget!r}")
-    late = budget not in (None, "auto") or (options.grammar_threads or 1) > 1
-    if late and options.grammar_transport == "python":
-        raise OptionError("grammar_threads and grammar_budget_us need a native transport")
     if options.grammar_transport not in TRANSPORTS:
         raise OptionError(
             f"grammar_transport must be one of {', '.join(TRANSPORTS)}, "

@@ -8,12 +8,13 @@ published.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.errors import DeviceError, HostWorkError
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
@@ -76,11 +77,13 @@ class Seat:
 class Flight:
     """One launched replay: its number, its graph and who sits in its rows.
 
-    `rested` says that the engine had nothing to do before it.
+    `own` is its number among the replays of its graph; `rested` says that the engine had nothing to
+    do before it.
     """
 
     replay: int
     graph: Launchable
+    own: int
     seats: tuple[Seat, ...]
     rested: bool
 
@@ -139,6 +142,7 @@ class Replays:
         self.retired = 0
         self.unread: deque[Flight] = deque()
         self._tails: deque[Flight] = deque()  # read, not retired
+        self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[Flight, dict[str, int]], None] | None = None
 
     def launch(self, graph: Launchable, rows: Sequence[Running]) -> None:
@@ -157,38 +161,77 @@ class Replays:
         slots[:] = -1
         slots[: len(rows)] = [r.slot for r in rows]
         parts.decoder.publish(
-            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position, r.before) for r in rows]
+            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position) for r in rows]
         )
         parts.inputs.publish(replay)
         self.number = replay
         seats = tuple(Seat(r, r.slot, r.epoch) for r in rows)
-        self.unread.append(Flight(replay, graph, seats, self.resting))
+        self._launches[id(graph)] += 1
+        flight = Flight(replay, graph, self._launches[id(graph)], seats, self.resting)
+        self.unread.append(flight)
         self.resting = False
-        graph.exec.launch(self._stream)
+        with self._numbered(flight):
+            graph.exec.launch(self._stream)
 
-    def wait(self, stats: EngineStats, shield: Shield) -> Flight:
+    def wait(
+        self, stats: EngineStats, shield: Shield, progress: Callable[[], int] = lambda: 0
+    ) -> Flight:
         """Wait until the oldest unread replay's results are published, and return it.
+
+        Parameters
+        ----------
+        progress : counts what the device has done of the work before the replay, such as prompts.
 
         Raises
         ------
         DeviceError
-            The device failed, or published nothing within 120 s; tells both sides' stacks then.
+            The device failed, or published nothing and made no progress for 120 s; a note tells
+            both sides' stacks then.
         HostWorkError
             A host step of a replay failed.
         """
+        # No local of a frame that Ctrl-C leaves may hold what close() gives back.
+        self._await(self.unread[0].replay, shield, progress)
         flight = self.unread[0]
-        outputs, replay = self._parts.outputs, flight.replay
-        deadline = time.monotonic() + ROUND_DEADLINE_S
-        shield.check()
-        while not outputs.stamped(replay, POLL_S):
-            self._stream.query()  # a faulted device says so here
-            if time.monotonic() > deadline:
-                raise DeviceError(f"replay {replay} published no result within "
-                                  f"{ROUND_DEADLINE_S:.0f} s{describe_running()}")
-            shield.check()
-        self._retire(replay - 1, stats)
-        flight.graph.exec.check()
+        self._retire(flight.replay - 1, stats)
+        with self._numbered(flight):
+            flight.graph.exec.check()
         return flight
+
+    def grammar_error(self, slot: int) -> str:
+        """What the grammar backend said when a slot's request failed, or empty."""
+        return self._parts.decoder.error(slot)
+
+    def _await(self, replay: int, shield: Shield, progress: Callable[[], int]) -> None:
+        known, deadline = progress(), time.monotonic() + ROUND_DEADLINE_S
+        shield.check()
+        while not self._parts.outputs.stamped(replay, POLL_S):
+            self._stream.query()  # a faulted device says so here
+            done, now = progress(), time.monotonic()
+            if done != known:
+                known, deadline = done, now + ROUND_DEADLINE_S
+            if now > deadline:
+                late = DeviceError(f"replay {replay} published no result within "
+                                   f"{ROUND_DEADLINE_S:.0f} s")  # fmt: skip
+                late.add_note(describe_running())
+                raise late
+            shield.check()
+
+    @contextmanager
+    def _numbered(self, flight: Flight) -> Iterator[None]:
+        """Errors of a graph's host steps count that graph's replays: name the engine's instead."""
+        try:
+            yield
+        except HostWorkError as error:
+            numbers = [f.replay for f in (flight, *self._tails, *self.unread)
+                       if f.graph is flight.graph and f.own == error.replay]  # fmt: skip
+            if not numbers:
+                raise
+            text = str(error).replace(f" in replay {error.replay}", f" in replay {numbers[0]}", 1)
+            engine = HostWorkError(text, node=error.node, replay=numbers[0])
+            for note in getattr(error, "__notes__", ()):
+                engine.add_note(note)
+            raise engine from error.__cause__
 
     def row(self, b: int) -> RowResult:
         """Read row `b` of the oldest unread replay, which was waited for."""
@@ -199,11 +242,6 @@ class Replays:
         )
         tokens = outputs.row("tokens", replay)[b, :count].tolist()
         return RowResult(slot, reason, accepted, tested, tokens)
-
-    def ahead(self, running: Running) -> int:
-        """Replays in flight, behind the one that is being read, that hold a request's slot."""
-        flights = list(self.unread)[1:]
-        return sum(not s.stale for f in flights for s in f.seats if s.running is running)
 
     def finish(self) -> None:
         """The oldest unread replay was read: its entries may be used again."""
@@ -234,6 +272,10 @@ class Replays:
             self.unread.clear()
             self.retired = self.number
 
+    def close(self) -> None:
+        """Let go of the device's objects, whoever still holds this one; after `drain`."""
+        del self._parts, self._stream
+
     def _retire(self, replay: int, stats: EngineStats) -> None:
         """Replays up to `replay`, all of them read, are over."""
         while self._tails and self._tails[0].replay <= replay:
@@ -241,7 +283,8 @@ class Replays:
             self._parts.decoder.retire(flight.replay)
             self.retired = flight.replay
             self._time_parts(flight, stats)
-            flight.graph.exec.check()
+            with self._numbered(flight):
+                flight.graph.exec.check()
 
     def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
         timeline, replay = self._parts.timeline, flight.replay

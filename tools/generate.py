@@ -47,10 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "drafter's candidates (default fill)")
     models.add_argument("--forced-drafts", action="store_true",
                         help="draft what the grammar forces; outputs stay the same")
-    models.add_argument("--jump-forward", action="store_true",
-                        help="append what the grammar forces, in the tokenizer's spelling")
-    models.add_argument("--jump-least", type=int, metavar="N",
-                        help="tokens that a jump must append (default: 2, and what it would drop)")
     models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
                         help="launch a round before the last one was read (default: yes)")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
@@ -171,7 +167,6 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
-                  jump_forward=options.jump_forward, jump_least=options.jump_least,
                   verify=options.verify, overlap=options.overlap)
 
 
@@ -219,7 +214,6 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else 0.0,
         "rounds": stats.rounds,
-        "jumped_tokens": stats.jumped_tokens,
         "tokens_per_round": stats.tokens_per_round,
         "acceptance_length": stats.acceptance_length,
         "acceptance": stats.acceptance,
@@ -253,7 +247,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(figures, indent=1, ensure_ascii=False))
     else:
-        for output in outputs:
+        for one, output, row in zip(asked, outputs, figures["outputs"], strict=True):
             if not options.stream and not output.error:
                 print(output.text if len(outputs) == 1 else f"[{output.id}] {output.text}")
             if output.error:
@@ -261,8 +255,8 @@ def run(options: argparse.Namespace) -> int:
                       file=sys.stderr)
             elif output.reason not in ("stop", "stop_string"):
                 print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
-            if output.validated is not None:
-                said = "satisfies" if output.validated else "DOES NOT satisfy"
+            if one.request.grammar is not None and one.request.grammar.partial:
+                said = "satisfies" if row["valid"] else "DOES NOT satisfy"
                 print(f"graft: request {output.id}, not enforced in full, {said} its schema",
                       file=sys.stderr)
         if figures["tokens"]:

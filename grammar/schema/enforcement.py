@@ -16,8 +16,7 @@ from ..judge import found_in
 from .terms import Reason, kinds_of, meet, subschemas, word_set
 
 __all__ = [
-    "BACKENDS", "KEYWORDS", "LOOSE", "Treatment", "available_backends", "compile_cost", "ignored",
-    "xgrammar_refusals",
+    "BACKENDS", "KEYWORDS", "LOOSE", "Treatment", "available_backends", "ignored",
 ]  # fmt: skip
 
 Level = Literal["exact", "loose", "dropped", "refused"]
@@ -65,7 +64,6 @@ _MAKES = {
     "array": word_set("items prefixItems unevaluatedItems"),
 }
 _OLD_DRAFT = re.compile(r"draft-0[3467]")
-_LARGE = 512  # XGrammar spells bounds out: beyond this its compile takes seconds
 
 
 def available_backends() -> tuple[str, ...]:
@@ -90,47 +88,6 @@ def ignored(schema: Any) -> list[Reason]:
             for what in _ignored(part, old)
         ]
     return found
-
-
-def compile_cost(schema: Any) -> list[Reason]:
-    """Bounds that make XGrammar's compilation run away."""
-    return [
-        Reason(pointer, keyword, f"{part[keyword]} takes XGrammar too long to compile")
-        for pointer, part in subschemas(schema)
-        for keyword in ("minLength", "maxLength", "minItems", "maxItems")
-        if isinstance(part.get(keyword), (int, float)) and part[keyword] > _LARGE
-    ]
-
-
-def xgrammar_refusals(schema: Any) -> list[Reason]:
-    """Why XGrammar cannot be trusted with a schema as it stands; empty if it can."""
-    found = ignored(schema)
-    for pointer, part in subschemas(schema):
-        for keyword in part:
-            if keyword in LOOSE - _DROPPED:
-                why = "XGrammar enforces it loosely or not at all"
-                found.append(Reason(pointer, keyword, why))
-        target = part.get("$ref")
-        if isinstance(target, str) and target != "#" and not target.startswith("#/"):
-            found.append(Reason(pointer, "$ref", f"{target!r} is no pointer into this schema"))
-        for keyword, patterns in (("pattern", [part.get("pattern", "")]),
-                                  ("patternProperties", part.get("patternProperties", ()))):
-            if not all(map(_plain, patterns)):
-                found.append(Reason(pointer, keyword, "XGrammar may read it in another way"))
-        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            bound = part.get(keyword)
-            if isinstance(bound, (int, float)) and abs(bound) >= 2**63:
-                found.append(Reason(pointer, keyword, f"{str(bound)[:30]} is beyond 64 bits"))
-    return found + compile_cost(schema)
-
-
-def _plain(pattern: str) -> bool:
-    """Whether a pattern is one that Python reads too."""
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
 
 
 def _ignored(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:

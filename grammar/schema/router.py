@@ -1,29 +1,23 @@
-"""Chooses a grammar backend for a JSON schema, and tells the truth about what it will enforce."""
+"""What LLGuidance is to be given for a JSON schema, and the truth about what it will enforce."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import GrammarError
 from .any_order import in_any_order
-from .enforcement import BACKENDS, available_backends, compile_cost, xgrammar_refusals
 from .options import KeyOrder, Whitespace, check_options
 from .rewrite.rewriter import Rewritten, rewrite
 from .terms import Reason, has_orders, subschemas
 from .trial import objections, unsatisfiable
 from .wellformed import check_schema
 
-__all__ = ["NOT_COMPACT", "Route", "refusal", "route", "route_named"]
+__all__ = ["Route", "refusal", "route"]
 
 _MOST_REASONS = 20
-_LONGEST_LOOSE = 30_000  # characters; XGrammar takes seconds for some longer ones
-_EMPTY = "allows no output"
-NOT_COMPACT = "XGrammar writes spaces where a schema leaves the value free"
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 
 
@@ -34,14 +28,14 @@ class Route:
     Attributes
     ----------
     backend
-        ``"llguidance"``, ``"xgrammar"``, or None if no backend takes the schema even loosely.
+        ``"llguidance"``, or None if it does not take the schema even loosely.
     schema
         What to give to it: the schema, rewritten where the rewriting is equivalent. If not
         ``exact``, the parts named in ``reasons`` are missing.
     exact
         Whether every text that can be produced is one of a value that satisfies the schema.
     rules
-        A Lark grammar to give to LLGuidance instead; empty: the schema does.
+        A Lark grammar to give to it instead; empty: the schema does.
     reasons
         Why it is not exact: JSON pointer, keyword, why.
     rewritten
@@ -82,22 +76,19 @@ def refusal(reasons: Sequence[Reason]) -> str:
 
 
 def route(
-    schema: Any, backends: Iterable[str] | None = None, *, draft: int = 2020,
-    key_order: KeyOrder = "schema", whitespace: Whitespace = "line",
-    assert_formats: bool | None = None,
+    schema: Any, *, draft: int = 2020, key_order: KeyOrder = "schema",
+    whitespace: Whitespace = "line", assert_formats: bool | None = None,
 ) -> Route:  # fmt: skip
-    """Find the backend that enforces a schema exactly, or the one that comes closest.
+    """Find the form of a schema that LLGuidance enforces exactly, or the one that comes closest.
 
     Parameters
     ----------
     schema
         Parsed JSON schema: an object or a boolean. It is not changed.
-    backends
-        Names of the backends to choose from, best first; default: those installed.
     draft
         Draft of schemas that do not name theirs: 3, 4, 6, 7, 2019 or 2020.
     key_order, whitespace, assert_formats
-        As in `GrammarSpec`.
+        As in `Spec`.
 
     Returns
     -------
@@ -108,37 +99,45 @@ def route(
     Raises
     ------
     GrammarError
-        If this is no schema or one of nothing, no backend is given, or an option is unknown.
+        If this is no schema or one of nothing, or an option is unknown.
     """
     check_options(key_order, whitespace, assert_formats)
-    names = available_backends() if backends is None else tuple(backends)
-    if not names or set(names) - set(BACKENDS):
-        raise GrammarError(
-            f"router: backends are {list(names)}; needs some of {' and '.join(BACKENDS)}"
-        )
     check_schema(schema)
-    oracle = unsatisfiable if "llguidance" in names else None
-    new = rewrite(schema, draft=draft, oracle=oracle, assert_formats=assert_formats)
-    attempts = [
-        _llguidance(new) if name == "llguidance"
-        else _xgrammar(schema, new.schema, new.lost, whitespace == "compact")
-        for name in names
-    ]  # fmt: skip
-    best = min(attempts, key=lambda attempt: (not attempt.exact, attempt.backend is None))
-    empty = [a for a in attempts if a.reasons and a.reasons[0].why.startswith(_EMPTY)]
-    if empty:  # proved by one backend, whatever another would let through
-        best = empty[0]
+    new = rewrite(schema, draft=draft, oracle=unsatisfiable, assert_formats=assert_formats)
+    found, reasons, taken = _taken(new)
     rules = ""
     ordered: tuple[Reason, ...] = ()
-    if key_order == "any" and best.backend == "llguidance":
-        rules, ordered = in_any_order(best.schema, whitespace)
-    elif best.backend is not None:
-        ordered = _one_order(best.schema)
+    if key_order == "any" and taken:
+        rules, ordered = in_any_order(found, whitespace)
+    elif taken:
+        ordered = _one_order(found)
     return Route(
-        best.backend, best.schema, best.exact, rules, best.reasons[:_MOST_REASONS], new.changed,
-        new.narrowed + ordered, ordered,
+        "llguidance" if taken else None, found, taken and not reasons, rules,
+        tuple(reasons[:_MOST_REASONS]), new.changed, new.narrowed + ordered, ordered,
         tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
-    )
+    )  # fmt: skip
+
+
+def _taken(new: Rewritten) -> tuple[Any, list[Reason], bool]:
+    """What LLGuidance takes: keywords that it refuses are taken out one by one, and named."""
+    schema, reasons = new.schema, list(new.lost)
+    if isinstance(schema, bool):
+        nothing = [] if schema else [Reason("#", "schema", "allows no output")]
+        return {}, nothing or reasons, schema
+    loose = schema
+    while found := objections(loose):
+        reasons += found
+        reason = found[0]
+        if loose is schema:
+            loose = copy.deepcopy(schema)
+        parts = dict(subschemas(loose))
+        here = parts.get(reason.pointer, {})
+        if reason.keyword not in here:  # as where it allows no output
+            return schema, list(dict.fromkeys([reason, *reasons])), False
+        # With so many the rest is not looked for one by one.
+        for part in parts.values() if len(reasons) > _MOST_REASONS else (here,):
+            part.pop(reason.keyword, None)
+    return loose, reasons, True
 
 
 def _one_order(schema: Any) -> tuple[Reason, ...]:
@@ -168,72 +167,3 @@ def _has_number(value: Any) -> bool:
     if isinstance(value, (list, dict)):
         return any(map(_has_number, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def route_named(schema: Any, backend: str, **options: Any) -> Route:
-    """`route` by the name a user gives: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
-
-    Raises
-    ------
-    GrammarError
-        As `route`, and if the name is unknown, or that backend is not installed.
-    """
-    available = available_backends()
-    if backend == "auto":
-        return route(schema, available, **options)
-    if backend not in BACKENDS:
-        raise GrammarError(
-            f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
-        )
-    if backend not in available:
-        raise GrammarError(f"grammar backend {backend!r} is not available here")
-    return route(schema, (backend,), **options)
-
-
-def _llguidance(new: Rewritten) -> Route:
-    """With LLGuidance; keywords that it refuses are taken out one by one, and named."""
-    schema, reasons = new.schema, list(new.lost)
-    if schema is False:
-        return Route(None, schema, False, reasons=(Reason("#", "schema", _EMPTY),))
-    if schema is True:
-        schema = {}
-    loose = schema
-    while found := objections(loose):
-        reasons += found
-        reason = found[0]
-        if loose is schema:
-            loose = copy.deepcopy(schema)
-        parts = dict(subschemas(loose))
-        here = parts.get(reason.pointer, {})
-        if reason.keyword not in here:
-            return Route(None, schema, False, reasons=tuple(reasons))
-        # With so many the rest is not looked for one by one.
-        for part in parts.values() if len(reasons) > _MOST_REASONS else (here,):
-            part.pop(reason.keyword, None)
-    return Route("llguidance", loose, not reasons, reasons=tuple(reasons))
-
-
-def _xgrammar(schema: Any, rewritten: Any, lost: tuple[Reason, ...], compact: bool) -> Route:
-    """With XGrammar, which is trusted only with keywords that it is known to enforce."""
-    if schema is False or rewritten is False:
-        return Route(None, schema, False, reasons=(Reason("#", "schema", _EMPTY),))
-    if compact:
-        return Route(None, schema, False, reasons=(Reason("#", "schema", NOT_COMPACT),))
-    reasons = list(lost)
-    if _patterns(rewritten) - _patterns(schema):
-        reasons.append(Reason("#", "pattern", "XGrammar may read a pattern or format differently"))
-    reasons += xgrammar_refusals(rewritten)
-    if not reasons:
-        return Route("xgrammar", rewritten, True)
-    long = len(json.dumps(schema)) > _LONGEST_LOOSE
-    backend = None if long or compile_cost(schema) else "xgrammar"
-    return Route(backend, schema, False, reasons=tuple(reasons))
-
-
-def _patterns(schema: Any) -> set[str]:
-    found: set[str] = set()
-    for _, part in subschemas(schema):
-        if isinstance(part.get("pattern"), str):
-            found.add(part["pattern"])
-        found.update(part.get("patternProperties") or ())
-    return found

@@ -11,10 +11,9 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "gated.h"
 #include "llguidance_abi.h"
 #include "marked.h"
-#include "tokenize.h"
+#include "python_matcher.h"
 #include "worker.h"
 #include "xgrammar_abi.h"
 
@@ -70,48 +69,6 @@ bool yes(Answer answer, const ErrorText& error) {
 
 using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// least, most, absent and the set of each item; see PatternItem
-using ItemTuple = std::tuple<uint32_t, uint32_t, bool, nb::bytes>;
-
-std::vector<Pattern> patterns(const std::vector<std::vector<std::vector<ItemTuple>>>& steps) {
-  std::vector<Pattern> out;
-  for (const auto& step : steps) {
-    Pattern& pattern = out.emplace_back();
-    for (const auto& alternative : step) {
-      std::vector<PatternItem>& items = pattern.emplace_back();
-      for (const auto& [least, most, absent, set] : alternative) {
-        items.push_back({std::string(set.c_str(), set.size()), least, most, absent});
-      }
-    }
-  }
-  return out;
-}
-
-void bind_encoder(nb::module_& guide) {
-  nb::class_<Encoder>(guide, "Encoder")
-      .def(
-          "__init__",
-          [](Encoder* self, const std::vector<nb::bytes>& tokens,
-             const std::vector<std::tuple<uint32_t, uint32_t, uint32_t>>& merges,
-             const std::vector<std::vector<std::vector<ItemTuple>>>& steps, bool whole_pieces) {
-            std::vector<std::string> bytes;
-            bytes.reserve(tokens.size());
-            for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
-            std::vector<Merge> by_rank;
-            by_rank.reserve(merges.size());
-            for (const auto& [left, right, merged] : merges)
-              by_rank.push_back({left, right, merged});
-            new (self) Encoder(std::move(bytes), by_rank, patterns(steps), whole_pieces);
-          },
-          nb::arg("tokens"), nb::arg("merges"), nb::arg("steps"), nb::arg("whole_pieces"))
-      .def(
-          "encode",
-          [](const Encoder& encoder, const nb::bytes& text) {
-            return encoder.encode(reinterpret_cast<const uint8_t*>(text.c_str()), text.size());
-          },
-          nb::arg("text"));
-}
-
 void bind_matchers(nb::module_& guide) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Pace>(guide, "Pace").def(nb::init<>()).def_prop_ro("trusted", &Pace::trusted);
@@ -159,14 +116,12 @@ void bind_matchers(nb::module_& guide) {
       .def(
           "__init__",
           [](llguidance::Tokenizer* self, const std::vector<uint32_t>& lengths,
-             const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids,
-             std::shared_ptr<const Encoder> encoder) {
+             const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids) {
             const std::string text(bytes.c_str(), bytes.size());
             nb::gil_scoped_release release;
-            new (self) llguidance::Tokenizer(lengths, text, stop_ids, std::move(encoder));
+            new (self) llguidance::Tokenizer(lengths, text, stop_ids);
           },
-          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"),
-          nb::arg("encoder").none() = nb::none())
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"))
       .def("judge", &llguidance::Tokenizer::judge, nb::arg("grammar"), Release());
   nb::class_<llguidance::Grammar>(guide, "LLGuidanceGrammar")
       .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&>(),
@@ -205,13 +160,16 @@ void bind_matchers(nb::module_& guide) {
           },
           nb::arg("row").noconvert());
 
-  nb::class_<GatedMatcher, NativeMatcher>(guide, "GatedMatcher")
+  nb::class_<PythonMatcher, NativeMatcher>(guide, "PythonMatcher")
       .def(
           "__init__",
-          [](GatedMatcher* self, NativeMatcher* inner, uintptr_t gate) {
-            new (self) GatedMatcher(inner, reinterpret_cast<int32_t*>(gate));
+          [](PythonMatcher* self, const nb::object& matcher, const nb::object& row,
+             int64_t vocab_size) {
+            const auto bits = nb::cast<Row>(row);
+            new (self) PythonMatcher(matcher.ptr(), row.ptr(), bits.data(),
+                                     static_cast<int64_t>(bits.shape(0)), vocab_size);
           },
-          nb::arg("inner"), nb::arg("gate"), nb::keep_alive<1, 2>());
+          nb::arg("matcher"), nb::arg("row"), nb::arg("vocab_size"));
 }
 
 }  // namespace
@@ -223,7 +181,6 @@ void bind_guide(nb::module_& module) {
       module.def_submodule("guide", "The guided worker and its ways to grammar backends.");
   guide.def("load_xgrammar", &xgrammar::load, nb::arg("tvm_ffi_library"));
   guide.def("load_llguidance", &llguidance::load, nb::arg("library"));
-  bind_encoder(guide);
   bind_matchers(guide);
   guide.attr("STEP") = reinterpret_cast<uintptr_t>(&graft_guide_step);
 
@@ -249,8 +206,6 @@ void bind_guide(nb::module_& module) {
           nb::arg("chain") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
-      .def("unapplied", &Worker::unapplied, nb::arg("slot"),
-           nb::call_guard<nb::gil_scoped_release>())
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
@@ -264,12 +219,5 @@ void bind_guide(nb::module_& module) {
       .def("counters", &counters)
       .def("timeline", &timeline)
       .def("first_error", &Worker::first_error)
-      .def(
-          "history",
-          [](const Worker& worker, int slot) {
-            int32_t epoch = 0;
-            std::vector<int32_t> tokens = worker.history(slot, &epoch);
-            return std::make_pair(epoch, tokens);
-          },
-          nb::arg("slot"));
+      .def("error", &Worker::error, nb::arg("slot"));
 }

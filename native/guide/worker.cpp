@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -24,7 +25,6 @@ Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threa
       work_(exchange.mask, shape, forced_.get(), chain),
       slots_(static_cast<size_t>(shape.slots)),
       snapshots_(ring, shape.slots),
-      log_room_(static_cast<int64_t>(ring + 1) * shape.rows()),
       timeline_(shape.draft_length + 2),
       threads_(threads),
       budget_(budget) {
@@ -38,6 +38,9 @@ Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threa
     slot.pending.tokens.resize(rows);
     slot.order.commit.tokens.resize(rows);
     slot.order.draft.resize(static_cast<size_t>(shape_.draft_length));
+    slot.order.parent.resize(rows);
+    std::iota(slot.order.parent.begin(), slot.order.parent.end(), -1);  // a chain
+    slot.closed.resize(rows);
     slot.order.candidate.resize(static_cast<size_t>(shape_.candidates));
     for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
   }
@@ -56,16 +59,6 @@ int64_t Worker::replay_of(const int32_t* row) const noexcept {
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
 }
 
-bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
-  for (const Request& request : requests) {
-    if (request.matcher != nullptr &&
-        !slots_[static_cast<size_t>(request.slot)].log.reserve(log_room_)) {
-      return false;
-    }
-  }
-  return snapshots_.publish(replay, requests);
-}
-
 StepRecord* Worker::record(Step step, int draft) {
   return &records_[static_cast<size_t>(static_cast<int>(step) + std::max(draft - 1, 0))];
 }
@@ -79,29 +72,6 @@ int Worker::busy_slots() const {
 
 void Worker::wait_idle() const {
   while (busy_slots() != 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-}
-
-std::vector<int32_t> Worker::history(int slot, int32_t* epoch) const {
-  return slots_[static_cast<size_t>(slot)].log.read(epoch);
-}
-
-// Called when no replay in flight names the slot: then no step touches it.
-std::vector<int32_t> Worker::unapplied(int index) const {
-  const Slot& slot = slots_[static_cast<size_t>(index)];
-  while (slot.busy.load()) std::this_thread::sleep_for(std::chrono::microseconds(200));
-  std::vector<int32_t> tokens;
-  if (slot.pending.given && !slot.pending.wrong) {
-    tokens.assign(slot.pending.tokens.begin(), slot.pending.tokens.begin() + slot.pending.count);
-  }
-  // Without a commit step the last commit waits for an open that does not come.
-  const int32_t* committed = exchange_.committed.row(index);
-  const int32_t count = committed[kCommittedCount];
-  const uint32_t newer = static_cast<uint32_t>(__atomic_load_n(committed, __ATOMIC_ACQUIRE)) -
-                         static_cast<uint32_t>(slot.applied);
-  if (static_cast<int32_t>(newer) > 0 && !slot.ended && count > 0 && count <= shape_.rows()) {
-    tokens.insert(tokens.end(), committed + kCommittedTokens, committed + kCommittedTokens + count);
-  }
-  return tokens;
 }
 
 std::string Worker::first_error() const { return has_error_.load() ? error_.text : ""; }
@@ -260,9 +230,9 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.applied = replay_ - 1;  // what is committed up to now was the previous owner's
   slot.drafts_of = 0;
   slot.pending.given = false;
-  slot.scratch = 0;
-  slot.chain_end = INT_MAX;
-  slot.log.restart(request.epoch);
+  slot.error = ErrorText();
+  slot.node = 0;
+  std::fill(slot.closed.begin(), slot.closed.end(), 0);
   if (slot.matcher != nullptr) return;
   for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowFree, 0);
 }

@@ -114,7 +114,7 @@ def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any],
     while len(found) < count:
         schema = document(rng)
         try:
-            answer = route(schema, ("llguidance",), key_order="any")
+            answer = route(schema, key_order="any")
         except GrammarError:  # endless
             continue
         if answer.exact and not answer.narrowed and answer.rules:
@@ -219,7 +219,7 @@ def test_what_has_no_such_form_keeps_one_order_and_says_so():
     """Only an object with more than 64 names is narrowed, and asking for any order refused."""
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
-    found = route(schema, ("llguidance",), key_order="any")
+    found = route(schema, key_order="any")
     assert found.exact and found.rules and found.narrowed == found.ordered
     assert [r[:2] for r in found.narrowed] == [("#/properties/b", "properties")]
     grammar = Grammar.routed(found)
@@ -228,18 +228,18 @@ def test_what_has_no_such_form_keeps_one_order_and_says_so():
     with pytest.raises(GrammarError, match="65 of them"):
         GrammarSpec.json_schema(schema, key_order="any")
     del wide["properties"]["k64"]
-    assert route(schema, ("llguidance",), key_order="any").narrowed == ()
+    assert route(schema, key_order="any").narrowed == ()
 
 
 def test_where_the_schemas_order_is_all_there_is_it_is_said():
-    """By default, with XGrammar, and where a reference leads to no part of the schema."""
+    """By default, and where a reference leads to no part of the schema."""
     pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}
-    for found in (route(pair, ("llguidance",)), route(pair, ("xgrammar",), key_order="any")):
-        assert not found.rules and found.ordered == found.narrowed
-        assert [r.keyword for r in found.ordered] == ["properties"]
+    found = route(pair)
+    assert not found.rules and found.ordered == found.narrowed
+    assert [r.keyword for r in found.ordered] == ["properties"]
     named = {"properties": {"a": {"$id": "http://x.y/z", "$ref": "#/$defs/q"}, "b": {}},
              "$defs": {"q": {"type": "null"}}, "type": "object"}  # fmt: skip
-    assert not route(named, ("llguidance",), key_order="any").rules
+    assert not route(named, key_order="any").rules
     for schema in ({"type": "object"}, {"type": "array", "items": {"type": "null"}},
                    {"enum": [{"a": 1}, 3]}):
         assert route(schema).ordered == route(schema, key_order="any").ordered == ()

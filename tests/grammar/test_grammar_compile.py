@@ -302,7 +302,10 @@ def test_services_of_equal_settings_share_backend_and_grammars():
             ),
             "2550 characters",
         ),
-        (GrammarSpec.json_schema({"type": "string", "pattern": "a(?=b)b"}, backend="xgrammar"), "a pattern"),
+        (
+            GrammarSpec.json_schema({"type": "string", "pattern": "a(?=b)b"}, backend="xgrammar"),
+            "a pattern",
+        ),
         (
             GrammarSpec.json_schema({"type": "string", "pattern": "^a+$", "maxLength": 3}),
             "pattern beside bounds",

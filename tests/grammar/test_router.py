@@ -9,15 +9,13 @@ import jsonschema
 import pytest
 from router_util import Grammar
 
-from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
+from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, resolve
 from graft.grammar.judge import check_output
 from graft.grammar.schema.enforcement import KEYWORDS
 from graft.grammar.schema.router import route
 from graft.grammar.schema.trial import trial
 
 pytest.importorskip("llguidance")
-BOTH = ("llguidance", "xgrammar")
-
 # Schemas that no backend enforces exactly, the keyword and place, and a value that gets past.
 INEXACT: list[tuple[Any, str, str, Any]] = [
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "#", "uniqueItems",
@@ -43,7 +41,7 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
 def test_what_cannot_be_enforced_is_named(schema, pointer, keyword, value):
     """An inexact route names keyword and pointer, and its loose schema indeed lets more through."""
-    found = route(schema, BOTH)
+    found = route(schema)
     assert not found.exact
     assert (pointer, keyword) in {(r.pointer, r.keyword) for r in found.reasons}
     assert f"{pointer}: {keyword}: " in found.refusal()
@@ -84,25 +82,10 @@ def test_a_schema_without_outputs_is_refused(schema):
         assert "partial" not in str(caught.value)
 
 
-def test_llguidance_is_chosen_where_it_is_exact_and_xgrammar_where_it_is_alone():
-    """The first exact backend in order of preference wins; a lone one must be exact by itself."""
-    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5000}},
-              "additionalProperties": False}  # fmt: skip
-    assert route(schema, BOTH).backend == "llguidance"
-    lone = route(schema, ("xgrammar",))
-    assert not lone.exact and lone.reasons[0].keyword == "maxLength" and lone.backend is None
-    small = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}},
-             "additionalProperties": False}  # fmt: skip
-    assert route(small, ("xgrammar", "llguidance")).backend == "xgrammar"
-    disjoint = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
-    assert route(disjoint, ("xgrammar",)).exact
-    assert not route({"type": "array", "uniqueItems": True, "items": {}}, ("xgrammar",)).exact
-
-
 def test_a_schema_cannot_switch_strictness_off():
     """LLGuidance's in-schema options are no way around the router."""
     schema = {"type": "array", "items": {}, "uniqueItems": True, "x-guidance": {"lenient": True}}
-    found = route(schema, BOTH)
+    found = route(schema)
     assert not found.exact and "x-guidance" not in found.schema
 
 
@@ -110,17 +93,22 @@ def test_routes_are_pure():
     """The same schema gives the same route, and stays as it was."""
     schema = {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"}
     before = json.dumps(schema)
-    assert route(schema, BOTH) == route(schema, BOTH)
+    assert route(schema) == route(schema)
     assert json.dumps(schema) == before
 
 
-def test_unknown_backends_are_refused():
-    """Backend names are checked before anything else."""
-    for names in ((), ("outlines",)):
-        with pytest.raises(GrammarError, match="needs some of"):
-            route({}, names)
+def test_unknown_backends_are_refused(monkeypatch):
+    """By name, as are those that are not installed; auto makes do with XGrammar alone."""
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
+    monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
+    assert GrammarSpec.json_schema({"maxLength": 9, "type": "string"}, backend="auto").backend == (
+        "xgrammar"
+    )
+    with pytest.raises(GrammarError, match="XGrammar ignores not"):
+        GrammarSpec.json_schema({"not": {"type": "string", "maxLength": 7}})
+    with pytest.raises(GrammarError, match="'llguidance' is not available"):
+        GrammarSpec.json_schema({}, backend="llguidance")
 
 
 @pytest.mark.parametrize("keyword, schema", [
@@ -196,7 +184,7 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 def test_what_says_nothing_or_can_be_spelled_out_is_exact(schema, good, bad):
     """Unused parts refuse nothing; unevaluated, contained and dynamic ones are found statically."""
     judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
-    found = route(schema, ("llguidance",))
+    found = route(schema)
     assert found.exact, found.refusal()
     grammar = Grammar.routed(found)
     for value in (*good, *bad):
@@ -211,11 +199,11 @@ def test_formats_are_what_the_draft_says():
         (plain, None, True), (plain, False, False), ({"$schema": latest, **plain}, None, False),
         ({"$schema": latest, **plain}, True, True),
     ):  # fmt: skip
-        found = route(schema, ("llguidance",), assert_formats=asked)
+        found = route(schema, assert_formats=asked)
         assert Grammar.routed(found).takes("no date") != enforced
         assert Grammar.routed(found).takes("2024-02-29")
         assert any(reason.keyword == "format" for reason in found.rewritten) != enforced
-    mail = route({"type": "string", "format": "email"}, ("llguidance",))
+    mail = route({"type": "string", "format": "email"})
     assert [reason.keyword for reason in mail.narrowed] == ["format"]
 
 
@@ -226,7 +214,7 @@ def test_formats_are_what_the_draft_says():
 ])  # fmt: skip
 def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
     """Where a valid number is refused in some spelling, the route says so; elsewhere nothing."""
-    found = route({"properties": {"a": schema}}, ("llguidance",))
+    found = route({"properties": {"a": schema}})
     assert [reason[:2] for reason in found.spelling] == [("#/properties/a", keyword)]
     for text in texts:
         assert not Grammar.routed(found).accepts(f'{{"a": {text}}}')
@@ -235,7 +223,7 @@ def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
 
 def test_what_openapi_means_is_not_ignored_silently():
     """null is not produced for nullable, and the route says what would."""
-    found = route({"properties": {"a": {"type": "string", "nullable": True}}}, ("llguidance",))
+    found = route({"properties": {"a": {"type": "string", "nullable": True}}})
     assert ("#/properties/a", "nullable") in [reason[:2] for reason in found.narrowed]
     assert not Grammar.routed(found).takes({"a": None})
 

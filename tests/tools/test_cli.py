@@ -65,20 +65,17 @@ def test_a_wrong_row_is_refused_with_its_line(tmp_path, line, words):
         requests_of("--prompts", str(rows))
 
 
-def test_forced_text_is_drafted_or_appended(tmp_path, capsys):
-    """The flags reach the engine, and figures tell what was appended; a bad length is refused."""
+def test_forced_text_is_drafted(tmp_path, capsys):
+    """The flag reaches the engine: the same text in fewer rounds."""
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
     asked = ["generate", "--prompt", "Olga is 42.", "--schema", str(tmp_path / "s.json"), "--json",
              "--no-speculation"]
     found = []
-    for flags in ([], ["--forced-drafts"], ["--jump-forward", "--jump-least", "1"]):
+    for flags in ([], ["--forced-drafts"]):
         assert cli.main([*asked, *flags]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert len({figures["outputs"][0]["text"] for figures in found}) == 1
     assert found[0]["rounds"] > found[1]["rounds"] > 0
-    assert [figures["jumped_tokens"] > 0 for figures in found] == [False, False, True]
-    assert cli.main([*asked, "--jump-forward", "--jump-least", "0"]) == 2
-    assert "jump_least" in capsys.readouterr().err
 
 
 def test_a_bad_grammar_in_a_row_fails_alone(tmp_path):
