@@ -107,13 +107,15 @@ def route(
     found, reasons, taken = _taken(new)
     rules = ""
     ordered: tuple[Reason, ...] = ()
+    narrowed = new.narrowed
     if key_order == "any" and taken:
-        rules, ordered = in_any_order(found, whitespace)
+        rules, ordered, unusual = in_any_order(found, whitespace)
+        narrowed += unusual
     elif taken:
         ordered = _one_order(found)
     return Route(
         "llguidance" if taken else None, found, taken and not reasons, rules,
-        tuple(reasons[:_MOST_REASONS]), new.changed, new.narrowed + ordered, ordered,
+        tuple(reasons[:_MOST_REASONS]), new.changed, narrowed + ordered, ordered,
         tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
     )  # fmt: skip
 
