@@ -10,7 +10,7 @@ from typing import Any
 
 from .any_order import in_any_order
 from .options import KeyOrder, Whitespace, check_options
-from .rewrite.rewriter import Rewritten, rewrite
+from .rewrite import Rewritten, rewrite
 from .terms import Reason, has_orders, subschemas
 from .trial import objections, unsatisfiable
 from .wellformed import check_schema

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..lark import literal
-from ..terms import KINDS, Cannot, kinds_of, has_orders, meet
+from ..terms import KINDS, Cannot, has_orders, kinds_of, meet
 from .keys import ANY_KEY, PLAIN_KEY, key, pattern_key
 from .leaves import KNOWN, Leaves
 from .shape import Array, Object, Parts, array_of, object_of
