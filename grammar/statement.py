@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .checks import check_keys, check_text, parsed
+from .compile.process import ChildLost, Question, ask
 from .errors import GrammarError
 from .marker import Marker
-from .resolve import json_text, resolved, said_of_tag
+from .resolve import json_text, said_of_tag
 from .schema.options import KeyOrder, Whitespace
 from .schema.wellformed import check_schema
 from .spec import Spec
-from .syntax import check_syntax
 
 __all__ = ["GrammarSpec", "StructuralTag"]
 
@@ -99,7 +99,7 @@ class GrammarSpec(Spec):
             "json_schema", json_text(value), whitespace=whitespace, strict=strict, partial=partial,
             key_order=key_order, assert_formats=assert_formats,
         )  # fmt: skip
-        made = resolved(spec, backend or "auto")
+        made = _bounded("JSON schema", "resolve:resolved", spec, backend or "auto")
         return made if backend else spec
 
     @classmethod
@@ -210,7 +210,7 @@ class GrammarSpec(Spec):
     @classmethod
     def _checked(cls, *arguments: Any, **options: Any) -> GrammarSpec:
         spec = cls(*arguments, **options)
-        check_syntax(spec)
+        _bounded(spec.kind, "syntax:check_syntax", spec)
         return spec
 
     def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
@@ -242,6 +242,14 @@ class GrammarSpec(Spec):
 # GBNF's "any character", which XGrammar does not know; strings, classes and comments stay.
 _DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
 _ANY_CHARACTER = "([^a] | [a])"
+
+
+def _bounded(what: str, function: str, *arguments: Any) -> Any:
+    """A function's result, from a process with limits of time and memory."""
+    try:
+        return ask(Question(f"graft.grammar.{function}", arguments))
+    except ChildLost as error:
+        raise GrammarError(f"{what}: {error}") from error
 
 
 def _choice(option: Any) -> str:

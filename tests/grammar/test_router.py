@@ -102,13 +102,12 @@ def test_unknown_backends_are_refused(monkeypatch):
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
     monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
-    assert GrammarSpec.json_schema({"maxLength": 9, "type": "string"}, backend="auto").backend == (
-        "xgrammar"
-    )
+    plain, negated = (GrammarSpec("json_schema", text) for text in ("{}", '{"not": {"type": "null"}}'))
+    assert resolve.resolved(plain, "auto").backend == "xgrammar"
     with pytest.raises(GrammarError, match="XGrammar ignores not"):
-        GrammarSpec.json_schema({"not": {"type": "string", "maxLength": 7}})
+        resolve.resolved(negated, "auto")
     with pytest.raises(GrammarError, match="'llguidance' is not available"):
-        GrammarSpec.json_schema({}, backend="llguidance")
+        resolve.resolved(plain, "llguidance")
 
 
 @pytest.mark.parametrize("keyword, schema", [

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 from graft.cudagraph.errors import OptionError
 
-from .matcher import CompiledGrammar
-from .spec import Spec
+from ..matcher import CompiledGrammar
+from ..spec import Spec
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 
