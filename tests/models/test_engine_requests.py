@@ -11,7 +11,7 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.errors import RequestError
 from graft.models.request import Request
