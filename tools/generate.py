@@ -229,7 +229,7 @@ def show(asked: Sequence[Asked], outputs: Sequence[Output], figures: dict[str, A
             print(f"graft: request {output.id} {output.reason}: {output.error}", file=sys.stderr)
         elif output.reason not in ("stop", "stop_string"):
             print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
-        if one.request.grammar is not None and one.request.grammar.partial and row["finished"]:
+        if one.request.grammar is not None and one.request.grammar.partial and not output.error:
             said = "satisfies" if row["valid"] else "DOES NOT satisfy"
             print(f"graft: request {output.id}, not enforced in full, {said} its schema",
                   file=sys.stderr)
