@@ -202,7 +202,7 @@ class Graft:
         self._stream, graph = device.stream("rounds"), Graph(device, "round")
         lane = graph.lane("grammar")
         self._staged: list[tuple[np.ndarray, Any]] = []
-        kernel = load_text(device.context, PUT, "put.cu")["put_records"]
+        kernel = load_text(device, PUT, "put.cu")["put_records"]
 
         def copied(name: str) -> None:
             shape = (slots, 2 + length + 1)  # replay, count, tokens
