@@ -297,7 +297,7 @@ class GuidedCase {
     for (int32_t token = 0; token < kVocab; ++token) {
       if (bit(mask, token)) legal.push_back(token);
     }
-    WANT(state[3] == 1 + forced_by(setting_.forcing, legal));
+    WANT(stamp.more == 1 + forced_by(setting_.forcing, legal));
     return mask;
   }
   static bool bit(const int32_t* mask, int32_t token) {
