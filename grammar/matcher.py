@@ -14,7 +14,7 @@ from graft.native import _native
 from .errors import GrammarError
 
 if TYPE_CHECKING:
-    from .backend import GrammarBackend
+    from .backends.base import GrammarBackend
     from .spec import GrammarSpec
 
 __all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher"]

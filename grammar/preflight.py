@@ -75,11 +75,8 @@ class Finding(NamedTuple):
 
 
 def available_backends() -> tuple[str, ...]:
-    """Backends that are installed and that this graft can drive, in order of preference."""
-    return tuple(
-        name for name in BACKENDS
-        if importlib.util.find_spec(name) and importlib.util.find_spec(f"graft.grammar.{name}")
-    )  # fmt: skip
+    """Backends that are installed, in order of preference."""
+    return tuple(name for name in BACKENDS if importlib.util.find_spec(name))
 
 
 def preflight(schema: Any, backend: str) -> list[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from .compile.process import ChildLost, Question, ask
 from .endless import is_endless
 from .errors import GrammarError
 from .marker import Marker
@@ -167,22 +168,37 @@ class GrammarSpec:
             raise GrammarError("JSON schema: the schema false allows no output")
         if value is schema:
             check_keys(value)
-        if is_endless(value):
-            raise GrammarError(
-                "JSON schema: allows no output: a $ref leads back to itself in all that fits"
-            )
         if key_order not in ("", *KEY_ORDERS):
             raise GrammarError(f"key order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
-        if backend not in ("", "xgrammar"):
-            return cls._routed(value, backend, any_whitespace, bool(strict), partial, key_order)
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            unenforced = [] if partial else unenforced_keywords(value)
         except RecursionError:
             raise GrammarError("JSON schema: is nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise GrammarError(f"JSON schema: cannot be read: {error}") from error
         check_text("JSON schema", text)
+        stated = (text, any_whitespace, strict, partial, backend, key_order)
+        return _bounded("JSON schema", Question(f"{__name__}:stated", stated))
+
+    @classmethod
+    def _stated(
+        cls, text: str, any_whitespace: bool, strict: bool | None, partial: bool, backend: str,
+        key_order: str,
+    ) -> GrammarSpec:  # fmt: skip
+        value = json.loads(text)
+        try:
+            endless = is_endless(value)
+            unenforced = [] if partial else unenforced_keywords(value)
+        except RecursionError:
+            raise GrammarError("JSON schema: is nested too deeply") from None
+        except (TypeError, ValueError) as error:
+            raise GrammarError(f"JSON schema: cannot be read: {error}") from error
+        if endless:
+            raise GrammarError(
+                "JSON schema: allows no output: a $ref leads back to itself in all that fits"
+            )
+        if backend not in ("", "xgrammar"):
+            return cls._routed(value, backend, any_whitespace, bool(strict), partial, key_order)
         spec = cls(
             "json_schema", text, any_whitespace=any_whitespace, strict=strict, partial=partial,
             backend=backend, key_order=key_order,
@@ -227,7 +243,7 @@ class GrammarSpec:
             source = json.dumps(value, ensure_ascii=False, allow_nan=False)
             check_text("JSON schema", source)
             if strict:
-                from .llguidance import close_objects  # which itself builds on this module
+                from .backends.llguidance import close_objects  # which itself builds on this module
 
                 value = close_objects(value)
             found = route_named(value, backend, key_order or "any")
@@ -398,7 +414,18 @@ def _unenforced(found: list[str]) -> GrammarError:
     )
 
 
-def _check_syntax(spec: GrammarSpec) -> GrammarSpec:
-    from .syntax import check_syntax  # which asks backends, which build on this module
+def stated(*statement: Any) -> GrammarSpec:
+    """In a compiling process: what `GrammarSpec.json_schema` gives."""
+    return GrammarSpec._stated(*statement)
 
-    return check_syntax(spec)
+
+def _check_syntax(spec: GrammarSpec) -> GrammarSpec:
+    return _bounded(spec.kind, Question("graft.grammar.syntax:check_syntax", (spec,)))
+
+
+def _bounded(what: str, question: Question) -> GrammarSpec:
+    try:
+        answer: GrammarSpec = ask(question)
+    except ChildLost as error:
+        raise GrammarError(f"{what}: {error}") from error
+    return answer

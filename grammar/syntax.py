@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from .errors import GrammarError, clean_message
-from .preflight import BACKENDS, parser_limits
+from .errors import GrammarError
+from .preflight import BACKENDS
 
 if TYPE_CHECKING:
     from .spec import GrammarSpec
@@ -35,31 +35,15 @@ def check_syntax(spec: GrammarSpec) -> GrammarSpec:
 
 
 def _llguidance(spec: GrammarSpec) -> str:
-    from llguidance import LLMatcher
+    from .backends.llguidance import read
 
-    from .llguidance import grammar_text, objection
-
-    try:
-        text = grammar_text(spec)
-    except GrammarError as error:
-        return str(error).removeprefix(f"{spec.kind}: ").removeprefix("structural tag ")
-    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    return objection("\n".join(messages), spec.kind) or "is refused" if failed else ""
+    return read(spec)
 
 
 def _xgrammar(spec: GrammarSpec) -> str:
-    from .compile_child import read_native
-    from .compile_risk import risk
-    from .xgrammar import library
+    from .backends.xgrammar import read
 
     try:
-        spec = spec.resolved("xgrammar")
+        return read(spec.resolved("xgrammar"))
     except GrammarError as error:
         return str(error).removeprefix("structural tag ")
-    if spec.kind != "lark" and risk(spec):
-        return ""
-    try:
-        read_native(library(), spec.kind, spec.text, spec.root)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return clean_message(error) or "is refused"
-    return ""

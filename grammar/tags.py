@@ -34,14 +34,12 @@ def resolved_tags(spec: GrammarSpec, backend: str) -> GrammarSpec:
     GrammarError
         If the backend cannot enforce a tag's schema exactly: the tag, and why not.
     """
-    from .spec import GrammarSpec
+    from .spec import stated
 
     parts = json.loads(spec.text)
     for tag in parts["tags"]:
         try:
-            one = GrammarSpec.json_schema(
-                tag["schema"], backend=backend, strict=True, key_order="schema"
-            )
+            one = stated(json.dumps(tag["schema"]), False, True, False, backend, "schema")
         except GrammarError as error:
             said = f"structural tag {tag['begin']!r}: {said_of_tag(error)}"
             raise GrammarError(said) from error

@@ -9,8 +9,8 @@ namespace {
 size_t at(int index) { return static_cast<size_t>(index); }
 }  // namespace
 
-void Slot::size_for(const ExchangeLayout& layout) {
-  const auto rows = static_cast<size_t>(layout.rows);
+void Slot::size_for(const Exchange& exchange) {
+  const auto rows = static_cast<size_t>(exchange.layout.rows);
   stamped.resize(rows);
   closed.resize(rows);
   forced.assign(rows, -1);
@@ -20,7 +20,7 @@ void Slot::size_for(const ExchangeLayout& layout) {
   order.draft.resize(rows - 1);
   order.parent.resize(rows);
   std::iota(order.parent.begin(), order.parent.end(), -1);
-  order.candidate.resize(static_cast<size_t>(layout.candidates));
+  order.candidate.resize(static_cast<size_t>(exchange.layout.candidates));
 }
 
 void SlotWork::serve(Slot& slot) const noexcept {

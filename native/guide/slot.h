@@ -49,7 +49,7 @@ struct Order {
 };
 
 struct Slot {
-  void size_for(const ExchangeLayout& layout);  // its drafts are a chain then
+  void size_for(const Exchange& exchange);  // its drafts are a chain then
 
   // The step's own.
   int index = 0;

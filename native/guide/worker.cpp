@@ -26,7 +26,7 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   for (int s = 0; s < exchange_.layout.slots; ++s) {
     Slot& slot = slots_[static_cast<size_t>(s)];
     slot.index = s;
-    slot.size_for(exchange_.layout);
+    slot.size_for(exchange_);
     for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowNotReady, 0);
   }
   records_.push_back({this, Step::kOpen, 0});

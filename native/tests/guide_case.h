@@ -393,13 +393,12 @@ inline int trees(uint32_t seed) {
   const int nodes = 1 + static_cast<int>(random() % 63);
   constexpr int kWords = (kVocab + 31) / 32;
   std::vector<int32_t> mask(static_cast<size_t>((nodes + 1) * kWords));
-  ExchangeLayout layout{};
-  layout.rows = nodes + 1;
-  layout.words = kWords;
-  const guided::SlotWork work({mask.data(), layout, kVocab}, nullptr, false);
+  const guided::Exchange exchange{
+      mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
+  const guided::SlotWork work(exchange, nullptr, false);
   HashMatcher matcher(seed, false);
   guided::Slot slot;
-  slot.size_for(layout);
+  slot.size_for(exchange);
   slot.matcher = &matcher;
   using Path = std::vector<uint32_t>;
   const auto favoured = [&](const Path& path) {

@@ -107,11 +107,11 @@ a bad grammar fails its whole batch
     test_engine_requests.py::test_bad_grammar_ends_alone
 # Compilation.
 compilation stalls the batch
-    test_grammar_compile.py::test_cheap_grammars_never_wait_for_a_risky_one
+    test_grammar_compile.py::test_quick_grammars_never_wait_for_slow_ones
 a runaway compilation takes the engine along
-    test_grammar_compile.py::test_limits_of_time_and_memory_refuse_one_grammar
+    test_grammar_compile.py::test_the_bound_of_time_holds_for_every_backend
 a crash while compiling takes the engine along
-    test_grammar_compile.py::test_a_child_that_dies_fails_one_grammar
+    test_grammar_compile.py::test_a_process_that_dies_fails_one_grammar
 # Reasoning and free text.
 the end of reasoning inside an accepted batch is missed
     test_grammar_streams.py::test_markers_are_found_alike_by_scanner_and_search
@@ -123,7 +123,7 @@ the library needs torch to be imported
 keywords are ignored without a word
     test_grammar_spec.py::test_what_cannot_be_enforced_is_refused_unless_partial
 one backend's weakness is held against another
-    test_routing.py::test_the_engines_router_enforces_what_xgrammar_would_ignore
+    test_grammar_compile.py::test_the_engines_router_enforces_what_xgrammar_would_ignore
 invalid instances pass unmarked
     test_schema_suite.py::test_every_group_is_right_or_refused_by_name
 refused tokens print warnings

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graft.grammar.llguidance import grammar_text
+from graft.grammar.backends.llguidance import grammar_text
 from graft.grammar.router import Route
 from graft.grammar.spec import GrammarSpec
 

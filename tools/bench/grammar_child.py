@@ -1,7 +1,7 @@
 """The process in which `bench.grammar` tries one grammar backend: it may crash, hang or be killed.
 
 It reads pickled messages from its standard input and answers on its standard output (see
-`graft.grammar.compile_child.send`): first the setup ``(subject, tokenizer path, stop token, memory
+`graft.grammar.compile.child.send`): first the setup ``(subject, tokenizer path, stop token, memory
 bytes)``, answered by ``"ready"``; then one row as a dict each, answered by a dict.
 """
 
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, route
-from graft.grammar.compile_child import receive, register_types, send, tokenizer_info
+from graft.grammar.backends.xgrammar import library, tokenizer_info
+from graft.grammar.compile.child import receive, send
 from graft.grammar.preflight import available_backends
 from graft.tools.bench.data import load_tokenizer
 
@@ -71,10 +72,9 @@ class XGrammar:
     """XGrammar's Python API (its TVM-FFI classes, which its own package wraps)."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
-        self._types = register_types()
+        self._types = library()
         self._stop = vocabulary.stop_ids[0]
-        self._info = tokenizer_info(self._types, vocabulary.tokens, vocabulary.size,
-                                    vocabulary.stop_ids)  # fmt: skip
+        self._info = tokenizer_info(vocabulary)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
     def compile(self, schema: Any, compact: bool) -> Callable[[], Any]:

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 from graft.cudagraph.errors import OptionError
 
-from .matcher import CompiledGrammar
-from .spec import GrammarSpec
+from ..matcher import CompiledGrammar
+from ..spec import GrammarSpec
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
+from graft.cudagraph.errors import OptionError
 from graft.native import _native
 
-from .backend import ending_ids
-from .errors import GrammarError, clean_message
-from .json_lark_text import literal
-from .key_order import in_any_order, json_options
-from .marker import marked
-from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from .spec import GrammarSpec
-from .vocabulary import Vocabulary
+from ..compile.process import Question
+from ..errors import GrammarError, clean_message
+from ..json_lark_text import literal
+from ..key_order import in_any_order, json_options
+from ..marker import marked
+from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
+from ..preflight import parser_limits
+from ..spec import GrammarSpec
+from ..vocabulary import Vocabulary
+from .base import ending_ids, require_release
 
-__all__ = ["LLGuidanceBackend", "grammar_text", "library", "objection", "probe"]
+__all__ = ["LLGuidanceBackend", "grammar_text", "library", "probe", "read", "readable_text"]
 
-_RELEASE = "1.9."
 _MATCHER_BYTES = 80 << 10  # LLGuidance does not tell: measured for a schema and 129k tokens
 
 
@@ -32,20 +33,14 @@ def library() -> Any:
 
     Raises
     ------
-    GrammarError
+    OptionError
         If LLGuidance is not installed, is of another release, or cannot be loaded.
     """
-    install = "install it with: pip install llguidance==1.9.1"
-    try:
-        release = importlib.metadata.version("llguidance")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise GrammarError(f"LLGuidance is not installed; {install}") from error
-    if not release.startswith(_RELEASE):
-        raise GrammarError(f"LLGuidance {release} is installed, graft needs {_RELEASE}x; {install}")
+    require_release("LLGuidance", "llguidance", "1.9.", "llguidance==1.9.1")
     try:
         import llguidance
     except (ImportError, OSError) as error:
-        raise GrammarError(f"LLGuidance {release} cannot be used: {error}") from error
+        raise OptionError(f"grammar_backend: LLGuidance cannot be used: {error}") from error
     return llguidance
 
 
@@ -55,13 +50,15 @@ def probe() -> str:
 
     Raises
     ------
-    GrammarError
+    OptionError
         If they are not the known ones.
     """
     try:
         return str(_native.guide.load_llguidance(library()._lib.__file__))
     except (OSError, RuntimeError, AttributeError) as error:
-        raise GrammarError(f"LLGuidance cannot be driven natively: {error}") from error
+        raise OptionError(
+            f"grammar_backend: LLGuidance cannot be driven natively: {error}"
+        ) from error
 
 
 def grammar_text(spec: GrammarSpec) -> str:
@@ -87,7 +84,8 @@ def _lark(spec: GrammarSpec) -> str:
         return spec.text
     if spec.kind == "choice":
         options = (literal(option) for option in json.loads(spec.text))
-        return "start: " + " | ".join(options)
+        # one lexeme: as a rule of so many parts it would be slow, and too long for a row of items
+        return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
         return _structural_tag(spec.text)
     if spec.root != "root":
@@ -100,7 +98,41 @@ def _lark(spec: GrammarSpec) -> str:
         raise GrammarError(f"ebnf: {clean_message(error)}") from error
 
 
-def objection(message: str, kind: str) -> str:
+def _said(text: str, kind: str) -> tuple[bool, str]:
+    """Whether LLGuidance refuses a grammar, and what it says, without a vocabulary."""
+    failed, lines = library().LLMatcher.validate_grammar_with_warnings(
+        text, limits=parser_limits()
+    )
+    return failed, _objection("\n".join(lines), kind)
+
+
+def read(spec: GrammarSpec) -> str:
+    """LLGuidance's objection to a grammar, without compiling it; empty if it can read it."""
+    try:
+        failed, said = _said(grammar_text(spec), spec.kind)
+    except GrammarError as error:
+        return str(error).removeprefix(f"{spec.kind}: ").removeprefix("structural tag ")
+    return (said or "is refused") if failed else ""
+
+
+def readable_text(spec: GrammarSpec) -> str:
+    """`grammar_text` of a grammar that LLGuidance takes.
+
+    Raises
+    ------
+    GrammarError
+        With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
+    """
+    text = grammar_text(spec)
+    failed, said = _said(text, spec.kind)
+    if failed:
+        raise GrammarError(f"{spec.kind}: {said or 'is refused'}")
+    if said and not spec.partial:
+        raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {said}")
+    return text
+
+
+def _objection(message: str, kind: str) -> str:
     """LLGuidance's reason in one sentence, with the place only where it is one of the user's."""
     lines = message.strip().split("\n")
     reasons = [line[len("error: ") :] for line in lines if line.startswith("error: ")]
@@ -239,18 +271,25 @@ class LLGuidanceBackend:
         GrammarError
             With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        text = grammar_text(spec)
-        kind, _, said = self._tokenizer.judge(text).partition(": ")
-        if kind == "error":
-            raise GrammarError(f"{spec.kind}: {objection(said, spec.kind)}")
-        if said and not spec.partial:
-            ignored = objection(said, spec.kind)
-            raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {ignored}")
+        return self.load(spec, readable_text(spec))
+
+    def question(self, spec: GrammarSpec) -> Question:
+        """See `BoundedBackend`."""
+        return Question(f"{__name__}:readable_text", (spec,))
+
+    def load(self, spec: GrammarSpec, answer: str) -> CompiledGrammar:
+        """The grammar from its text as LLGuidance reads it, without the GIL.
+
+        Raises
+        ------
+        GrammarError
+            With LLGuidance's reason, if it refuses the grammar.
+        """
         try:
-            native = _native.guide.LLGuidanceGrammar(self._tokenizer, text)
+            native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
         except RuntimeError as error:
-            raise GrammarError(f"{spec.kind}: {objection(str(error), spec.kind)}") from None
-        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(text))
+            raise GrammarError(f"{spec.kind}: {_objection(str(error), spec.kind)}") from None
+        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start of the grammar, independent of all others.
