@@ -15,7 +15,7 @@ import pytest
 from guide_util import KINDS, NOT_READY, READY, SPECS, Rig, byte_vocabulary, run_work
 
 from graft.grammar import GrammarBackend, GrammarError, GuidedRequest, make_backend
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 
 #: What went wrong elsewhere, and below it the test that would see it here.
 TABLE = """

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .judge import found_in
-from .rewrite_terms import KINDS, Cannot, Kinds, References, kinds_of, meet, value_kind
+from ...judge import found_in
+from ..terms import KINDS, Cannot, Kinds, References, kinds_of, meet, value_kind
 
 __all__ = ["Disjointness"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from .judge import found_in
-from .rewrite_strings import literals, none_of
-from .rewrite_terms import (
+from ...judge import found_in
+from ..terms import (
     KINDS,
     Cannot,
     Kinds,
@@ -18,6 +17,7 @@ from .rewrite_terms import (
     value_kind,
     word_set,
 )
+from .strings import literals, none_of
 
 __all__ = ["Negation"]
 

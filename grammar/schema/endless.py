@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote
 
-from .preflight import subschemas
+from .terms import Cannot, followed, subschemas
 
 __all__ = ["is_endless"]
 
@@ -75,13 +74,7 @@ def _target(schema: Any, reference: Any) -> Any:
     """What a reference within the schema points to; True where that is not known."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return True
-    here = schema
-    for step in reference.split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(here, dict) and name in here:
-            here = here[name]
-        elif isinstance(here, list) and name.isascii() and name.isdigit() and int(name) < len(here):
-            here = here[int(name)]
-        else:
-            return True
-    return here
+    try:
+        return followed(schema, reference[1:])
+    except Cannot:
+        return True

@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .json_lark_shape import ARRAYS, OBJECTS, Parts, several_keys
-from .preflight import trial
-from .rewrite_terms import References, word_set
+from ..terms import References, has_orders, word_set
+from ..trial import trial
+from .shape import ARRAYS, OBJECTS, Parts
 
 __all__ = ["KNOWN", "Leaves"]
 
-#: Keywords of a schema without references and unions that a rule can be made of.
 KNOWN = OBJECTS | ARRAYS | word_set(
     """type enum const format pattern minLength maxLength minimum maximum exclusiveMinimum
     exclusiveMaximum multipleOf"""
@@ -42,22 +41,18 @@ class Leaves:
         self._references.nested &= _bases_matter(root)
         self._made: dict[tuple[int, tuple[str, ...]], tuple[Any, Any]] = {}  # with what it is of
         self._definitions: dict[str, str] = {}  # pointers, and names of the copies in leaves
-        self._marked: dict[int, bool] = {}
+        self._parts: dict[int, dict[str, Any]] = {}  # that can be reached, by identity
+        self._marked: set[int] = set()
         self._mark()
 
     def resolved(self, reference: Any) -> Any:
         """What a reference means; `Cannot` if it is no plain pointer into this document."""
         return self._references.resolve(reference)
 
-    def plain(self, part: dict[str, Any]) -> dict[str, Any]:
-        """The schema without annotations; the same object each time."""
-        return part if part.keys() <= _KEPT else self._derived(part, ())
-
     def without(self, part: dict[str, Any], *keywords: str) -> dict[str, Any]:
-        """The schema without these keywords; the same object each time."""
-        return self._derived(part, keywords)
-
-    def _derived(self, part: dict[str, Any], keywords: tuple[str, ...]) -> dict[str, Any]:
+        """The schema without annotations and these keywords; the same object each time."""
+        if not keywords and part.keys() <= _KEPT:
+            return part
         mark = id(part), keywords
         if mark not in self._made:
             kept = {k: v for k, v in part.items() if k in _KEPT and k not in keywords}
@@ -75,7 +70,7 @@ class Leaves:
                 continue
             if part is False:
                 return None
-            part = self.plain(part)
+            part = self.without(part)
             if "allOf" in part:
                 pending += reversed(part["allOf"])
                 part = self.without(part, "allOf")
@@ -85,12 +80,9 @@ class Leaves:
 
     def has_objects(self, part: Any) -> bool:
         """Whether an object whose keys have several orders is in what fits a schema."""
-        if not isinstance(part, dict):
-            return False
-        found = self._marked.get(id(part))
-        if found is None:
-            found = _has_orders(part) or any(map(self.has_objects, self._inner(part)))
-        return found
+        if not isinstance(part, dict) or id(part) in self._parts:
+            return id(part) in self._marked
+        return has_orders(part) or any(map(self.has_objects, self._inner(part)))
 
     def _inner(self, part: dict[str, Any]) -> Iterator[Any]:
         for keyword in _MAPS:
@@ -106,23 +98,20 @@ class Leaves:
 
     def _mark(self) -> None:
         """Mark every schema that can be reached, from the inside out."""
-        outer: dict[int, list[int]] = {}
-        pending, marked = [self._root], []
+        pending = [self._root]
         while pending:
             part = pending.pop()
-            if not isinstance(part, dict) or id(part) in self._marked:
-                continue
-            self._marked[id(part)] = False
-            if _has_orders(part):
-                marked.append(id(part))
-            for inner in self._inner(part):
-                outer.setdefault(id(inner), []).append(id(part))
-                pending.append(inner)
-        while marked:
-            one = marked.pop()
-            if not self._marked[one]:
-                self._marked[one] = True
-                marked += outer.get(one, ())
+            if isinstance(part, dict) and id(part) not in self._parts:
+                self._parts[id(part)] = part
+                pending += self._inner(part)
+        grown = {mark for mark, part in self._parts.items() if has_orders(part)}
+        while grown:
+            self._marked |= grown
+            grown = {
+                mark for mark, part in self._parts.items()
+                if mark not in self._marked
+                and any(id(inner) in self._marked for inner in self._inner(part))
+            }  # fmt: skip
 
     def of(self, parts: Parts, kinds: frozenset[str] | None = None) -> str | None:
         """What fits all the schemas, and is of these types, as ``%json``; None if nothing does."""
@@ -173,19 +162,6 @@ class Leaves:
             else:
                 out[keyword] = value
         return out
-
-
-def _has_orders(part: dict[str, Any]) -> bool:
-    """Whether two keys or more can stand in an object that fits, one of them with a name."""
-    values = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
-    if values is not None:
-        return several_keys(values)
-    properties = part.get("properties") or {}
-    names = {name for name, schema in properties.items() if schema is not False}
-    names.update(part.get("required") or ())
-    patterns = len(part.get("patternProperties") or ())
-    others = patterns + (part.get("additionalProperties") is not False)
-    return bool(names or patterns) and len(names) + others > 1
 
 
 def _bases_matter(root: Any) -> bool:

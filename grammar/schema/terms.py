@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 __all__ = [
-    "KINDS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape", "in_force",
-    "kinds_of", "meet", "standard_form", "value_kind", "word_set",
+    "KINDS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape", "followed",
+    "has_orders", "kinds_of", "meet", "several_keys", "steps_of", "subschemas", "value_kind",
+    "word_set",
 ]  # fmt: skip
 
 Kinds = frozenset[str]
@@ -20,14 +22,6 @@ def word_set(text: str) -> frozenset[str]:
 
 #: The six types of JSON; ``integer`` stands in a set of types only where ``number`` does not.
 KINDS: Kinds = frozenset(("null", "boolean", "number", "string", "array", "object"))
-_SINCE = {
-    "contains": 6, "propertyNames": 6, "if": 7, "then": 7, "else": 7, "dependentRequired": 2019,
-    "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019,
-    "minContains": 2019, "maxContains": 2019, "$recursiveRef": 2019, "prefixItems": 2020,
-    "$dynamicRef": 2020,
-}  # fmt: skip
-_BESIDE_REF = word_set("$schema $defs definitions title description $comment")
-_DATA = word_set("enum const default examples example")
 _YEARS = {"03": 3, "04": 4, "06": 6, "07": 7, "2019-09": 2019, "2020-12": 2020}
 _DRAFT = re.compile(r"draft[-/](03|04|06|07|2019-09|2020-12)\b")
 
@@ -68,52 +62,38 @@ def dialect(schema: Any, default: int) -> int:
     return _YEARS[found[1]] if found else default
 
 
-def in_force(keyword: str, draft: int) -> bool:
-    """Whether a draft knows the keyword; to one that does not, it is an annotation."""
-    return draft >= _SINCE.get(keyword, 0)
-
-
-def standard_form(root: Any, draft: int, ignored: list[tuple[str, str]]) -> Any:
-    """A copy without what the draft ignores: newer keywords, and what stands beside ``$ref``.
-
-    Parameters
-    ----------
-    root
-        The whole schema.
-    draft
-        3, 4, 6, 7, 2019 or 2020.
-    ignored
-        Takes the pointer and keyword of everything left out.
-    """
-    return _standard(root, draft, "#", ignored, names=False)
-
-
-def _standard(part: Any, draft: int, at: str, ignored: list[tuple[str, str]], names: bool) -> Any:
-    if isinstance(part, list):
-        return [_standard(p, draft, f"{at}/{i}", ignored, False) for i, p in enumerate(part)]
-    if not isinstance(part, dict):
-        return part
-    alone = not names and draft <= 7 and isinstance(part.get("$ref"), str)
-    kept = {}
-    for key, value in part.items():
-        if not names and (
-            not in_force(key, draft) or (alone and key != "$ref" and key not in _BESIDE_REF)
-        ):
-            ignored.append((at, key))
-        elif not names and key in _DATA:
-            kept[key] = value
-        else:
-            maps = not names and key in (
-                "properties", "patternProperties", "$defs", "definitions", "dependencies",
-                "dependentSchemas",
-            )  # fmt: skip
-            kept[key] = _standard(value, draft, f"{at}/{escape(key)}", ignored, maps)
-    return kept
-
-
 def escape(name: object) -> str:
     """A step of a JSON pointer."""
     return str(name).replace("~", "~0").replace("/", "~1")
+
+
+_MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
+_PARTS = word_set(
+    """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
+    contains not if then else unevaluatedItems unevaluatedProperties"""
+)
+
+
+def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
+    """Every subschema that is an object, with its pointer; parents come first."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    pending = [(at, schema)]
+    while pending:
+        here, part = pending.pop()
+        if not isinstance(part, dict):
+            continue
+        found.append((here, part))
+        for keyword, value in part.items():
+            steps: list[tuple[Any, Any]] = []
+            if isinstance(value, dict) and keyword in _MAPS:
+                steps = list(value.items())
+            elif isinstance(value, list) and keyword in _PARTS:
+                steps = list(enumerate(value))
+            elif keyword in _PARTS:
+                pending.append((f"{here}/{escape(keyword)}", value))
+            base = f"{here}/{escape(keyword)}"
+            pending += [(f"{base}/{escape(step)}", value) for step, value in reversed(steps)]
+    return found
 
 
 def meet(one: Kinds, other: Kinds) -> Kinds:
@@ -150,6 +130,29 @@ def kinds_of(schema: Any) -> Kinds:
     if isinstance(schema.get("enum"), list):
         kinds = meet(kinds, frozenset(value_kind(value) for value in schema["enum"]))
     return kinds
+
+
+def has_orders(part: dict[str, Any]) -> bool:
+    """Whether two keys or more can stand in an object that fits, one of them with a name."""
+    values = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
+    if values is not None:
+        return several_keys(values)
+    properties = part.get("properties") or {}
+    names = {name for name, schema in properties.items() if schema is not False}
+    required = part.get("required")
+    names.update(required if isinstance(required, list) else ())
+    patterns = len(part.get("patternProperties") or ())
+    others = patterns + (part.get("additionalProperties") is not False)
+    return bool(names or patterns) and len(names) + others > 1
+
+
+def several_keys(value: Any) -> bool:
+    """Whether an object with two keys or more is somewhere in a value."""
+    if isinstance(value, list):
+        return any(several_keys(part) for part in value)
+    if isinstance(value, dict):
+        return len(value) > 1 or any(several_keys(part) for part in value.values())
+    return False
 
 
 def any_of(options: list[Any]) -> Any:
@@ -195,7 +198,7 @@ class References:
             return reference[1:]
         return None
 
-    def followed(self, schema: Any) -> Any:
+    def behind(self, schema: Any) -> Any:
         """What a schema that is a plain reference stands for; other schemas as they are."""
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -211,18 +214,22 @@ class References:
         pointer = self.pointer(reference)
         if pointer is None:
             raise Cannot("$ref", f"{reference!r} is not a plain pointer into this schema")
-        target = self._root
-        for step in pointer.split("/")[1:]:
-            key = _unquote(step).replace("~1", "/").replace("~0", "~")
-            try:
-                target = target[int(key)] if isinstance(target, list) else target[key]
-            except (KeyError, ValueError, IndexError, TypeError):
-                raise Cannot("$ref", f"{reference!r} points to nothing") from None
-        return target
+        return followed(self._root, pointer)
 
 
-def _unquote(step: str) -> str:
-    return re.sub(r"%([0-9A-Fa-f]{2})", lambda m: chr(int(m[1], 16)), step)
+def steps_of(pointer: str) -> list[str]:
+    """The keys that a JSON pointer leads through."""
+    return [unquote(s).replace("~1", "/").replace("~0", "~") for s in pointer.split("/")[1:]]
+
+
+def followed(root: Any, pointer: str) -> Any:
+    """What a JSON pointer leads to; `Cannot` if it leads to nothing."""
+    for key in steps_of(pointer):
+        try:
+            root = root[int(key)] if isinstance(root, list) else root[key]
+        except (KeyError, ValueError, IndexError, TypeError):
+            raise Cannot("$ref", f"'#{pointer}' points to nothing") from None
+    return root
 
 
 def _has_nested_id(root: Any) -> bool:

@@ -1,102 +1,84 @@
-"""Rewrites a JSON schema into an equivalent one that grammar backends can enforce.
-
-Grammar backends have no complement and no counting across an object, so ``not``, ``oneOf``,
-``if``, ``dependencies``, ``propertyNames``, ``uniqueItems`` and the property counts are spelled out
-as unions and intersections where that is exact: formats outside the standard are annotations and
-go, options of a ``oneOf`` that exclude each other are an ``anyOf``, and so on. What has no exact
-form is left out of the result and reported.
-"""
+"""The walk over a schema: what each keyword becomes, and what is told of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from .rewrite_disjoint import Disjointness, Oracle
-from .rewrite_negate import Negation
-from .rewrite_rules import RULES, Site, Tools, property_counts, relevant
-from .rewrite_strings import ecma_pattern
-from .rewrite_terms import (
+from ..terms import (
     KINDS,
     Cannot,
     Kinds,
     Reason,
     References,
-    dialect,
     escape,
     kinds_of,
     meet,
-    standard_form,
     word_set,
 )
+from .disjoint import Disjointness, Oracle
+from .negate import Negation
+from .strings import ecma_pattern
 
-__all__ = ["Rewritten", "rewrite"]
+__all__ = ["Rewriter", "Rule", "Site"]
 
 _MAPS = word_set("properties patternProperties $defs definitions")
 _LISTS = word_set("allOf anyOf prefixItems")
 _SINGLE = word_set("additionalProperties additionalItems items")
 _COUNTS = word_set("minLength maxLength minItems maxItems")
 _NEVER = word_set(
-    """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef contains extends disallow
+    """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef extends disallow
     divisibleBy"""
 )
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
+_ABOUT = {
+    **dict.fromkeys(("format", "pattern", "contentEncoding", "contentMediaType"), "string"),
+    **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "propertyNames",
+                     "unevaluatedProperties", "minProperties", "maxProperties"), "object"),
+}  # fmt: skip
+_LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}  # they look at what others become
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """The outcome.
+@dataclass
+class Site:
+    """A schema being rewritten.
 
     Attributes
     ----------
     schema
-        The new schema; the parts named in ``lost`` are missing from it, so it allows more.
-    lost
-        What could not be said exactly.
-    changed
-        What was rewritten, for the curious.
-    narrowed
-        Where the new schema allows less: values that have no exact form beside others that do.
-    home
-        Where the document's draft puts definitions: ``"$defs"`` or ``"definitions"``.
+        As it was.
+    at
+        Its JSON pointer.
+    kinds
+        Types that its values can have.
+    out
+        The new schema so far.
+    extra
+        Schemas that must hold as well.
     """
 
-    schema: Any
-    lost: tuple[Reason, ...]
-    changed: tuple[Reason, ...]
-    narrowed: tuple[Reason, ...]
-    home: str
+    schema: dict[str, Any]
+    at: str
+    kinds: Kinds
+    out: dict[str, Any] = field(default_factory=dict)
+    extra: list[Any] = field(default_factory=list)
 
 
-def rewrite(schema: Any, *, draft: int = 2020, oracle: Oracle | None = None) -> Rewritten:
-    """Rewrite a schema.
+class Rewriter:
+    """Rewrites one document; rules call back into it.
 
-    Parameters
+    Attributes
     ----------
-    schema
-        Parsed JSON. It is not changed.
-    draft
-        Draft of schemas that do not name theirs in ``$schema``: 3, 4, 6, 7, 2019 or 2020.
-    oracle
-        See `Disjointness`.
+    lost, changed, narrowed
+        As in `Rewritten`, so far.
     """
-    draft = dialect(schema, draft)
-    ignored: list[tuple[str, str]] = []
-    schema = standard_form(schema, draft, ignored)
-    worker = _Rewriter(schema, draft, oracle)
-    worker.changed += [
-        Reason(at, keyword, "draft ignores it here, so it is an annotation")
-        for at, keyword in ignored
-    ]
-    new = worker.whole(schema)
-    lost, changed, narrowed = (
-        tuple(dict.fromkeys(found)) for found in (worker.lost, worker.changed, worker.narrowed)
-    )
-    return Rewritten(new, lost, changed, narrowed, worker.home)
 
-
-class _Rewriter(Tools):
-    def __init__(self, root: Any, draft: int, oracle: Oracle | None):
+    def __init__(
+        self, root: Any, draft: int, assert_formats: bool, oracle: Oracle | None,
+        rules: Mapping[str, Rule],
+    ):  # fmt: skip
         references = References(root)
         definitions = (
             {k: root[k] for k in ("$schema", "$defs", "definitions") if k in root}
@@ -106,11 +88,12 @@ class _Rewriter(Tools):
         self.lost: list[Reason] = []
         self.changed: list[Reason] = []
         self.narrowed: list[Reason] = []
-        self.draft = draft
+        self.draft, self.assert_formats = draft, assert_formats
+        self._rules = rules
         self.references = references
         self.negation = Negation(references, draft)
         self.disjoint = Disjointness(references, oracle, definitions)
-        self.home = "definitions" if draft <= 7 else "$defs"
+        self._home = "definitions" if draft <= 7 else "$defs"
         self._aliases: dict[str, str] = {}  # pointer -> name of the copy among the definitions
         self._pointers: list[str] = []
 
@@ -121,7 +104,7 @@ class _Rewriter(Tools):
             for pointer in self._pointers:  # grows while copies are made
                 target = self.references.resolve(f"#{pointer}")
                 copy = self.schema(target, f"#{pointer}", KINDS)
-                new.setdefault(self.home, {})[self._aliases[pointer]] = copy
+                new.setdefault(self._home, {})[self._aliases[pointer]] = copy
         return new
 
     def schema(self, schema: Any, at: str, kinds: Kinds) -> Any:
@@ -132,18 +115,13 @@ class _Rewriter(Tools):
             self.lose(at, "schema", f"{str(schema)[:40]!r} is neither an object nor a boolean")
             return True
         site = Site(schema, at, meet(kinds, kinds_of(schema)))
-        for keyword, value in sorted(schema.items(), key=lambda item: item[0] == "oneOf"):
+        for keyword, value in sorted(schema.items(), key=lambda item: _LAST.get(item[0], 0)):
             try:
                 self._keyword(keyword, value, site)
             except Cannot as error:
                 self.lose(at, keyword, error.why)
-            except (TypeError, ValueError, AttributeError) as error:
-                self.lose(at, keyword, f"cannot be read: {error}")
-        try:
-            property_counts(self, site)
-        except Cannot as error:
-            self.lose(at, "minProperties" if "minProperties" in schema else "maxProperties",
-                      error.why)  # fmt: skip
+            except (TypeError, ValueError, AttributeError, KeyError):  # where a $ref alone leads
+                self.lose(at, keyword, f"cannot be read: {str(value)[:40]}")
         return _with(site.out, [part for part in site.extra if part is not True])
 
     def keyword_again(self, keyword: str, value: Any, site: Site) -> None:
@@ -153,12 +131,17 @@ class _Rewriter(Tools):
 
     def _keyword(self, keyword: str, value: Any, site: Site) -> None:
         here, out = f"{site.at}/{escape(keyword)}", site.out
-        if keyword in RULES:
-            if relevant(keyword, site.kinds):
-                RULES[keyword](self, value, site)
+        relevant = _ABOUT.get(keyword) in (None, *site.kinds)
+        if keyword in self._rules:
+            if relevant:
+                self._rules[keyword](self, value, site)
         elif keyword in _NEVER and (self.draft == 3 or keyword not in _DRAFT_3):
-            if relevant(keyword, site.kinds):
+            if relevant:
                 raise Cannot(keyword, "cannot be enforced")
+        elif keyword == "nullable":
+            if value is True and "null" not in site.kinds:
+                why = "OpenAPI's, an annotation here: null is not produced unless type lists it"
+                self.narrowed.append(Reason(site.at, keyword, why))
         elif keyword == "x-guidance":
             return  # would switch LLGuidance's own strictness off
         elif keyword in out:
@@ -200,7 +183,28 @@ class _Rewriter(Tools):
         if pointer not in self._aliases:
             self._aliases[pointer] = f"graft-{len(self._aliases)}"
             self._pointers.append(pointer)
-        return f"#/{self.home}/{self._aliases[pointer]}"
+        return f"#/{self._home}/{self._aliases[pointer]}"
+
+    def lose(self, at: str, keyword: str, why: str) -> None:
+        """Report what has no exact form."""
+        self.lost.append(Reason(at, keyword, why))
+
+    def note(self, at: str, keyword: str, why: str) -> None:
+        """Report what was rewritten."""
+        self.changed.append(Reason(at, keyword, why))
+
+    def fresh(self, schema: Any, at: str, kinds: Kinds) -> Any:
+        """Rewrite a schema that a rule has made; `Cannot` if part of it is lost."""
+        before = len(self.lost)
+        new = self.schema(schema, at, kinds)
+        if len(self.lost) > before:
+            reason = self.lost[before]
+            del self.lost[before:]
+            raise Cannot(reason.keyword, reason.why)
+        return new
+
+
+Rule = Callable[[Rewriter, Any, Site], None]
 
 
 def _with(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from .json_lark_keys import key
+from ..lark import literal
+from .keys import key
 
-__all__ = ["BITS", "Pairs", "array_body", "literal", "object_rules", "regex", "separators"]
+__all__ = ["BITS", "Pairs", "array_body", "object_rules", "regex", "separators"]
 
 BITS = 64  # of a rule's parameter
-
-
-def literal(text: str) -> str:
-    """A Lark string."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)
 
 
 def regex(expression: str) -> str:
@@ -72,25 +66,11 @@ class Pairs:
         How many of them are required.
     others
         Rule of a pair with any other key; None: there are none.
-    low, high
-        Bounds of how many others there are, where they are counted; all names are required then.
     """
 
     names: tuple[tuple[str, str], ...]
     needed: int
     others: str | None = None
-    low: int = 0
-    high: int | None = None
-
-    @property
-    def counted(self) -> bool:
-        """Whether other keys are counted."""
-        return self.low > 0 or self.high is not None
-
-    @property
-    def bits(self) -> int:
-        """Bits that the rules use."""
-        return len(self.names) + (max(self.low, self.high or 0).bit_length() + 1) * self.counted
 
 
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
@@ -101,33 +81,19 @@ def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
     parser has nothing to complete at the end of each pair.
     """
     count, needed, others = len(pairs.names), pairs.needed, pairs.others
-    if not pairs.names and not pairs.counted:
+    if not pairs.names:
         return {name: f'"{{" ({others} (COMMA {others})*)? "}}"' if others else '"{" "}"'}
-    field = f"[{count}:{pairs.bits}]"
-    done = [f"is_ones([0:{needed}])"] if needed else []
-    done += [f"ge({field}, {pairs.low})"] if pairs.low else []
-    end = '"}"' + _if(f"and({', '.join(done)})" if len(done) > 1 else "".join(done))
-    left = f"not(is_ones([0:{count}]))" if count else ""
-    options = [f"{name}-named::_"] if count else []
-    rules = {name: f'"{{" {name}-first::0'}
-    if pairs.counted:
-        space = "" if pairs.high is None else f"lt({field}, {pairs.high})"
-        options.append(f"{others} {name}-more::incr({field}){_if(space)}")
-        left = f"or({left}, {space})" if left and space else ""
-    elif others is not None:
-        options.append(f"{others} (COMMA {others})* {name}-after::_")
-        rules[f"{name}-after::_"] = f"{end} | COMMA {name}-named::_{_if(left)}"
-        left = ""
-    more = [f"COMMA {option}" + ("" if "%if" in option else _if(left)) for option in options]
-    rules[f"{name}-first::_"] = " | ".join([end, *options])
-    rules[f"{name}-more::_"] = " | ".join([end, *more])
-    if count:
-        rules[f"{name}-named::_"] = " | ".join(
-            f"{literal(key(text))} COLON {value} {name}-more::set_bit({bit}) %if bit_clear({bit})"
-            for bit, (text, value) in enumerate(pairs.names)
-        )
+    end = '"}"' + (f" %if is_ones([0:{needed}])" if needed else "")
+    more = f"COMMA {name}-named::_ %if not(is_ones([0:{count}]))"
+    rules = {name: f'"{{" {name}-first::0', f"{name}-first::_": f"{end} | {name}-named::_"}
+    rules[f"{name}-more::_"] = f"{end} | {more}"
+    if others is not None:
+        run = f"{others} (COMMA {others})* {name}-after::_"
+        rules[f"{name}-after::_"] = f"{end} | {more}"
+        rules[f"{name}-first::_"] += f" | {run}"
+        rules[f"{name}-more::_"] = f"{end} | COMMA {name}-named::_ | COMMA {run}"
+    rules[f"{name}-named::_"] = " | ".join(
+        f"{literal(key(text))} COLON {value} {name}-more::set_bit({bit}) %if bit_clear({bit})"
+        for bit, (text, value) in enumerate(pairs.names)
+    )
     return rules
-
-
-def _if(condition: str) -> str:
-    return f" %if {condition}" if condition else ""

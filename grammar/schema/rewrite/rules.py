@@ -2,116 +2,46 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from .rewrite_disjoint import Disjointness
-from .rewrite_negate import Negation
-from .rewrite_objects import dependencies, distinct, property_count, property_names
-from .rewrite_strings import FORMATS, HOSTNAME, ecma_pattern
-from .rewrite_terms import (
-    Cannot,
-    Kinds,
-    Reason,
-    References,
-    any_of,
-    kinds_of,
-    meet,
-    word_set,
-)
+from ..terms import Cannot, Kinds, Reason, References, any_of, kinds_of, meet, word_set
+from .objects import contains, dependencies, distinct, property_count, property_names
+from .rewriter import Rewriter, Rule, Site
+from .strings import FORMATS, HOSTNAME, ecma_pattern
 
-__all__ = ["RULES", "Site", "Tools", "property_counts", "relevant"]
+__all__ = ["RULES"]
 
 _KEPT_FORMATS = word_set("duration email ipv4 uuid uri")
-_REFUSED_FORMATS = word_set("hostname idn-hostname idn-email regex")
+_REFUSED_FORMATS = word_set(
+    "hostname idn-hostname idn-email regex iri iri-reference uri-template relative-json-pointer"
+)
+_NARROWED_FORMATS = {
+    "email": "quoted local parts and numeric domains are not produced",
+    "time": "leap seconds are not produced", "date-time": "leap seconds are not produced",
+}  # fmt: skip
 _BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MOST_OVERLAPS = 40
 
 
-@dataclass
-class Site:
-    """A schema being rewritten.
-
-    Attributes
-    ----------
-    schema
-        As it was.
-    at
-        Its JSON pointer.
-    kinds
-        Types that its values can have.
-    out
-        The new schema so far.
-    extra
-        Schemas that must hold as well.
-    """
-
-    schema: dict[str, Any]
-    at: str
-    kinds: Kinds
-    out: dict[str, Any] = field(default_factory=dict)
-    extra: list[Any] = field(default_factory=list)
-
-
-class Tools(ABC):
-    """What rules work with; the rewriter fills it in."""
-
-    lost: list[Reason]
-    changed: list[Reason]
-    narrowed: list[Reason]
-    draft: int
-    references: References
-    negation: Negation
-    disjoint: Disjointness
-
-    @abstractmethod
-    def schema(self, schema: Any, at: str, kinds: Kinds) -> Any:
-        """Rewrite a schema."""
-
-    @abstractmethod
-    def keyword_again(self, keyword: str, value: Any, site: Site) -> None:
-        """Rewrite a keyword that a rule has replaced."""
-
-    def lose(self, at: str, keyword: str, why: str) -> None:
-        """Report what has no exact form."""
-        self.lost.append(Reason(at, keyword, why))
-
-    def note(self, at: str, keyword: str, why: str) -> None:
-        """Report what was rewritten."""
-        self.changed.append(Reason(at, keyword, why))
-
-    def fresh(self, schema: Any, at: str, kinds: Kinds) -> Any:
-        """Rewrite a schema that a rule has made; `Cannot` if part of it is lost."""
-        before = len(self.lost)
-        new = self.schema(schema, at, kinds)
-        if len(self.lost) > before:
-            reason = self.lost[before]
-            del self.lost[before:]
-            raise Cannot(reason.keyword, reason.why)
-        return new
-
-
-def _one_of(tools: Tools, value: Any, site: Site) -> None:
+def _one_of(to: Rewriter, value: Any, site: Site) -> None:
     if not isinstance(value, list) or not value:
         raise Cannot("oneOf", "must be a list of schemas")
     here = f"{site.at}/oneOf"
-    before = len(tools.narrowed)
-    made = [tools.schema(part, f"{here}/{i}", site.kinds) for i, part in enumerate(value)]
+    before = len(to.narrowed)
+    made = [to.schema(part, f"{here}/{i}", site.kinds) for i, part in enumerate(value)]
     # What a narrowed option leaves out still counts when another one is to exclude it.
-    tested = made if len(tools.narrowed) == before else value
+    tested = made if len(to.narrowed) == before else value
     base = {k: part for k, part in site.out.items() if k not in _NOT_ABOUT_VALUES}
     overlaps: dict[int, list[int]] = {}
     for i in range(len(value)):
         for j in range(i):
-            if not tools.disjoint.proved(tested[i], tested[j], base):
+            if not to.disjoint.proved(tested[i], tested[j], base):
                 overlaps.setdefault(i, []).append(j)
                 overlaps.setdefault(j, []).append(i)
     if not overlaps:
-        tools.note(site.at, "oneOf", "its options exclude each other, so it is anyOf")
+        to.note(site.at, "oneOf", "its options exclude each other, so it is anyOf")
         site.extra.append({"anyOf": made})
         return
     try:
@@ -120,32 +50,32 @@ def _one_of(tools: Tools, value: Any, site: Site) -> None:
         options, narrowed = [], []
         for i, part in enumerate(made):
             kinds = meet(site.kinds, kinds_of(value[i]))
-            names = _closed_names(value[i], tools.references)
+            names = _closed_names(value[i], to.references)
             if names is None:
-                names = _closed_names(site.schema, tools.references)
+                names = _closed_names(site.schema, to.references)
             missing: list[Cannot] = []
             others = [
-                _share_only_empty(tools, value[i], value[j])
-                or _without(tools, (value[i], value[j]), base, kinds, names, missing)
+                _share_only_empty(to, value[i], value[j])
+                or _without(to, (value[i], value[j]), base, kinds, names, missing)
                 for j in overlaps.get(i, ())
             ]
             if False not in others:
-                apart = [tools.fresh(o, f"{here}/{i}", kinds) for o in others if o is not True]
-                if missing and tools.disjoint.proved(part, {"allOf": apart}, base):
+                apart = [to.fresh(o, f"{here}/{i}", kinds) for o in others if o is not True]
+                if missing and to.disjoint.proved(part, {"allOf": apart}, base):
                     raise missing[0]  # nothing of the option would be left
                 options.append({"allOf": [part, *apart]} if apart else part)
             narrowed += [Reason(f"{here}/{i}", "oneOf", f"leaves values out: {m}") for m in missing]
     except Cannot as error:
-        tools.lose(site.at, "oneOf", f"options may overlap, and {error}")
+        to.lose(site.at, "oneOf", f"options may overlap, and {error}")
         site.extra.append({"anyOf": made})
         return
-    tools.narrowed += narrowed
-    tools.note(site.at, "oneOf", "its overlapping options exclude each other explicitly")
+    to.narrowed += narrowed
+    to.note(site.at, "oneOf", "its overlapping options exclude each other explicitly")
     site.extra.append({"anyOf": options} if options else False)
 
 
 def _without(
-    tools: Tools, pair: tuple[Any, Any], base: Any, kinds: Kinds, names: frozenset[str] | None,
+    to: Rewriter, pair: tuple[Any, Any], base: Any, kinds: Kinds, names: frozenset[str] | None,
     missing: list[Cannot],
 ) -> Any:  # fmt: skip
     """What else to ask of the first of a pair so that the second refuses it.
@@ -155,13 +85,13 @@ def _without(
     """
 
     def complement(kinds: Kinds) -> Any:
-        found, left_out = tools.negation.most_of(pair[1], kinds, names)
+        found, left_out = to.negation.most_of(pair[1], kinds, names)
         missing.extend([] if left_out is None else [left_out])
         return found
 
     shared = frozenset(
         kind for kind in kinds
-        if not tools.disjoint.proved(*pair, base, frozenset((kind,)))
+        if not to.disjoint.proved(*pair, base, frozenset((kind,)))
     )  # fmt: skip
     if shared == kinds:
         return complement(kinds)
@@ -172,9 +102,9 @@ def _without(
     return any_of(options)
 
 
-def _share_only_empty(tools: Tools, one: Any, other: Any) -> dict[str, Any] | None:
+def _share_only_empty(to: Rewriter, one: Any, other: Any) -> dict[str, Any] | None:
     """What else to ask of the first, if nothing but ``[]`` or ``{}`` fits both."""
-    one, other = tools.references.followed(one), tools.references.followed(other)
+    one, other = to.references.behind(one), to.references.behind(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
     kind = one.get("type")
@@ -185,7 +115,7 @@ def _share_only_empty(tools: Tools, one: Any, other: Any) -> dict[str, Any] | No
             return None
         if schema.keys() & {"properties", "patternProperties", "prefixItems", "$ref"}:
             return None
-    return {least: 1} if tools.disjoint.proved(one[part], other[part]) else None
+    return {least: 1} if to.disjoint.proved(one[part], other[part]) else None
 
 
 def _listed(site: Site) -> frozenset[str]:
@@ -193,14 +123,14 @@ def _listed(site: Site) -> frozenset[str]:
     return frozenset(properties) if isinstance(properties, dict) else frozenset()
 
 
-def _not(tools: Tools, value: Any, site: Site) -> None:
-    names = _closed_names(site.schema, tools.references)
-    complement = tools.negation.of(value, site.kinds, names, _listed(site))
-    site.extra.append(tools.fresh(complement, f"{site.at}/not", site.kinds))
-    tools.note(site.at, "not", "is spelled out as what remains")
+def _not(to: Rewriter, value: Any, site: Site) -> None:
+    names = _closed_names(site.schema, to.references)
+    complement = to.negation.of(value, site.kinds, names, _listed(site))
+    site.extra.append(to.fresh(complement, f"{site.at}/not", site.kinds))
+    to.note(site.at, "not", "is spelled out as what remains")
 
 
-def _if(tools: Tools, value: Any, site: Site) -> None:
+def _if(to: Rewriter, value: Any, site: Site) -> None:
     then, other = site.schema.get("then", True), site.schema.get("else", True)
     if then is True and other is True:
         return
@@ -208,87 +138,100 @@ def _if(tools: Tools, value: Any, site: Site) -> None:
         options = [value, other]  # "not C implies E"
     else:
         options = [{"allOf": [value, then]}]
-        names = _closed_names(site.schema, tools.references)
-        rest = tools.negation.of(value, site.kinds, names, _listed(site))
+        names = _closed_names(site.schema, to.references)
+        rest = to.negation.of(value, site.kinds, names, _listed(site))
         options.append(rest if other is True else {"allOf": [rest, other]})
-    site.extra.append(tools.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
-    tools.note(site.at, "if", "is spelled out as both of its cases")
+    site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
+    to.note(site.at, "if", "is spelled out as both of its cases")
 
 
-def _said_elsewhere(tools: Tools, value: Any, site: Site) -> None:
+def _said_elsewhere(to: Rewriter, value: Any, site: Site) -> None:
     """The keyword is looked at together with another."""
 
 
-def _dependencies(tools: Tools, value: Any, site: Site) -> None:
+def _dependencies(to: Rewriter, value: Any, site: Site) -> None:
     parts = dependencies(value, site.schema.get("required"))
-    site.extra += [tools.fresh(part, f"{site.at}/dependencies", site.kinds) for part in parts]
-    tools.note(site.at, "dependencies", "are spelled out by which properties are there")
+    site.extra += [to.fresh(part, f"{site.at}/dependencies", site.kinds) for part in parts]
+    to.note(site.at, "dependencies", "are spelled out by which properties are there")
 
 
-def _property_names(tools: Tools, value: Any, site: Site) -> None:
+def _property_names(to: Rewriter, value: Any, site: Site) -> None:
     for keyword, part in property_names(value, site.schema).items():
         if keyword == "maxProperties":
             site.extra.append({keyword: part})
         else:
-            tools.keyword_again(keyword, part, site)
-    tools.note(site.at, "propertyNames", "has become patternProperties")
+            to.keyword_again(keyword, part, site)
+    to.note(site.at, "propertyNames", "has become patternProperties")
 
 
-def property_counts(tools: Tools, site: Site) -> None:
-    """``minProperties`` and ``maxProperties``, after all other keywords."""
-    bounds = {k: site.schema[k] for k in ("minProperties", "maxProperties") if k in site.schema}
-    if not bounds or "object" not in site.kinds:
-        return
-    for keyword, bound in bounds.items():
-        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound != int(bound):
-            raise Cannot(keyword, f"{bound!r} is no whole number")
+def _property_counts(to: Rewriter, value: Any, site: Site) -> None:
+    bounds = {k: int(site.schema[k]) for k in _COUNTS if k in site.schema}
     needed = len(set(site.schema.get("required") or ()))
     options = property_count({**site.schema, **{k: site.out[k] for k in _OBJECT if k in site.out}})
     if options is None:
-        site.out.update({keyword: int(bound) for keyword, bound in bounds.items()})
+        site.out.update(bounds)
     elif options:
         site.extra.append({"anyOf": options})
-        tools.note(site.at, "minProperties", "is spelled out by which properties are there")
+        to.note(site.at, "minProperties", "is spelled out by which properties are there")
     elif not bounds.get("minProperties", 0) <= needed <= bounds.get("maxProperties", needed):
         site.extra.append({"type": sorted(site.kinds - {"object"})})
 
 
+def _max_properties(to: Rewriter, value: Any, site: Site) -> None:
+    if "minProperties" not in site.schema:  # which looks at both
+        _property_counts(to, value, site)
+
+
+_COUNTS = ("minProperties", "maxProperties")
 _OBJECT = ("properties", "patternProperties", "additionalProperties")
 
 
-def _unique_items(tools: Tools, value: Any, site: Site) -> None:
+def _unique_items(to: Rewriter, value: Any, site: Site) -> None:
     if value is not True:
         return
     items = site.schema.get("items", True)
-    options = distinct(site.schema, _few(items, tools.references))
+    options = distinct(site.schema, _few(items, to.references))
     if options is not None:
         others = sorted(site.kinds - {"array"})
         if others:
             options = [*options, {"type": others}]
         site.extra.append({"anyOf": options} if options else False)
-        tools.note(site.at, "uniqueItems", "every order of different items is spelled out")
+        to.note(site.at, "uniqueItems", "every order of different items is spelled out")
 
 
-def _format(tools: Tools, value: Any, site: Site) -> None:
-    if value in _KEPT_FORMATS:
+def _contains(to: Rewriter, value: Any, site: Site) -> None:
+    options = contains(value, site.schema, "prefixItems" if to.draft >= 2020 else "items")
+    others = sorted(site.kinds - {"array"})
+    if others:
+        options = [*options, {"type": others}]
+    site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/contains", site.kinds))
+    to.note(site.at, "contains", "is spelled out as the places where it may stand")
+
+
+def _format(to: Rewriter, value: Any, site: Site) -> None:
+    if not to.assert_formats:
+        to.note(site.at, "format", "an annotation to this draft; assert_formats enforces it")
+    elif value in _KEPT_FORMATS:
         site.out["format"] = value
     elif value in FORMATS:
-        site.extra += [{"pattern": pattern} for pattern in FORMATS[value]]
-    elif value == "hostname" and tools.draft <= 6:  # later ones judge punycode as well
+        site.extra.append({"pattern": FORMATS[value]})
+    elif value == "hostname" and to.draft <= 6:  # later ones judge punycode as well
         site.extra.append({"pattern": HOSTNAME, "maxLength": 253})
     elif value in _REFUSED_FORMATS:
         raise Cannot("format", f"{value!r} cannot be enforced exactly")
     else:
-        tools.note(site.at, "format", f"{value!r} is not of the standard: an annotation")
+        to.note(site.at, "format", f"{value!r} is not of the standard: an annotation")
+    if to.assert_formats and value in _NARROWED_FORMATS:
+        to.narrowed.append(Reason(site.at, "format", _NARROWED_FORMATS[value]))
 
 
-def _pattern(tools: Tools, value: Any, site: Site) -> None:
+def _pattern(to: Rewriter, value: Any, site: Site) -> None:
     site.out["pattern"] = ecma_pattern(value)
 
 
-def _content(tools: Tools, value: Any, site: Site) -> None:
+def _content(to: Rewriter, value: Any, site: Site) -> None:
     """Assertions that draft 7 leaves to the implementation; annotations in other drafts."""
-    if tools.draft != 7:
+    if to.draft != 7:
         return
     if "contentMediaType" in site.schema:
         raise Cannot("contentMediaType", "what a string contains cannot be enforced")
@@ -324,15 +267,13 @@ def _is_of(value: Any, kinds: Kinds) -> bool:
 
 def _closed_names(schema: Any, references: References) -> frozenset[str] | None:
     """The only names that properties can have, if a schema says so itself."""
-    schema = references.followed(schema)
+    schema = references.behind(schema)
     if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
         return None
     if schema.get("patternProperties"):
         return None
     return frozenset(schema.get("properties") or ())
 
-
-Rule = Callable[[Tools, Any, Site], None]
 
 #: What happens to each keyword: a rule adds to the site or raises `Cannot`.
 RULES: dict[str, Rule] = {
@@ -345,22 +286,14 @@ RULES: dict[str, Rule] = {
     "dependentRequired": _dependencies,
     "dependentSchemas": _dependencies,
     "propertyNames": _property_names,
-    "minProperties": _said_elsewhere,
-    "maxProperties": _said_elsewhere,
+    "minProperties": _property_counts,
+    "maxProperties": _max_properties,
     "uniqueItems": _unique_items,
+    "contains": _contains,
+    "minContains": _said_elsewhere,
+    "maxContains": _said_elsewhere,
     "format": _format,
     "pattern": _pattern,
     "contentEncoding": _content,
     "contentMediaType": _content,
 }
-_ABOUT = {
-    **dict.fromkeys(("format", "pattern", "contentEncoding", "contentMediaType"), "string"),
-    **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
-    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "propertyNames",
-                     "unevaluatedProperties"), "object"),
-}  # fmt: skip
-
-
-def relevant(keyword: str, kinds: Kinds) -> bool:
-    """Whether values of these types can meet the keyword at all."""
-    return keyword not in _ABOUT or _ABOUT[keyword] in kinds

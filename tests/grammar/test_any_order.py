@@ -7,11 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from router_util import OPTIONS, STOP, Grammar
+from router_util import STOP, Grammar
 
-from graft.grammar import GrammarError, GrammarSpec
-from graft.grammar.json_lark import any_order
-from graft.grammar.router import route
+from graft.grammar import GrammarError, GrammarSpec, resolved
+from graft.grammar.schema.router import route
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -114,8 +113,11 @@ def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any],
     found = []
     while len(found) < count:
         schema = document(rng)
-        answer = route(schema, ("llguidance",))
-        if answer.exact and not answer.narrowed and any_order(answer.schema, OPTIONS)[0]:
+        try:
+            answer = route(schema, key_order="any")
+        except GrammarError:  # endless
+            continue
+        if answer.exact and not answer.narrowed and answer.rules:
             found.append((schema, Grammar.routed(answer)))
     return found
 
@@ -164,7 +166,9 @@ def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def test_keys_have_one_spelling():
     """A named key cannot come again in another spelling; other keys are written as JSON needs."""
     schema = {"properties": {"a": {"const": 1}, 'q"\n\\': {"const": 2}, "\x01": {"const": 3}}}
-    grammar = Grammar.of(GrammarSpec.json_schema(schema, backend="llguidance"))
+    grammar = Grammar.of(GrammarSpec.json_schema(
+        schema, backend="llguidance", key_order="any"
+    ))  # fmt: skip
     for text in ('{"\\u0061": 2}', '{"a": 2}', '{"a": 1, "\\u0061": 1}', '{"\\u0001": 4}',
                  '{"q\\"\\u000a\\\\": 3}', '{"\\u001F": 1}', '{"\x7f": 1}', '{"a": 1, "a": 1}',
                  '{"a": 1, }', '{, "a": 1}', '{"b": 1,}'):  # fmt: skip
@@ -181,74 +185,61 @@ def test_white_space_is_as_without_orders():
              "{ }", ' {"a":1}', '{"a":1} ', '{"a": 1, "b": [{"c": 1}, 2]}',
              '{"a":1 2}', '{"a":- 1}', '{"a" "b"}', '{"a": 1, }', '{"b": [ ]}',
              '{"b": [1 , 2]}']  # fmt: skip
-    for spaced in (False, True):
+    for whitespace, fitting in (("line", 5), ("compact", 0), ("any", 1)):
         one, other = (
             Grammar.of(GrammarSpec.json_schema(
-                schema, backend="llguidance", any_whitespace=spaced, key_order=order
+                schema, backend="llguidance", whitespace=whitespace, key_order=order
             )) for order in ("any", "schema")
         )  # fmt: skip
         assert [one.accepts(t) for t in texts] == [other.accepts(t) for t in texts]
-        assert one.accepts(texts[1]) == spaced and one.accepts(texts[5])
+        assert one.accepts(texts[1]) == (whitespace == "any") and one.accepts(texts[fitting])
 
 
 def test_the_order_is_the_users_choice():
-    """"schema" keeps the schema's order; unknown orders and orders no backend has are refused."""
+    """"schema" keeps the schema's order, and is the default; XGrammar has no other."""
     schema = {"type": "object", "properties": {"why": {}, "what": {}}, "required": ["why", "what"]}
-    kept = GrammarSpec.json_schema(schema, backend="auto", key_order="schema")
-    free = GrammarSpec.json_schema(schema, backend="auto")
-    assert (kept.key_order, free.key_order) == ("schema", "any") and kept != free
+    kept = GrammarSpec.json_schema(schema, backend="auto")
+    free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
+    assert kept == GrammarSpec.json_schema(schema, backend="auto", key_order="schema") != free
     for spec, accepted in ((kept, False), (free, True)):
         grammar = Grammar.of(spec)
         assert grammar.accepts('{"why": 1, "what": 2}')
         assert grammar.accepts('{"what": 2, "why": 1}') == accepted
-    open_spec = GrammarSpec.json_schema(schema)
-    assert (open_spec.key_order, open_spec.resolved("auto").key_order) == ("", "any")
-    for backend in ("auto", "llguidance", "xgrammar"):
-        stated = GrammarSpec.json_schema(schema, key_order="schema")
-        assert stated.resolved(backend).key_order == "schema"
-    assert open_spec.resolved("xgrammar").key_order == "schema"
-    with pytest.raises(GrammarError, match="XGrammar writes keys"):
-        GrammarSpec.json_schema(schema, key_order="any").resolved("xgrammar")
+    asked = GrammarSpec.json_schema(schema, key_order="any")
+    assert resolved(asked, "auto") == free
+    for spec in (lambda: resolved(asked, "xgrammar"),
+                 lambda: GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any")):
+        with pytest.raises(GrammarError, match="XGrammar writes keys in the schema's order only"):
+            spec()
     with pytest.raises(GrammarError, match="'sorted' is unknown"):
         GrammarSpec.json_schema(schema, key_order="sorted")
-    with pytest.raises(GrammarError, match="XGrammar writes keys in the schema's order only"):
-        GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any")
-    assert GrammarSpec.json_schema(schema, backend="xgrammar").key_order == "schema"
 
 
 def test_what_has_no_such_form_keeps_one_order_and_says_so():
     """Only an object with more than 64 names is narrowed, and asking for any order refused."""
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
-    found = route(schema, ("llguidance",))
-    assert found.exact and found.key_order == "any" and found.narrowed == found.ordered
+    found = route(schema, key_order="any")
+    assert found.exact and found.rules and found.narrowed == found.ordered
     assert [r[:2] for r in found.narrowed] == [("#/properties/b", "properties")]
     grammar = Grammar.routed(found)
     assert grammar.takes({"b": {"k0": 1, "k64": 1}, "a": 1})
     assert not grammar.takes({"a": 1, "b": {"k64": 1, "k0": 1}})
     with pytest.raises(GrammarError, match="65 of them"):
-        GrammarSpec.json_schema(schema, backend="auto", key_order="any")
-    assert GrammarSpec.json_schema(schema, backend="auto").key_order == "any"
+        GrammarSpec.json_schema(schema, key_order="any")
     del wide["properties"]["k64"]
-    assert route(schema, ("llguidance",)).narrowed == ()
+    assert route(schema, key_order="any").narrowed == ()
 
 
-def test_where_no_order_but_the_schemas_can_be_had_it_is_said():
-    """References that are no plain pointers, and XGrammar."""
-    named = {"type": "object", "properties": {"a": {"$ref": "#x"}, "b": {}},
-             "$defs": {"x": {"$anchor": "x", "type": "null"}}}  # fmt: skip
-    found = route(named, ("llguidance",))
-    assert found.key_order == "schema" and found.ordered[0].keyword == "$ref"
-    assert Grammar.routed(found).takes({"a": None, "b": 1})
-    with pytest.raises(GrammarError, match="#x"):
-        GrammarSpec.json_schema(named, backend="auto", key_order="any")
-    lone = route({"properties": {"a": {"type": "null"}}, "type": "object"}, ("xgrammar",))
-    assert lone.key_order == "schema" and "XGrammar" in lone.ordered[0].why
-    assert not route({"type": "object"}, ("xgrammar",)).narrowed
-
-
-def test_spellings_are_told():
-    """A route names where numbers have one spelling; elsewhere it names nothing."""
-    whole = route({"properties": {"a": {"type": ["integer", "null"]}, "b": {"enum": [[1.0]]}}})
-    assert [reason.pointer for reason in whole.spelling] == ["#/properties/a", "#/properties/b"]
-    assert route({"type": ["number", "string"], "enum": ["x", True]}).spelling == ()
+def test_where_the_schemas_order_is_all_there_is_it_is_said():
+    """By default, and where a reference leads to no part of the schema."""
+    pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}
+    found = route(pair)
+    assert not found.rules and found.ordered == found.narrowed
+    assert [r.keyword for r in found.ordered] == ["properties"]
+    named = {"properties": {"a": {"$id": "http://x.y/z", "$ref": "#/$defs/q"}, "b": {}},
+             "$defs": {"q": {"type": "null"}}, "type": "object"}  # fmt: skip
+    assert not route(named, key_order="any").rules
+    for schema in ({"type": "object"}, {"type": "array", "items": {"type": "null"}},
+                   {"enum": [{"a": 1}, 3]}):
+        assert route(schema).ordered == route(schema, key_order="any").ordered == ()

@@ -6,14 +6,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import GrammarError
-from .judge import found_in
-from .rewrite_terms import Cannot, word_set
+from ...errors import GrammarError
+from ...judge import found_in
+from ..terms import Cannot, word_set
 
-__all__ = [
-    "ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "merged", "object_of",
-    "several_keys",
-]  # fmt: skip
+__all__ = ["ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "object_of"]
 
 OBJECTS = word_set(
     "properties patternProperties additionalProperties required minProperties maxProperties"
@@ -38,16 +35,12 @@ class Object:
         Schemas of all other keys.
     required
         Names that have to be there.
-    low, high
-        Bounds on how many keys there are.
     """
 
     names: dict[str, Parts] = field(default_factory=dict)
     patterns: dict[str, Parts] = field(default_factory=dict)
     rest: Parts = ()
     required: frozenset[str] = frozenset()
-    low: int = 0
-    high: int | None = None
 
 
 @dataclass
@@ -66,9 +59,12 @@ def object_of(parts: Parts) -> Object:
     Raises
     ------
     Cannot
-        If patterns of two of them would have to be intersected.
+        If patterns of two of them would have to be intersected, or keys are counted.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
+    for part in parts:
+        for keyword in part.keys() & {"minProperties", "maxProperties"}:
+            raise Cannot(keyword, "keys are counted")
     patterned = [part for part in parts if part.get("patternProperties")]
     if len({tuple(part["patternProperties"]) for part in patterned}) > 1:
         raise Cannot("patternProperties", "of several schemas that hold together")
@@ -87,9 +83,6 @@ def object_of(parts: Parts) -> Object:
             for part in parts
         )  # fmt: skip
     made.rest = tuple(p["additionalProperties"] for p in parts if "additionalProperties" in p)
-    made.low = max((int(part.get("minProperties", 0)) for part in parts), default=0)
-    highs = [int(part["maxProperties"]) for part in parts if "maxProperties" in part]
-    made.high = min(highs) if highs else None
     return made
 
 
@@ -134,28 +127,3 @@ def _items(part: dict[str, Any]) -> tuple[list[Any], Any]:
     if isinstance(items, list):
         return items, part.get("additionalItems", True)
     return [], items
-
-
-def merged(value: Any) -> Any:
-    """A schema of exactly this value, its objects' keys in any order."""
-    if not several_keys(value):
-        return {"const": value}
-    if isinstance(value, dict):
-        return {
-            "type": "object", "properties": {name: merged(part) for name, part in value.items()},
-            "required": list(value), "additionalProperties": False,
-        }  # fmt: skip
-    count = len(value)
-    return {
-        "type": "array", "prefixItems": [merged(part) for part in value], "items": False,
-        "minItems": count, "maxItems": count,
-    }  # fmt: skip
-
-
-def several_keys(value: Any) -> bool:
-    """Whether an object with two keys or more is somewhere in a value."""
-    if isinstance(value, list):
-        return any(several_keys(part) for part in value)
-    if isinstance(value, dict):
-        return len(value) > 1 or any(several_keys(part) for part in value.values())
-    return False

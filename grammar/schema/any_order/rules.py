@@ -13,21 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .json_lark_keys import ANY_KEY, key, pattern_key
-from .json_lark_leaves import KNOWN, Leaves
-from .json_lark_shape import (
-    Array,
-    Object,
-    Parts,
-    array_of,
-    merged,
-    object_of,
-    several_keys,
-)
-from .json_lark_text import BITS, Pairs, array_body, literal, object_rules, regex, separators
-from .rewrite_terms import KINDS, Cannot, kinds_of, meet
+from ..lark import literal
+from ..terms import KINDS, Cannot, has_orders, kinds_of, meet
+from .keys import ANY_KEY, PLAIN_KEY, key, pattern_key
+from .leaves import KNOWN, Leaves
+from .shape import Array, Object, Parts, array_of, object_of
+from .text import BITS, Pairs, array_body, object_rules, regex, separators
 
-__all__ = ["any_order"]
+__all__ = ["lark_rules"]
 
 _WHOLE = "schema"  # where a `Cannot` says so, there is no grammar for the schema as a whole
 _MOST_RULES = 3000
@@ -36,9 +29,9 @@ _MOST_TEXT = 400_000
 _MOST_FIRST = 50  # items with schemas of their own: each is a level of nesting
 
 
-def any_order(
+def lark_rules(
     root: Any, options: dict[str, Any], *, careful: bool = False
-) -> tuple[str, tuple[Cannot, ...]]:
+) -> tuple[str, list[Cannot], list[Cannot]]:
     """The rules of a grammar, started from ``start``; none if one ``%json`` says the same.
 
     Parameters
@@ -53,8 +46,9 @@ def any_order(
 
     Returns
     -------
-    rules, kept
-        The grammar, and why objects in it keep their keys in the schema's order, if some do.
+    rules, kept, narrowed
+        The grammar, why objects in it keep their keys in the schema's order, if some do, and which
+        keys it leaves out.
 
     Raises
     ------
@@ -63,17 +57,18 @@ def any_order(
     """
     leaves = Leaves(root, options, careful)
     if not leaves.has_objects(root):
-        return "", ()
+        return "", [], []
     worker = _Rules(leaves)
     start = worker.of((root,))
     if start is None:
         raise Cannot(_WHOLE, "allows no output")
-    return worker.text(start) + "\n" + separators(options), tuple(worker.kept)
+    return worker.text(start) + "\n" + separators(options), worker.kept, worker.narrowed
 
 
 class _Rules:
     def __init__(self, leaves: Leaves):
         self.kept: list[Cannot] = []
+        self.narrowed: list[Cannot] = []
         self._leaves = leaves
         self._names: dict[tuple[int, ...], str | None] = {}  # conjunctions, by identity
         self._open: set[str] = set()  # names given whose rules are being made
@@ -184,12 +179,10 @@ class _Rules:
             if part.keys() - KNOWN:
                 keyword = min(part.keys() - KNOWN)
                 raise Cannot(keyword, "in an object")
-        for index, part in enumerate(parts):
+        for part in parts:
             if "enum" in part or "const" in part:
-                values = [part["const"]] if "const" in part else part["enum"]
-                if any(map(several_keys, values)):
-                    rest = (*parts[:index], *parts[index + 1 :])
-                    return self._values(values, self._leaves.without(part, "enum", "const"), rest)
+                if has_orders(part):
+                    self.kept.append(Cannot("enum" if "enum" in part else "const", "of objects"))
                 return self._leaves.of(parts)
         kinds = KINDS
         for part in parts:
@@ -210,14 +203,6 @@ class _Rules:
         if kinds - {"object", "array"}:
             names.append(self._leaf(parts, kinds - {"object", "array"}))
         return " | ".join(name for name in names if name) or None
-
-    def _values(self, values: list[Any], beside: Any, rest: Parts) -> str | None:
-        small = [value for value in values if not several_keys(value)]
-        options: list[Any] = [merged(value) for value in values if several_keys(value)]
-        if small:
-            options.append({"enum": small})
-        self._alive.append(options)
-        return self._union(options, (beside, *rest))
 
     def _leaf(self, parts: Parts, kinds: frozenset[str]) -> str | None:
         text = self._leaves.of(parts, kinds)
@@ -251,22 +236,9 @@ class _Rules:
                 names[name] = rule
             elif name in shape.required:
                 return None
-        others = self._other_pairs(shape)
-        needed, optional = len(shape.required), len(names) - len(shape.required)
-        low, high = max(0, shape.low - needed), shape.high
-        if high is not None:
-            high -= needed
-        if others is None:
-            high = None if high is None or high >= optional else high
-            if low > optional:
-                return None
-        if high is not None and high < low:
-            return None
-        if optional and (low or high is not None):
-            raise Cannot("minProperties", "beside optional properties")
-        pairs = Pairs(tuple(names.items()), needed, others, low, high)
-        if pairs.bits > BITS:
-            raise Cannot("properties", f"{pairs.bits} of them or more")
+        if len(names) > BITS:
+            raise Cannot("properties", f"{len(names)} of them or more")
+        pairs = Pairs(tuple(names.items()), len(shape.required), self._other_pairs(shape))
         known = repr(pairs)
         if known not in self._known:
             name = self._known[known] = self._new("o")
@@ -277,17 +249,18 @@ class _Rules:
     def _other_pairs(self, shape: Object) -> str | None:
         """Rule of one pair whose key has no name in the schema."""
         taken = [literal(key(name)) for name in shape.names]
+        patterns = [regex(pattern_key(pattern)) for pattern in shape.patterns]
+        others = regex(PLAIN_KEY if patterns else ANY_KEY)
+        if patterns:
+            self.narrowed.append(Cannot("patternProperties", "no keys that JSON escapes"))
         options = []
-        found = []
-        for pattern, schemas in shape.patterns.items():
-            expression = regex(pattern_key(pattern))
-            found.append(expression)
+        for which, but, schemas in (
+            *((f"{one} & ", taken, schemas)
+              for one, schemas in zip(patterns, shape.patterns.values(), strict=True)),
+            ("", taken + patterns, shape.rest),
+        ):  # fmt: skip
             rule = self.of(schemas)
             if rule is not None:
-                free = f" & ~({' | '.join(taken)})" if taken else ""
-                options.append(f"{self._terminal(expression + free)} COLON {rule}")
-        rule = self.of(shape.rest)
-        if rule is not None:
-            free = f" & ~({' | '.join(taken + found)})" if taken or found else ""
-            options.append(f"{self._terminal(regex(ANY_KEY) + free)} COLON {rule}")
+                free = f" & ~({' | '.join(but)})" if but else ""
+                options.append(f"{self._terminal(which + others + free)} COLON {rule}")
         return self._shared(" | ".join(options)) if options else None

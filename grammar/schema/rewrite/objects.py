@@ -7,10 +7,10 @@ import math
 import re
 from typing import Any
 
-from .judge import found_in
-from .rewrite_terms import Cannot
+from ...judge import found_in
+from ..terms import Cannot
 
-__all__ = ["dependencies", "distinct", "property_count", "property_names"]
+__all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
 
 _CHOICES = 64  # alternatives a rewrite may introduce
 
@@ -177,7 +177,7 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     least = int(schema.get("minItems", 0))
     count = sum(math.perm(len(values), size) for size in range(least, most + 1))
     if count > 400:
-        raise Cannot("uniqueItems", f"{count} orders of {len(values)} values are too many")
+        raise Cannot("uniqueItems", f"{len(values)} values have more than 400 orders")
     return [
         {"const": list(row)}
         for size in range(least, most + 1)
@@ -185,3 +185,32 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     ]
 
 
+
+
+def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
+    """A disjunction that says the same as ``contains``, by the places of what is to be contained.
+
+    Parameters
+    ----------
+    part
+        The schema of which enough items have to be.
+    schema
+        The array schema, with ``minContains``.
+    prefix
+        The keyword for first items: ``"prefixItems"`` or ``"items"``.
+    """
+    least, bound = int(schema.get("minContains", 1)), schema.get("maxItems")
+    if "maxContains" in schema:
+        raise Cannot("contains", "with maxContains cannot be enforced")
+    if part is True or part == {}:
+        return [{"type": "array", "minItems": least}]
+    if not isinstance(bound, (int, float)):
+        raise Cannot("contains", "in arrays without maxItems cannot be enforced")
+    count = math.comb(int(bound), least) if bound < 1000 else _CHOICES + 1
+    if count > _CHOICES:
+        raise Cannot("contains", f"has more than {_CHOICES} places to stand at")
+    return [
+        {"type": "array", "minItems": places[-1] + 1,
+         prefix: [part if i in places else True for i in range(places[-1] + 1)]}
+        for places in itertools.combinations(range(int(bound)), least)
+    ]  # fmt: skip
