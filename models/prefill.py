@@ -8,7 +8,7 @@ import numpy as np
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.lanes import StreamLane
-from graft.models.eagle3 import Eagle3Drafter
+from graft.models.drafters.base import Drafter
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 
@@ -34,7 +34,7 @@ class Prefill:
         self,
         device: Device,
         target: LlamaModel,
-        drafter: Eagle3Drafter | None,
+        drafter: Drafter | None,
         *,
         slots: int,
         chunk: int,
@@ -46,9 +46,9 @@ class Prefill:
         self._staged = [device.pinned((4, max_length), "int32") for _ in range(slots)]
         self._rows = device.zeros((4, max_length), "int32")
         self._features = (
-            None
-            if drafter is None
-            else device.zeros((chunk, 3 * target.config.hidden_size), "float32")
+            device.zeros((chunk, len(drafter.taps) * target.config.hidden_size), "float32")
+            if drafter is not None and drafter.taps
+            else None
         )
 
     def run(
@@ -79,9 +79,9 @@ class Prefill:
             rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
             features = None if self._features is None else self._features[: end - begin]
             self._target.forward(lane, rows, features)
-            if self._drafter is not None and features is not None:
+            if self._drafter is not None:
                 entries = Rows(following[begin:end], slots[begin:end], pos[begin:end])
-                self._drafter.entries(lane, entries, features)
+                self._drafter.prefill(lane, entries, features)
             over = self._device.event("prefill")
             lane.record_event(over)
             yield end - begin, over.query

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.stops import StopFinder
@@ -98,12 +97,7 @@ class Running:
         """
         if self.grammar is None:
             return None
-        compiled = self.grammar.result()
-        matcher = compiled.backend.matcher(compiled, self.stop_ids)
-        for index, token in enumerate(self.output.tokens):
-            if not matcher.accept(token):
-                raise GrammarError(f"the grammar refused token {token}, number {index}, again")
-        return matcher
+        return self.grammar.result().matcher(self.stop_ids, self.output.tokens)
 
     def push(self, tokens: list[int]) -> tuple[str, bool]:
         """Take a round's tokens, up to the one that completes a stop string.

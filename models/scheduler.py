@@ -244,7 +244,7 @@ class Scheduler:
             self.end(running, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = _cause(running) if reason == "error" else None
+            error = self._cause(running) if reason == "error" else None
             self.end(running, reason, error, text=text, told=True)
         elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
             stuck = GraftError(f"no mask row came for {running.stalls} rounds")
@@ -314,14 +314,10 @@ class Scheduler:
             LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
         self.outbox.post(Event(output.id, tokens, text, output))
 
-
-def _cause(running: Running) -> Exception:
-    """Why the device ended a request with an error: its grammar says so itself, asked again."""
-    try:
-        matcher = running.make_matcher()
-        if matcher is not None:
-            matcher.legal()
-    except Exception as error:  # a backend may raise anything
-        return error
-    logits = "the model's logits are NaN or infinite"
-    return GraftError(logits if matcher is None else f"{logits}, or a grammar step failed")
+    def _cause(self, running: Running) -> GraftError:
+        """Why the device ended a request with an error."""
+        logits = "the model's logits are NaN or infinite"
+        if running.matcher is None:
+            return GraftError(logits)
+        said = self.replays.grammar_error(running.slot)
+        return GraftError(said or f"{logits}, or the grammar refused what verification accepted")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from graft.tools import kernel_report
-from graft.tools.kernel_report import ARCHITECTURES, Variant
+from graft.tools.bench import kernel_report
+from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = kernel_report.all_variants()

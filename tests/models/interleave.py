@@ -61,7 +61,6 @@ class Interleaving:
     device : whose pinned memory the rings use.
     grammars : draws a request's grammar.
     vocabulary : of those grammars.
-    transport : "python" or "native": which of the guided decoder's workers does the steps.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Interleaving:
         device: Device,
         seed: int,
         grammars: Grammars = toy_grammars,
-        transport: str = "python",
         vocabulary: Vocabulary = TOY,
     ):
         self.grammars, self.vocabulary = grammars, vocabulary
@@ -95,7 +93,7 @@ class Interleaving:
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
             toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
-            masked_drafts=toy.masked, transport=transport, ring=max(entries, 2), threads=1,
+            masked_drafts=toy.masked, ring=max(entries, 2), threads=1,
         )  # fmt: skip
         for part in (*self.rings, toy.decoder):
             part.toy = toy

@@ -15,8 +15,8 @@ from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.slots import Ring
+from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.pyguide import PythonWorker
 from graft.grammar.spec import GrammarSpec
 from graft.grammar.xgrammar import XGrammarBackend
 from graft.models.replay import Replays, Seat
@@ -46,15 +46,15 @@ def patterns() -> Callable[[random.Random], CompiledGrammar]:
     return lambda rng: rng.choice(compiled)
 
 
-def test_the_native_worker_interleaves_like_the_python_one(device: Device, patterns) -> None:
-    """The C++ steps and real matchers under the same schedules."""
-    check_seeds(device, range(100), patterns, "native", letters())
+def test_native_matchers_interleave_like_those_in_python(device: Device, patterns) -> None:
+    """Real matchers under the same schedules."""
+    check_seeds(device, range(100), patterns, letters())
 
 
 @pytest.mark.full
-def test_the_native_worker_for_long(device: Device, patterns) -> None:
+def test_native_matchers_for_long(device: Device, patterns) -> None:
     """The same for four thousand further schedules."""
-    check_seeds(device, range(50_000, 54_000), patterns, "native", letters())
+    check_seeds(device, range(50_000, 54_000), patterns, letters())
 
 
 @pytest.mark.full
@@ -86,11 +86,9 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "rows written to the entry of another replay": (
         Replays, "launch", 'row("slot", replay)', 'row("slot", replay + 1)'),
     "snapshot read from another entry": (
-        PythonWorker, "_open", "self._snapshots.get(self._replay)",
-        "self._snapshots.get(self._replay - 1)"),
+        GuidedDecoder, "publish", "for r in snapshot", "for r in self._live.get(replay - 1, ())"),
     "stale epoch applied by the grammar": (
-        PythonWorker, "_open", "not slot.joined or slot.epoch != request.epoch",
-        "not slot.joined"),
+        GuidedDecoder, "publish", "r.epoch", "1"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
     "results read before they are published": (
         Replays, "_await", "not self._parts.outputs.stamped(replay, POLL_S)", "False"),

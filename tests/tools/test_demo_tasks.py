@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from graft.tools import demo_tasks, train_tasks
+from graft.tools import demo_tasks
+from graft.tools.train import tasks as train_tasks
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

@@ -17,8 +17,7 @@ imported = []
 for room in ("native", "cudagraph", "sampling", "grammar", "models", "tools"):
     package = importlib.import_module(f"graft.{room}")
     for found in pkgutil.walk_packages(package.__path__, f"graft.{room}."):
-        leaf = found.name.rpartition(".")[2]
-        if leaf.startswith(("train_", "make_")) or leaf == "__main__":
+        if ".tools.train" in found.name or found.name.endswith("__main__"):
             continue
         importlib.import_module(found.name)
         imported.append(found.name)

@@ -11,7 +11,8 @@ import pytest
 from graft.cudagraph.graph import Graph
 from graft.grammar.spec import GrammarSpec
 from graft.models.request import Output
-from graft.tools import demo, draw_round, evaluate_demo
+from graft.tools import demo, draw_round
+from graft.tools.bench import demo_evaluation as evaluate_demo
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.validity import check_schema, is_valid

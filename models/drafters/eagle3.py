@@ -1,0 +1,281 @@
+"""EAGLE-3 draft head (Li et al., 2025): one decoder layer over [embedding, feature].
+
+Entry i pairs the target's feature of token i with the embedding of token i + 1, at rotary position
+i; its output predicts token i + 2 and is the feature of the next draft step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import Eagle3Config
+from graft.models.drafters.base import DrafterRoom, Drafter, DraftVocab, TreeShape
+from graft.models.errors import CheckpointError, ConfigError
+from graft.models.feed import Feed
+from graft.models.kv import PagedKV
+from graft.models.layers import Layers, expect
+from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layer
+from graft.models.rows import Rows
+from graft.models.weights import Weights
+
+# Needed by training only.
+_TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+
+
+class Eagle3Head:
+    """An EAGLE-3 head of a Llama target, with a cache of its own.
+
+    As with the target, all work of one head must be ordered.
+
+    Parameters
+    ----------
+    device : Device
+    config : Eagle3Config
+    checkpoint : Checkpoint
+        Official names (``midlayer.*``) or those of converted checkpoints (``layers.0.*``).
+    target : LlamaModel
+        Gives the embedding where the head has none of its own, and the output head where the
+        head has none and the vocabulary is not pruned.
+    kv : PagedKV
+        One layer, the head's shape.
+    max_rows : int
+        Most rows of one call.
+    feature_layers : tuple of int, optional
+        OUTPUT ids that overrule the config's.
+
+    Attributes
+    ----------
+    draft_vocab : int
+        Columns of the draft logits.
+    d2t : DeviceArray or None
+        int32[draft_vocab], target id of each draft id; None when the vocabularies are one.
+    t2d : DeviceArray or None
+        int32[vocab], draft id of each target id or -1.
+
+    Raises
+    ------
+    CheckpointError, ConfigError, ShapeError
+        Also when the head was made for another target.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: Eagle3Config,
+        checkpoint: Checkpoint,
+        target: LlamaModel,
+        kv: PagedKV,
+        *,
+        max_rows: int,
+        feature_layers: tuple[int, int, int] | None = None,
+        progress: bool = False,
+    ) -> None:
+        check_target(config, target)
+        check_cache(config, kv, 1)
+        if max_rows < 1:
+            raise OptionError(f"max_rows is {max_rows}, expected at least 1")
+        self.device, self.config, self.target, self.kv = device, config, target, kv
+        self.max_rows, self.draft_vocab = max_rows, config.draft_vocab_size
+        self.layers = Layers(device, target.layers.form)
+        count = target.config.num_hidden_layers
+        self.feature_layers = feature_layers or config.resolve_feature_layers(count)
+        self._load(Weights(device, checkpoint, progress=progress))
+        hidden = config.hidden_size
+        self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
+        self.scratch = Scratch(device, config, max_rows, 2 * hidden)
+        self._fused = device.empty((max_rows, hidden), "float32")
+        self._picked = device.empty((max_rows, hidden), "float32")
+
+    def _load(self, weights: Weights) -> None:
+        config, checkpoint = self.config, weights.checkpoint
+        hidden, vocab, draft = config.hidden_size, config.vocab_size, config.draft_vocab_size
+        prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
+        self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
+        self.layer = DecoderLayer.load(weights, prefix, config, 2 * hidden)
+        self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
+        self.final_norm = weights.vector("norm.weight", hidden)
+        shared = hidden == self.target.config.hidden_size
+        if "embed_tokens.weight" in checkpoint:
+            self.embedding = weights.matrix("embed_tokens.weight", vocab, hidden)
+        elif shared:
+            self.embedding = self.target.embedding
+        else:
+            raise CheckpointError(
+                f"{checkpoint.path}: embed_tokens.weight is missing, and the target's embedding "
+                f"is {self.target.config.hidden_size} wide, not {hidden}"
+            )
+        if "lm_head.weight" in checkpoint:
+            self.lm_head = weights.matrix("lm_head.weight", draft, hidden)
+        elif shared and draft == vocab:
+            self.lm_head = self.target.lm_head
+        else:
+            raise CheckpointError(
+                f"{checkpoint.path}: lm_head.weight is missing, and the target's head does not "
+                f"fit (draft_vocab_size {draft}, vocab_size {vocab}, hidden_size {hidden})"
+            )
+        maps = read_draft_map(checkpoint, draft, vocab)
+        self.d2t = None if maps is None else self.device.from_host(maps[0])
+        self.t2d = None if maps is None else self.device.from_host(maps[1])
+        weights.finish(("d2t", *_TRAINING))
+
+    def entries(self, lane: Lane, rows: Rows, features: DeviceArray) -> DeviceArray:
+        """Feed entries with true features.
+
+        Parameters
+        ----------
+        rows : Rows
+            ``token`` is the NEXT token (t_{i+1}) of entry i, ``pos`` is i.
+        features : DeviceArray
+            float32[R, 3 target_hidden], low | mid | high of token i.
+
+        Returns
+        -------
+        DeviceArray
+            float32[R, hidden] before the final norm; a view that the next call overwrites.
+        """
+        n = rows.check(self.max_rows)
+        expect("features", features, "float32", R=n, width=3 * self.config.target_hidden_size)
+        fused = self._fused[:n]
+        self.layers.linear(lane, features, self.fc, fused, name="fc")
+        return self._run(lane, rows, fused)
+
+    def step(self, lane: Lane, rows: Rows, hidden: DeviceArray) -> DeviceArray:
+        """Feed entries whose feature is the head's own output `hidden`, float32[B, hidden].
+
+        Returns as `entries`; `hidden` may be what an earlier call returned.
+        """
+        n = rows.check(self.max_rows)
+        expect("hidden", hidden, "float32", B=n, width=self.config.hidden_size)
+        return self._run(lane, rows, hidden)
+
+    def head(self, lane: Lane, out: DeviceArray, logits: DeviceArray) -> None:
+        """Final norm and output head: out float32[B, hidden] to logits float32[B, draft_vocab]."""
+        normed = self.scratch.normed[: out.shape[0]]
+        self.layers.norm(lane, out, self.final_norm, self.config.rms_norm_eps, normed)
+        self.layers.linear(lane, normed, self.lm_head, logits, name="draft head")
+
+    def gather(self, lane: Lane, out: DeviceArray, index: DeviceArray) -> DeviceArray:
+        """Rows `index` (int32[B]) of `out`: float32[B, hidden], a view the next gather reuses."""
+        picked = self._picked[: index.shape[0]]
+        self.layers.gather(lane, out, index, picked)
+        return picked
+
+    def _run(self, lane: Lane, rows: Rows, hidden: DeviceArray) -> DeviceArray:
+        n, scratch, config = rows.count, self.scratch, self.config
+        stream, wide = scratch.stream[:n], scratch.wide[:n]
+        self.layers.eagle_input(
+            lane, rows.token, self.embedding, hidden, self.layer.input_norm, self.hidden_norm,
+            config.rms_norm_eps, config.norm_before_residual, wide, stream,
+        )  # fmt: skip
+        run_layer(lane, self.layers, config, self.layer, scratch, self.kv, 0, self.turn, rows, wide)
+        return stream
+
+
+class Eagle3(Drafter):
+    """Drafts a chain with an EAGLE-3 head: entries with true features, then its own.
+
+    Parameters
+    ----------
+    head : Eagle3Head
+    drafts : int
+        Drafts per round.
+    """
+
+    def __init__(self, head: Eagle3Head, drafts: int) -> None:
+        self.head = head
+        self.shape, self.taps = TreeShape.chain(drafts), head.feature_layers
+        self.vocab = DraftVocab(head.draft_vocab, head.d2t, head.t2d)
+        self.caches = (head.kv,)
+        self._hidden: DeviceArray | None = None  # of the level written last
+
+    @classmethod
+    def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterRoom) -> Eagle3:
+        """Load a checkpoint's head; raises as `Eagle3Head`."""
+        cache = room.cache(1, config.num_key_value_heads, config.head_dim, config.dtype)
+        head = Eagle3Head(
+            room.device, config, Checkpoint(folder), room.target, cache, max_rows=room.max_rows
+        )
+        return cls(head, room.drafts)
+
+    def prefill(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
+        self.head.entries(lane, rows, _given(features))
+
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+        out = self.head.entries(lane, feed.committed(lane), _given(feed.features))
+        return self._predict(lane, feed, self.head.gather(lane, out, feed.last))
+
+    def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
+        hidden = self.head.step(lane, feed.drafts(lane, level), _given(self._hidden))
+        return self._predict(lane, feed, hidden)
+
+    def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
+        self._hidden = hidden
+        self.head.head(lane, hidden, feed.logits)
+        return feed.logits
+
+
+def _given(array: DeviceArray | None) -> DeviceArray:
+    if array is None:
+        raise OptionError("an EAGLE-3 head needs features: it was called out of order")
+    return array
+
+
+def check_target(config: Eagle3Config, target: LlamaModel) -> None:
+    """Raise ConfigError when the head's config was written for another target."""
+    pairs = {
+        "vocab_size": (config.vocab_size, target.config.vocab_size),
+        "target_hidden_size": (config.target_hidden_size, target.config.hidden_size),
+    }
+    for name, (own, of_target) in pairs.items():
+        if own != of_target:
+            raise ConfigError(
+                f"the draft head is for a target of {name} {own}; this target's is {of_target}"
+            )
+
+
+def read_draft_map(
+    checkpoint: Checkpoint, draft: int, vocab: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Draft-to-target and target-to-draft ids, or None when the vocabularies are one.
+
+    The checkpoint stores differences: target id = draft id + d2t[draft id].
+
+    Returns
+    -------
+    d2t : np.ndarray
+        int32[draft], absolute target ids, all different.
+    t2d : np.ndarray
+        int32[vocab], the inverse; -1 where the draft vocabulary lacks the id.
+    """
+    if "d2t" not in checkpoint:
+        if draft != vocab:
+            raise CheckpointError(
+                f"{checkpoint.path}: d2t is missing, but draft_vocab_size {draft} is not "
+                f"vocab_size {vocab}"
+            )
+        return None
+    differences, _ = checkpoint.get("d2t", (draft,), ("int64", "int32"))
+    ids = differences.astype(np.int64) + np.arange(draft)
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if outside.size:
+        at = int(outside[0])
+        raise CheckpointError(
+            f"{checkpoint.path}: d2t maps draft id {at} to {int(ids[at])}, outside the target's "
+            f"vocabulary of {vocab}"
+        )
+    inverse = np.full(vocab, -1, dtype=np.int32)
+    inverse[ids] = np.arange(draft, dtype=np.int32)
+    repeated = np.flatnonzero(inverse[ids] != np.arange(draft))
+    if repeated.size:
+        raise CheckpointError(
+            f"{checkpoint.path}: d2t maps draft id {int(repeated[0])} to {int(ids[repeated[0]])}, "
+            "as another draft id does"
+        )
+    return ids.astype(np.int32), inverse

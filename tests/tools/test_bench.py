@@ -1,0 +1,192 @@
+"""The benchmarks count what they say they count, and survive what they measure."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar import make_backend
+from graft.tools.bench import data, grammar, round_time, rounds
+from graft.tools.bench.grammar_child import LLGuidance
+
+pytest.importorskip("llguidance")
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "plain", "schema": {"type": "object", "properties": {"a": {"type": "integer"}},
+                               "required": ["a"]},
+     "valid": [{"a": 1}], "invalid": [{"a": "x"}, {}]},
+    # Python also ends a line at U+2028; JSON does not.
+    {"id": "line\u2028", "schema": {"enum": ["a\u2028b"]}, "valid": ["a\u2028b"], "invalid": [1]},
+    {"id": "order", "schema": {"type": "object", "properties": {"a": {}, "b": {}}},
+     "valid": [{"b": 1, "a": 3}], "invalid": [3]},
+    {"id": "loose", "schema": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+     "valid": [["x", "y"]], "invalid": [["x", "x"]]},
+    {"id": "nothing", "schema": {"allOf": [{"type": "string"}, {"type": "null"}]},
+     "valid": [], "invalid": ["x"]},
+    {"id": "no instances", "schema": True, "valid": [], "invalid": []},
+    *({"id": name, "schema": {"type": "object", "properties": {name: {"type": "string"}, "n": {}},
+                              "required": [name]},
+       "valid": [{name: "a word or two, or three", "n": [1, 2, {"k": None}]}], "invalid": []}
+      for name in ("alpha", "beta")),
+]  # fmt: skip
+
+
+def byte_tokenizer(*special: str) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer of single bytes with special tokens."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, [])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(list(special))
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows, and a tokenizer beside them."""
+    path = tmp_path_factory.mktemp("bench")
+    byte_tokenizer("<|end|>", "<|last|>").save(str(path / "tokenizer.json"))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    (path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    return path
+
+
+def test_verdicts_reach_table_and_json(folder, tmp_path, capsys):
+    """Verdicts by subject are right; a row may hold any character; no instances do not count."""
+    report = tmp_path / "out.json"
+    code = grammar.main([str(folder), "--tokenizer", str(folder / "tokenizer.json"),
+                         "--subjects", "llguidance", "auto", "--json", str(report),
+                         "--key-order", "any"])
+    assert code == 0
+    found = json.loads(report.read_text())
+    auto, stock = found["subjects"]["auto"], found["subjects"]["llguidance"]
+    assert found["schemas"] == 7
+    assert [auto[k] for k in ("right", "marked", "refused", "missed", "wrong")] == [5, 1, 1, 0, 0]
+    assert [stock[k] for k in ("right", "missed", "refused")] == [4, 1, 2]
+    assert auto["invalid_accepted"] == 0 and auto["invalid"] == 4
+    assert auto["fills"] >= len('{"a": 1}') and auto["fill_us"]["max"] >= auto["fill_us"]["p50"]
+    assert {row["id"]: row["verdict"] for row in found["not_right"]} == {
+        "loose": "marked", "nothing": "refused"}
+    assert "auto" in capsys.readouterr().out
+
+
+def test_a_runaway_costs_one_row(folder):
+    """A child that takes too long is killed and named; the next row gets a new one."""
+    child = grammar.Child("llguidance", folder / "tokenizer.json", timeout_s=0.01)
+    endless = {"schema": {"type": "string"}, "valid": ["x" * 2_000_000], "invalid": []}
+    try:
+        assert child.ask(endless)["outcome"] == "timeout"
+        child._timeout_s = 60
+        assert grammar.verdict(child.ask({**ROWS[0]})) == "right"
+    finally:
+        child.close()
+
+
+def test_verdicts_put_leaks_before_everything_but_marks():
+    """Leaks are wrong unless the schema was marked; misses are missed unless told of."""
+    answer = {"outcome": "compiled", "marked": False, "valid": [True, False], "invalid": [False]}
+    for change, said in (
+        ({}, "missed"), ({"narrowed": 1}, "marked"), ({"valid": [True]}, "right"),
+        ({"valid": [False] * 2, "narrowed": 1}, "missed"), ({"invalid": [True]}, "wrong"),
+        ({"invalid": [True], "narrowed": 1}, "wrong"), ({"outcome": "crash"}, "crash"),
+        ({"invalid": [True], "marked": True}, "marked"),
+    ):  # fmt: skip
+        assert grammar.verdict(answer | change) == said
+    values = np.arange(1, 1002, dtype=float)
+    assert grammar.quantiles(values) == {"p50": 501.0, "p99": 991.0, "p99.9": 1000.0, "max": 1001.0}
+    assert grammar.summary([])["right_percent"] == 0
+
+
+@pytest.mark.parametrize(("special", "stop", "end"), [
+    (("<s>", "</s>", "<pad>"), None, "</s>"),
+    (("<|begin_of_text|>", "<|eot_id|>", "<|python|>"), None, "<|eot_id|>"),
+    (("<eos>", "<pad>"), None, "<eos>"),
+    (("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜end▁of▁thinking｜>"), None,
+     "<｜end▁of▁sentence｜>"),
+    (("<a>", "<b>"), "<a>", "<a>"),
+    (("<a>", "<b>"), None, "<a>, <b>: name one"),
+    (("<a>",), "<c>", "no token '<c>'"),
+])
+def test_the_end_token_is_found_by_name_or_refused(tmp_path, special, stop, end):
+    """A vocabulary's own end token stops documents, never whichever id is last."""
+    byte_tokenizer(*special).save(str(tmp_path / "t.json"))
+    if end in special:
+        tokenizer, vocabulary = data.load_tokenizer(tmp_path / "t.json", stop)
+        assert vocabulary.stop_ids == (tokenizer.token_to_id(end),)
+    else:
+        with pytest.raises(OptionError, match=re.escape(end)):
+            data.load_tokenizer(tmp_path / "t.json", stop)
+
+
+def test_samples_are_every_kth_row_with_instances(tmp_path):
+    """every and offset pick rows of each file among those that have instances."""
+    lines = [json.dumps({"id": i, "schema": True, "valid": [1] * (i % 2), "invalid": []})
+             for i in range(12)]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert [row["id"] for row in data.rows_of(tmp_path, 2, 1)] == [3, 7, 11]
+
+
+def test_moves_follow_the_document_and_both_sides_play_them(folder, device):
+    """Committed tokens are the document's, drafts go as far as they are too; workers agree."""
+    tokenizer, vocabulary = data.load_tokenizer(folder / "tokenizer.json")
+    backend, rng = make_backend("llguidance", vocabulary), np.random.default_rng(0)
+    found = rounds.documents(folder, backend, LLGuidance(vocabulary, tokenizer), "llguidance",
+                             tokenizer, 5, 40, rng)
+    assert len(found) == 2
+    played = [rounds.play_document(d, 5, backend, 5, 3, 0.5, rng) for d in found]
+    accepted = 0
+    for document, moves in zip(found, played, strict=True):
+        done = list(document.tokens[:5])
+        for before, move in zip([rounds.Move([], [], []), *moves], moves, strict=False):
+            assert move.tested == before.drafts
+            good = len(move.tokens) - 1
+            assert move.tokens[:good] == move.tested[:good]
+            assert good == len(move.tested) or move.tested[good] != move.tokens[good]
+            done += move.tokens
+            accepted += good
+        assert done == document.tokens[: len(done)]
+    assert 0 < accepted < 2 * 5 * 3
+    subjects = [rounds.Graft(device, backend, 2, 3),
+                rounds.Stock("llguidance", vocabulary.words, 2, 3)]
+    for subject in subjects:
+        subject.begin(found, [5, 5])
+        assert all(subject.play(moves) > 0 for moves in zip(*played, strict=True))
+
+
+def test_rounds_are_told_for_an_idle_and_a_busy_gil(folder, capsys):
+    """Both sides' times and their ratios are told; nonsense is refused."""
+    arguments = [str(folder), "--tokenizer", str(folder / "tokenizer.json")]
+    assert rounds.main([*arguments, "--slots", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err
+    code = rounds.main([*arguments, "--slots", "2", "--rounds", "2", "--episodes", "1",
+                        "--busy-episodes", "1", "--draft-length", "2"])
+    said = [json.loads(text) for text in re.split(r"(?<=^})\n", capsys.readouterr().out,
+                                                  flags=re.M) if text.strip()]
+    assert code == 0 and [one["backend"] for one in said] == list(rounds.BACKENDS)
+    for one in said:
+        for key, ratio in one["graft_over_stock"].items():
+            ours, theirs = one["ms"][key].values()
+            assert ratio == pytest.approx(ours / theirs) and ours > 0
+
+
+def test_guided_and_free_rounds_are_paired(device, capsys):
+    """Every way gives a median of the ratios of pairs in which all rows ran."""
+    assert round_time.main(["--batch", "2", "--pairs", "2", "--rounds", "2"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    said = [json.loads(line) for line in lines]
+    assert first == device.describe()
+    assert [(one["legality"], one["overlap"]) for one in said] == [
+        ("fill", True), ("fill", False), ("probe", True), ("probe", False)]
+    for one in said:
+        assert 0 < one["pairs"] <= 2 and one["quartiles"][0] <= one["guided_to_free"]
+    assert round_time.main(["--batch", "2", "--pairs", "1", "--rounds", "500"]) == 2
+    assert "had all 2 rows taken" in capsys.readouterr().err

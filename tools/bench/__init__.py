@@ -1,0 +1,1 @@
+"""Benchmarks: grammars, rounds, the demo model, kernels."""

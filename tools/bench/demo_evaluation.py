@@ -1,0 +1,168 @@
+"""Score the demo model through the engine on held-out tasks; every figure as JSON.
+
+Temperature 0, all tasks under their grammars, once with masked and once with unmasked drafts::
+
+    python -m graft.tools.bench.demo_evaluation [--tasks 500] [--json build/evaluation.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from graft.cudagraph.errors import GraftError
+from graft.grammar.spec import GrammarSpec
+from graft.models.engine import Engine
+from graft.models.request import Output, Request
+from graft.tools.demo_model import demo_model
+from graft.tools.demo_tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
+from graft.tools.validity import is_valid
+
+SETS: dict[str, Callable[[int], list[Task]]] = {
+    "held_out": held_out_tasks, "unseen_keys": unseen_key_tasks}
+MAX_TOKENS = 320
+#: Two-sided 95 % point of the normal distribution.
+Z95 = 1.959964
+
+
+def task_grammar(task: Task) -> GrammarSpec | None:
+    """The grammar that a task's answer obeys."""
+    if task.schema is not None:
+        return GrammarSpec.json_schema(task.schema)
+    return GrammarSpec.regex(task.pattern) if task.pattern is not None else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outputs of one set under one engine, with the engine's counters and the seconds it took."""
+
+    tasks: list[Task]
+    outputs: list[Output]
+    counters: dict[str, Any]
+    seconds: float
+
+
+def run_tasks(engine: Engine, tasks: list[Task], progress: bool) -> Result:
+    """Answer all tasks at temperature 0; the counters are those of this run alone."""
+    engine.reset_stats()
+    before = engine.counters()["grammar"]
+    requests = [Request(prompt=task.text, grammar=task_grammar(task), max_tokens=MAX_TOKENS)
+                for task in tasks]
+    begun = time.perf_counter()
+    outputs = engine.generate(requests, progress=progress)
+    seconds = time.perf_counter() - begun
+    counters = engine.counters()
+    counters["grammar"] = {name: value - before[name]
+                           for name, value in counters["grammar"].items()
+                           if isinstance(value, int)}
+    return Result(tasks, outputs, counters, seconds)
+
+
+def correctness(result: Result) -> dict[str, Any]:
+    """Fields right and whole answers right, as shares of what was asked.
+
+    `valid` is the share of guided outputs that obey their grammar by an independent reader, among
+    those that ended by themselves: a document cut by the token limit is none.
+    """
+    right = wanted = whole = valid = checked = finished = 0
+    for task, output in zip(result.tasks, result.outputs, strict=True):
+        same, expected, all_right = score_fields(output.text, task)
+        right, wanted, whole = right + same, wanted + expected, whole + all_right
+        finished += output.finished
+        verdict = is_valid(task_grammar(task), output.text)
+        if output.finished and verdict is not None:
+            checked += 1
+            valid += verdict
+    n = len(result.tasks)
+    return {"tasks": n, "fields": wanted, "fields_right": right / wanted, "whole_right": whole / n,
+            "finished": finished / n, "checked": checked,
+            "valid": valid / checked if checked else None}
+
+
+def speculation(result: Result) -> dict[str, Any]:
+    """Rounds, acceptance, and the share of drafts that the grammar refused.
+
+    A draft counts as tested by the grammar when all drafts before it in its round were legal; the
+    share is of those. Masked drafts are legal by construction.
+    """
+    stats, grammar = result.counters["engine"], result.counters["grammar"]
+    refused = grammar["refused_drafts"]
+    tested = grammar["accepts"] - grammar["committed_tokens"] + refused
+    names = ("rounds", "tokens", "tokens_per_round", "acceptance_length", "acceptance",
+             "part_share")
+    return {name: stats[name] for name in names} | {
+        "drafts_refused_by_grammar": refused, "drafts_tested_by_grammar": tested,
+        "illegal_share": refused / tested if tested else 0.0, "seconds": result.seconds}
+
+
+def interval(differences: Sequence[float]) -> dict[str, float]:
+    """Mean of paired differences with its 95 % interval (normal, n is in the hundreds)."""
+    centre = mean(differences)
+    half = Z95 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return {"mean": centre, "low": centre - half, "high": centre + half, "n": len(differences)}
+
+
+def pair(masked: Result, unmasked: Result) -> dict[str, Any]:
+    """Tokens per round of each guided task, masked minus unmasked, and whether the texts agree."""
+    differences, same = [], 0
+    for task, a, b in zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True):
+        same += a.tokens == b.tokens
+        if task_grammar(task) is not None and a.rounds and b.rounds:
+            differences.append(len(a.tokens) / a.rounds - len(b.tokens) / b.rounds)
+    return {"tokens_per_round_difference": interval(differences), "same_tokens": same}
+
+
+def evaluate(tasks: int, batch: int, draft_length: int, progress: bool) -> dict[str, Any]:
+    """Run both sets masked and unmasked; returns everything that is written."""
+    target, drafter = demo_model()
+    results: dict[str, dict[str, Result]] = {name: {} for name in SETS}
+    described = ""
+    for arm, masked in (("masked", True), ("unmasked", False)):
+        with Engine(target, drafter, max_batch_size=batch, draft_length=draft_length,
+                    mask_drafts=masked) as engine:
+            described = engine.device.describe()
+            for name, make in SETS.items():
+                results[name][arm] = run_tasks(engine, make(tasks), progress)
+    answer: dict[str, Any] = {"device": described, "draft_length": draft_length, "batch": batch}
+    for name, arms in results.items():
+        answer[name] = {
+            "correct": correctness(arms["masked"]),
+            **{arm: speculation(result) for arm, result in arms.items()},
+            "paired": pair(arms["masked"], arms["unmasked"]),
+        }
+    return answer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate and print or write the JSON."""
+    parser = argparse.ArgumentParser(description="Score the demo model through the engine.")
+    parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--draft-length", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write here instead of printing")
+    parser.add_argument("--progress", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        answer = evaluate(options.tasks, options.batch, options.draft_length, options.progress)
+    except GraftError as error:
+        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    text = json.dumps(answer, indent=1) + "\n"
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Grammar backends on a folder of JSON schemas: what they compile, accept, reject, and how fast.
+
+Every schema comes with instances labelled valid and invalid. A schema is *right* if it compiles,
+every valid instance is accepted and every invalid one rejected; only schemas with instances count.
+``auto`` is graft's router; the others are the stock Python APIs in the same run. Each schema is
+tried in a child process under a time limit, so that a crash or a runaway costs one row. Usage::
+
+    python -m graft.tools.bench.grammar ../shared/data/maskbench \\
+        --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --every 10
+
+An instance is fed as ``json.dumps`` writes it, with the keys in the order of the data. A schema is
+*missed* if only valid instances are not accepted, *wrong* if an invalid one is, and *marked* if the
+route had said so beforehand (`Route.narrowed`, `Route.spelling`) or takes the schema loosely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gzip
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from tqdm import tqdm
+
+from graft.cudagraph.errors import GraftError
+from graft.grammar.compile_child import receive, send
+from graft.tools.bench.data import load_tokenizer, rows_of
+from graft.tools.bench.grammar_child import SUBJECTS
+
+QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+START_S = 120.0
+MEMORY_BYTES = 16 << 30
+
+
+class Child:
+    """One subject's process, restarted after each death."""
+
+    def __init__(self, subject: str, tokenizer: Path, timeout_s: float, stop: str | None = None,
+                 draft: int = 2020, key_order: str = "schema"):  # fmt: skip
+        options = {"draft": draft, "key_order": key_order}
+        self._setup = (subject, str(tokenizer), stop, MEMORY_BYTES, options)
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "graft.tools.bench.grammar_child"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            ready = self._exchange(self._setup, START_S)
+            if ready != "ready":
+                raise GraftError(f"grammar bench: {self._setup[0]} does not start: {ready}")
+        answer = self._exchange(row, self._timeout_s)
+        return cast(dict[str, Any], answer)
+
+    def _exchange(self, message: Any, timeout_s: float) -> Any:
+        process = cast("subprocess.Popen[bytes]", self._process)
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, expire)
+        timer.start()
+        try:
+            send(cast(BinaryIO, process.stdin), message)
+            return receive(cast(BinaryIO, process.stdout))
+        except (EOFError, OSError):
+            code = process.wait()
+            self._process = None
+            if expired.is_set():
+                return {"outcome": "timeout", "why": f"took longer than {timeout_s:g} s"}
+            return {"outcome": "crash", "why": f"the process ended with status {code}"}
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+VERDICTS = ("right", "marked", "refused", "missed", "wrong", "timeout", "crash")
+
+
+def verdict(answer: dict[str, Any]) -> str:
+    """One of `VERDICTS`."""
+    if answer["outcome"] != "compiled":
+        return str(answer["outcome"])
+    if answer["marked"]:
+        return "marked"
+    if any(answer["invalid"]):
+        return "wrong"
+    missed = answer["valid"].count(False)
+    if not missed:
+        return "right"
+    return "marked" if answer.get("narrowed") == missed else "missed"
+
+
+def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts, shares and quantiles of one subject."""
+    verdicts = collections.Counter(map(verdict, answers))
+    compiled = [answer for answer in answers if answer["outcome"] == "compiled"]
+    plain = [answer for answer in compiled if not answer["marked"]]
+    causes = collections.Counter(answer.get("keyword") or answer["why"][:60] for answer in answers
+                                 if verdict(answer) in ("refused", "marked"))
+    fills = [np.asarray(a["fill_ns"], float) for a in compiled]
+    return {
+        "schemas": len(answers),
+        "compiled": len(compiled),
+        **{name: verdicts[name] for name in VERDICTS},
+        "right_percent": round(100 * verdicts["right"] / max(1, len(answers)), 2),
+        **{f"{kind}_accepted": sum(a[kind].count(True) for a in plain)
+           for kind in ("valid", "invalid")},
+        **{kind: sum(len(a[kind]) for a in plain) for kind in ("valid", "invalid")},
+        "compile_ms": quantiles(np.asarray([a["compile_s"] for a in compiled]) * 1e3),
+        "fill_us": quantiles(np.concatenate([*fills, np.zeros(0)]) / 1e3),
+        "fills": sum(map(len, fills)),
+        "causes": dict(causes.most_common()),
+    }  # fmt: skip
+
+
+def quantiles(values: np.ndarray) -> dict[str, float]:
+    """Median, p99, p99.9 and maximum; empty without values."""
+    if not len(values):
+        return {}
+    return {name: round(float(np.quantile(values, q)), 4) for name, q in QUANTILES.items()}
+
+
+def table(summaries: dict[str, dict[str, Any]]) -> str:
+    """A plain-text table, a line a subject."""
+    lines = [["subject", *VERDICTS, "valid taken", "invalid taken", "compile ms p50/p99/p99.9/max",
+              "fill us p50/p99/p99.9/max"]]  # fmt: skip
+    for name, s in summaries.items():
+        times = ["/".join(f"{s[kind][q]:.3g}" for q in QUANTILES) if s[kind] else "-"
+                 for kind in ("compile_ms", "fill_us")]
+        lines.append([name, f"{s['right_percent']:.2f} %", *(str(s[v]) for v in VERDICTS[1:]),
+                      f"{s['valid_accepted']}/{s['valid']}",
+                      f"{s['invalid_accepted']}/{s['invalid']}", *times])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def run(rows: Sequence[dict[str, Any]], children: dict[str, Child], compact: bool = False
+        ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+    """Every subject's answers, in the order of the rows; subjects take turns on each schema."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
+    try:
+        for row in tqdm(rows, unit="schema", disable=not sys.stderr.isatty()):
+            task = {key: row[key] for key in ("schema", "valid", "invalid")}
+            for name, child in children.items():
+                answers[name].append(child.ask(task | {"compact": compact}))
+    finally:
+        for child in children.values():
+            child.close()
+    return answers
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m graft.tools.bench.grammar",
+                                   description=(__doc__ or "").split("\n\n")[0])  # fmt: skip
+    made.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
+    made.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
+    made.add_argument("--stop-token", help="name of the end token (default: as it is known)")
+    made.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    made.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
+    made.add_argument("--offset", type=int, default=0, help="first schema of each file")
+    made.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")
+    made.add_argument("--draft", type=int, default=2020, choices=(3, 4, 6, 7, 2019, 2020),
+                      help="draft of schemas that name none")  # fmt: skip
+    made.add_argument("--key-order", default="schema", choices=("schema", "any"), help="of auto")
+    made.add_argument("--compact", action="store_true",
+                      help="instances without spaces, grammars that take any white space")
+    made.add_argument("--json", type=Path, help="write the results here")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; refusals are one line on stderr and exit status 2."""
+    options = parser().parse_args(arguments)
+    try:
+        rows = list(rows_of(options.folder, options.every, options.offset))
+        load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = options.tokenizer
+            if tokenizer.suffix == ".gz":
+                tokenizer = Path(folder) / "tokenizer.json"
+                tokenizer.write_bytes(gzip.decompress(options.tokenizer.read_bytes()))
+            children = {name: Child(name, tokenizer, options.timeout, options.stop_token,
+                                    options.draft, options.key_order)
+                        for name in options.subjects}  # fmt: skip
+            answers = run(rows, children, options.compact)
+    except (GraftError, OSError) as error:
+        print(f"graft: {error}", file=sys.stderr)
+        return 2
+    summaries = {name: summary(found) for name, found in answers.items()}
+    print(table(summaries))
+    if options.json:
+        not_right = [{"id": row["id"], "verdict": verdict(a), "keyword": a.get("keyword", ""),
+                      "why": a["why"][:160]}
+                     for row, a in zip(rows, answers.get("auto", rows), strict=True)
+                     if "auto" in answers and verdict(a) != "right"]  # fmt: skip
+        report = {"hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
+                  "folder": options.folder.name, "tokenizer": options.tokenizer.name,
+                  "schemas": len(rows), "every": options.every, "key_order": options.key_order,
+                  "load": os.getloadavg(), "subjects": summaries,
+                  "not_right": not_right}  # fmt: skip
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

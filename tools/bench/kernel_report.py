@@ -1,0 +1,211 @@
+"""Compile every kernel for real GPUs with NVRTC, which needs no GPU, and table what ptxas says.
+
+The text and the options are those that CuPy passes to NVRTC on hardware. Usage::
+
+    python -m graft.tools.bench.kernel_report [--arch 80 90 100] [--json build/kernels.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+ROOMS = ("cudagraph", "sampling", "models", "tools")
+# CuPy appends this to whatever it is given (denormals flush to zero, as on the soft device).
+CUPY_OPTIONS = ("-ftz=true",)
+
+#: Values that the wrappers give to the definitions which kernel texts leave open.
+STORAGE = ("float", "fp16_t", "bf16_t")
+VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
+          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512")}
+
+DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\([^)]*\)\s*)?void\s+'
+                   r'(?:__launch_bounds__\([^)]*\)\s*)?(\w+)')
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel file with the definitions it is compiled with."""
+
+    path: Path
+    defines: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """File and definitions in one line."""
+        room = self.path.parent.parent.name
+        return " ".join([f"{room}/{self.path.name}", *(f"{k}={v}" for k, v in self.defines)])
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas reports of one kernel; bytes are per thread, shared memory per block."""
+
+    variant: str
+    kernel: str
+    arch: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+class CompileError(Exception):
+    """NVRTC refused a kernel; the text is its log."""
+
+
+def room_folder(room: str) -> Path:
+    """Folder that a room is imported from."""
+    module = importlib.import_module(f"graft.{room}")
+    return Path(module.__path__[0])
+
+
+def definitions(path: Path) -> dict[str, str]:
+    """Names that a kernel file, or a file it includes, leaves to its loader, with defaults."""
+    text = path.read_text()
+    found = dict(DEFAULT.findall(text))
+    for name in INCLUDE.findall(text):
+        if (path.parent / name).exists():
+            found |= definitions(path.parent / name)
+    return found
+
+
+def file_variants(path: Path) -> list[Variant]:
+    """The file as it stands, and once for each other value of each definition.
+
+    Raises
+    ------
+    CompileError
+        When the file has a definition whose values `VALUES` does not list.
+    """
+    found = [Variant(path)]
+    for name, default in sorted(definitions(path).items()):
+        if name not in VALUES:
+            raise CompileError(f"{path.name}: {name} is not in kernel_report.VALUES")
+        found += [Variant(path, ((name, v),)) for v in VALUES[name] if v != default]
+    return found
+
+
+def all_variants(rooms: Iterable[str] = ROOMS) -> list[Variant]:
+    """Every variant of every kernel file of the rooms."""
+    files = [path for room in rooms for path in sorted(room_folder(room).glob("**/kernels/*.cu"))]
+    return [variant for path in files for variant in file_variants(path)]
+
+
+def entry_names(path: Path) -> list[str]:
+    """Kernels that a file's text declares (``extern "C" __global__``), in order."""
+    return ENTRY.findall(path.read_text())
+
+
+def _value(result: Sequence[Any]) -> Any:
+    if int(result[0]):
+        raise CompileError(f"NVRTC call failed: {result[0]}")
+    return result[1] if len(result) > 1 else None
+
+
+def compile_variant(variant: Variant, arch: int) -> list[Usage]:
+    """Compile to machine code of ``sm_<arch>`` and return one usage for each entry.
+
+    Raises
+    ------
+    CompileError
+        With NVRTC's log when the text does not compile.
+    """
+    from cuda.bindings import nvrtc
+
+    from graft.cudagraph.kernels import nvrtc_options
+
+    options = [*nvrtc_options(variant.path, dict(variant.defines)), *CUPY_OPTIONS,
+               f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    text = variant.path.read_bytes()
+    program = _value(nvrtc.nvrtcCreateProgram(text, variant.path.name.encode(), 0, [], []))
+    try:
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = bytearray(_value(nvrtc.nvrtcGetProgramLogSize(program)))
+        _value(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.rstrip(b"\0").decode(errors="replace")
+        if int(status):
+            raise CompileError(f"{variant.title} for sm_{arch}: {status.name}\n{said}")
+        return parse_log(variant.title, f"sm_{arch}", said)
+    finally:
+        _value(nvrtc.nvrtcDestroyProgram(program))
+
+
+def parse_log(title: str, arch: str, log: str) -> list[Usage]:
+    """Read the lines that ``--ptxas-options=-v`` writes for each entry."""
+    usages = []
+    for part in log.split("ptxas info    : Compiling entry function ")[1:]:
+        name = part.split("'")[1]
+        spills, used, shared = SPILLS.search(part), USED.search(part), SHARED.search(part)
+        if spills is None or used is None:
+            raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
+        stack, stores, loads = map(int, spills.groups())
+        usages.append(Usage(title, name, arch, int(used[1]), int(shared[1]) if shared else 0,
+                            stack, stores, loads))
+    return usages
+
+
+def report(variants: Iterable[Variant], arches: Sequence[int] = ARCHITECTURES) -> list[Usage]:
+    """Usages of every entry of every variant on every architecture."""
+    return [usage for v in variants for arch in arches for usage in compile_variant(v, arch)]
+
+
+def table(usages: Iterable[Usage]) -> str:
+    """One line for each kernel of a variant, the architectures side by side."""
+    rows: dict[tuple[str, str], dict[str, Usage]] = {}
+    for usage in usages:
+        rows.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
+    arches = sorted({a for row in rows.values() for a in row}, key=lambda a: int(a[3:]))
+    title = f"{'registers / shared bytes / spilled bytes':<62}"
+    lines = [title + "".join(f"{a:>16}" for a in arches)]
+    for (variant, kernel), row in rows.items():
+        cells = [f"{u.registers}/{u.shared_bytes}/{u.spill_store_bytes + u.spill_load_bytes}"
+                 for u in (row[a] for a in arches)]
+        lines.append(f"{variant + ': ' + kernel:<62}" + "".join(f"{c:>16}" for c in cells))
+    return "\n".join(lines)
+
+
+def write_json(path: Path, usages: Sequence[Usage]) -> None:
+    """Write the usages and the compiler's version."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [asdict(usage) for usage in usages]
+    path.write_text(json.dumps({"nvrtc": f"{major}.{minor}", "kernels": rows}, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile everything, print the table; return 1 when a kernel does not compile."""
+    parser = argparse.ArgumentParser(description="Compile every kernel with NVRTC (no GPU needed).")
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--json", type=Path, help="also write the report here")
+    options = parser.parse_args(arguments)
+    try:
+        usages = report(all_variants(), options.arch)
+    except CompileError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(usages))
+    if options.json:
+        write_json(options.json, usages)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What host work in a replayed graph costs, transport by transport."""

@@ -1,0 +1,1 @@
+"""Which driver calls that keep the GIL hang against which callbacks."""

@@ -1,0 +1,1 @@
+"""How the demo model and the tests' fixtures were made: needs torch, and is in no wheel."""

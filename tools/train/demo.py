@@ -1,0 +1,422 @@
+"""Train the demo model and its EAGLE-3 head, and write both checkpoints.
+
+    python -m tools.train.demo tokenizer target eagle export evaluate --work DIR
+
+Stages run in the order given and resume from what `--work` holds. Needs torch (CPU
+is enough), tokenizers, safetensors, jinja2 and tqdm: a development-time extra.
+The learning rate follows the share of the time budget that is spent, so a slow
+machine trains less but still ends on a finished schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .. import demo_tasks as demo
+from . import data
+from . import tasks as drawn
+from .evaluate import AUX, acceptance, decode, whole_right
+from .nets import Eagle3, Llama, Sizes
+
+ROOT = Path(__file__).resolve().parents[2]
+# Every batch has its own shape; without these glibc gives memory back to the kernel
+# after each step and half of the time goes into page faults.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "500000000",
+}
+
+
+class Run:
+    """What the stages share: sizes, paths, the tokenizer, documents and the log."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.sizes = args, Sizes()
+        self.work, self.out = Path(args.work), Path(args.out)
+        self.work.mkdir(parents=True, exist_ok=True)
+        corpus = Path(args.corpus)
+        self.documents = drawn.corpus_documents(corpus) if corpus.exists() else []
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.work / "tokenizer.json"))
+
+    def log(self, **row: Any) -> None:
+        row = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        with (self.work / "training_log.jsonl").open("a") as f:
+            f.write(json.dumps(row) + "\n")
+        tqdm.write(json.dumps(row))
+
+    def target(self) -> Llama:
+        model = Llama(self.sizes)
+        model.load_state_dict(torch.load(self.work / "target.pt")["model"])
+        return model.eval()
+
+    def eagle(self) -> Eagle3:
+        state = torch.load(self.work / "eagle.pt")["model"]
+        model = Eagle3(self.sizes, state["t2d"].nonzero()[:, 0])
+        model.load_state_dict(state)
+        return model.eval()
+
+
+class Optimizers:
+    """Muon for the matrices inside the layers, AdamW for the rest; one schedule by time."""
+
+    def __init__(self, model: nn.Module, rate: float, minutes: float) -> None:
+        inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "layer" in n]
+        rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layer" in n)]
+        self.all = [
+            torch.optim.Muon(inner, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self.rate, self.minutes, self.step_no, self.spent = rate, minutes, 0, 0.0
+        self.params = [*inner, *rest]
+        self.clock = time.monotonic()
+
+    def progress(self) -> float:
+        now = time.monotonic()
+        self.spent, self.clock = self.spent + (now - self.clock) / 60, now
+        return min(1.0, self.spent / self.minutes)
+
+    def step(self, loss: Tensor) -> float:
+        """One update; returns the share of the budget that is spent."""
+        share = self.progress()
+        warm = min(1.0, (self.step_no + 1) / 60)
+        rate = self.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.params, 1.0)
+        for o in self.all:
+            for group in o.param_groups:
+                group["lr"] = rate
+            o.step()
+            o.zero_grad(set_to_none=True)
+        self.step_no += 1
+        return share
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "all": [o.state_dict() for o in self.all],
+            "step": self.step_no,
+            "spent": self.spent,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        for o, s in zip(self.all, state["all"], strict=True):
+            o.load_state_dict(s)
+        self.step_no, self.spent = state["step"], state["spent"]
+
+
+def make_tokenizer(run: Run) -> None:
+    """Train the BPE on prompts, answers and real JSON; keep it if it is there already."""
+    path = run.work / "tokenizer.json"
+    if path.exists():
+        return
+    tasks = itertools.islice(drawn.mixture(run.documents, 0.0, 0), 12000)
+    texts = (part for t in tasks for part in (data.prompt(t), t.answer))
+    data.train_tokenizer(texts, run.sizes.vocab).save(str(path))
+
+
+def train_target(run: Run) -> None:
+    """Next-token loss on the answers; copying and short sequences first."""
+    model, tokenizer = Llama(run.sizes), run.tokenizer()
+    opt = Optimizers(model, run.args.rate, run.args.minutes)
+    path = run.work / "target.pt"
+    if path.exists():
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        opt.load(saved["optimizers"])
+    probe = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
+    rng, share, losses, seen, began = random.Random(opt.step_no), 0.0, [], 0, time.monotonic()
+    bar = tqdm(total=run.args.minutes, unit="min", initial=opt.spent)
+    early = opt.progress() < 0.15
+    stream = data.batches(
+        tokenizer,
+        drawn.mixture(run.documents, 0.3 if early else 0.03, opt.step_no * 1000),
+        run.args.tokens,
+        128 if early else 320,
+        rng,
+    )
+    while share < 1.0:
+        if early and share >= 0.15:
+            early = False
+            stream = data.batches(
+                tokenizer,
+                drawn.mixture(run.documents, 0.03, opt.step_no * 1000),
+                run.args.tokens,
+                320,
+                rng,
+            )
+        ids, answer = next(stream)
+        wanted = answer[:, 1:]
+        hidden = model(ids[:, :-1])[-1][wanted]
+        loss = F.cross_entropy(model.logits(hidden), ids[:, 1:][wanted])
+        share = opt.step(loss)
+        losses.append(loss.item())
+        seen += ids.numel()
+        bar.n = opt.spent
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        if opt.step_no % 200 == 0 or share >= 1.0:
+            run.log(
+                stage="target",
+                step=opt.step_no,
+                minutes=opt.spent,
+                loss=sum(losses) / len(losses),
+                tokens_per_s=seen / (time.monotonic() - began),
+                held_out=whole_right(model, probe),
+            )
+            losses, seen, began = [], 0, time.monotonic()
+            torch.save({"model": model.state_dict(), "optimizers": opt.state()}, path)
+
+
+def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
+    """The tokens most frequent in answers, and every printable ASCII character."""
+    counts: Counter[int] = Counter()
+    tasks = list(itertools.islice(drawn.mixture(run.documents, 0.0, 0), 20000))
+    for ids, start in data.encode(tokenizer, tasks):
+        counts.update(ids[start:])
+    vocabulary = tokenizer.get_vocab()
+    for piece in [*(chr(c) for c in range(33, 127)), "<|end|>"]:
+        counts[vocabulary[piece]] += 1_000_000
+    return torch.tensor(sorted(i for i, _ in counts.most_common(run.args.draft_vocab)))
+
+
+def distil_loss(head: Eagle3, target: Llama, ids: Tensor, answer: Tensor, steps: int) -> Tensor:
+    """Cross-entropy to the target's distribution over the draft vocabulary, all draft steps."""
+    wanted = answer[:, 2:]
+    first = (wanted.int().argmax(1) - steps).clamp(min=0)
+    width = int((wanted.sum(1) + steps).max())
+    rows = (first[:, None] + torch.arange(width)).clamp(max=wanted.shape[1] - 1)
+    real = wanted.gather(1, rows)
+    real[:, :steps] = False
+    real &= torch.arange(width) < wanted.sum(1)[:, None] + steps
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        streams = target(ids[:, :-1])
+        after = (rows + 1)[..., None].expand(-1, -1, streams[-1].shape[-1])
+        logits = target.logits(streams[-1].gather(1, after)[real])
+    p = logits.float().softmax(-1)[:, head.t2d]
+    features = torch.cat([streams[i].float() for i in AUX], -1)[:, :-1]
+    embedded = target.model.embed_tokens(ids[:, 1:-1]).detach()
+    total = torch.zeros(())
+    for j, out in enumerate(head.unroll(features, embedded, steps, rows)):
+        logq = head.lm_head(head.norm(out[real])).log_softmax(-1)
+        total = total - 0.8**j * (p * logq).sum() / p.sum()
+    return total
+
+
+def train_eagle(run: Run) -> None:
+    """Distil the target into the drafter with its own features fed back."""
+    target, tokenizer = run.target(), run.tokenizer()
+    path = run.work / "eagle.pt"
+    saved = torch.load(path) if path.exists() else None
+    kept = saved["model"]["t2d"].nonzero()[:, 0] if saved else draft_vocabulary(run, tokenizer)
+    head = Eagle3(run.sizes, kept)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.model.embed_tokens.weight[kept])
+    opt = Optimizers(head, run.args.eagle_rate, run.args.eagle_minutes)
+    if saved:
+        head.load_state_dict(saved["model"])
+        opt.load(saved["optimizers"])
+    probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
+    stream = data.batches(
+        tokenizer,
+        drawn.mixture(run.documents, 0.0, 10**8 + opt.step_no * 1000),
+        run.args.eagle_tokens,
+        320,
+        random.Random(opt.step_no),
+    )
+    share, losses = opt.progress(), []
+    bar = tqdm(total=run.args.eagle_minutes, unit="min", initial=opt.spent)
+    while share < 1.0:
+        ids, answer = next(stream)
+        loss = distil_loss(head, target, ids, answer, run.args.steps)
+        share = opt.step(loss)
+        losses.append(loss.item())
+        bar.n = opt.spent
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        if opt.step_no % 100 == 0 or share >= 1.0:
+            run.log(
+                stage="eagle",
+                step=opt.step_no,
+                minutes=opt.spent,
+                loss=sum(losses) / len(losses),
+                acceptance_length=acceptance(head, target, probe, run.args.steps),
+            )
+            losses = []
+            torch.save({"model": head.state_dict(), "optimizers": opt.state()}, path)
+
+
+def evaluate(run: Run) -> None:
+    """Fields and whole answers on held-out tasks, and the unmasked acceptance length."""
+    torch.manual_seed(0)
+    target, head, tokenizer = run.target(), run.eagle(), run.tokenizer()
+    sets = {"held_out": demo.held_out_tasks(500), "unseen_keys": demo.unseen_key_tasks(500)}
+    for name, tasks in sets.items():
+        rows = data.encode(tokenizer, tasks)
+        right = total = whole = 0
+        said = []
+        kinds: dict[str, list[int]] = {}
+        for task, (ids, start) in zip(tqdm(tasks, desc=name), rows, strict=True):
+            answer = ids[start:]
+            if whole_right(target, [(ids, start)]) < 1.0:
+                answer = decode(target, tokenizer, ids[:start])
+            r, t, w = demo.score_fields(tokenizer.decode(answer), task)
+            right, total, whole = right + r, total + t, whole + w
+            kinds.setdefault(task.kind, []).append(int(w))
+            said.append((ids[:start] + answer, start))
+        run.log(
+            stage="evaluate",
+            set=name,
+            tasks=len(tasks),
+            fields=right / total,
+            whole=whole / len(tasks),
+            whole_by_kind={k: round(sum(v) / len(v), 4) for k, v in kinds.items()},
+            unmasked_acceptance_length=acceptance(head, target, said, 3),
+        )
+
+
+def export(run: Run) -> None:
+    """Write the checkpoints in the form of the Hugging Face and EAGLE-3 loaders, in bf16."""
+    s, tokenizer = run.sizes, run.tokenizer()
+    ids = {name: tokenizer.token_to_id(name) for name in data.SPECIAL}
+    shape = {
+        "hidden_size": s.hidden,
+        "intermediate_size": s.inner,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": s.eps,
+        "rope_theta": s.theta,
+        "max_position_embeddings": s.positions,
+        "vocab_size": s.vocab,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": ids["<|begin|>"],
+        "eos_token_id": ids["<|end|>"],
+    }
+    files: dict[str, dict[str, Any]] = {
+        "target/config.json": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **shape,
+            "num_hidden_layers": s.layers,
+            "tie_word_embeddings": True,
+        },
+        "target/tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end|>",
+            "pad_token": "<|end|>",
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": s.positions,
+            "chat_template": data.TEMPLATE,
+        },
+        "target/generation_config.json": {
+            "bos_token_id": ids["<|begin|>"],
+            "eos_token_id": ids["<|end|>"],
+            "do_sample": False,
+            "max_new_tokens": 256,
+        },
+    }
+    weights = {"target": {k: v.bfloat16() for k, v in run.target().state_dict().items()}}
+    if (run.work / "eagle.pt").exists():
+        head = run.eagle()
+        weights["eagle3"] = {
+            k: v.bfloat16() if v.is_floating_point() else v for k, v in head.state_dict().items()
+        }
+        files["eagle3/config.json"] = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **shape,
+            "num_hidden_layers": 1,
+            "draft_vocab_size": len(head.d2t),
+            "tie_word_embeddings": False,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(AUX),
+            },
+        }
+    for name, tensors in weights.items():
+        (run.out / name).mkdir(parents=True, exist_ok=True)
+        path = run.out / name / "model.safetensors"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+        path.chmod(0o644)
+    for name, content in files.items():
+        (run.out / name).write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer.save(str(run.out / "target" / "tokenizer.json"))
+    (run.out / "training_log.jsonl").write_text((run.work / "training_log.jsonl").read_text())
+
+
+STAGES = {
+    "tokenizer": make_tokenizer,
+    "target": train_target,
+    "eagle": train_eagle,
+    "evaluate": evaluate,
+    "export": export,
+}
+
+
+def main() -> None:
+    """Parse the command line and run the stages named, in order."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="+", choices=list(STAGES))
+    parser.add_argument("--work", default="build/demo", help="checkpoints, tokenizer and log")
+    parser.add_argument("--out", default=str(ROOT / "models" / "demo"), help="where export writes")
+    parser.add_argument(
+        "--corpus", default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz")
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=45.0, help="budget of the target's training"
+    )
+    parser.add_argument("--eagle-minutes", type=float, default=12.0)
+    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--eagle-rate", type=float, default=4e-3)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens a batch")
+    parser.add_argument("--eagle-tokens", type=int, default=3072)
+    parser.add_argument("--draft-vocab", type=int, default=1024)
+    parser.add_argument(
+        "--steps", type=int, default=3, help="draft steps that the drafter is unrolled for"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="use 1 where others compute too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    run = Run(args)
+    run.log(
+        stage="start",
+        stages=args.stages,
+        sizes=asdict(run.sizes),
+        rate=args.rate,
+        tokens=args.tokens,
+    )
+    for stage in args.stages:
+        STAGES[stage](run)
+
+
+if __name__ == "__main__":
+    if not KEEP_MEMORY.keys() <= os.environ.keys():
+        again = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, **KEEP_MEMORY})
+    main()

@@ -1,0 +1,184 @@
+"""Remake tests/fixtures: tiny random checkpoints and what other implementations make of them.
+
+Run by hand where torch and transformers are installed; graft itself needs neither::
+
+    python tools/train/fixtures.py tests/fixtures
+
+Each Llama folder is what ``save_pretrained`` writes, plus ``expected.npz``: token ids, logits and
+the hidden states that enter each layer, computed in float32 by transformers from the stored
+weights. The ``eagle3`` folder holds a target and a head made by the training code of this
+repository (`nets.py`), with the head's outputs of several draft steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+LENGTH = 40
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": [0, 2],
+}
+# name -> (stored dtype, shard size, changes of SMALL)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "heads_all_float32": ("float32", "1GB", {}),
+    "grouped_llama3_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "single_key_linear_float16": (
+        "float16",
+        "1GB",
+        {
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0},
+        },
+    ),
+    "wide_heads_sharded": (
+        "float32",
+        "20KB",
+        {"hidden_size": 40, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "eight_layers_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {"hidden_size": 24, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 64},
+    ),
+}
+
+
+def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[str, Any]) -> None:
+    """Save one random Llama and what transformers computes with it."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**{**SMALL, **changes})
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+    model.save_pretrained(folder, max_shard_size=shard)
+    exact = transformers.LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = torch.randint(0, config.vocab_size, (1, LENGTH))
+    with torch.no_grad():
+        result = exact(tokens, output_hidden_states=True)
+    np.savez_compressed(
+        folder / "expected.npz",
+        tokens=tokens[0].numpy().astype(np.int32),
+        logits=result.logits[0].numpy(),
+        inputs=torch.cat(result.hidden_states[:-1]).numpy(),
+        transformers=np.array(transformers.__version__),
+    )
+
+
+def make_eagle3(folder: Path, seed: int) -> None:
+    """Save a target and a head as the training code writes them, and the head's draft steps."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from nets import Eagle3, Llama, Sizes
+
+    torch.manual_seed(seed)
+    sizes = Sizes(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=96)
+    target, head = Llama(sizes), Eagle3(sizes, torch.randperm(96)[:40])
+    with torch.no_grad():
+        for name, parameter in (*target.named_parameters(), *head.named_parameters()):
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+            else:
+                parameter.mul_(10.0)
+        tokens = torch.randint(0, sizes.vocab, (1, LENGTH))
+        streams = target(tokens)
+        layers = (0, 2, 3)
+        features = torch.cat([streams[i] for i in layers], -1)[:, :-1]
+        embedded = target.model.embed_tokens(tokens[:, 1:])
+        everywhere = torch.arange(LENGTH - 1)[None]
+        outs = head.unroll(features, embedded, 4, everywhere)
+        logits = [head.lm_head(head.norm(out)) for out in outs]
+    shared = {
+        "model_type": "llama",
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "rms_norm_eps": sizes.eps,
+        "max_position_embeddings": sizes.positions,
+        "rope_theta": sizes.theta,
+        "hidden_act": "silu",
+    }
+    of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
+    of_head = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 40,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+    }
+    for name, module, own in (
+        ("target", target, {**of_target, "tie_word_embeddings": True}),
+        ("head", head, {**of_head, "tie_word_embeddings": False}),
+    ):
+        (folder / name).mkdir(parents=True)
+        text = json.dumps({**shared, **own}, indent=1) + "\n"
+        (folder / name / "config.json").write_text(text)
+        tensors = {k: v.contiguous() for k, v in module.state_dict().items()}
+        save_file(tensors, folder / name / "model.safetensors")
+    np.savez_compressed(
+        folder / "expected.npz",
+        tokens=tokens[0].numpy().astype(np.int32),
+        outs=torch.cat(outs).numpy(),
+        logits=torch.cat(logits).numpy(),
+    )
+
+
+def main() -> None:
+    """Write every fixture below the given folder, replacing what is there."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    torch.set_num_threads(1)
+    for seed, (name, case) in enumerate(CASES.items()):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        make_llama(folder / name, seed, *case)
+    shutil.rmtree(folder / "eagle3", ignore_errors=True)
+    make_eagle3(folder / "eagle3", len(CASES))
+
+
+if __name__ == "__main__":
+    main()
