@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.service import GrammarService
 from graft.models.errors import RequestError, TokenizerError
+from graft.models.options import Options
 from graft.models.request import (
     Output,
     Request,
     check_ids,
     check_request,
 )
-from graft.models.options import Options
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.state import MAX_STOP_IDS
@@ -46,7 +46,9 @@ class Admission:
             raise TokenizerError(
                 f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
             )
-        self._options, self._tokenizer = options, tokenizer
+        self._tokenizer = tokenizer
+        # What was left to the engine is settled by now: see Options.sized.
+        self._length = min(options.max_length or 0, options.page_size * (options.pages or 0))
         self._vocab_size, self._compiler = vocab_size, compiler
         self._limits = options.limits
 
@@ -81,10 +83,7 @@ class Admission:
 
     def _room(self, prompt: int, asked: int | None) -> int:
         """Tokens the request may generate; positions and pages for all of them exist."""
-        length, page, pages = (
-            self._options.max_length, self._options.page_size, self._options.pages
-        )  # fmt: skip
-        length = min(length, page * pages)
+        length = self._length
         room = length - prompt
         if prompt < 1 or room < 1:
             raise RequestError(f"the prompt has {prompt} tokens; from 1 to {length - 1} fit")
