@@ -318,4 +318,4 @@ class Scheduler:
         if running.matcher is None:
             return GraftError(logits)
         said = self.replays.grammar_error(running.slot)
-        return GraftError(said or f"{logits}, or {REFUSED_TOKEN}")
+        return GraftError(said or f"{logits}, or the grammar refused what verification accepted")

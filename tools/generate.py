@@ -16,7 +16,6 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
-from graft.models.tracing import trace_rounds
 from graft.tools.demo_model import demo_model
 from graft.tools.grammar_options import (
     GRAMMAR_KEYS,
@@ -26,7 +25,8 @@ from graft.tools.grammar_options import (
     make_grammar,
     read_text,
 )
-from graft.tools.timeline import check_trace_path, write_trace
+from graft.tools.trace.rounds import trace_rounds
+from graft.tools.trace.timeline import check_trace_path, write_trace
 from graft.tools.validity import is_valid
 
 #: Fields of a row of --prompts that go into the request as they are.

@@ -14,7 +14,7 @@ from interleave_device import TickingRing
 from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graft.cudagraph.context import Context
 from graft.cudagraph.dtypes import itemsize, numpy_dtype
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.memory import PinnedArray, check_shape
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
 
 __all__ = ["PinnedField", "PinnedSlots", "Ring"]
 
@@ -48,13 +45,13 @@ class PinnedField:
 
     __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "stride")
 
-    def __init__(self, device: Device, slots: int, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, context: Context, slots: int, dtype: str, shape: tuple[int, ...]) -> None:
         elements = math.prod(shape)
         per_line = LINE_BYTES // itemsize(dtype)
         self.stride = -(-elements // per_line) * per_line
         self.dtype = dtype
         self.shape = shape
-        self._memory = PinnedArray(device, (slots, self.stride), dtype)
+        self._memory = PinnedArray(context, (slots, self.stride), dtype)
         self.ptr = self._memory.ptr
         self.host_ptr = self._memory.host_ptr
         self.array = self._memory.array[:, :elements].reshape((slots, *shape))
@@ -82,7 +79,8 @@ class PinnedSlots:
 
     Parameters
     ----------
-    device : Device
+    context : Context
+        The device.
     slots : int
         Rows of every field.
     fields : mapping of str to (dtype, shape)
@@ -91,7 +89,7 @@ class PinnedSlots:
 
     def __init__(
         self,
-        device: Device,
+        context: Context,
         slots: int,
         fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
     ) -> None:
@@ -99,7 +97,7 @@ class PinnedSlots:
             raise OptionError(f"slots must be a positive integer, not {slots!r}")
         self.slots = slots
         self._fields = {
-            name: PinnedField(device, slots, dtype, check_shape(shape, f"field {name!r}"))
+            name: PinnedField(context, slots, dtype, check_shape(shape, f"field {name!r}"))
             for name, (dtype, shape) in fields.items()
         }
 
@@ -128,13 +126,13 @@ class Ring(PinnedSlots):
 
     def __init__(
         self,
-        device: Device,
+        context: Context,
         entries: int,
         fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
     ) -> None:
         if STAMP in fields:
             raise OptionError(f"the field name {STAMP!r} is taken by the ring")
-        super().__init__(device, entries, {**fields, STAMP: ("int32", (1,))})
+        super().__init__(context, entries, {**fields, STAMP: ("int32", (1,))})
         self._live = [0] * entries
 
     @property

@@ -1,6 +1,6 @@
 """Draw the graph of one round of guided speculation as graft itself sees it. Usage::
 
-    python -m graft.tools.draw_round OUT.svg|OUT.dot [--fold] [--batch 1] [--draft-length 3]
+    python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold] [--batch 1] [--draft-length 3]
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
-from graft.cudagraph import drawing
+from graft.cudagraph.drawing import COLOURS, OTHER, dot
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.graph import Graph, Node
 from graft.models.engine import Engine
@@ -20,6 +21,8 @@ from graft.tools.demo_model import demo_model
 LABEL = 34
 #: The lanes of a round, as columns.
 LANES = ("model", "grammar")
+PLAIN, CROSS = "#9ca3af", "#dc2626"
+BOX, HEIGHT, ROW, GAP, TOP = 260, 26, 40, 90, 70
 
 
 def label(names: Sequence[str]) -> str:
@@ -59,6 +62,58 @@ def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
     return runs, sorted(pair for pair in pairs if pair[0] != pair[1])
 
 
+def svg(
+    name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
+) -> str:
+    """Return a graph as SVG: lanes are columns, time runs downwards, a node a row."""
+    x = {lane: 40 + BOX / 2 + i * (BOX + GAP) for i, lane in enumerate(lanes)}
+    y = [TOP + ROW * i + HEIGHT / 2 for i in range(len(nodes))]
+    width, height = 80 + len(lanes) * (BOX + GAP) - GAP, TOP + ROW * len(nodes) + 20
+    arrow = '<marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" ' \
+        'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{1}"/></marker>'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f"<title>{escape(name)}</title>",
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<defs>{arrow.format("plain", PLAIN)}{arrow.format("cross", CROSS)}</defs>',
+        f'<text x="24" y="24" font-size="16" font-weight="bold">{escape(name)}</text>',
+    ]
+    for lane in lanes:
+        parts.append(
+            f'<text x="{x[lane]:.0f}" y="50" text-anchor="middle" font-weight="bold">'
+            f"{escape(lane)}</text>"
+        )
+    for a, b in edges:
+        (xa, xb), (ya, yb) = (x[nodes[a].lane], x[nodes[b].lane]), (y[a], y[b])
+        side = (xb > xa) - (xb < xa)
+        if side:  # out below, in above: they never touch
+            x1, x2 = xa + side * BOX / 2, xb - side * (BOX / 2 + 2)
+            bend = side * GAP / 2
+            path = f"M{x1},{ya + 5} C{x1 + bend},{ya + 5} {x2 - bend},{yb - 5} {x2},{yb - 5}"
+        elif any(n.lane == nodes[a].lane for n in nodes[a + 1 : b]):  # around those between
+            left = xa - BOX / 2
+            path = f"M{left},{ya} C{left - 28},{ya} {left - 28},{yb} {left - 2},{yb}"
+        else:
+            path = f"M{xa},{ya + HEIGHT / 2} L{xb},{yb - HEIGHT / 2 - 2}"
+        style, colour = ("cross", CROSS) if side else ("plain", PLAIN)
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" '
+            f'marker-end="url(#{style})"/>'
+        )
+    for node in nodes:
+        fill, stroke = COLOURS.get(node.kind, OTHER)
+        text = node.name if len(node.name) <= LABEL else node.name[: LABEL - 1] + "…"
+        parts.append(
+            f"<g><title>{escape(f'{node.index}: {node.kind} {node.name}')}</title>"
+            f'<rect x="{x[node.lane] - BOX / 2}" y="{y[node.index] - HEIGHT / 2}" width="{BOX}" '
+            f'height="{HEIGHT}" rx="6" fill="{fill}" stroke="{stroke}"/>'
+            f'<text x="{x[node.lane]}" y="{y[node.index] + 4}" text-anchor="middle">'
+            f"{escape(text)}</text></g>"
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def draw(path: Path, batch: int, draft_length: int, masked: bool, folded: bool) -> int:
     """Write the picture and return its number of boxes; the suffix chooses SVG or DOT."""
     target, drafter = demo_model()
@@ -67,7 +122,7 @@ def draw(path: Path, batch: int, draft_length: int, masked: bool, folded: bool) 
         graph = engine.rounds[batch].graph
         nodes, edges = fold(graph) if folded else (graph.nodes, graph.edges)
         title = f"a round: {len(graph.nodes)} nodes"
-        write = drawing.dot if path.suffix == ".dot" else drawing.svg
+        write = dot if path.suffix == ".dot" else svg
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(write(title, LANES, nodes, edges))
         return len(nodes)

@@ -10,7 +10,7 @@ import pytest
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import DeadlineError, OptionError, ShapeError
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 
 FIELDS = {"mask": ("int32", (3, 5)), "count": ("int32", ()), "wide": ("uint64", (9,))}
 
