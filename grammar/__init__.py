@@ -7,10 +7,14 @@ from .backends.xgrammar import XGrammarBackend
 from .compile.service import GrammarService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
+from .judge import check_output
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
-from .router import Reason, Route, check_output, route
-from .spec import GrammarSpec, StructuralTag
+from .resolve import resolved
+from .schema.router import Route, route
+from .schema.terms import Reason
+from .spec import Spec
+from .statement import GrammarSpec, StructuralTag
 from .vocabulary import Vocabulary
 
 __all__ = [
@@ -28,10 +32,12 @@ __all__ = [
     "Matcher",
     "Reason",
     "Route",
+    "Spec",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
     "check_output",
     "make_backend",
+    "resolved",
     "route",
 ]

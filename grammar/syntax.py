@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
+from .backends import llguidance, xgrammar
 from .errors import GrammarError
-from .preflight import BACKENDS
-
-if TYPE_CHECKING:
-    from .spec import GrammarSpec
+from .resolve import resolved
+from .spec import Spec
 
 __all__ = ["check_syntax"]
 
 
-def check_syntax(spec: GrammarSpec) -> GrammarSpec:
-    """The specification, if some installed backend can read it; takes about a millisecond.
-
-    What XGrammar might run away with is not asked of it here (`compile_risk`): such a grammar is
-    read when it is compiled, in a process that can be killed.
+def check_syntax(spec: Spec) -> None:
+    """Refuses a grammar that no installed backend can read; takes about a millisecond.
 
     Raises
     ------
     GrammarError
-        With the reason, if every backend in question refuses the grammar.
+        With the reason, if every backend refuses the grammar.
     """
-    names = [spec.backend] if spec.backend else list(BACKENDS)
-    asked = {"llguidance": _llguidance, "xgrammar": _xgrammar}
-    said = {name: asked[name](spec) for name in names if importlib.util.find_spec(name)}
-    if said and all(said.values()):
-        first = said.get("xgrammar" if spec.kind in ("ebnf", "regex") else "llguidance")
-        raise GrammarError(f"{spec.kind}: {first or next(iter(said.values()))}")
-    return spec
+    asked = [_llguidance, _xgrammar]
+    if spec.kind == "ebnf":  # which is XGrammar's notation
+        asked.reverse()
+    said = [ask(spec) for ask in asked if importlib.util.find_spec(ask.__name__[1:])]
+    if said and all(said):
+        raise GrammarError(f"{spec.kind}: {said[0]}")
 
 
-def _llguidance(spec: GrammarSpec) -> str:
-    from .backends.llguidance import read
-
-    return read(spec)
+def _llguidance(spec: Spec) -> str:
+    return llguidance.read(spec)
 
 
-def _xgrammar(spec: GrammarSpec) -> str:
-    from .backends.xgrammar import read
-
+def _xgrammar(spec: Spec) -> str:
     try:
-        return read(spec.resolved("xgrammar"))
+        return xgrammar.read(resolved(spec, "xgrammar"))
     except GrammarError as error:
         return str(error).removeprefix("structural tag ")

@@ -10,7 +10,7 @@ from pathlib import Path
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import Exchange
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText

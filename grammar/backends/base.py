@@ -11,7 +11,7 @@ from graft.cudagraph.errors import OptionError
 from ..compile.process import Question
 from ..errors import GrammarError
 from ..matcher import CompiledGrammar, Matcher
-from ..spec import GrammarSpec
+from ..spec import Spec
 from ..vocabulary import Vocabulary
 
 __all__ = ["BoundedBackend", "GrammarBackend", "ending_ids", "require_release"]
@@ -22,7 +22,7 @@ class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and makes matchers.
 
     A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
-    comes as it stands (unless `GrammarSpec.resolved` knows the backend): enforce all of it, or
+    comes as it stands (unless `resolved` knows the backend): enforce all of it, or
     refuse it.
 
     Attributes
@@ -36,7 +36,7 @@ class GrammarBackend(Protocol):
     name: str
     vocabulary: Vocabulary
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
@@ -50,10 +50,10 @@ class GrammarBackend(Protocol):
 class BoundedBackend(GrammarBackend, Protocol):
     """A backend that does what may run away in another process, which can be killed."""
 
-    def question(self, spec: GrammarSpec) -> Question:
+    def question(self, spec: Spec) -> Question:
         """What that process is asked for a grammar."""
 
-    def load(self, spec: GrammarSpec, answer: Any) -> CompiledGrammar:
+    def load(self, spec: Spec, answer: Any) -> CompiledGrammar:
         """The grammar from the answer, for an equal vocabulary."""
 
 

@@ -13,12 +13,13 @@ from graft.native import _native
 
 from ..compile.process import Question
 from ..errors import GrammarError, clean_message
-from ..json_lark_text import literal
-from ..key_order import in_any_order, json_options
 from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from ..preflight import parser_limits
-from ..spec import GrammarSpec
+from ..resolve import resolved
+from ..schema.lark import json_options, literal
+from ..schema.options import Whitespace
+from ..schema.trial import parser_limits
+from ..spec import Spec
 from ..vocabulary import Vocabulary
 from .base import ending_ids, require_release
 
@@ -61,7 +62,7 @@ def probe() -> str:
         ) from error
 
 
-def grammar_text(spec: GrammarSpec) -> str:
+def grammar_text(spec: Spec) -> str:
     """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal.
 
     Raises
@@ -73,8 +74,8 @@ def grammar_text(spec: GrammarSpec) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
 
 
-def _lark(spec: GrammarSpec) -> str:
-    spec = spec.resolved("llguidance")
+def _lark(spec: Spec) -> str:
+    spec = resolved(spec, "llguidance")
     if spec.kind == "json_schema":
         return _json_schema(spec)
     if spec.kind == "regex":
@@ -87,7 +88,7 @@ def _lark(spec: GrammarSpec) -> str:
         # one lexeme: as a rule of so many parts it would be slow, and too long for a row of items
         return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
-        return _structural_tag(spec.text)
+        return _structural_tag(json.loads(spec.text), spec.whitespace)
     if spec.root != "root":
         raise GrammarError(f"ebnf: LLGuidance starts from the rule root, not {spec.root!r}")
     from llguidance.gbnf_to_lark import any_to_lark
@@ -106,7 +107,7 @@ def _said(text: str, kind: str) -> tuple[bool, str]:
     return failed, _objection("\n".join(lines), kind)
 
 
-def read(spec: GrammarSpec) -> str:
+def read(spec: Spec) -> str:
     """LLGuidance's objection to a grammar, without compiling it; empty if it can read it."""
     try:
         failed, said = _said(grammar_text(spec), spec.kind)
@@ -115,7 +116,7 @@ def read(spec: GrammarSpec) -> str:
     return (said or "is refused") if failed else ""
 
 
-def readable_text(spec: GrammarSpec) -> str:
+def readable_text(spec: Spec) -> str:
     """`grammar_text` of a grammar that LLGuidance takes.
 
     Raises
@@ -154,82 +155,31 @@ def _escape_slashes(pattern: str) -> str:
     return "".join(out)
 
 
-def _json_schema(spec: GrammarSpec) -> str:
-    schema = json.loads(spec.text)
-    if not isinstance(schema, dict):
-        schema = {}
-    if spec.strict:
-        schema = close_objects(schema)
-    if spec.key_order == "any":
-        found = in_any_order(json.dumps(schema, ensure_ascii=False), spec.any_whitespace)
-        if found.rules:
-            return found.rules
-        if found.kept:
-            raise GrammarError(f"JSON schema: {found.kept[0]}")
-    return "start: %json " + json.dumps(
-        {**schema, "x-guidance": json_options(spec.any_whitespace)}
-    )
+def _json_schema(spec: Spec) -> str:
+    return spec.rules or f"start: {_json(json.loads(spec.text), spec.whitespace)}"
 
 
-_COMBINING = frozenset(
-    ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas")
-)
+def _json(schema: Any, whitespace: Whitespace) -> str:
+    document = schema if isinstance(schema, dict) else {}
+    return "%json " + json.dumps({**document, "x-guidance": json_options(whitespace)})
 
 
-def close_objects(schema: Any) -> Any:
-    """The schema with ``additionalProperties: false`` where an object lists its properties.
-
-    An object that says anything about further properties is left as it is, and so is every object
-    of a schema that combines schemas with ``allOf``: closing one part would forbid what another
-    part requires.
-    """
-    if '"allOf"' in json.dumps(schema):
-        return schema
-    return _close(schema)
-
-
-def _close(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    out = dict(schema)
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(out.get(key), dict):
-            out[key] = {name: _close(value) for name, value in out[key].items()}
-    for key in ("items", "additionalProperties", "contains"):
-        if key in out:
-            out[key] = _close(out[key])
-    for key in ("prefixItems", "items", "anyOf", "oneOf"):
-        if isinstance(out.get(key), list):
-            combined = key in ("anyOf", "oneOf") and "properties" in out
-            out[key] = out[key] if combined else [_close(value) for value in out[key]]
-    says = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-    if "properties" in out and not any(key in out for key in says) and not _COMBINING & set(out):
-        out["additionalProperties"] = False
-    return out
-
-
-def _structural_tag(text: str) -> str:
+def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
     """Free text is a lazy lexeme that ends at a trigger; what follows is forced."""
-    spec = json.loads(text)
-    rules = [
-        f"start: ({' | '.join(f'tag_{i}' for i in range(len(spec['tags'])))})"
-        + ("+" if spec["at_least_one"] else "*")
-        + " rest",
-        "rest: FREE",
-        r"FREE: /(.|\n)*/",
-    ]
-    for i, tag in enumerate(spec["tags"]):
-        trigger = next(t for t in spec["triggers"] if tag["begin"].startswith(t))
-        schema = tag["schema"] if isinstance(tag["schema"], dict) else {}
-        content = {**schema, "x-guidance": {"whitespace_flexible": True}}
-        parts = [tag["begin"][len(trigger) :], content, tag["end"]]
-        body = [
-            literal(part) if isinstance(part, str) else "%json " + json.dumps(part)
-            for part in parts
-            if part != ""
-        ]
+    tags = range(len(parts["tags"]))
+    more = f"({' | '.join(f'free_{i}' for i in tags)})"
+    start = f"({' | '.join(f'tag_{i}' for i in tags)}) {more}*" if parts["at_once"] else more
+    count = "" if parts["at_once"] else "+" if parts["at_least_one"] else "*"
+    rules = [f"start: {start}{count} FREE", r"FREE: /(.|\n)*/"]
+    for i, tag in enumerate(parts["tags"]):
+        trigger = next(t for t in parts["triggers"] if tag["begin"].startswith(t))
+        after = literal(tag["begin"][len(trigger) :]) if tag["begin"] != trigger else ""
+        end = literal(tag["end"]) if tag["end"] else ""
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
-        rules.append(f"tag_{i}: open_{i} " + " ".join(body))
+        rules.append(f"body_{i}: {_json(tag['schema'], whitespace)} {end}")
+        rules.append(f"free_{i}: open_{i} {after} body_{i}")
+        if parts["at_once"]:
+            rules.append(f"tag_{i}: {literal(tag['begin'])} body_{i}")
     return "\n".join(rules)
 
 
@@ -263,7 +213,7 @@ class LLGuidanceBackend:
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
 
         Raises
@@ -273,11 +223,11 @@ class LLGuidanceBackend:
         """
         return self.load(spec, readable_text(spec))
 
-    def question(self, spec: GrammarSpec) -> Question:
+    def question(self, spec: Spec) -> Question:
         """See `BoundedBackend`."""
         return Question(f"{__name__}:readable_text", (spec,))
 
-    def load(self, spec: GrammarSpec, answer: str) -> CompiledGrammar:
+    def load(self, spec: Spec, answer: str) -> CompiledGrammar:
         """The grammar from its text as LLGuidance reads it, without the GIL.
 
         Raises

@@ -21,7 +21,9 @@ from ..compile.process import Question
 from ..errors import GrammarError, clean_message
 from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher
-from ..spec import GrammarSpec
+from ..resolve import resolved
+from ..schema.options import Whitespace
+from ..spec import Spec
 from ..vocabulary import Vocabulary
 from .base import ending_ids, require_release
 
@@ -103,22 +105,21 @@ def _info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
     return library().TokenizerInfo(list(tokens), _RAW, size, list(stops), False)
 
 
-def _compile(info: Any, spec: GrammarSpec) -> Any:
+def _compile(info: Any, spec: Spec) -> Any:
     """XGrammar's own form of a grammar; its refusal is a ``GrammarError``."""
-    spec = spec.resolved("xgrammar")  # refuses what would be ignored
+    spec = resolved(spec, "xgrammar")  # refuses what would be ignored
     types, text, root = library(), spec.text, spec.root
     compiler = types.GrammarCompiler(info, 1, False, -1)  # one thread, no cache
     try:
         if spec.kind == "json_schema":
-            strict, white = spec.strict is not False, spec.any_whitespace
-            # whitespace, indent, separators, strict, whitespace limit, properties in any order
-            return compiler.compile_json_schema(text, white, None, None, strict, None, False)
+            layout = _layout(spec.whitespace, spec.strict is not False)
+            return compiler.compile_json_schema(text, *layout)
         if spec.kind == "regex":
             return compiler.compile_regex(text)
         if spec.kind == "lark":
             return compiler.compile_lark(text, [], [])
         if spec.kind == "structural_tag":
-            return compiler.compile_structural_tag(_structural_tag(text))
+            return compiler.compile_structural_tag(_structural_tag(text, spec.whitespace))
         if spec.kind == "choice":
             text = f"{root} ::= " + " | ".join(_quote(option) for option in json.loads(text))
         return compiler.compile_grammar_from_strings(text, root)
@@ -126,7 +127,7 @@ def _compile(info: Any, spec: GrammarSpec) -> Any:
         raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
 
 
-def read(spec: GrammarSpec) -> str:
+def read(spec: Spec) -> str:
     """XGrammar's objection to a grammar, without compiling it; empty if it can read it."""
     grammar, text = library().Grammar, spec.text
     try:
@@ -137,7 +138,7 @@ def read(spec: GrammarSpec) -> str:
         elif spec.kind == "ebnf":
             grammar.from_ebnf(text, spec.root)
         elif spec.kind == "structural_tag":
-            grammar.from_structural_tag(_structural_tag(text))
+            grammar.from_structural_tag(_structural_tag(text, spec.whitespace))
     except _REFUSED as error:
         return clean_message(error) or "is refused"
     return ""
@@ -154,25 +155,29 @@ def _escape(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
-def _structural_tag(text: str) -> str:
-    """XGrammar's form of a ``GrammarSpec.structural_tag``."""
-    spec = json.loads(text)
-    tags = [
-        {
-            "type": "tag",
-            "begin": tag["begin"],
-            "content": {"type": "json_schema", "json_schema": tag["schema"]},
-            "end": tag["end"],
-        }
-        for tag in spec["tags"]
-    ]
+def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
+    """XGrammar's arguments: any whitespace, indent, separators, strict, most of it, any order."""
+    most = whitespace if isinstance(whitespace, int) else None
+    return whitespace != "line", None, None, strict, most, False
+
+
+def _structural_tag(text: str, whitespace: Whitespace) -> str:
+    """XGrammar's form of a structural tag; of a schema in one it would take any whitespace."""
+    spec, layout = json.loads(text), _layout(whitespace, True)
+    tags = []
+    for tag in spec["tags"]:
+        rules = library().Grammar.from_json_schema(
+            json.dumps(tag["schema"]), *layout[:-1], False, layout[-1]
+        )
+        content = {"type": "grammar", "grammar": rules.to_string()}
+        tags.append({"type": "tag", "begin": tag["begin"], "content": content, "end": tag["end"]})
     form = {
-        "type": "triggered_tags",
-        "triggers": spec["triggers"],
-        "tags": tags,
-        "at_least_one": spec["at_least_one"],
-        "stop_after_first": False,
-    }
+        "type": "triggered_tags", "triggers": spec["triggers"], "tags": tags,
+        "at_least_one": spec["at_least_one"] or spec["at_once"], "stop_after_first": False,
+    }  # fmt: skip
+    if spec["at_least_one"] and not spec["at_once"]:  # which XGrammar takes for "at once"
+        text_first = {"type": "any_text", "excludes": spec["triggers"]}
+        form = {"type": "sequence", "elements": [text_first, form]}
     return json.dumps({"type": "structural_tag", "format": form})
 
 
@@ -184,7 +189,7 @@ def learn(fingerprint: str, *vocabulary: Any) -> None:
     _learnt[fingerprint] = _info(*vocabulary)
 
 
-def compiled_text(fingerprint: str, spec: GrammarSpec) -> str:
+def compiled_text(fingerprint: str, spec: Spec) -> str:
     """In a compiling process: a compiled grammar as JSON text, several times its size in memory.
 
     Raises
@@ -224,7 +229,7 @@ class XGrammarBackend:
         self._info = tokenizer_info(vocabulary)
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile on the calling thread, in this process.
 
         Raises
@@ -234,7 +239,7 @@ class XGrammarBackend:
         """
         return self._grammar(spec, _compile(self._info, spec))
 
-    def question(self, spec: GrammarSpec) -> Question:
+    def question(self, spec: Spec) -> Question:
         """See `BoundedBackend`."""
         v = self.vocabulary
         learn = Question(_HERE + "learn", (v.fingerprint, v.tokens, v.size, v.stop_ids))
@@ -242,14 +247,14 @@ class XGrammarBackend:
             _HERE + "compiled_text", (v.fingerprint, spec), (f"xgrammar {v.fingerprint}", learn)
         )
 
-    def load(self, spec: GrammarSpec, answer: str) -> CompiledGrammar:
+    def load(self, spec: Spec, answer: str) -> CompiledGrammar:
         """A grammar that another process compiled for an equal vocabulary, from its JSON text."""
         native = self._types.CompiledGrammar.deserialize_json(answer, self._info)
         if len(answer) > _LARGE:
             _libc.malloc_trim(0)  # what reading it took would stay with this process for good
         return self._grammar(spec, native)
 
-    def _grammar(self, spec: GrammarSpec, native: Any) -> CompiledGrammar:
+    def _grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
         return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:

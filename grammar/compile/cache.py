@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from graft.cudagraph.errors import OptionError
 
 from ..matcher import CompiledGrammar
-from ..spec import GrammarSpec
+from ..spec import Spec
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 
@@ -34,11 +34,11 @@ class GrammarCache:
             raise OptionError(f"grammar_cache_bytes is {limit_bytes}, must be positive")
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[GrammarSpec, tuple[Future[CompiledGrammar], int]] = OrderedDict()
+        self._entries: OrderedDict[Spec, tuple[Future[CompiledGrammar], int]] = OrderedDict()
         self._nbytes = 0
         self._hits = self._misses = self._evictions = 0
 
-    def get(self, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
+    def get(self, spec: Spec) -> Future[CompiledGrammar] | None:
         """The finished future of an equal specification, or None."""
         with self._lock:
             found = self._entries.get(spec)
@@ -49,7 +49,7 @@ class GrammarCache:
             self._entries.move_to_end(spec)
             return found[0]
 
-    def put(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
+    def put(self, spec: Spec, future: Future[CompiledGrammar]) -> None:
         """Keep a finished future, and drop the least recently used until the bound holds."""
         grammar = 0 if future.exception() else future.result().nbytes
         size = grammar + len(spec.text) + len(spec.source) + _ENTRY_BYTES

@@ -21,25 +21,20 @@ from ..backends.base import BoundedBackend, GrammarBackend
 from ..backends.registry import make_backend
 from ..errors import GrammarError, clean_message
 from ..matcher import CompiledGrammar
-from ..preflight import available_backends
-from ..spec import GrammarSpec
+from ..schema.enforcement import available_backends
+from ..spec import Spec
 from ..vocabulary import Vocabulary
 from .cache import CACHE_BYTES, GrammarCache
 from .process import LIMIT_S, MEMORY_BYTES, Child, ChildLost, Question, TooSlow
 
-__all__ = ["GrammarService", "resolved"]
+__all__ = ["GrammarService"]
 
 _PATIENCE_S = 1.0  # of the lane that everybody passes
 _log = logging.getLogger("graft.grammar")
 
 
-def resolved(spec: GrammarSpec, choice: str) -> GrammarSpec:
-    """In a compiling process: what `GrammarSpec.resolved` says."""
-    return spec.resolved(choice)
-
-
 class _Job(NamedTuple):
-    spec: GrammarSpec
+    spec: Spec
     future: Future[CompiledGrammar]
 
 
@@ -92,7 +87,7 @@ class GrammarService:
     choice
         Default backend: a name, or a callable that makes one for the vocabulary; the grammars of
         one that is no `BoundedBackend` compile in this process, without any bound. ``"auto"``
-        routes JSON schemas (`GrammarSpec.resolved`), gives EBNF to XGrammar, whose notation it is,
+        routes JSON schemas (`resolved`), gives EBNF to XGrammar, whose notation it is,
         and the rest to the first backend installed.
     threads
         Grammars compiled at once, in each lane.
@@ -138,7 +133,7 @@ class GrammarService:
         self.backend = self._shared.default
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards the three below
-        self._pending: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self._pending: dict[Spec, Future[CompiledGrammar]] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._first: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -172,7 +167,7 @@ class GrammarService:
                 found = _shared[key] = _Shared(vocabulary, default, cache_bytes)
             return found
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, shared by all who ask for an equal ``spec``.
 
         The future raises ``GrammarError``, in one sentence, if no backend can be had or it refuses
@@ -244,10 +239,11 @@ class GrammarService:
             else:
                 self._finish(job, compiled, "compiled")
 
-    def _compile(self, spec: GrammarSpec, child: Child, limit_s: float) -> CompiledGrammar:
+    def _compile(self, spec: Spec, child: Child, limit_s: float) -> CompiledGrammar:
         deadline = time.monotonic() + limit_s
         if spec.kind == "json_schema" and not spec.backend and self._choice:
-            spec = child.ask(Question(f"{__name__}:resolved", (spec, self._choice)), limit_s)
+            question = Question("graft.grammar.resolve:resolved", (spec, self._choice))
+            spec = child.ask(question, limit_s)
         elif spec.kind == "ebnf" and not spec.backend and self._ebnf:
             spec = replace(spec, backend="xgrammar")
         backend = self._shared.named(spec.backend) if spec.backend else self.backend

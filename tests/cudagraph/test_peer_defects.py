@@ -16,7 +16,7 @@ from guide_util import FREE, KINDS, NOT_READY, READY, SPECS, byte_vocabulary, or
 from test_guide_native import Rig
 
 from graft.grammar import GrammarBackend, GrammarError, GuidedRequest, make_backend
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 
 #: What went wrong elsewhere, and below it the test that would see it here.
 TABLE = """

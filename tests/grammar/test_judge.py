@@ -33,7 +33,7 @@ def test_patterns_of_a_schema_never_keep_the_router_busy() -> None:
               "patternProperties": {ENDLESS: {"minimum": 1}}}  # fmt: skip
     assert found_in("^(ab?)+$", "aab") and not found_in("^(ab?)+$", "b")
     with pytest.raises(GrammarError, match=r"pattern '\^\(a\+\)\+\$' cannot be checked: took"):
-        GrammarSpec.json_schema(schema, backend="auto")
+        GrammarSpec.json_schema(schema, key_order="any")
 
 
 def test_no_json_constants() -> None:

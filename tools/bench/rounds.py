@@ -29,7 +29,7 @@ from tqdm import tqdm
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.graph import Graph
-from graft.cudagraph.slots import PinnedSlots
+from graft.cudagraph.pinned import PinnedSlots
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, make_backend
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import LLGuidance, Refused, XGrammar
