@@ -15,7 +15,6 @@ from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.pinned import Ring
-from graft.grammar.backend import GrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.spec import GrammarSpec
