@@ -46,7 +46,8 @@ def _usable(folder: Path) -> Path:
         if state.st_uid != os.geteuid():
             raise PermissionError(f"it belongs to user {state.st_uid}")
         if state.st_mode & 0o022:
-            raise PermissionError(f"others may write to it (mode {state.st_mode & 0o777:o}; chmod go-w)")
+            mode = state.st_mode & 0o777
+            raise PermissionError(f"others may write to it (mode {mode:o}; chmod go-w)")
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:

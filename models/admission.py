@@ -5,16 +5,16 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.service import GrammarService
 from graft.models.errors import RequestError, TokenizerError
+from graft.models.options import Options
 from graft.models.request import (
     Output,
     Request,
     check_ids,
     check_request,
 )
-from graft.models.options import Options
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.state import MAX_STOP_IDS

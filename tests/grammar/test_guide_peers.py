@@ -8,7 +8,7 @@ from guide_util import FREE, KINDS, NOT_READY, READY, SPECS, byte_vocabulary, or
 from test_guide_native import Rig
 
 from graft.grammar import GrammarBackend, GrammarError, GuidedRequest, make_backend
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.request import Output
 from graft.tools import demo
 from graft.tools.bench import demo_evaluation as evaluate_demo
