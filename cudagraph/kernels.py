@@ -15,6 +15,7 @@ from graft.cudagraph.compiler import compile_text, nvrtc_options
 from graft.cudagraph.driver import call, check, cu, enter
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.signature import FLOAT, INT, OTHER, POINTER, kernel_kinds
 from graft.cudagraph.slots import PinnedField
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ NOT_FOUND = 500
 #: Dynamic shared memory that every kernel may use without asking.
 SHARED_LIMIT = 48 * 1024
 _POINTERS = (DeviceArray, PinnedArray, PinnedField)
-_POINTER, _FLOAT = struct.Struct("<Q"), struct.Struct("<f")
+_ADDRESS = struct.Struct("<Q")
+_FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d"))}
+#: Kinds of NumPy dtypes that each kind of parameter takes.
+_NUMPY = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
 #: Bytes -> layouts of an int that is not negative, and of a negative one.
 _INTS = {
     size: (struct.Struct(f"<{unsigned}"), struct.Struct(f"<{signed}"))
@@ -74,6 +78,8 @@ class Kernel:
         self.function = function
         self._layout = _parameters(function)
         self.param_sizes = tuple(size for _, size in self._layout)
+        kinds = module.kinds.get(name, ())
+        self._kinds = kinds if len(kinds) == len(self._layout) else (OTHER,) * len(self._layout)
         self._offsets = tuple(offset for offset, _ in self._layout)
         self._bytes = max((offset + size for offset, size in self._layout), default=0)
         self._shared = SHARED_LIMIT
@@ -84,8 +90,11 @@ class Kernel:
         Parameters
         ----------
         args : iterable
-            Arrays and pinned fields become device pointers, None the NULL pointer, int fills the
-            parameter's size, float is float32, NumPy scalars keep their dtype.
+            Arrays and pinned fields become device pointers, None the NULL pointer. A Python int or
+            float becomes what the parameter is, int for float too. NumPy scalars keep their dtype,
+            which must be of the parameter's kind. A struct passed by value is given as bytes, a
+            structured NumPy scalar or a ctypes.Structure of exactly its size; the soft device
+            translates no pointers in it.
 
         Raises
         ------
@@ -101,40 +110,57 @@ class Kernel:
         owners: list[object] = [self.module]
         for i, (value, (offset, size)) in enumerate(zip(values, self._layout, strict=True)):
             if isinstance(value, _POINTERS):
-                if size != 8:
-                    raise self._bad(i, f"is {size} bytes, but a pointer was given")
+                if size != 8 or self._kinds[i] not in (POINTER, OTHER):
+                    raise self._bad(i, f"is {self._what(i)}, but a pointer was given")
                 address, owner = value.argument()
                 owners.append(owner)
-                _POINTER.pack_into(data, offset, address)
+                _ADDRESS.pack_into(data, offset, address)
             else:
-                data[offset : offset + size] = self._encode(i, value, size)
+                data[offset : offset + size] = self._encode(i, value, size, self._kinds[i])
         return PackedArgs(bytes(data), self._offsets, tuple(owners))
 
-    def _encode(self, i: int, value: object, size: int) -> bytes:
+    def _encode(self, i: int, value: object, size: int, kind: str) -> bytes:
         """Encode anything but an array."""
-        if isinstance(value, np.generic):
-            if value.itemsize != size:
-                raise self._bad(i, f"is {size} bytes, but {value.dtype} was given")
-            return value.tobytes()
         if isinstance(value, int):
-            if size not in _INTS:
-                raise self._bad(i, f"is {size} bytes and takes no int")
+            if kind == FLOAT:
+                return self._encode_float(i, value, size)
+            if kind == OTHER or size not in _INTS:
+                raise self._bad(i, f"is {self._what(i)} and takes no int")
             try:
                 return _INTS[size][value < 0].pack(value)
             except struct.error:
-                raise self._bad(i, f"is {size} bytes and cannot hold {value}") from None
+                raise self._bad(i, f"is {self._what(i)} and cannot hold {_said(value)}") from None
+        if isinstance(value, np.generic):
+            if value.itemsize != size or value.dtype.kind not in _NUMPY[kind]:
+                raise self._bad(i, f"is {self._what(i)}, but {value.dtype} was given")
+            return value.tobytes()
         if isinstance(value, float):
-            if size != 4:
-                raise self._bad(i, f"is {size} bytes; a Python float is float32 (numpy.float64?)")
-            try:
-                return _FLOAT.pack(value)
-            except OverflowError:
-                raise self._bad(i, f"is float32 and cannot hold {value}") from None
+            if kind != FLOAT:
+                raise self._bad(i, f"is {self._what(i)} and takes no float")
+            return self._encode_float(i, value, size)
         if value is None:
-            if size != 8:
-                raise self._bad(i, f"is {size} bytes, but a pointer was given")
+            if size != 8 or kind not in (POINTER, OTHER):
+                raise self._bad(i, f"is {self._what(i)}, but a pointer was given")
             return bytes(8)
+        if isinstance(value, bytes | ctypes.Structure):
+            given = bytes(value)
+            if kind != OTHER or len(given) != size:
+                raise self._bad(i, f"is {self._what(i)}, but {len(given)} plain bytes were given")
+            return given
         raise self._bad(i, f"cannot be a {type(value).__name__}")
+
+    def _encode_float(self, i: int, value: float, size: int) -> bytes:
+        name, layout = _FLOATS[size]
+        try:
+            return layout.pack(float(value))
+        except OverflowError:
+            raise self._bad(i, f"is {name} and cannot hold {_said(value)}") from None
+
+    def _what(self, i: int) -> str:
+        kind, size = self._kinds[i], self.param_sizes[i]
+        if kind == OTHER:
+            return f"of a type that is not built in ({size} bytes; NumPy scalars keep theirs)"
+        return f"{'an' if kind == INT else 'a'} {kind} of {size} bytes"
 
     def _bad(self, i: int, what: str) -> KernelError:
         return KernelError(f"kernel {self.name!r}: argument {i} {what}")
@@ -150,14 +176,23 @@ class Kernel:
         return f"<Kernel {self.name!r}, {len(self.param_sizes)} parameters>"
 
 
+def _said(value: float) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    return str(value)
+
+
 class KernelModule:
     """A loaded kernel text; ``module[name]`` gives an ``extern "C" __global__`` entry.
 
     A module stays loaded for as long as one of its kernels is held, by Python or by a graph.
     """
 
-    def __init__(self, name: str, handle: Any, keep: object) -> None:
+    def __init__(
+        self, name: str, handle: Any, keep: object, kinds: Mapping[str, tuple[str, ...]]
+    ) -> None:
         self.name = name
+        self.kinds = kinds
         self._handle = handle
         self._keep = keep
         # Weak: a kernel holds its module, and both should go when nobody uses them.
@@ -225,7 +260,7 @@ def load_text(
     """
     enter("cuModuleLoadData")
     handle, keep = compile_text(device, text, name, defines or {}, folder)
-    return KernelModule(name, handle, keep)
+    return KernelModule(name, handle, keep, kernel_kinds(text))
 
 
 def _parameters(function: Any) -> list[tuple[int, int]]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TRANSPORTS", "Transport", "choose_transport", "probe_transport"]
 
-Transport = Literal["auto", "native", "mailbox", "spinkernel", "python"]
-TRANSPORTS = ("auto", "native", "mailbox", "spinkernel", "python")
+Transport = Literal["auto", "native", "mailbox", "spinkernel"]
+TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 REPLAYS = 3
 REPLAY_LIMIT_S = 2.0
 #: Starting Python, opening the device and compiling two small kernels, on a busy machine.
@@ -89,7 +89,7 @@ def choose_transport(wanted: str, device: Device) -> tuple[str, str]:
     """
     if wanted not in TRANSPORTS:
         raise OptionError(f"transport must be one of {', '.join(TRANSPORTS)}, not {wanted!r}")
-    if wanted in ("native", "python"):
+    if wanted == "native":
         return wanted, "asked for"
     if wanted != "auto":
         why = probe_transport(wanted, device.kind, device.ordinal)

@@ -4,7 +4,6 @@ from .backend import BACKENDS, GrammarBackend, make_backend
 from .compile import CompileService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
-from .handover import Handover
 from .llguidance import LLGuidanceBackend
 from .marker import Marker
 from .matcher import CompiledGrammar, Matcher
@@ -25,7 +24,6 @@ __all__ = [
     "GuideError",
     "GuidedDecoder",
     "GuidedRequest",
-    "Handover",
     "LLGuidanceBackend",
     "Marker",
     "Matcher",

@@ -19,9 +19,9 @@ __all__ = ["BACKENDS", "GrammarBackend", "SerializingBackend", "ending_ids", "ma
 class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and makes matchers.
 
-    A backend may be written in Python alone: its matchers then have no ``native`` side and run on
-    the guided decoder's ``"python"`` transport. A JSON schema that names no backend comes as it
-    stands (unless `GrammarSpec.resolved` knows the backend): enforce all of it, or refuse it.
+    A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
+    comes as it stands (unless `GrammarSpec.resolved` knows the backend): enforce all of it, or
+    refuse it.
 
     Attributes
     ----------
@@ -98,30 +98,27 @@ def ending_ids(vocabulary: Vocabulary, stop_ids: Iterable[int] | None) -> tuple[
     return ending
 
 
-def _xgrammar(vocabulary: Vocabulary, native: bool) -> GrammarBackend:
+def _xgrammar(vocabulary: Vocabulary) -> GrammarBackend:
     from .xgrammar import XGrammarBackend
 
-    return XGrammarBackend(vocabulary, native=native)
+    return XGrammarBackend(vocabulary)
 
 
-def _llguidance(vocabulary: Vocabulary, native: bool) -> GrammarBackend:
+def _llguidance(vocabulary: Vocabulary) -> GrammarBackend:
     from .llguidance import LLGuidanceBackend
 
-    return LLGuidanceBackend(vocabulary, native=native)
+    return LLGuidanceBackend(vocabulary)
 
 
 #: Backends by name.
-BACKENDS: dict[str, Callable[[Vocabulary, bool], GrammarBackend]] = {
+BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
     "xgrammar": _xgrammar,
     "llguidance": _llguidance,
 }
 
 
 def make_backend(
-    choice: str | Callable[[Vocabulary], GrammarBackend],
-    vocabulary: Vocabulary,
-    *,
-    native: bool = True,
+    choice: str | Callable[[Vocabulary], GrammarBackend], vocabulary: Vocabulary
 ) -> GrammarBackend:
     """The backend of a name, or the one that a factory of the user's makes.
 
@@ -129,8 +126,6 @@ def make_backend(
     ----------
     choice
         ``"xgrammar"``, ``"llguidance"``, or a callable that takes the vocabulary.
-    native
-        Whether matchers have a side that runs without the GIL; False is the oracle and fallback.
 
     Raises
     ------
@@ -146,4 +141,4 @@ def make_backend(
         return made
     if choice not in BACKENDS:
         raise OptionError(f"grammar_backend must be one of {tuple(BACKENDS)}, got {choice!r}")
-    return BACKENDS[choice](vocabulary, native)
+    return BACKENDS[choice](vocabulary)

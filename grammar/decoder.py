@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
 
-import numpy as np
-
-from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import GraphLane
-from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 from .errors import GuideError
 from .forced import ForcedText
-from .handover import Handover
-from .matcher import CompiledGrammar, Matcher
-from .pyguide import STEPS, PythonWorker
-from .snapshot import GuidedRequest, Span
+from .matcher import Matcher
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
 
@@ -32,36 +28,48 @@ LEGALITIES = ("fill", "probe")
 #: Ids that a drafter offers per draft in mode probe.
 CANDIDATES = 16
 #: Ways a step can be part of a graph.
-STEP_TRANSPORTS = ("native", "mailbox", "spinkernel", "python")
+STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
+STEPS = ("open", "commit", "draft")
 
 
-def _native_request(request: GuidedRequest) -> tuple[int, int, int, Any]:
-    """The snapshot keeps the matcher until it is retired."""
-    native = request.matcher.native if request.matcher else None
-    return (request.slot, request.epoch, request.position, native)
+@dataclass(frozen=True)
+class GuidedRequest:
+    """What one replay is told about one slot.
+
+    Attributes
+    ----------
+    slot
+        Slot of the request, ``0 <= slot < slots``.
+    epoch
+        Number of this occupation of the slot; another number means another request.
+    matcher
+        The request's matcher, where its text is when it joins; ``None``: unconstrained.
+    position
+        Position of the last token known when the request joined. It stays the same in all
+        snapshots of an epoch.
+    """
+
+    slot: int
+    epoch: int
+    matcher: Matcher | None
+    position: int
 
 
-def _pace(compiled: CompiledGrammar) -> Any:
-    """What the native worker knows of a grammar's speed, for all its matchers."""
-    if compiled.pace is None:
-        compiled.pace = _native.guide.Pace()
-    return compiled.pace
+@dataclass(frozen=True)
+class Span:
+    """When one step of one replay ran, in nanoseconds of ``time.monotonic_ns``."""
+
+    replay: int
+    step: str
+    start_ns: int
+    end_ns: int
 
 
-class Exchange(Protocol):
-    """Pinned rows per slot: ``PinnedSlots``, or anything with the same ``field``."""
-
-    def field(self, name: str) -> Any: ...
-
-
-def default_threads(batch: int, transport: str = "native", cores: int | None = None) -> int:
+def default_threads(batch: int, cores: int | None = None) -> int:
     """Threads for steps of so many requests: one per 8, at most half the usable cores.
 
-    1 on two cores or for small batches: handing over costs more than it saves there. Python steps
-    have one.
+    1 on two cores or for small batches: handing over costs more than it saves there.
     """
-    if transport == "python":
-        return 1
     usable = len(os.sched_getaffinity(0)) if cores is None else cores
     return max(1, min(usable // 2, batch // 8))
 
@@ -72,55 +80,33 @@ class GuidedDecoder:
     Parameters
     ----------
     exchange
-        Fields ``mask`` int32 ``[slots, K+1, W]``, ``row_state`` int32 ``[slots, K+1, 4]``,
-        ``committed`` int32 ``[slots, K+3]`` and ``drafted`` int32 ``[slots, K+2]``, where
-        ``K = draft_length`` and ``W = ceil(vocab_size / 32)``.
-    slots, draft_length, vocab_size
-        The sizes above; ``vocab_size`` is the number of logit columns.
+        Where it meets the device. With room for candidates they are probed: the first legal one is
+        the draft, and the next round's open step fills all rows. Without, each masked draft is
+        drawn under its row.
     masked_drafts
         Whether the graph has draft steps, so that each draft is legal when it is drawn.
     forced
-        Says of each filled row whether its text is forced; the device then drafts that token.
-        Without draft steps (``masked_drafts=False``) the commit step follows forced tokens on its
-        own and fills the rows behind them, up to row ``draft_length - 1``.
-    draft_legality
-        How masked drafts are: ``"fill"``: each is drawn under its mask row; ``"probe"``: the
-        drafter's candidates are tested one by one, the first legal one is the draft, and all rows
-        are filled by the next round's open step. The exchange then also has ``candidates`` int32
-        ``[slots, 3 + c]`` (``{replay, j, count, ids}``) and ``answers`` int32 ``[slots, 4]``
-        (``{replay, j, id or -1, 0}``).
+        Says of each filled row which token it forces, for the device to draft. Without draft steps
+        the commit step follows forced tokens on its own and fills the rows behind them.
     transport
-        ``"native"``: C++ without the GIL, in host nodes; ``"mailbox"`` and ``"spinkernel"``: the
-        same on a worker thread, waited for by memory operations or by a spinning kernel;
-        ``"python"``: the same steps as Python callables in host nodes.
+        ``"native"``: host nodes; ``"mailbox"``, ``"spinkernel"``: a worker thread, waited for by
+        memory operations or by a spinning kernel.
     worker
-        Who answers ``"mailbox"`` and ``"spinkernel"``: one thread, since steps run in order.
-        Default: a worker of the decoder's own.
+        Who answers mailboxes: one thread, since steps run in order. Default: one of its own.
     deadline_s
         Seconds that a worker has for one step; see :meth:`graft.cudagraph.graph.GraphLane.mailbox`.
     ring
         Replays that may be published and not yet retired.
     threads
-        Threads that serve the slots of a step, each slot by one of them. 1: the step's own alone,
-        with no handoff. Default: what suits the slots and the usable cores, see
-        :func:`default_threads`.
+        Threads that serve the slots of a step. Default: see :func:`default_threads`.
     budget_us
         Microseconds of processor time that one slot may take in a step, at least 1; None: as much
-        as it needs. A slot that takes more is late: rows it has made by then are used, the others
-        are NOT READY, and the slot sits rounds out until its thread has finished. Waiting for a
-        processor makes nobody late (but waiting for 200 budgets does). Tokens stay the same, but
-        for rejection sampling, whose rounds then end elsewhere and use other random numbers.
-        For this, orders are handed to threads, which costs some 50 microseconds a step. The step
-        itself serves a replay's only request, and grammars whose first 32 orders were in time,
-        until one is late.
-    clock
-        int64 ``[1]``, nanoseconds: what the budget is measured by, instead of processor time; every
-        order is then handed to a thread.
+        as it needs. A slot that takes more is late: rows it has made by then are used, and it sits
+        rounds out until its thread has finished. Tokens stay the same, but for rejection sampling,
+        whose rounds then end elsewhere. See ``native/guide/pace.h`` for what it costs.
 
     Raises
     ------
-    ShapeError
-        If a field of the exchange has another shape or dtype.
     OptionError
         If an option is out of range.
     """
@@ -129,11 +115,7 @@ class GuidedDecoder:
         self,
         exchange: Exchange,
         *,
-        slots: int,
-        draft_length: int,
-        vocab_size: int,
         masked_drafts: bool,
-        draft_legality: Literal["fill", "probe"] = "fill",
         forced: ForcedText | None = None,
         transport: str = "native",
         worker: MailboxWorker | None = None,
@@ -141,67 +123,30 @@ class GuidedDecoder:
         ring: int = 8,
         threads: int | None = None,
         budget_us: float | None = None,
-        clock: np.ndarray | None = None,
     ):
+        threads = default_threads(exchange.slots) if threads is None else threads
         for name, value, low in (
-            ("slots", slots, 1),
-            ("draft_length", draft_length, 0),
-            ("vocab_size", vocab_size, 1),
             ("ring", ring, 2),
+            ("threads", threads, 1),
+            ("budget_us", 1 if budget_us is None else budget_us, 1),
         ):
-            if value < low:
+            if not value >= low:
                 raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
-        if draft_legality not in LEGALITIES:
-            raise OptionError(
-                f"guided decoder: draft_legality is {draft_legality!r}, must be one of "
-                f"{', '.join(LEGALITIES)}"
-            )
-        self.probes = draft_legality == "probe" and draft_length > 0
-        if self.probes and not masked_drafts:
-            raise OptionError("guided decoder: draft_legality 'probe' needs masked_drafts=True")
         if transport not in STEP_TRANSPORTS:
             raise OptionError(
                 f"guided decoder: transport is {transport!r}, must be one of "
                 f"{', '.join(STEP_TRANSPORTS)}"
             )
-        if threads is None:
-            threads = default_threads(slots, transport)
-        if threads < 1 or (budget_us is not None and not budget_us >= 1):
-            raise OptionError(
-                f"guided decoder: threads is {threads} and budget_us is {budget_us}, must be at "
-                "least 1"
-            )
-        if transport == "python" and (threads > 1 or budget_us is not None):
-            raise OptionError(
-                "guided decoder: threads and budget_us need a native transport: Python steps "
-                "run one after another"
-            )
+        self.slots, self.draft_length = exchange.slots, exchange.drafts
+        self.vocab_size = exchange.vocab_size
+        self.probes = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
+        if self.probes and not masked_drafts:
+            raise OptionError("guided decoder: candidates are probed for masked drafts only")
         if worker is not None and worker.threads != 1:
             raise OptionError(f"guided decoder: steps run in order, on one thread, not {worker!r}")
-        rows, words = draft_length + 1, (vocab_size + 31) // 32
-        shapes = {
-            "mask": (slots, rows, words),
-            "row_state": (slots, rows, 4),
-            "committed": (slots, draft_length + 3),
-            "drafted": (slots, draft_length + 2),
-        }
-        chain = forced is not None and not masked_drafts
-        most_candidates = 0
-        if self.probes:
-            most_candidates = exchange.field("candidates").array.shape[-1] - 3
-            shapes |= {"candidates": (slots, max(most_candidates, 1) + 3), "answers": (slots, 4)}
-        for name, shape in shapes.items():
-            array = exchange.field(name).array
-            if array.shape != shape or array.dtype != np.int32:
-                raise ShapeError(
-                    f"exchange field {name}: expected int32 {shape}, "
-                    f"got {array.dtype} {tuple(array.shape)}"
-                )
-        self.slots, self.draft_length, self.vocab_size = slots, draft_length, vocab_size
         self.masked_drafts, self.transport, self.ring = masked_drafts, transport, ring
-        self._exchange = exchange  # its memory is written by steps as long as they can run
-        self._clock = clock
         self.threads, self.budget_us = threads, budget_us
+        self._exchange = exchange  # its memory is written by steps as long as they can run
         self._published = 0
         self._late: list[GuidedRequest] = []
         self._live: dict[int, tuple[GuidedRequest, ...]] = {}
@@ -209,28 +154,18 @@ class GuidedDecoder:
         self._closed = False
         self._deadline_s = deadline_s
         self._answers = worker
-        if worker is None and transport in ("mailbox", "spinkernel"):
+        if worker is None and transport != "native":
             self._answers = MailboxWorker(name="grammar")
-        self._worker: Any
-        if self.native:
-            fields = (exchange.field(name) for name in shapes)
-            self._worker = _native.guide.Worker(
-                *((field.host_ptr, field.stride) for field in fields),
-                slots=slots,
-                draft_length=draft_length,
-                vocab_size=vocab_size,
-                most_candidates=most_candidates,
-                forced=None if forced is None else forced.native,
-                chain=chain,
-                ring=ring,
-                threads=threads,
-                budget_ns=0 if budget_us is None else int(budget_us * 1000),
-                clock=0 if clock is None else clock.ctypes.data,
-            )
-        else:
-            self._worker = PythonWorker(
-                exchange, slots, draft_length, vocab_size, ring, most_candidates, forced, chain
-            )
+        self._worker = _native.guide.Worker(
+            exchange.host_ptr,
+            exchange.layout.tobytes(),
+            vocab_size=self.vocab_size,
+            forced=None if forced is None else forced.native,
+            chain=forced is not None and not masked_drafts,
+            ring=ring,
+            threads=threads,
+            budget_ns=0 if budget_us is None else int(budget_us * 1000),
+        )
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
         """Say which requests ``replay`` holds, in row order, before it is launched.
@@ -253,15 +188,13 @@ class GuidedDecoder:
             )
         owners = self._check(requests)
         snapshot = tuple(requests)
-        if self.native:
-            published = self._worker.publish(
-                replay,
-                [_native_request(request) for request in snapshot],
-            )
-        else:
-            published = self._worker.publish(replay, snapshot)
-        if not published:
-            raise GuideError(f"replay {replay}: a request's token history is full")
+        self._worker.publish(
+            replay,
+            [
+                (r.slot, r.epoch, r.position, None if r.matcher is None else r.matcher.native)
+                for r in snapshot
+            ],
+        )
         self._owners.update(owners)
         self._live[replay] = snapshot
         self._published = replay
@@ -275,12 +208,7 @@ class GuidedDecoder:
         requests = (*self._late, *self._live.pop(replay))
         self._late = [request for request in requests if self._worker.busy(request.slot)]
 
-    @property
-    def native(self) -> bool:
-        """Whether the steps are C++."""
-        return self.transport != "python"
-
-    def add(self, lane: GraphLane, work: NativeWork | PythonWork, *, name: str) -> None:
+    def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
         """Add a step to a lane by the decoder's transport; what follows on the lane follows it."""
         if self.transport == "mailbox":
             lane.mailbox(work, worker=self._answers, deadline_s=self._deadline_s, name=name)
@@ -289,15 +217,15 @@ class GuidedDecoder:
         else:
             lane.host(work, name=name)
 
-    def open_work(self) -> NativeWork | PythonWork:
+    def open_work(self) -> NativeWork:
         """First step of a replay: rows 0..v for the drafts at hand, scratch rolled back."""
         return self._work(0, 0)
 
-    def commit_work(self) -> NativeWork | PythonWork:
+    def commit_work(self) -> NativeWork:
         """After verification: advance by the committed tokens and fill row 0."""
         return self._work(1, 0)
 
-    def draft_work(self, j: int) -> NativeWork | PythonWork:
+    def draft_work(self, j: int) -> NativeWork:
         """The step that makes a draft legal.
 
         Mode fill: after draft ``j`` was drawn, ``1 <= j < draft_length``: fill row ``j``. Mode
@@ -319,6 +247,10 @@ class GuidedDecoder:
         """Text of the first internal error of a grammar backend, empty if there was none."""
         return str(self._worker.first_error())
 
+    def error(self, slot: int) -> str:
+        """Why the last request that failed in a slot did, in its backend's words, or empty."""
+        return str(self._worker.error(slot))
+
     def timeline(self) -> list[Span]:
         """Start and end of the steps of the last 256 replays, by time."""
         spans = [
@@ -326,54 +258,6 @@ class GuidedDecoder:
             for replay, step, start, end in self._worker.timeline()
         ]
         return sorted(spans, key=lambda span: span.start_ns)
-
-    def history(self, slot: int) -> list[int]:
-        """Tokens committed by the present request of a slot since it joined, in order."""
-        return list(self._worker.history(slot)[1])
-
-    def rebuild(self, slot: int) -> Matcher:
-        """A new matcher for the present request of a slot, advanced by its token history.
-
-        Raises
-        ------
-        GuideError
-            If no constrained request has joined the slot, or its grammar refuses the history.
-        """
-        epoch, tokens = self._worker.history(slot)
-        owner = self._owners.get(slot)
-        if owner is None or owner.epoch != epoch or owner.matcher is None:
-            raise GuideError(f"slot {slot} has no constrained request to rebuild")
-        matcher = owner.matcher.fresh()
-        for index, token in enumerate((*owner.before, *tokens)):
-            if not matcher.accept(token):
-                raise GuideError(f"slot {slot}: token {token} of its history (index {index})")
-        return matcher
-
-    def handover(self, slot: int) -> Handover:
-        """Take the present request of a slot out: another decoder can go on with it.
-
-        Waits for a late slot. The slot's matcher is not used again: its request joins elsewhere
-        with :meth:`Handover.matcher`, and with ``before=handover.tokens``.
-
-        Raises
-        ------
-        GuideError
-            If a replay in flight names the slot, or no constrained request has joined it.
-        """
-        if any(request.slot == slot for live in self._live.values() for request in live):
-            raise GuideError(f"slot {slot}: a replay in flight names it")
-        epoch, tokens = self._worker.history(slot)
-        owner = self._owners.get(slot)
-        if owner is None or owner.epoch != epoch or owner.matcher is None:
-            raise GuideError(f"slot {slot} has no constrained request to hand over")
-        more = self._worker.unapplied(slot)
-        tokens = self._worker.history(slot)[1] + more
-        return Handover(
-            owner.matcher.compiled,
-            owner.matcher.stop_ids,
-            (*owner.before, *tokens),
-            owner.position + len(tokens),
-        )
 
     def close(self) -> None:
         """Release everything. Graphs that hold steps keep them valid; they do nothing from now on.
@@ -399,11 +283,9 @@ class GuidedDecoder:
         if self._closed:
             raise GuideError("the guided decoder is closed")
 
-    def _work(self, kind: int, j: int) -> NativeWork | PythonWork:
+    def _work(self, kind: int, j: int) -> NativeWork:
         self._require_open()
         name = STEPS[kind] if kind < 2 else f"draft {j}"
-        if self.transport == "python":
-            return PythonWork(self._worker.run, kind, j)
         return NativeWork(
             _native.guide.STEP, self._worker.record(kind, j), keep=self, name=f"grammar {name}"
         )
@@ -427,11 +309,6 @@ class GuidedDecoder:
                         f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
                         f"the decoder's {self.vocab_size}"
                     )
-                if self.native and matcher.native is None:
-                    raise GuideError(
-                        f"slot {slot}: a matcher of {matcher.compiled.backend.name} without a "
-                        "native side needs the python transport"
-                    )
                 if matcher.claimed or any(
                     matcher is taken.matcher for taken in owners.values()
                 ):
@@ -440,6 +317,5 @@ class GuidedDecoder:
         for owner in owners.values():
             if owner.matcher is not None:
                 owner.matcher.claimed = True
-                if self.native:
-                    owner.matcher.native.pace = _pace(owner.matcher.compiled)
+                owner.matcher.native.pace = owner.matcher.compiled.pace
         return owners

@@ -1,4 +1,4 @@
-"""LLGuidance through its C ABI, with the stock Python matcher as fallback and oracle."""
+"""LLGuidance through its C ABI."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from graft.native import _native
+
 from .backend import ending_ids
 from .errors import GrammarError, clean_message
 from .json_lark_text import literal
 from .key_order import in_any_order, json_options
-from .llguidance_stock import StockMatcher, stock_tokenizer
 from .marker import marked
 from .matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from .preflight import parser_limits
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -56,28 +56,23 @@ def probe() -> str:
     Raises
     ------
     GrammarError
-        If they are not the known ones; the Python transport does without them.
+        If they are not the known ones.
     """
-    from graft.native import _native
-
     try:
         return str(_native.guide.load_llguidance(library()._lib.__file__))
     except (OSError, RuntimeError, AttributeError) as error:
-        raise GrammarError(
-            f"LLGuidance cannot be driven natively: {error}; "
-            "grammar_transport='python' can do without"
-        ) from error
+        raise GrammarError(f"LLGuidance cannot be driven natively: {error}") from error
 
 
-def grammar_text(spec: GrammarSpec, *, forcing: bool = False) -> str:
-    """LLGuidance's JSON form of a grammar; with ``forcing``, forced text is spelled its way.
+def grammar_text(spec: GrammarSpec) -> str:
+    """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal.
 
     Raises
     ------
     GrammarError
         If the grammar cannot be stated to LLGuidance.
     """
-    head = "" if forcing else '%llguidance {"no_forcing": true}'  # see LLGuidanceBackend
+    head = '%llguidance {"no_forcing": true}'
     return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
 
 
@@ -213,55 +208,28 @@ class LLGuidanceBackend:
     ----------
     vocabulary
         Token bytes, logit columns and stop ids.
-    native
-        Whether matchers are native ones, made through the C ABI; False makes LLGuidance's own
-        Python matchers, which hold the GIL: the oracle and fallback.
-    canonical
-        Whether text that the grammar forces is narrowed to the tokens that the model's tokenizer
-        would choose; the vocabulary's tokenizer must be one that `canonical` knows.
 
     Notes
     -----
     Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
     either: each is a deep copy, made in microseconds, of one that stands at the start.
-    By default every spelling of a text in tokens is legal. ``canonical=True`` is as right (masks
-    are equal to the stock matcher's and to a new matcher's on random streams), but LLGuidance then
-    validates tokens that its own mask forbids, so that a token which is tried without a mask costs
-    one, as probing does all the time. Nor does a matcher then hand on what its lexer has learnt
-    where the grammar begins with forced text. Hence it is for the user to choose.
+    Every spelling of a text in tokens is legal.
     """
 
     name = "LLGuidance"
 
-    def __init__(
-        self, vocabulary: Vocabulary, *, native: bool = True, canonical: bool = False
-    ):
-        self.vocabulary, self.canonical = vocabulary, canonical
-        self._library = library()
-        if native:
-            probe()
-        self._native = native
-        self._tokenizer = self._native_tokenizer() if native else self._stock_tokenizer()
-
-    def _native_tokenizer(self) -> Any:
-        from graft.native import _native
-
-        vocabulary = self.vocabulary
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        probe()
         tokens = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
         for name, token in vocabulary.names.items():
             tokens[token] = b"\xff" + name.encode("utf-8")
         try:
-            return _native.guide.LLGuidanceTokenizer(
-                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids,
-                vocabulary.encoder if self.canonical else None,
-            )  # fmt: skip
+            self._tokenizer = _native.guide.LLGuidanceTokenizer(
+                [len(token) for token in tokens], b"".join(tokens), vocabulary.stop_ids
+            )
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
-
-    def _stock_tokenizer(self) -> Any:
-        v = self.vocabulary
-        encode = v.encoder.encode if self.canonical else None
-        return stock_tokenizer(v.tokens, v.size, v.stop_ids, v.names, encode)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
@@ -271,43 +239,18 @@ class LLGuidanceBackend:
         GrammarError
             With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        text = grammar_text(spec, forcing=self.canonical)
-        failed, said = self._judge(text)
-        if failed:
+        text = grammar_text(spec)
+        kind, _, said = self._tokenizer.judge(text).partition(": ")
+        if kind == "error":
             raise GrammarError(f"{spec.kind}: {objection(said, spec.kind)}")
         if said and not spec.partial:
             ignored = objection(said, spec.kind)
             raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {ignored}")
-        compiled = CompiledGrammar(self, spec, _Grammar(text), _MATCHER_BYTES + len(text))
-        compiled.native.start = self._start(compiled)
-        return compiled
-
-    def _judge(self, text: str) -> tuple[bool, str]:
-        """Whether LLGuidance refuses a grammar, and what it says; without the GIL if native."""
-        if self._native:
-            kind, _, said = self._tokenizer.judge(text).partition(": ")
-            return kind == "error", said
-        failed, lines = self._library.LLMatcher.validate_grammar_with_warnings(
-            text, limits=parser_limits()
-        )
-        return failed, "\n".join(lines)
-
-    def _start(self, compiled: CompiledGrammar) -> Any:
-        """What matchers are copied from."""
-        from graft.native import _native
-
-        text, kind = compiled.native.text, compiled.spec.kind
-        if not self._native:
-            handle = self._library.LLMatcher(
-                self._tokenizer, text, log_level=0, limits=parser_limits()
-            )
-            if handle.is_error():
-                raise GrammarError(f"{kind}: {objection(handle.get_error(), kind)}")
-            return handle
         try:
-            return _native.guide.LLGuidanceGrammar(self._tokenizer, text)
+            native = _native.guide.LLGuidanceGrammar(self._tokenizer, text)
         except RuntimeError as error:
-            raise GrammarError(f"{kind}: {objection(str(error), kind)}") from None
+            raise GrammarError(f"{spec.kind}: {objection(str(error), spec.kind)}") from None
+        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(text))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start of the grammar, independent of all others.
@@ -323,22 +266,5 @@ class LLGuidanceBackend:
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
-        start = compiled.native.start
-        matcher: Matcher
-        if self._native:
-            from graft.native import _native
-
-            handle = _native.guide.LLGuidanceMatcher(start, ending)
-            matcher = NativeBackedMatcher(compiled, ending, handle)
-        else:
-            matcher = StockMatcher(compiled, ending, start, canonical=self.canonical)
-        return marked(matcher, compiled.spec.marker)
-
-
-class _Grammar:
-    """A grammar's text, and what matchers are copied from."""
-
-    start: Any = None
-
-    def __init__(self, text: str):
-        self.text = text
+        handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
+        return marked(NativeBackedMatcher(compiled, ending, handle), compiled.spec.marker)

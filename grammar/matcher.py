@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graft.native import _native
+
 from .errors import GrammarError
-from .forced import forced_text
 
 if TYPE_CHECKING:
     from .backend import GrammarBackend
     from .spec import GrammarSpec
 
-__all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher", "row_limit"]
+__all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher"]
 
 
 class CompiledGrammar:
@@ -34,24 +37,39 @@ class CompiledGrammar:
     Attributes
     ----------
     pace
-        How fast its matchers are; made and kept by guided decoders.
+        What the native worker knows of its matchers' speed.
     """
-
-    pace: Any = None
 
     def __init__(self, backend: GrammarBackend, spec: GrammarSpec, native: Any, nbytes: int):
         self.backend = backend
         self.spec = spec
         self.native = native
         self.nbytes = nbytes
+        self.pace = _native.guide.Pace()
+
+    def matcher(
+        self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()
+    ) -> Matcher:
+        """A new matcher that has taken some tokens; ``stop_ids``: the vocabulary's if absent.
+
+        Raises
+        ------
+        GrammarError
+            If the grammar refuses a token.
+        """
+        matcher = self.backend.matcher(self, stop_ids)
+        for index, token in enumerate(tokens):
+            if not matcher.accept(token):
+                raise GrammarError(f"matcher: the grammar refuses token {token}, number {index}")
+        return matcher
 
 
 class Matcher(ABC):
     """Which tokens may follow the ones accepted so far.
 
     One matcher is used by one thread at a time; the guided decoder owns it while replays that name
-    it are in flight. A backend in Python alone implements the abstract methods and leaves
-    ``native`` None: its matchers run on the ``"python"`` transport.
+    it are in flight. A backend in Python alone implements the abstract methods; the native worker
+    calls them, on its own threads, with the GIL held.
 
     Attributes
     ----------
@@ -59,19 +77,22 @@ class Matcher(ABC):
         The grammar, and the ids that end it once it is complete.
     size
         Logit columns of the vocabulary.
-    native
-        The matcher as the native worker drives it, sharing this one's state, or None.
     claimed
         Taken by a request of a guided decoder: its state is not the caller's any more.
     """
-
-    native: Any = None
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         self.compiled = compiled
         self.stop_ids = stop_ids
         self.size = compiled.backend.vocabulary.size
         self.claimed = False
+
+    @functools.cached_property
+    def native(self) -> Any:
+        """The matcher as the native worker drives it, sharing this one's state."""
+        return _native.guide.PythonMatcher(
+            self, np.zeros((self.size + 31) // 32, np.int32), self.size
+        )
 
     @abstractmethod
     def accept(self, token: int) -> bool:
@@ -107,17 +128,6 @@ class Matcher(ABC):
             return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
-    def forced_text(self) -> bytes:
-        """The text that the grammar forces from here on, empty where there is a choice.
-
-        From mask rows, for any backend; one that knows better may override it. It must not change
-        the matcher's state, and must come to an end where the forced text does not.
-        """
-        return forced_text(self)
-
-    def fresh(self) -> Matcher:
-        """A matcher of the same grammar and stop ids at the start."""
-        return self.compiled.backend.matcher(self.compiled, self.stop_ids)
 
     def _require_running(self) -> None:
         if self.is_terminated():
@@ -154,8 +164,3 @@ class NativeBackedMatcher(Matcher):
     def is_terminated(self) -> bool:
         return bool(self.native.is_terminated())
 
-
-def row_limit(size: int) -> np.int32:
-    """The bits of a row's last word that stand for an id."""
-    used = (size - 1) % 32 + 1
-    return np.array([(1 << used) - 1], np.uint32).view(np.int32)[0]

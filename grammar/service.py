@@ -31,13 +31,13 @@ _shared: weakref.WeakValueDictionary[tuple[object, ...], _Shared] = weakref.Weak
 _shared_lock = threading.Lock()
 
 
-def _share(name: str, vocabulary: Vocabulary, native: bool, cache_bytes: int) -> _Shared:
-    key = (name, vocabulary.fingerprint, native, cache_bytes)
+def _share(name: str, vocabulary: Vocabulary, cache_bytes: int) -> _Shared:
+    key = (name, vocabulary.fingerprint, cache_bytes)
     with _shared_lock:
         found = _shared.get(key)
         if found is None:
             cache = GrammarCache(cache_bytes)
-            found = _shared[key] = _Shared(make_backend(name, vocabulary, native=native), cache)
+            found = _shared[key] = _Shared(make_backend(name, vocabulary), cache)
         return found
 
 
@@ -56,8 +56,6 @@ class GrammarService:
         Default backend: a name, or a callable that makes one for the vocabulary. ``"auto"`` routes
         JSON schemas (`GrammarSpec.resolved`), gives EBNF to XGrammar, whose notation it is, and the
         rest to the first backend installed.
-    native
-        Whether matchers have a side that runs without the GIL.
     threads, timeout_s
         Of each backend's `CompileService`; as many compiling processes as threads.
     cache_bytes
@@ -77,13 +75,12 @@ class GrammarService:
         vocabulary: Vocabulary,
         choice: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
         *,
-        native: bool = True,
         threads: int = 1,
         timeout_s: float = 30.0,
         cache_bytes: int = CACHE_BYTES,
         cache_dir: str | Path | None = None,
     ):
-        self._vocabulary, self._native = vocabulary, native
+        self._vocabulary = vocabulary
         self._threads, self._timeout_s, self._cache_bytes = threads, timeout_s, cache_bytes
         self._disk = None if cache_dir is None else DiskCache(cache_dir)
         self._services: dict[str, CompileService] = {}
@@ -93,14 +90,14 @@ class GrammarService:
         if isinstance(choice, str):
             self._default = self._named(choice)
         else:
-            made = make_backend(choice, vocabulary, native=native)
+            made = make_backend(choice, vocabulary)
             self._default = self._start(_Shared(made, GrammarCache(cache_bytes)))
         self.backend = self._backends[0].backend
 
     def _named(self, name: str) -> CompileService:
         service = self._services.get(name)
         if service is None:
-            shared = _share(name, self._vocabulary, self._native, self._cache_bytes)
+            shared = _share(name, self._vocabulary, self._cache_bytes)
             service = self._services[name] = self._start(shared)
         return service
 

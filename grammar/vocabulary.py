@@ -12,7 +12,6 @@ from typing import Any
 
 import tokenizers
 
-from .canonical import make_encoder
 from .errors import GrammarError
 
 __all__ = ["Vocabulary"]
@@ -31,8 +30,6 @@ class Vocabulary:
         Ids that end a sequence. They are never text, whatever bytes they have.
     names
         Ids of named tokens that are not text, such as ``<|tool|>``.
-    source
-        The tokenizer behind it, as `from_tokenizer` takes it, for what bytes do not tell.
 
     Raises
     ------
@@ -46,9 +43,7 @@ class Vocabulary:
         size: int,
         stop_ids: Iterable[int],
         names: Mapping[str, int] | None = None,
-        source: tokenizers.Tokenizer | str | Path | None = None,
     ):
-        self._source = source
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in stop_ids))
         self.size = int(size)
         if len(tokens) > self.size:
@@ -90,19 +85,6 @@ class Vocabulary:
         """Whether every text can be written: each byte of UTF-8 is a token."""
         bytes_of_utf8 = {bytes([b]) for b in range(0xF5) if b not in (0xC0, 0xC1)}
         return bytes_of_utf8 <= {token for token in self.tokens if len(token) == 1}
-
-    @functools.cached_property
-    def encoder(self) -> Any:
-        """The tokenizer's way from text to ids, native; a second's work for 128k tokens.
-
-        Raises
-        ------
-        GrammarError
-            If there is no tokenizer, or it is none that `canonical` knows, by name.
-        """
-        if self._source is None:
-            raise GrammarError("vocabulary: canonical spelling needs the tokenizer it came from")
-        return make_encoder(_describe(self._source), self.tokens)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -147,7 +129,7 @@ class Vocabulary:
         for piece, token in vocab.items():
             if token not in added:
                 tokens[token] = to_bytes(piece)
-        return cls(tokens, size, stop_ids, names, source)
+        return cls(tokens, size, stop_ids, names)
 
 
 def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:

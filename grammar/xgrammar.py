@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from graft.native import _native
+
 from .backend import ending_ids
 from .compile_child import compile_native, register_types, tokenizer_info
 from .errors import GrammarError, clean_message
@@ -51,20 +53,15 @@ def probe() -> None:
     Raises
     ------
     GrammarError
-        If they are not the known ones; the Python transport does without them.
+        If they are not the known ones.
     """
     library()
     from tvm_ffi import libinfo
 
-    from graft.native import _native
-
     try:
         _native.guide.load_xgrammar(libinfo.find_libtvm_ffi())
     except (OSError, RuntimeError) as error:
-        raise GrammarError(
-            f"XGrammar cannot be driven natively: {error}; "
-            "grammar_transport='python' can do without"
-        ) from error
+        raise GrammarError(f"XGrammar cannot be driven natively: {error}") from error
 
 
 class XGrammarBackend:
@@ -74,8 +71,6 @@ class XGrammarBackend:
     ----------
     vocabulary
         Token bytes, logit columns and stop ids.
-    native
-        Whether matchers have a side that the native worker can drive.
 
     Notes
     -----
@@ -86,13 +81,11 @@ class XGrammarBackend:
     name = "XGrammar"
     child = "xgrammar"
 
-    def __init__(self, vocabulary: Vocabulary, *, native: bool = True):
+    def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self.release = importlib.metadata.version("xgrammar")
-        self._native = native
         self._types = library()
-        if native:
-            probe()
+        probe()
         self._info = tokenizer_info(
             self._types, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids
         )
@@ -143,7 +136,7 @@ class XGrammarBackend:
         ending = ending_ids(self.vocabulary, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
-        matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending), self._native)
+        matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending))
         return marked(matcher, compiled.spec.marker)
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
@@ -166,17 +159,13 @@ class XGrammarMatcher(Matcher):
         stop_ids: tuple[int, ...],
         handle: Any,
         acceptable: np.ndarray,
-        native: bool,
     ):
         super().__init__(compiled, stop_ids)
         self._handle = handle  # the native side borrows its reference, and the table's memory
         self._acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
-        if native:
-            from graft.native import _native
-
-            self.native = _native.guide.XGrammarMatcher(
-                handle.__chandle__(), acceptable.ctypes.data, self.size
-            )
+        self.native = _native.guide.XGrammarMatcher(
+            handle.__chandle__(), acceptable.ctypes.data, self.size
+        )
 
     def accept(self, token: int) -> bool:
         # XGrammar would refuse these as well, and print a warning.

@@ -7,12 +7,17 @@ from concurrent.futures import Future
 
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.service import GrammarService
-from graft.models.assembly import Options
-from graft.models.errors import RequestError
-from graft.models.request import MAX_STOP_IDS, Output, Request, check_request
+from graft.models.errors import RequestError, TokenizerError
+from graft.models.request import (
+    Output,
+    Request,
+    check_ids,
+    check_request,
+)
+from graft.models.options import Options
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
-from graft.models.validation import Validation
+from graft.sampling.state import MAX_STOP_IDS
 
 
 class Admission:
@@ -22,8 +27,12 @@ class Admission:
     ----------
     options : the engine's shape; a request must fit its positions and pages.
     vocab_size : ids the target knows.
-    compiler, validation : compile grammars, and try those that are to be checked, while the request
-        waits outside the batch.
+    compiler : compiles grammars while the request waits outside the batch.
+
+    Raises
+    ------
+    TokenizerError
+        When the model has more stop ids than a slot can hold.
     """
 
     def __init__(
@@ -32,10 +41,14 @@ class Admission:
         tokenizer: Tokenizer,
         vocab_size: int,
         compiler: GrammarService,
-        validation: Validation,
     ):
+        if len(tokenizer.stop_ids) > MAX_STOP_IDS:
+            raise TokenizerError(
+                f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
+            )
         self._options, self._tokenizer = options, tokenizer
-        self._vocab_size, self._compiler, self._validation = vocab_size, compiler, validation
+        self._vocab_size, self._compiler = vocab_size, compiler
+        self._limits = options.limits
 
     def take(self, request: Request, output: Output) -> Running:
         """Check `request` and begin compiling its grammar.
@@ -45,10 +58,10 @@ class Admission:
         RequestError, TokenizerError, GrammarError
             Naming the option and its value, before anything runs for the request.
         """
-        check_request(request, self._vocab_size)
+        check_request(request, self._vocab_size, self._limits)
         prompt = self._tokens(request)
         max_tokens = self._room(len(prompt), request.max_tokens)
-        stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *request.stop_ids)))
+        stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *(request.stop_ids or ()))))
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         output.prompt_tokens = len(prompt)
@@ -64,7 +77,6 @@ class Admission:
             stop_ids=stop_ids,
             decoder=self._tokenizer.incremental(),
             grammar=grammar,
-            checkable=self._validation.require_checkable(request.grammar),
         )
 
     def _room(self, prompt: int, asked: int | None) -> int:
@@ -85,13 +97,18 @@ class Admission:
 
     def _tokens(self, request: Request) -> list[int]:
         if request.tokens is not None:
+            self._room(len(request.tokens), request.max_tokens)  # before each of them is looked at
+            check_ids("tokens", request.tokens, self._vocab_size)
             return list(request.tokens)
         schema = request.schema
         if schema is None and request.grammar is not None:
             schema = request.grammar.schema
-        if request.messages is not None:
-            return self._tokenizer.chat(list(request.messages), schema=schema)
-        if self._tokenizer.has_chat_template:
-            message = {"role": "user", "content": request.prompt or ""}
-            return self._tokenizer.chat([message], schema=schema)
-        return self._tokenizer.encode(request.prompt or "")
+        messages = request.messages
+        if messages is None and self._tokenizer.has_chat_template:
+            messages = [{"role": "user", "content": request.prompt or ""}]
+        if messages is None:
+            return self._tokenizer.encode(request.prompt or "", names=request.special_tokens)
+        return self._tokenizer.chat(
+            messages, schema=schema, names=request.special_tokens,
+            most_bytes=self._limits.prompt_bytes,
+        )  # fmt: skip

@@ -9,42 +9,38 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.transports import Transport, choose_transport
-from graft.grammar.backend import GrammarBackend
-from graft.grammar.cache import CACHE_BYTES
-from graft.grammar.vocabulary import Vocabulary
+from graft.cudagraph.transports import choose_transport
 from graft.models.admission import Admission
-from graft.models.assembly import (
-    DEFAULT_LENGTH,
-    Options,
-    assemble,
-    check_options,
-    read_configs,
-)
-from graft.models.errors import EngineError, RequestError
-from graft.models.interrupt import Shield
+from graft.models.assembly import assemble
+from graft.models.config import LlamaConfig
+from graft.models.drafters import DrafterChoice
+from graft.models.errors import EngineError, EngineUseError, QueueFullError, RequestError
+from graft.models.interrupt import OneUser, Shield
+from graft.models.options import Options
 from graft.models.replay import Replays
-from graft.models.request import VERIFY_MODES, Event, Output, Request
-from graft.models.round import RoundGraph, RoundScratch
+from graft.models.request import Event, Output, Request
+from graft.models.round import RoundGraph
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 from graft.models.tokenizer import Tokenizer
-from graft.models.validation import Validation
 
+LOG = logging.getLogger("graft")
+LOG.addHandler(logging.NullHandler())
 #: Seconds that close() waits for what was dropped and is still being freed.
 REST_S = 5.0
 
@@ -56,52 +52,15 @@ def buckets(max_batch_size: int) -> list[int]:
 
 
 class Engine:
-    """Guided speculative decoding of a Llama target with an EAGLE-3 drafter, or of a target alone.
+    """Guided speculative decoding of a Llama target.
 
     Parameters
     ----------
     model : directory of the target: config.json, safetensors, tokenizer.json.
-    drafter : directory of the EAGLE-3 checkpoint; None decodes without speculation.
-    max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 16; without drafter and `forced_drafts` it is 0 whatever
-        is given.
-    max_length : positions per request, prompt and output; default what the target allows, at
-        most 4096.
-    page_size, pages : shape of the paged caches; by default every row's request can be full-length.
-    mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
-    draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
-        grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
-        next target forward. A probed draft is a point mass under rejection sampling.
-    forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
-        forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
-        the token that is the one legal id (with "probe", where no candidate is). Such drafts are
-        verified like others, so the distribution of outputs stays what it is; where one id is legal
-        they are always accepted.
-    jump_forward : append forced text outright, without sampling it, as the tokenizer spells it,
-        where that makes an output longer by `jump_least` tokens; default two, and as many as a
-        round in flight could bring, since a jump drops that. Up to 4 tokens before that text
-        may be rewritten, and come to streams later for that. The text stays what it would be; the
-        distribution of outputs only where each token was the one legal id: see `Output.exact`.
-    verify : "rejection" or "coupled", for requests that do not say.
-    grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
-        for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
-        every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
-    grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
-        "mailbox", "spinkernel", "python" (the slow path and oracle), or "auto": the first of
-        mailbox, spinkernel and native that works, given 4 usable cores; else native.
-    grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
-    grammar_budget_us : microseconds of processor time that a grammar step waits for one request,
-        see `GuidedDecoder`; one that is late sits rounds out and resumes exactly. Greedy and
-        coupled outputs are the same whatever it is; rejection sampling is reproducible where nobody
-        was late (`counters()["grammar"]["late_rows"]`). "auto": 5000, or none for Python steps;
-        None: a step waits for all.
-    overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
-        greedy and coupled requests are the same either way.
-    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
-        a risky one may take in its process.
-    grammar_cache_bytes, grammar_cache_dir : bound of compiled grammars kept in memory, and a folder
-        for those kept between runs; default the environment's GRAFT_GRAMMAR_CACHE, else none.
-    device : "cuda", "soft" or None for the environment's choice.
+    drafter : directory of an EAGLE-3 checkpoint; or a `MakeDrafter`, such as the class of a
+        drafter of one's own, or its name as ``module:name``. None decodes without speculation, but
+        for forced drafts.
+    options : fields of `Options`.
 
     Raises
     ------
@@ -110,117 +69,65 @@ class Engine:
 
     Notes
     -----
-    An engine is used from one thread. `submit` and `step` are its two primitives; `generate` and
-    `stream` drive them.
+    `submit` and `step` are its two primitives; `generate` and `stream` drive them. One thread uses
+    an engine at a time; of two, the second gets an `EngineUseError`. The logger "graft" tells of
+    refused, failed and late requests and of an engine's end.
+
+    Attributes
+    ----------
+    options : as they were resolved.
+    failure : why it has failed for good, or None while it works.
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        drafter: str | Path | None = None,
-        *,
-        max_batch_size: int = 8,
-        draft_length: int = 3,
-        max_length: int | None = None,
-        page_size: int = 16,
-        pages: int | None = None,
-        mask_drafts: bool = True,
-        draft_legality: str = "fill",
-        forced_drafts: bool = False,
-        jump_forward: bool = False,
-        jump_least: int | None = None,
-        verify: str = "rejection",
-        grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
-        grammar_transport: Transport = "auto",
-        grammar_threads: int | None = None,
-        grammar_budget_us: float | Literal["auto"] | None = "auto",
-        compile_threads: int = 2,
-        compile_timeout_s: float = 30.0,
-        overlap: bool = True,
-        grammar_cache_bytes: int = CACHE_BYTES,
-        grammar_cache_dir: str | Path | None = None,
-        device: str | None = None,
-        ordinal: int | None = None,
+        self, model: str | Path, drafter: DrafterChoice | None = None, **options: Any
     ):
-        if verify not in VERIFY_MODES:
-            raise OptionError(f"verify must be one of {VERIFY_MODES}, got {verify!r}")
-        model_dir = Path(model)
-        drafter_dir = None if drafter is None else Path(drafter)
-        config, drafter_config = read_configs(model_dir, drafter_dir)
-        tokenizer = Tokenizer(model_dir, vocab_size=config.vocab_size)
-        # An EAGLE-3 head's own max_position_embeddings is its training length and binds nobody.
-        longest = config.max_position_embeddings
-        length = min(longest, DEFAULT_LENGTH) if max_length is None else max_length
-        if length > longest:
-            raise OptionError(f"max_length {length} is above the model's {longest} positions")
-        drafts = draft_length if drafter_dir is not None or forced_drafts else 0
-        options = Options(
-            max_batch_size=max_batch_size,
-            draft_length=drafts,
-            max_length=length,
-            page_size=page_size,
-            pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
-            mask_drafts=mask_drafts,
-            draft_legality=draft_legality,
-            forced_drafts=forced_drafts,
-            jump_forward=jump_forward,
-            jump_least=2 + overlap * (drafts + 1) if jump_least is None else jump_least,
-            grammar_threads=grammar_threads,
-            grammar_budget_us=grammar_budget_us,
-            grammar_backend=grammar_backend,
-            grammar_transport=grammar_transport,
-            compile_threads=compile_threads,
-            compile_timeout_s=compile_timeout_s,
-            overlap=overlap,
-            grammar_cache_bytes=grammar_cache_bytes,
-            grammar_cache_dir=grammar_cache_dir or os.environ.get("GRAFT_GRAMMAR_CACHE") or None,
-        )
-        check_options(options, drafter_dir)
-        self.verify = verify
-        self.device = open_device(device, ordinal)
-        transport, self.transport_reason = choose_transport(grammar_transport, self.device)
-        options = replace(options, grammar_transport=transport)
-        self.options = options
-        built = assemble(
-            self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
-        )
+        known = {field.name for field in fields(Options)}
+        for name in options:
+            if name not in known:
+                raise OptionError(f"there is no option {name}; there are {', '.join(sorted(known))}")
+        asked, folder = Options(**options), Path(model)
+        config = LlamaConfig.from_dir(folder)
+        tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
+        # A draft head's own max_position_embeddings is its training length and binds nobody.
+        asked = asked.sized(config.max_position_embeddings)
+        self.device = open_device(asked.device, asked.ordinal)
+        transport, self.transport_reason = choose_transport(asked.grammar_transport, self.device)
+        self.options = replace(asked, grammar_transport=transport)
+        built = assemble(self.device, self.options, folder, drafter, config, tokenizer)
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
-        self._validation = Validation(tokenizer, built.vocabulary)
-        self._admission = Admission(
-            options, tokenizer, config.vocab_size, built.compiler, self._validation
-        )
-        self._replays = Replays(built.parts, built.stream, built.parts.timing)
+        self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
+        self._replays = Replays(built.parts, built.stream)
         self.rounds: dict[int, RoundGraph] = {}
-        self.stats = EngineStats(draft_length=options.draft_length)
+        self.stats = EngineStats(draft_length=built.parts.draft_length)
         self._forced_before = 0
         self._scheduler = Scheduler(
             self._replays,
             Seating(
-                options.slots, max_batch_size, built.caches, built.prefill, built.parts.state,
-                StreamLane(built.stream),
+                self.options.slots, self.options.max_batch_size, built.caches, built.prefill,
+                built.parts.state, StreamLane(built.stream),
             ),
             self.rounds,
             self.stats,
-            depth=2 if overlap else 1,
+            depth=2 if self.options.overlap else 1,
             width=built.parts.width,
-            verify=verify,
-            jumps=built.jumps,
-            finished=self._validation,
+            verify=self.options.verify,
         )  # fmt: skip
         self._ids = itertools.count()
-        self._failure: str | None = None
+        self._use = OneUser()
+        self._left: deque[tuple[Sequence[str], set[str]]] = deque()  # claims, and what to cancel
+        self.failure: str | None = None
         self._faulted = False
         self._closed = False
         try:
             self._build_rounds()
         except BaseException:
             built.compiler.close()
-            self._validation.close()
             raise
 
     def _build_rounds(self) -> None:
         """One graph per bucket, and one idle replay each: what loads lazily is loaded now."""
-        scratch = RoundScratch(self._parts, self.options.max_batch_size)
+        scratch = self._parts.scratch(self.options.max_batch_size)
         for size in buckets(self.options.max_batch_size):
             self.rounds[size] = RoundGraph(self._parts, scratch, size)
             self._replays.launch(self.rounds[size], [])
@@ -242,27 +149,41 @@ class Engine:
         RequestError
             When a running request has the same id: its events could not be told apart.
         """
-        self._require_working()
-        output = Output(id=f"request-{next(self._ids)}" if request.id is None else request.id)
-        if self._scheduler.knows(output.id):
-            raise RequestError(f"a request with id {output.id!r} is running already")
+        with self._use:
+            self._require_working()
+            if _has_name(request) and request.id in self._scheduler.unfinished:
+                raise RequestError(f"a request with id {request.id!r} is running already")
+            return self._submit(request, ())
+
+    def _submit(self, request: Request, names: Container[str]) -> str:
+        """Take a request; one without a name gets one that is nobody's, and not of `names`."""
+        scheduler = self._scheduler
+        if _has_name(request):
+            name = str(request.id)
+        else:
+            free = (f"request-{number}" for number in self._ids)
+            name = next(n for n in free if n not in names and n not in scheduler.unfinished)
+        output = Output(id=name)
         try:
-            self._scheduler.waiting.append(self._admission.take(request, output))
+            most = self.options.limits.waiting
+            if most is not None and len(scheduler.waiting) >= most:
+                raise QueueFullError(f"{most} requests are waiting already (Limits.waiting)")
+            scheduler.submit(self._admission.take(request, output))
         except GraftError as error:
-            self._scheduler.refuse(output, error)
-        return output.id
+            output.reason = "refused"
+            scheduler.deliver(output, error)
+        return name
 
     def cancel(self, request_id: str) -> bool:
         """End a request with what it has so far; False when no such request is running.
 
-        The output of one that has ended and is being checked comes without a verdict, as not valid.
+        Any thread may call it, also within another call: it is done before the next round then.
         """
-        if self._scheduler.hurry(request_id):
-            return True
-        running = self._scheduler.find(request_id)
-        if running is not None:
-            self._scheduler.end(running, "cancelled", told=self._failure is not None)
-        return running is not None
+        if self._closed or request_id not in self._scheduler.unfinished:
+            return False
+        self._left.append(((), {request_id}))
+        self._forget_left()
+        return True
 
     def preempt(self, request_id: str) -> bool:
         """Take a running request's slot and pages away; it goes on later, behind those waiting.
@@ -276,22 +197,25 @@ class Engine:
         bool
             False when no such request has a slot.
         """
-        self._require_working()
-        running = self._scheduler.find(request_id)
-        if running is None or running.slot < 0:
-            return False
-        self._scheduler.preempt(running)
-        return True
+        with self._use:
+            self._require_working()
+            running = self._scheduler.unfinished.get(request_id)
+            if running is None or running.slot < 0:
+                return False
+            self._scheduler.preempt(running)
+            return True
 
     # Rounds -----------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished or has an event to deliver."""
-        return self._scheduler.busy
+        """Whether any request is unfinished, or has an event that `step` would return."""
+        return not self._closed and self._scheduler.busy
 
     def step(self) -> list[Event]:
         """Let ready requests join, launch what may be in flight, and return what a round brought.
+
+        Events of requests that a `stream` or `generate` under way has submitted are left to it.
 
         Raises
         ------
@@ -300,65 +224,101 @@ class Engine:
         KeyboardInterrupt
             While the device works; nothing is lost, and the next step goes on from there.
         """
-        self._require_working()
-        with Shield() as shield:
+        self._advance()
+        return self._scheduler.outbox.fetch_rest()
+
+    def _advance(self) -> None:
+        with Shield() as shield, self._use:
+            self._require_working()
+            self._end_left()
             try:
                 self._scheduler.step(shield)
             except Exception as failure:
-                self._failure = str(failure)  # no traceback: it would hold what close() gives back
+                self.failure = str(failure)  # no traceback: it would hold what close() gives back
                 self._faulted = isinstance(failure, DeviceError)
+                LOG.error("the engine has failed: %s", failure)
                 raise
-        events, self._scheduler.events = self._scheduler.events, []
-        return events
 
     def _require_working(self) -> None:
         if self._closed:
             raise OptionError("the engine is closed")
-        if self._failure is not None:
-            raise EngineError(f"the engine has failed: {self._failure}")
+        if self.failure is not None:
+            raise EngineError(f"the engine has failed: {self.failure}")
 
     # Driving ----------------------------------------------------------------------------------
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests together and yield their events as rounds bring them.
 
-        Leaving the iterator early, or Ctrl-C, cancels what is unfinished.
+        Several streams of one engine may be used in turns, and within each other. Leaving the
+        iterator early, or Ctrl-C, cancels what is unfinished.
+
+        Raises
+        ------
+        RequestError
+            When two requests have the same id, before any of them is taken.
         """
-        mine = {self.submit(request) for request in requests}
-        left = set(mine)
+        return self._stream(list(requests), [])
+
+    def _stream(self, requests: list[Request], names: list[str]) -> Iterator[Event]:
+        """The same; puts the requests' ids into `names`."""
+        left: set[str] = set()
         try:
+            with self._use:
+                self._require_working()
+                outbox = self._scheduler.outbox
+                given = _names(requests, self._scheduler.unfinished)
+                for request in requests:
+                    names.append(self._submit(request, given))
+                    left.add(names[-1])
+                    outbox.claim(names[-1])
             while left:
-                for event in self.step():
-                    if event.id in left:
-                        left -= {event.id} if event.finished else set()
-                        yield event
+                events = outbox.fetch(left)
+                if not events:
+                    self._advance()
+                for event in events:
+                    if event.finished:
+                        left.discard(event.id)
+                    yield event
         finally:
-            for request_id in left:
-                self.cancel(request_id)
-            events = self._scheduler.events
-            self._scheduler.events = [event for event in events if event.id not in mine]
+            self._left.append((names, left))
+            self._forget_left()
+
+    def _forget_left(self) -> None:
+        """End what was cancelled or left; the next round begins with that if this is no time."""
+        with suppress(EngineUseError), self._use:
+            self._end_left()
+
+    def _end_left(self) -> None:
+        while self._left:
+            names, unfinished = self._left.popleft()
+            if not self._closed:
+                for name in unfinished & self._scheduler.unfinished.keys():
+                    running = self._scheduler.unfinished[name]
+                    self._scheduler.end(running, "cancelled", told=self.failure is not None)
+                self._scheduler.outbox.release(names)
 
     def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
         """Run requests together and return their outputs in the same order.
 
         Raises
         ------
+        RequestError
+            When two requests have the same id, before any of them is taken.
         KeyboardInterrupt
             After every unfinished request was cancelled.
         """
-        numbered = [
-            r if r.id is not None else replace(r, id=f"request-{next(self._ids)}") for r in requests
-        ]
+        asked, names = list(requests), list[str]()
         done: dict[str, Output] = {}
         begun = time.perf_counter()
-        with tqdm(total=len(numbered), disable=not progress, unit="request") as bar:
-            for event in self.stream(numbered):
+        with tqdm(total=len(asked), disable=not progress, unit="request") as bar:
+            for event in self._stream(asked, names):
                 if event.output is not None:
                     done[event.id] = event.output
                     bar.update()
         self.stats.generate_seconds += time.perf_counter() - begun
         self._count_forced()
-        return [done[r.id] for r in numbered if r.id is not None]
+        return [done[name] for name in names]
 
     def _count_forced(self) -> dict[str, int]:
         counters = self._parts.decoder.counters()
@@ -367,6 +327,8 @@ class Engine:
 
     def counters(self) -> dict[str, Any]:
         """Engine, grammar and device counters in one dictionary, and what is held right now."""
+        if self._closed:
+            raise OptionError("the engine is closed")
         grammar = self._count_forced()
         seating, replays = self._scheduler.seating, self._replays
         return {
@@ -375,7 +337,7 @@ class Engine:
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "held": {
-                "slots": len(seating.seated),
+                "slots": seating.taken,
                 "leaving_slots": seating.leaving,
                 "pages": sum(c.scratch_page - c.allocator.free for c in self._built.caches),
                 "unread_replays": len(replays.unread),
@@ -385,8 +347,9 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Begin counting anew."""
+        self._require_working()
         self._forced_before = self._parts.decoder.counters()["forced_tokens"]
-        self.stats = self._scheduler.stats = EngineStats(draft_length=self.options.draft_length)
+        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.draft_length)
 
     def settle(self) -> None:
         """Wait until the device is idle and take back what finished requests held.
@@ -394,8 +357,8 @@ class Engine:
         For measurements and tests; generation does this by itself. Requests that run are kept:
         what rounds in flight bring for them is read first.
         """
-        self._require_working()
-        with Shield() as shield:
+        with Shield() as shield, self._use:
+            self._require_working()
             self._scheduler.settle(shield)
 
     def close(self) -> None:
@@ -407,21 +370,23 @@ class Engine:
             The device or a round in flight failed, and no step has told so yet; everything was
             given back all the same.
         """
-        if self._closed:
-            return
-        for running in self._scheduler.requests:
-            self._scheduler.end(running, "cancelled", told=True)
-        self._closed = True
-        try:
-            self._drain()
-        except (DeviceError, HostWorkError):
-            if self._failure is None:
-                raise
-        finally:
-            del self._built, self._parts, self._admission, self._replays, self._scheduler
-            gc.collect()  # cycles must not keep device memory until some later collection
-            # What a faulted device was doing when it stopped never ends and is never given back.
-            self.device.rest(0.0 if self._faulted else REST_S)
+        with self._use:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._drain()
+            except (DeviceError, HostWorkError):
+                if self.failure is None:
+                    raise
+            finally:
+                # Frames of a traceback may still hold these two.
+                self._replays.close()
+                self._scheduler.close()
+                del self._built, self._parts, self._admission, self._replays, self._scheduler
+                gc.collect()  # cycles must not keep device memory until some later collection
+                # What a faulted device was doing when it stopped never ends, nor is given back.
+                self.device.rest(0.0 if self._faulted else REST_S)
 
     def _drain(self) -> None:
         with ExitStack() as stack:  # every one of them, last first, whatever another raises
@@ -431,11 +396,12 @@ class Engine:
                 stack.callback(held.close)
             stack.callback(parts.decoder.close)
             stack.callback(built.compiler.close)
-            stack.callback(self._validation.close)
             for graph in self.rounds.values():
                 stack.callback(graph.close)
             stack.callback(self._scheduler.seating.reclaim_idle)
             stack.callback(self._replays.drain)
+            for running in list(self._scheduler.unfinished.values()):
+                stack.callback(self._scheduler.end, running, "cancelled", told=True)
         self.rounds.clear()
 
     def __enter__(self) -> Engine:
@@ -443,3 +409,19 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _has_name(request: Request) -> bool:
+    return isinstance(getattr(request, "id", None), str)
+
+
+def _names(requests: Sequence[Request], unfinished: Container[str]) -> set[str]:
+    """The ids that requests have been given. Raises RequestError where one is taken."""
+    names: set[str] = set()
+    for name in (str(request.id) for request in requests if _has_name(request)):
+        if name in names:
+            raise RequestError(f"two requests have id {name!r}")
+        if name in unfinished:
+            raise RequestError(f"a request with id {name!r} is running already")
+        names.add(name)
+    return names

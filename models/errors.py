@@ -21,5 +21,21 @@ class RequestError(GraftError):
     """A request cannot be served as asked; it fails alone."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as may; the same one can be served later."""
+
+
+class RequestTimeoutError(RequestError):
+    """A request was not done within its time."""
+
+
 class EngineError(GraftError):
     """The engine has failed for good, by its device or in one of its rounds."""
+
+
+class EngineUseError(EngineError):
+    """An engine is called while another call of it runs, which goes on."""
+
+
+class DrafterError(GraftError):
+    """A drafter does not keep to what it declared of itself."""

@@ -173,14 +173,14 @@ class LlamaModel:
         """Columns of the logits."""
         return self.config.vocab_size
 
-    def set_feature_layers(self, ids: tuple[int, int, int]) -> None:
+    def set_feature_layers(self, ids: tuple[int, ...]) -> None:
         """Choose the layers whose OUTPUT residual stream becomes features, low to high.
 
         Id ``n - 1`` is the stream after the last layer, before the final norm.
         """
         n = self.config.num_hidden_layers
-        if len(ids) != 3 or not 0 <= ids[0] < ids[1] < ids[2] < n:
-            raise OptionError(f"feature layers {ids}: expected three ascending ids below {n}")
+        if list(ids) != sorted(set(ids)) or not all(0 <= i < n for i in ids):
+            raise OptionError(f"feature layers {ids}: expected ascending ids below {n}")
         self._taps = {layer: part * self.config.hidden_size for part, layer in enumerate(ids)}
 
     def forward(self, lane: Lane, rows: Rows, features: DeviceArray | None = None) -> DeviceArray:
@@ -189,7 +189,7 @@ class LlamaModel:
         Parameters
         ----------
         features : DeviceArray, optional
-            float32[R, 3 hidden], filled with the chosen layers' outputs, low | mid | high.
+            float32[R, layers * hidden], filled with the chosen layers' outputs, low to high.
 
         Returns
         -------
@@ -201,7 +201,7 @@ class LlamaModel:
         if features is not None:
             if not self._taps:
                 raise OptionError("features asked for, but set_feature_layers was not called")
-            expect("features", features, "float32", R=n, width=3 * hidden)
+            expect("features", features, "float32", R=n, width=len(self._taps) * hidden)
         scratch = self.scratch
         stream, normed = scratch.stream[:n], scratch.normed[:n]
         self.layers.embed(lane, rows.token, self.embedding, stream)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.lanes import Lane
-from graft.models.eagle3 import Eagle3Drafter
+from graft.cudagraph.lanes import StreamLane
+from graft.models.drafters.base import Drafter
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 
@@ -34,38 +34,38 @@ class Prefill:
         self,
         device: Device,
         target: LlamaModel,
-        drafter: Eagle3Drafter | None,
+        drafter: Drafter | None,
         *,
         slots: int,
         chunk: int,
         max_length: int,
     ):
-        self._target, self._drafter, self._chunk = target, drafter, chunk
+        self._device, self._target, self._drafter = device, target, drafter
+        self._chunk = chunk
         # Rows: token, next token, slot, position.
         self._staged = [device.pinned((4, max_length), "int32") for _ in range(slots)]
         self._rows = device.zeros((4, max_length), "int32")
         self._features = (
-            None
-            if drafter is None
-            else device.zeros((chunk, 3 * target.config.hidden_size), "float32")
+            device.zeros((chunk, len(drafter.taps) * target.config.hidden_size), "float32")
+            if drafter is not None and drafter.taps
+            else None
         )
 
-    def run(self, lane: Lane, slot: int, tokens: Sequence[int]) -> None:
+    def run(
+        self, lane: StreamLane, slot: int, tokens: Sequence[int]
+    ) -> Iterator[tuple[int, Callable[[], bool]]]:
         """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
 
         An earlier prompt of the same slot must have been prefilled by now: its staging area is
-        rewritten.
-        """
-        self.extend(lane, slot, tokens, 0)
+        rewritten. No other prompt may be begun before this one was enqueued as a whole.
 
-    def extend(self, lane: Lane, slot: int, tokens: Sequence[int], start: int) -> None:
-        """The same, of positions from `start` on; the caches hold what lies before.
-
-        The target's keys and values are valid below `start`, and the drafter's entries too, of
-        which the last depends on ``tokens[start]``.
+        Yields
+        ------
+        tuple
+            After each chunk, its rows, and what tells whether the device is over it.
         """
         count = len(tokens) - 1
-        if count <= start:
+        if count == 0:
             return
         staged = self._staged[slot].array
         staged[0, :count] = tokens[:-1]
@@ -74,11 +74,14 @@ class Prefill:
         staged[3, :count] = np.arange(count)
         lane.copy(self._rows, self._staged[slot], name="prompt")
         token, following, slots, pos = (self._rows[i] for i in range(4))
-        for begin in range(start, count, self._chunk):
+        for begin in range(0, count, self._chunk):
             end = min(begin + self._chunk, count)
             rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
             features = None if self._features is None else self._features[: end - begin]
             self._target.forward(lane, rows, features)
-            if self._drafter is not None and features is not None:
+            if self._drafter is not None:
                 entries = Rows(following[begin:end], slots[begin:end], pos[begin:end])
-                self._drafter.entries(lane, entries, features)
+                self._drafter.prefill(lane, entries, features)
+            over = self._device.event("prefill")
+            lane.record_event(over)
+            yield end - begin, over.query

@@ -8,24 +8,27 @@ published.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.errors import DeviceError, HostWorkError
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.running import Running
 from graft.models.stats import EngineStats
-from graft.models.timing import RoundTiming
+from graft.models.stamps import Part
+from graft.sampling.sampler import ROUND_ROW
 
 if TYPE_CHECKING:
     from graft.cudagraph.slots import PinnedSlots, Ring
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1
+_HEAD = ROUND_ROW.itemsize // 4
 
 
 class Launchable(Protocol):
@@ -33,6 +36,8 @@ class Launchable(Protocol):
 
     @property
     def exec(self) -> Any: ...
+    @property
+    def timed(self) -> tuple[Part, ...]: ...
 
 
 class Exchanged(Protocol):
@@ -76,11 +81,13 @@ class Seat:
 class Flight:
     """One launched replay: its number, its graph and who sits in its rows.
 
-    `rested` says that the engine had nothing to do before it.
+    `own` is its number among the replays of its graph; `rested` says that the engine had nothing to
+    do before it.
     """
 
     replay: int
     graph: Launchable
+    own: int
     seats: tuple[Seat, ...]
     rested: bool
 
@@ -92,7 +99,7 @@ class RowResult:
     Attributes
     ----------
     slot : who sat there, -1 for a padding row.
-    reason : REASON_* of cudagraph/kernels/graft.cuh; 0 goes on.
+    reason : REASON_* of cudagraph/kernels/exchange.h; 0 goes on.
     accepted, tested : drafts accepted and drafts there were.
     tokens : what was committed, in order.
     """
@@ -114,7 +121,6 @@ class Replays:
     ----------
     parts : rings, snapshots and timeline.
     stream : where replays run.
-    timing : what the timeline's columns are.
 
     Attributes
     ----------
@@ -122,24 +128,23 @@ class Replays:
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
     resting : set by the caller while it has nothing to launch; told to the next flight.
-    on_parts : told each replay that is over, and its stamps by name, on the device's clock.
+    on_parts : told each replay that is over, and its stamps in order, on the device's clock.
     """
 
     def __init__(
         self,
         parts: Exchanged,
         stream: InOrder,
-        timing: RoundTiming,
     ):
         self._parts, self._stream = parts, stream
-        self._columns, self._spans = timing.columns, timing.spans
         self._ended_ns = 0
         self.resting = True
         self.number = 0
         self.retired = 0
         self.unread: deque[Flight] = deque()
         self._tails: deque[Flight] = deque()  # read, not retired
-        self.on_parts: Callable[[Flight, dict[str, int]], None] | None = None
+        self._launches: Counter[int] = Counter()  # by the id() of a graph
+        self.on_parts: Callable[[Flight, list[int]], None] | None = None
 
     def launch(self, graph: Launchable, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -157,53 +162,85 @@ class Replays:
         slots[:] = -1
         slots[: len(rows)] = [r.slot for r in rows]
         parts.decoder.publish(
-            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position, r.before) for r in rows]
+            replay, [GuidedRequest(r.slot, r.epoch, r.matcher, r.position) for r in rows]
         )
         parts.inputs.publish(replay)
         self.number = replay
         seats = tuple(Seat(r, r.slot, r.epoch) for r in rows)
-        self.unread.append(Flight(replay, graph, seats, self.resting))
+        self._launches[id(graph)] += 1
+        flight = Flight(replay, graph, self._launches[id(graph)], seats, self.resting)
+        self.unread.append(flight)
         self.resting = False
-        graph.exec.launch(self._stream)
+        with self._numbered(flight):
+            graph.exec.launch(self._stream)
 
-    def wait(self, stats: EngineStats, shield: Shield) -> Flight:
+    def wait(
+        self, stats: EngineStats, shield: Shield, progress: Callable[[], int] = lambda: 0
+    ) -> Flight:
         """Wait until the oldest unread replay's results are published, and return it.
+
+        Parameters
+        ----------
+        progress : counts what the device has done of the work before the replay, such as prompts.
 
         Raises
         ------
         DeviceError
-            The device failed, or published nothing within 120 s; tells both sides' stacks then.
+            The device failed, or published nothing and made no progress for 120 s; a note tells
+            both sides' stacks then.
         HostWorkError
             A host step of a replay failed.
         """
+        # No local of a frame that Ctrl-C leaves may hold what close() gives back.
+        self._await(self.unread[0].replay, shield, progress)
         flight = self.unread[0]
-        outputs, replay = self._parts.outputs, flight.replay
-        deadline = time.monotonic() + ROUND_DEADLINE_S
-        shield.check()
-        while not outputs.stamped(replay, POLL_S):
-            self._stream.query()  # a faulted device says so here
-            if time.monotonic() > deadline:
-                raise DeviceError(f"replay {replay} published no result within "
-                                  f"{ROUND_DEADLINE_S:.0f} s{describe_running()}")
-            shield.check()
-        self._retire(replay - 1, stats)
-        flight.graph.exec.check()
+        self._retire(flight.replay - 1, stats)
+        with self._numbered(flight):
+            flight.graph.exec.check()
         return flight
+
+    def grammar_error(self, slot: int) -> str:
+        """What the grammar backend said when a slot's request failed, or empty."""
+        return self._parts.decoder.error(slot)
+
+    def _await(self, replay: int, shield: Shield, progress: Callable[[], int]) -> None:
+        known, deadline = progress(), time.monotonic() + ROUND_DEADLINE_S
+        shield.check()
+        while not self._parts.outputs.stamped(replay, POLL_S):
+            self._stream.query()  # a faulted device says so here
+            done, now = progress(), time.monotonic()
+            if done != known:
+                known, deadline = done, now + ROUND_DEADLINE_S
+            if now > deadline:
+                late = DeviceError(f"replay {replay} published no result within "
+                                   f"{ROUND_DEADLINE_S:.0f} s")  # fmt: skip
+                late.add_note(describe_running())
+                raise late
+            shield.check()
+
+    @contextmanager
+    def _numbered(self, flight: Flight) -> Iterator[None]:
+        """Errors of a graph's host steps count that graph's replays: name the engine's instead."""
+        try:
+            yield
+        except HostWorkError as error:
+            numbers = [f.replay for f in (flight, *self._tails, *self.unread)
+                       if f.graph is flight.graph and f.own == error.replay]  # fmt: skip
+            if not numbers:
+                raise
+            text = str(error).replace(f" in replay {error.replay}", f" in replay {numbers[0]}", 1)
+            engine = HostWorkError(text, node=error.node, replay=numbers[0])
+            for note in getattr(error, "__notes__", ()):
+                engine.add_note(note)
+            raise engine from error.__cause__
 
     def row(self, b: int) -> RowResult:
         """Read row `b` of the oldest unread replay, which was waited for."""
         outputs, replay = self._parts.outputs, self.unread[0].replay
-        slot, count, reason, accepted, tested = (
-            int(outputs.row(name, replay)[b])
-            for name in ("slot", "count", "reason", "accepted", "draft_len")
-        )
-        tokens = outputs.row("tokens", replay)[b, :count].tolist()
+        row = outputs.row("rows", replay)[b]
+        slot, count, reason, accepted, tested = row[:5].tolist()
+        tokens = row[_HEAD : _HEAD + count].tolist()
         return RowResult(slot, reason, accepted, tested, tokens)
-
-    def ahead(self, running: Running) -> int:
-        """Replays in flight, behind the one that is being read, that hold a request's slot."""
-        flights = list(self.unread)[1:]
-        return sum(not s.stale for f in flights for s in f.seats if s.running is running)
 
     def finish(self) -> None:
         """The oldest unread replay was read: its entries may be used again."""
@@ -234,6 +271,10 @@ class Replays:
             self.unread.clear()
             self.retired = self.number
 
+    def close(self) -> None:
+        """Let go of the device's objects, whoever still holds this one; after `drain`."""
+        del self._parts, self._stream
+
     def _retire(self, replay: int, stats: EngineStats) -> None:
         """Replays up to `replay`, all of them read, are over."""
         while self._tails and self._tails[0].replay <= replay:
@@ -241,16 +282,17 @@ class Replays:
             self._parts.decoder.retire(flight.replay)
             self.retired = flight.replay
             self._time_parts(flight, stats)
-            flight.graph.exec.check()
+            with self._numbered(flight):
+                flight.graph.exec.check()
 
     def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
         timeline, replay = self._parts.timeline, flight.replay
-        row: Sequence[int] = timeline.field("ns").array[replay % timeline.slots].tolist()
-        ns = dict(zip(self._columns, row, strict=True))
+        parts = flight.graph.timed
+        stamps = timeline.field("ns").array[replay % timeline.slots][: len(parts) + 1].tolist()
         if self.on_parts is not None:
-            self.on_parts(flight, ns)
-        before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(row)
-        stats.count_time(ns["begin"], self._ended_ns, before)
-        for name, start, end in self._spans:
-            if ns[start] > 0 and ns[end] > 0:
-                stats.part_ns[name] = stats.part_ns.get(name, 0) + ns[end] - ns[start]
+            self.on_parts(flight, stamps)
+        before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(stamps)
+        stats.count_time(stamps[0], self._ended_ns, before)
+        for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
+            if start > 0 and end > 0:
+                stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start

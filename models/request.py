@@ -6,13 +6,40 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from graft.cudagraph.errors import OptionError
 from graft.grammar.spec import GrammarSpec
 from graft.models.errors import RequestError
+from graft.sampling.state import MAX_STOP_IDS
 
 #: Finish reasons, in the order of the REASON_* codes of cudagraph/kernels/graft.cuh.
 DEVICE_REASONS = ("", "stop", "length", "dead_end", "error")
-MAX_STOP_IDS = 8
 VERIFY_MODES = ("rejection", "coupled")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may cost the host, checked before anything is done for it.
+
+    Parameters
+    ----------
+    prompt_bytes : UTF-8 bytes of a prompt, of the messages, and of what a chat template makes.
+    stop_strings, stop_characters : stop strings, and their characters in all.
+    grammar_bytes : UTF-8 bytes of a grammar's text.
+    waiting : requests without a slot; one more is refused with `QueueFullError`. None: no limit.
+    """
+
+    prompt_bytes: int = 1 << 20
+    stop_strings: int = 64
+    stop_characters: int = 1 << 14
+    grammar_bytes: int = 1 << 20
+    waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "waiting" and value is None:
+                continue
+            if type(value) is not int or value < 0:
+                raise OptionError(f"Limits.{name} must be an integer from 0 on, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -26,7 +53,9 @@ class Request:
     prompt : text, wrapped as one user message when the tokenizer has a chat template.
     messages : chat messages, rendered through the tokenizer's chat template.
     tokens : token ids, taken as they are.
-    grammar : what the output must match; None leaves it free.
+    grammar : what the output must match; None leaves it free. Where `GrammarSpec.partial` allowed
+        that a part of a schema is not enforced, `graft.grammar.check_output` tells of a finished
+        text whether it satisfies the whole.
     schema : handed to the chat template as `schema`; by default the schema of a JSON-schema
         grammar, so that a template which shows the schema to the model can do so.
     max_tokens : most tokens to generate, stop id included; None uses all the room there is.
@@ -38,6 +67,9 @@ class Request:
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.
     stop_ids : ids that end the output beside the model's own.
+    special_tokens : whether names of special tokens in the text of a prompt or message become
+        special ids, as everywhere; False takes them for plain text. A template's own always do.
+    timeout_s : seconds from its submission after which it ends with what it has; None: never.
     id : the name under which outputs and events come back; None gives it a number.
     """
 
@@ -53,8 +85,10 @@ class Request:
     min_p: float = 0.0
     seed: int | None = None
     verify: str | None = None
-    stop: Sequence[str] = ()
-    stop_ids: Sequence[int] = ()
+    stop: Sequence[str] | None = ()
+    stop_ids: Sequence[int] | None = ()
+    special_tokens: bool = True
+    timeout_s: float | None = None
     id: str | None = None
 
 
@@ -65,22 +99,18 @@ class Output:
     Attributes
     ----------
     tokens : generated ids, a final stop id included.
-    text : decoded output without the stop id, cut at a stop string.
-    reason : "stop", "stop_string", "length", "dead_end", "cancelled", "refused" or "error".
-    error : the sentence that says why, for "refused" and "error".
+    text : decoded output without the stop id, cut at a stop string, or before a character that
+        was not finished; set at the end.
+    reason : "stop", "stop_string", "length", "timeout", "dead_end", "cancelled", "refused" or
+        "error".
+    error : the sentence that says why, for "refused", "error" and "timeout".
+    error_type : the name of the error's class, such as "GrammarError" or "QueueFullError".
     finished : ended by itself: a stop id, and for a guided request a terminated grammar.
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
     preempted : times it lost its slot and went on later.
-    jumps, jumped_tokens : times that forced text was appended outright, and the tokens appended.
-    rounds_saved : rounds fewer than without them, at the least: as many as the appended tokens
-        would have taken had every draft been accepted, less those whose tokens were dropped.
-    exact : False where appended text could have been spelled in other tokens: the text is the same,
-        but the tokens are not distributed as the model's own.
-    validated : None where the grammar was enforced exactly (or there was none). Where a part of a
-        schema could not be enforced and `GrammarSpec.partial` allowed that, whether the text, as it
-        ended, satisfies the schema; False, and `error` says why, where no check could tell within
-        seconds.
+    queue_s, first_token_s, total_s : seconds from its submission until it got a slot, until the
+        host read its first token, and until it ended; None where that never was.
     """
 
     id: str
@@ -89,16 +119,15 @@ class Output:
     text: str = ""
     reason: str = ""
     error: str | None = None
+    error_type: str | None = None
     seed: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
-    jumps: int = 0
-    jumped_tokens: int = 0
-    rounds_saved: int = 0
-    exact: bool = True
-    validated: bool | None = None
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -107,11 +136,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a streaming request: the tokens that a round committed, or a jump appended.
+    """One step of a streaming request: the tokens that a round committed.
 
     `text` is the newly readable text: bytes of an unfinished character are held back, and so is
-    what may be the beginning of a stop string. With `Engine(jump_forward=True)` the last 4 `tokens`
-    of a guided request come late: a jump may rewrite them. Its text does not.
+    what may be the beginning of a stop string.
     """
 
     id: str
@@ -125,33 +153,72 @@ class Event:
         return self.output is not None
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error names it, in a few characters; not every value can be spelled out."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or any class's own repr
+        return f"a {type(value).__name__} that has no text"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse what is no token id, or none of the model's. Raises RequestError."""
+    for token in ids:
+        _integer(f"each of {name}", token, 0, vocab_size - 1)
+
+
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        raise RequestError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
     return value
 
 
-def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
+        or math.isnan(value if isinstance(value, float) else 0.0)
         or not low <= value <= high
     ):
-        raise RequestError(f"{name} must be a number from {low} to {high}, got {value!r}")
+        raise RequestError(f"{name} must be a number from {low} to {high}, got {shown(value)}")
     if open_low and value == low:
         raise RequestError(f"{name} must be above {low}, got {value!r}")
-    return float(value)
 
 
-def check_request(request: Request, vocab_size: int) -> None:
-    """Refuse a request whose options make no sense, before anything runs for it.
+def check_size(what: str, value: object, limit: str, limits: Limits) -> None:
+    """Refuse more UTF-8 bytes of text than `limits` allows, in a text or in objects of any shape.
+
+    Raises
+    ------
+    RequestError
+        Naming the limit.
+    """
+    most: int = getattr(limits, limit)
+    size, left = 0, [value]
+    while left and size <= most:  # an object may hold itself
+        one = left.pop()
+        size += 1 if not isinstance(one, str) else len(one.encode("utf-8", "surrogatepass"))
+        if isinstance(one, Mapping):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple)):
+            left += one
+    if size > most:
+        raise RequestError(f"{what} is longer than {most} bytes (Limits.{limit})")
+
+
+def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
+    """Refuse a request whose options make no sense or cost too much, before anything runs for it.
 
     Raises
     ------
     RequestError
         Naming the option and its value.
     """
+    if not isinstance(request, Request):
+        raise RequestError(f"a request must be a Request, got {shown(request)}")
+    if request.id is not None and not isinstance(request.id, str):
+        raise RequestError(f"id must be text, got {shown(request.id)}")
     given = [
         name for name in ("prompt", "messages", "tokens") if getattr(request, name) is not None
     ]
@@ -159,26 +226,23 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise RequestError(
             f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
         )
-    if request.id is not None and not isinstance(request.id, str):
-        raise RequestError(f"id must be text, got {request.id!r}")
     if request.prompt is not None and not isinstance(request.prompt, str):
         raise RequestError(f"prompt must be text, got {type(request.prompt).__name__}")
-    try:
-        (request.prompt or "").encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"prompt is not Unicode text: {error}") from error
     if request.messages is not None and not (
         isinstance(request.messages, (list, tuple))
         and all(isinstance(message, Mapping) for message in request.messages)
     ):
-        raise RequestError(f"messages must be a list of objects, got {request.messages!r}")
+        raise RequestError(f"messages must be a list of objects, got {shown(request.messages)}")
+    check_size("the prompt", request.prompt or request.messages, "prompt_bytes", limits)
     for name in ("stop", "stop_ids", "tokens"):
         if not isinstance(getattr(request, name), (Sequence, type(None))):
-            raise RequestError(f"{name} must be a list, got {getattr(request, name)!r}")
+            raise RequestError(f"{name} must be a list, got {shown(getattr(request, name))}")
     if request.grammar is not None and not isinstance(request.grammar, GrammarSpec):
         raise RequestError(
             f"grammar must be a GrammarSpec or None, got {type(request.grammar).__name__}"
         )
+    if request.grammar is not None:
+        check_size("the grammar", request.grammar.text, "grammar_bytes", limits)
     if request.max_tokens is not None:
         _integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
     _real("temperature", request.temperature, 0.0, 1e4)
@@ -188,12 +252,27 @@ def check_request(request: Request, vocab_size: int) -> None:
     if request.seed is not None:
         _integer("seed", request.seed, 0, 2**64 - 1)
     if request.verify is not None and request.verify not in VERIFY_MODES:
-        raise RequestError(f"verify must be one of {VERIFY_MODES}, got {request.verify!r}")
-    if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
-        raise RequestError(f"stop must be a list of non-empty strings, got {request.stop!r}")
-    if request.stop and request.grammar is not None:
+        raise RequestError(f"verify must be one of {VERIFY_MODES}, got {shown(request.verify)}")
+    if not isinstance(request.special_tokens, bool):
+        raise RequestError(
+            f"special_tokens must be True or False, got {shown(request.special_tokens)}"
+        )
+    if request.timeout_s is not None:
+        _real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)
+    stops, stop_ids = request.stop or (), request.stop_ids or ()
+    if len(stops) > limits.stop_strings and not isinstance(stops, str):
+        raise RequestError(
+            f"stop has {len(stops)} strings, more than {limits.stop_strings} (Limits.stop_strings)"
+        )
+    if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"stop must be a list of non-empty strings, got {shown(stops)}")
+    if (characters := sum(map(len, stops))) > limits.stop_characters:
+        raise RequestError(
+            f"stop has {characters} characters, more than {limits.stop_characters} "
+            "(Limits.stop_characters)"
+        )
+    if stops and request.grammar is not None:
         raise RequestError("a stop string would cut a guided output in two; use one or the other")
-    for token in request.stop_ids:
-        _integer("each of stop_ids", token, 0, vocab_size - 1)
-    for token in request.tokens or ():
-        _integer("each of tokens", token, 0, vocab_size - 1)
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
+    check_ids("stop_ids", stop_ids, vocab_size)

@@ -25,6 +25,10 @@ class Rows:
         """Number of rows R."""
         return self.token.shape[0]
 
+    def first(self, count: int) -> Rows:
+        """The first rows."""
+        return Rows(self.token[:count], self.slot[:count], self.pos[:count])
+
     def check(self, limit: int) -> int:
         """R, after checking shapes and dtypes. Raises ShapeError."""
         for name in ("token", "slot", "pos"):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
+from graft.models.stops import StopFinder
 
 
 class TextDecoder(Protocol):
     """Turns tokens into text as they come; `IncrementalDecoder` is one."""
 
     def push(self, ids: list[int]) -> str: ...
-    def finish(self) -> str: ...
+    def finish(self, *, cut: bool) -> str: ...
 
 
 @dataclass(eq=False)
@@ -25,18 +25,16 @@ class Running:
 
     Attributes
     ----------
-    grammar, checkable : what it waits for outside the batch: its grammar, and where the output is
-        to be checked, whether it can be.
+    grammar : what it waits for outside the batch.
+    place : its place among those waiting, -1 while it does not wait; never used twice.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
     before : tokens it had generated before that, when it was preempted.
-    follower : a matcher of the host's own that stands where the output does, where forced text is
-        to be appended.
-    choice : tokens that begin differently and were both legal, when it was last asked.
-    held : tokens at the end of the output that are not handed out yet: they may be rewritten.
+    reserved : positions for which its slot has pages.
     stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
         read, by `time.monotonic`.
+    submitted : when it was, by `time.monotonic`.
     """
 
     request: Request
@@ -46,19 +44,24 @@ class Running:
     stop_ids: tuple[int, ...]
     decoder: TextDecoder
     grammar: Future[CompiledGrammar] | None = None
-    checkable: Future[bool] | None = None
     matcher: Matcher | None = None
-    follower: Matcher | None = None
-    choice: tuple[int, ...] = ()
-    held: int = 0
+    place: int = -1
     slot: int = -1
     epoch: int = 0
     position: int = 0
     before: tuple[int, ...] = ()
+    reserved: int = 0
     stalls: int = 0
     stalled_at: float = 0.0
-    _emitted: int = field(default=0, repr=False)
-    _streamed: int = field(default=0, repr=False)
+    submitted: float = field(default_factory=time.monotonic)
+    _streamed: int = field(default=0, repr=False)  # tokens that somebody was told of
+    _texts: list[str] = field(default_factory=list, repr=False)  # that somebody was told of
+    _told: int = field(default=0, repr=False)  # their characters
+    _untold: str = field(default="", repr=False)
+    _stops: StopFinder | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._stops = StopFinder(self.request.stop) if self.request.stop else None
 
     @property
     def id(self) -> str:
@@ -70,39 +73,31 @@ class Running:
         return [*self.prompt, *self.output.tokens]
 
     @property
+    def length(self) -> int:
+        """How many those are."""
+        return len(self.prompt) + len(self.output.tokens)
+
+    @property
     def limit(self) -> int:
         """Exclusive end of its positions."""
         return len(self.prompt) + self.max_tokens
 
     @property
-    def ready(self) -> bool:
-        """Whether nothing stands between the request and a slot."""
-        return all(future.done() for future in self.pending)
+    def age_s(self) -> float:
+        """Seconds since it was submitted."""
+        return time.monotonic() - self.submitted
 
-    @property
-    def pending(self) -> list[Future[Any]]:
-        """What it waits for, or has waited for."""
-        return [future for future in (self.grammar, self.checkable) if future is not None]
-
-    def make_matcher(self, tokens: Sequence[int] | None = None) -> Matcher | None:
-        """A matcher that has taken `tokens`, by default the output; None for a free request.
+    def make_matcher(self) -> Matcher | None:
+        """A matcher that has taken the output; None for a free request.
 
         Raises
         ------
         GrammarError
-            When the grammar could not be compiled, nobody could check the output, or the grammar
-            refuses a token.
+            When the grammar could not be compiled, or refuses a token.
         """
         if self.grammar is None:
             return None
-        if self.checkable is not None:
-            self.checkable.result()
-        compiled = self.grammar.result()
-        matcher = compiled.backend.matcher(compiled, self.stop_ids)
-        for index, token in enumerate(self.output.tokens if tokens is None else tokens):
-            if not matcher.accept(token):
-                raise GrammarError(f"the grammar refused token {token}, number {index}, again")
-        return matcher
+        return self.grammar.result().matcher(self.stop_ids, self.output.tokens)
 
     def push(self, tokens: list[int]) -> tuple[str, bool]:
         """Take a round's tokens, up to the one that completes a stop string.
@@ -112,53 +107,39 @@ class Running:
         tuple
             The text to emit, and whether a stop string ended the request.
         """
-        if not self.request.stop:
+        if self._stops is None:
             self._take(tokens)
-            return self._emit(len(self.output.text)), False
+            return self._tell(), False
         for token in tokens:
-            self._take([token])
-            found = (self.output.text.find(stop) for stop in self.request.stop)
-            cut = min((at for at in found if at >= 0), default=-1)
-            if cut >= 0:
-                self.output.text = self.output.text[:cut]
-                return self._emit(cut), True
-        return self._emit(len(self.output.text) - self._held_back()), False
+            begin = self._stops.feed(self._take([token]))
+            if begin is not None:
+                self._untold = self._untold[: begin - self._told]
+                return self._tell(), True
+        return self._tell(self._stops.held), False
 
-    def replace(self, tokens: list[int], text: str, decoder: TextDecoder) -> str:
-        """Exchange the output for one whose text goes on after its own; returns what to emit.
-
-        `decoder` has taken the tokens. Tokens that were handed out must be the same.
-        """
-        self.output.tokens, self.output.text, self.decoder = tokens, text, decoder
-        return self._emit(len(text))
-
-    def hand_out(self, *, all_left: bool = False) -> tuple[int, ...]:
-        """Tokens that are final now and nobody has been told of."""
-        tokens = self.output.tokens
-        end = len(tokens) - (0 if all_left else self.held)
-        first, self._streamed = self._streamed, max(end, self._streamed)
-        return tuple(tokens[first : self._streamed])
-
-    def _take(self, tokens: list[int]) -> None:
-        self.output.tokens.extend(tokens)
-        self.output.text += self.decoder.push([t for t in tokens if t not in self.stop_ids])
+    def hand_out(self) -> tuple[int, ...]:
+        """Tokens that nobody has been told of."""
+        first, self._streamed = self._streamed, len(self.output.tokens)
+        return tuple(self.output.tokens[first:])
 
     def flush(self) -> str:
-        """The rest of the text, once nothing can follow."""
+        """The rest of the text, once nothing can follow; sets the output's."""
         if self.output.reason != "stop_string":
-            self.output.text += self.decoder.finish()
-        return self._emit(len(self.output.text))
+            self._untold += self.decoder.finish(cut=self.output.reason != "stop")
+        text = self._tell()
+        self.output.text = "".join(self._texts)
+        return text
 
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that may grow into a stop string."""
-        text = self.output.text
-        lengths = (
-            n for stop in self.request.stop for n in range(len(stop) - 1, 0, -1)
-            if text.endswith(stop[:n])
-        )  # fmt: skip
-        return max(lengths, default=0)
+    def _take(self, tokens: list[int]) -> str:
+        self.output.tokens.extend(tokens)
+        text = self.decoder.push([t for t in tokens if t not in self.stop_ids])
+        self._untold += text
+        return text
 
-    def _emit(self, end: int) -> str:
-        end = max(end, self._emitted)
-        text, self._emitted = self.output.text[self._emitted : end], end
+    def _tell(self, held: int = 0) -> str:
+        """All text but the last `held` characters, as far as nobody has been told of it."""
+        end = len(self._untold) - held
+        text, self._untold = self._untold[:end], self._untold[end:]
+        self._texts.append(text)
+        self._told += len(text)
         return text

@@ -8,23 +8,32 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+import weakref
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
+from graft.models.errors import RequestTimeoutError
 from graft.models.interrupt import Shield
-from graft.models.jump import SEAM, Jump, JumpForward
+from graft.models.outbox import Outbox
 from graft.models.replay import Launchable, Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
 from graft.models.running import Running
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
 
+LOG = logging.getLogger("graft")
 #: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
 MAX_STALLS, MAX_STALL_S = 256, 30.0
-REFUSED_TOKEN = "the grammar refused a token that verification had accepted"
+#: Rows of prompts that are enqueued between two replays, at least, while there are any.
+PREFILL_ROWS_PER_ROUND = 1024
+REST_S = 0.1
 
 
 class Scheduler:
@@ -38,14 +47,13 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
-    jumps : finds the forced text that is appended outright; None: it is sampled.
-    finished : called with every request that has ended; its last event is held back until the
-        future that this may return is done.
+    prefill_rows : rows of prompts between two replays.
 
     Attributes
     ----------
-    waiting : requests without a slot, in the order in which they get one.
-    events : what nobody has fetched yet.
+    unfinished : every unfinished request by its id.
+    waiting : those without a slot, in the order in which they get one once their grammar is ready.
+    outbox : events that nobody has fetched yet.
     """
 
     def __init__(
@@ -58,101 +66,104 @@ class Scheduler:
         depth: int,
         width: int,
         verify: str = "rejection",
-        jumps: JumpForward | None = None,
-        finished: Callable[[Running], Future[None] | None] = lambda running: None,
+        prefill_rows: int = PREFILL_ROWS_PER_ROUND,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
-        self.depth, self._width, self._verify, self._finished = depth, width, verify, finished
-        self._jumps = jumps
-        self.waiting: list[Running] = []
-        self.events: list[Event] = []
-        self._held: dict[str, tuple[Event, Future[None]]] = {}
+        self.depth, self._width, self._verify = depth, width, verify
+        self._prefill_rows = prefill_rows
+        self.unfinished: dict[str, Running] = {}
+        self.waiting: dict[str, Running] = {}
+        self.outbox = Outbox()
         self._bucket = 0
-
-    @property
-    def requests(self) -> list[Running]:
-        """Every unfinished request."""
-        return [*self.waiting, *self.seating.seated.values()]
+        self._places = itertools.count()
+        self._ready: list[tuple[int, Running]] = []  # a heap, by place; may hold who has left
+        self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
+        self._woken = threading.Event()
+        self._deadlines: list[tuple[float, int, weakref.ref[Running]]] = []  # a heap
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished or has an event to deliver."""
-        return bool(self.waiting or self.seating.seated or self.events or self._held)
+        """Whether any request is unfinished or has an event for whoever asks."""
+        return bool(self.unfinished) or self.outbox.pending
 
-    def knows(self, request_id: str) -> bool:
-        """Whether a request of this name has not had its last event."""
-        return request_id in self._held or self.find(request_id) is not None
+    def submit(self, running: Running) -> None:
+        """Let a request wait for its grammar and a slot."""
+        self.unfinished[running.id] = running
+        self._wait(running)
+        if running.request.timeout_s is not None:
+            at = running.submitted + running.request.timeout_s
+            heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
-    def find(self, request_id: str) -> Running | None:
-        """The unfinished request of this name."""
-        return next((r for r in self.requests if r.id == request_id), None)
+    def _wait(self, running: Running) -> None:
+        self.waiting[running.id] = running
+        place = running.place = next(self._places)
+        if running.grammar is None or running.grammar.done():
+            heapq.heappush(self._ready, (place, running))
+            return
+
+        def compiled(_: object) -> None:
+            self._compiled.append((place, running))
+            self._woken.set()
+
+        running.grammar.add_done_callback(compiled)
 
     # Phases of a step ---------------------------------------------------------------------------
 
     def step(self, shield: Shield) -> None:
         """Let ready requests join, launch what may be in flight, and read the oldest round."""
+        posted = self.outbox.posted
+        self._expire()
         while len(self.replays.unread) < self.depth:
             self.admit()
             if not self.launch():
                 break
         if self.replays.unread:
             self.read(shield)
-        self.deliver()
-        if not self.events and not self.replays.unread:
-            self._rest()
+        elif self.waiting and posted == self.outbox.posted and not self.outbox.pending:
+            self._woken.wait(REST_S)  # for a grammar
 
-    def deliver(self) -> None:
-        """Make the last events of requests whose outputs have been checked meanwhile."""
-        for request_id, (event, verdict) in list(self._held.items()):
-            if verdict.done():
-                del self._held[request_id]
-                self.events.append(event)
-
-    def hurry(self, request_id: str) -> bool:
-        """Make the last event of a request without its verdict; False: nobody waits for one."""
-        event, verdict = self._held.pop(request_id, (None, None))
-        if event is None or verdict is None:
-            return False
-        if not verdict.cancel():
-            verdict.result()
-        elif event.output is not None:
-            event.output.validated = False
-            event.output.error = "cancelled while the output was checked"
-        self.events.append(event)
-        return True
-
-    def _rest(self) -> None:
-        """With nobody to run, wait a while for a grammar or a verdict."""
-        pending = [f for r in self.waiting if not r.ready for f in r.pending if not f.done()]
-        pending += [verdict for _, verdict in self._held.values()]
-        if pending and not self.seating.seated:
-            wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+    def _expire(self) -> None:
+        """End the requests whose time is up."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            running = heapq.heappop(self._deadlines)[2]()
+            if running is not None and self.unfinished.get(running.id) is running:
+                error = RequestTimeoutError(
+                    f"not done within {running.request.timeout_s} s (timeout_s)"
+                )
+                self.end(running, "timeout", error)
 
     def admit(self) -> None:
         """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
+        self._woken.clear()
+        while self._compiled:
+            heapq.heappush(self._ready, self._compiled.popleft())
         self.seating.reclaim(self.replays.retired)
-        for running in [r for r in self.waiting if r.ready]:
-            try:
-                if running.matcher is None:
-                    running.matcher = running.make_matcher()
-                if running.matcher is not None and running.follower is None:
-                    self._begin_jumping(running)
-            except Exception as error:  # a backend or a tokenizer may raise anything
-                self._drop(running, error)
-                continue
-            if running.output.reason or self._join(running):
-                continue
-            if self.seating.seated or self.replays.unread or not self.seating.leaving:
+        while self._ready:
+            place, running = self._ready[0]
+            if running.place == place and not self._admit(running):
                 return
-            # No launch will follow that could retire the last replay: wait for its tail.
-            self.replays.settle(self.stats)
-            self.seating.reclaim_idle()
-            if not self._join(running):
-                return
+            heapq.heappop(self._ready)
 
-    def _sampling(self, running: Running) -> dict[str, Any]:
+    def _admit(self, running: Running) -> bool:
+        """Give one a slot, or refuse it; False when there is none for it yet."""
+        try:
+            if running.matcher is None:
+                running.matcher = running.make_matcher()
+        except Exception as error:  # a backend may raise anything
+            self.end(running, "error" if running.output.tokens else "refused", error)
+            return True
+        if self._join(running):
+            return True
+        if self.seating.taken or self.replays.unread or not self.seating.leaving:
+            return False
+        # No launch will follow that could retire the last replay: wait for its tail.
+        self.replays.settle(self.stats)
+        self.seating.reclaim_idle()
+        return self._join(running)
+
+    def _join(self, running: Running) -> bool:
         request = running.request
-        return {
+        sampling: dict[str, Any] = {
             "seed": running.output.seed,
             "temperature": float(request.temperature),
             "top_k": request.top_k,
@@ -162,11 +173,12 @@ class Scheduler:
                 self._verify if request.verify is None else request.verify
             ),
         }
-
-    def _join(self, running: Running) -> bool:
-        joined = self.seating.join(running, self.replays.number, **self._sampling(running))
+        joined = self.seating.join(running, **sampling)
         if joined:
-            self.waiting.remove(running)
+            del self.waiting[running.id]
+            running.place = -1
+            if running.output.queue_s is None:
+                running.output.queue_s = running.age_s
             self.stats.joins += 1
             self.stats.prefills += 1
             self.stats.prefill_tokens += running.position
@@ -174,6 +186,7 @@ class Scheduler:
 
     def launch(self) -> bool:
         """Launch a round of everybody seated; False when there is nobody."""
+        self.seating.prefill(self._prefill_rows)
         rows = list(self.seating.seated.values())
         if not rows:
             self.replays.resting = not self.replays.unread
@@ -197,7 +210,7 @@ class Scheduler:
         KeyboardInterrupt
             While it waits; the round can be read all the same, later.
         """
-        flight = self.replays.wait(self.stats, shield)
+        flight = self.replays.wait(self.stats, shield, self.seating.progress)
         for b, seat in enumerate(flight.seats):
             row = self.replays.row(b)
             if seat.stale:
@@ -213,7 +226,7 @@ class Scheduler:
 
     def _collect(self, running: Running, row: RowResult) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
-        tokens, jump, output = row.tokens, None, running.output
+        tokens, output = row.tokens, running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
         if tokens or row.reason:
             running.stalls = 0
@@ -221,70 +234,23 @@ class Scheduler:
             running.stalled_at = running.stalled_at if running.stalls else time.monotonic()
             running.stalls += 1
         if tokens:
+            if output.first_token_s is None:
+                output.first_token_s = running.age_s
             output.rounds += 1
             output.drafted += row.tested
             output.accepted += row.accepted
-        if tokens and running.follower is not None and self._jumps is not None:
-            try:
-                stand, jump = self._jumps.follow(running, tokens, bool(row.reason))
-            except Exception as failed:  # a backend or a tokenizer may raise anything
-                self.end(running, "error", str(failed), told=bool(row.reason))
-                return
-            tokens = tokens[:stand]
-        known = len(running.tokens)
         text, stopped = running.push(tokens)
-        if jump is not None:
-            self._jump(running, jump, known, text, dropped=len(row.tokens) - len(tokens))
-        elif stopped:
+        if stopped:
             self.end(running, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = REFUSED_TOKEN if reason == "error" else None
+            error = self._cause(running) if reason == "error" else None
             self.end(running, reason, error, text=text, told=True)
         elif running.stalls > MAX_STALLS and time.monotonic() - running.stalled_at > MAX_STALL_S:
-            self.end(running, "error", f"no mask row came for {running.stalls} rounds")
+            stuck = GraftError(f"no mask row came for {running.stalls} rounds")
+            self.end(running, "error", stuck)
         elif tokens:
-            self.events.append(Event(running.id, running.hand_out(), text))
-
-    # Jumping ------------------------------------------------------------------------------------
-
-    def _begin_jumping(self, running: Running) -> None:
-        """Append what the grammar forces before the first token; the request has no slot yet."""
-        if self._jumps is None:
-            return
-        running.held = SEAM
-        jump = self._jumps.start(running)
-        if jump is not None:
-            self._jump(running, jump, len(running.tokens))
-
-    def _jump(
-        self, running: Running, jump: Jump, known: int, text: str = "", dropped: int = 0
-    ) -> None:
-        """Exchange a request's tokens, matcher, keys and values for those behind forced text.
-
-        Parameters
-        ----------
-        known : tokens, prompt and output, whose keys and values do not depend on the last round.
-        text, dropped : what the last round adds to the text, and its tokens that do not stand.
-        """
-        output, kept = running.output, len(running.prompt) + jump.kept
-        appended = len(jump.tokens) - len(output.tokens)
-        running.matcher = jump.matcher
-        text += running.replace(jump.tokens, jump.text, jump.decoder)
-        output.jumps += 1
-        output.jumped_tokens += appended
-        output.rounds_saved += -(-appended // self._width) - self.replays.ahead(running)
-        self.stats.count_jump(appended, dropped)
-        if len(output.tokens) >= running.max_tokens:
-            self.end(running, "length", text=text)
-            return
-        self.events.append(Event(running.id, running.hand_out(), text))
-        if running.slot >= 0:
-            self.seating.rewind(
-                running, min(known, kept), self.replays.number, **self._sampling(running)
-            )
-            self.stats.prefills += 1
-            self.stats.prefill_tokens += running.position + 1 - min(known, kept)
+            self.outbox.post(Event(running.id, running.hand_out(), text))
 
     def settle(self, shield: Shield) -> None:
         """Read everything in flight, wait for the device's last tail and reclaim what was left."""
@@ -292,6 +258,10 @@ class Scheduler:
             self.read(shield)
         self.replays.settle(self.stats)
         self.seating.reclaim_idle()
+
+    def close(self) -> None:
+        """Let go of the device's objects, whoever still holds this one."""
+        del self.replays, self.seating, self.rounds
 
     # Leaving ------------------------------------------------------------------------------------
 
@@ -305,40 +275,47 @@ class Scheduler:
         self.seating.leave(running, self.replays.number, told=False)
         running.output.preempted += 1
         self.stats.preemptions += 1
-        self.waiting.append(running)
+        self._wait(running)
 
     def end(
         self,
         running: Running,
         reason: str,
-        error: str | None = None,
+        error: Exception | None = None,
         *,
         text: str = "",
         told: bool = False,
     ) -> None:
         """Finish a request, wherever it is."""
-        running.output.reason, running.output.error = reason, error
+        output = running.output
+        output.reason = reason
         text += running.flush()
+        del self.unfinished[running.id]
+        self.waiting.pop(running.id, None)
+        running.place = -1
         if running.slot >= 0:
             self.seating.leave(running, self.replays.number, told=told)
-        else:
-            self.waiting.remove(running)
-        event = Event(running.id, running.hand_out(all_left=True), text, running.output)
-        verdict = self._finished(running)
-        if verdict is None:
-            self.events.append(event)
-        else:
-            self._held[running.id] = (event, verdict)
+        self.deliver(output, error, running.hand_out(), text, running.age_s)
 
-    def refuse(self, output: Output, error: Exception) -> None:
-        """End a request that never ran."""
-        output.reason, output.error = "refused", str(error)
-        self.events.append(Event(output.id, (), "", output))
+    def deliver(
+        self,
+        output: Output,
+        error: Exception | None,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        total_s: float = 0.0,
+    ) -> None:
+        """Post the last event of a request, with its output."""
+        output.total_s = total_s
+        if error is not None:
+            output.error, output.error_type = str(error), type(error).__name__
+            LOG.warning("request %s %s: %s", output.id, output.reason, error)
+        self.outbox.post(Event(output.id, tokens, text, output))
 
-    def _drop(self, running: Running, error: Exception) -> None:
-        """A waiting request cannot join: refused, or failed when it had run before."""
-        if running.before or running.output.tokens:
-            self.end(running, "error", str(error))
-        else:
-            self.waiting.remove(running)
-            self.refuse(running.output, error)
+    def _cause(self, running: Running) -> GraftError:
+        """Why the device ended a request with an error."""
+        logits = "the model's logits are NaN or infinite"
+        if running.matcher is None:
+            return GraftError(logits)
+        said = self.replays.grammar_error(running.slot)
+        return GraftError(said or f"{logits}, or {REFUSED_TOKEN}")

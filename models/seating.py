@@ -5,18 +5,19 @@ Invariants
 1. A slot and its pages belong to a request from `join` until every replay launched before `leave`
    has retired; only then anybody else gets them. Until then a replay in flight may still write
    the slot's pages and state and advance its matcher.
-2. What joins is enqueued before the first replay that names it is launched, on the same stream;
-   its staging areas are rewritten only by the slot's next owner, hence after they were read.
-3. A rewind keeps slot and pages. What it enqueues lies on the lane behind every replay in flight,
-   which may write the positions that it changes, and before the first replay of the new epoch. The
-   slot's staging area is idle: a replay launched after its last use has been read.
+2. A replay is launched behind whatever prefill is enqueued, on the same stream; so a prompt's
+   staging area is rewritten only by the slot's next owner, hence after it was read.
+3. Prompts are prefilled one after another, chunk by chunk, with replays in between: a prompt has
+   been enqueued as a whole before the next one begins, for they share the rows on the device.
 4. Pages cover every position that a replay in flight can write; see `check_reserve`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from graft.cudagraph.errors import GraftError
@@ -39,8 +40,11 @@ class Cache(Protocol):
 class Prompts(Protocol):
     """Writes the keys and values of a request's tokens; `Prefill` is one."""
 
-    def run(self, lane: Any, slot: int, tokens: Sequence[int]) -> None: ...
-    def extend(self, lane: Any, slot: int, tokens: Sequence[int], start: int) -> None: ...
+    def run(
+        self, lane: Any, slot: int, tokens: Sequence[int]
+    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+        """Enqueue chunk after chunk: its rows, and what tells whether the device is over it."""
+        ...
 
 
 class SlotTable(Protocol):
@@ -51,6 +55,16 @@ class SlotTable(Protocol):
     def leave(self, lane: Any, slot: int) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Joining:
+    """Who has a slot, the rest of its prefill, and how it samples."""
+
+    running: Running
+    chunks: Iterator[tuple[int, Callable[[], bool]]]
+    last: int
+    sampling: dict[str, Any]
+
+
 class Seating:
     """Gives slots and pages to requests, and takes them back when nothing can touch them.
 
@@ -58,14 +72,14 @@ class Seating:
     ----------
     slots : how many there are; more than rows of a round, so that a row can be taken over while
         its last owner's slot is still named by a replay in flight.
-    rows : most requests seated at once.
+    rows : most requests with a slot at once.
     caches : every paged cache; a request needs its pages in all of them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
 
     Attributes
     ----------
-    seated : by slot, in the order of joining.
+    seated : by slot, in the order of joining; whose prompt is not prefilled yet is not seated.
     """
 
     def __init__(
@@ -80,25 +94,31 @@ class Seating:
         self._rows, self._caches, self._lane = rows, caches, lane
         self._prompts, self._table = prompts, table
         self.seated: dict[int, Running] = {}
+        self._joining: dict[int, _Joining] = {}
         self._free = list(range(slots))
         self._leaving: dict[int, int] = {}  # slot: replay that must have retired
-        self._joined: dict[int, int] = {}  # slot: replays launched when it joined
         self._epochs = itertools.count(1)
+        self._chunks: deque[Callable[[], bool]] = deque()  # enqueued, and not known to be over
+        self._chunks_over = 0
+
+    @property
+    def taken(self) -> int:
+        """Slots that requests have."""
+        return len(self.seated) + len(self._joining)
 
     @property
     def leaving(self) -> int:
         """Slots that left the batch and cannot be given to anybody yet."""
         return len(self._leaving)
 
-    def join(self, running: Running, launched: int, **sampling: Any) -> bool:
-        """Give a request a slot and its pages, and enqueue what its first round needs.
+    def join(self, running: Running, **sampling: Any) -> bool:
+        """Give a request a slot and its pages; `prefill` then seats it.
 
         Its tokens so far are prefilled, all but the last, which its first round feeds; a request
         that was preempted goes on where it stopped.
 
         Parameters
         ----------
-        launched : replays launched so far.
         sampling : handed to the slot table.
 
         Returns
@@ -106,49 +126,59 @@ class Seating:
         bool
             False, with nothing changed, while there is no row, slot or page for it.
         """
-        if len(self.seated) >= self._rows or not self._free:
+        if self.taken >= self._rows or not self._free:
             return False
         slot, tokens = self._free[0], running.tokens
         if not self._allocate(slot, running.limit):
             return False
         self._free.pop(0)
-        running.slot = slot
-        self.seated[slot] = running
+        running.slot, running.epoch, running.stalls = slot, next(self._epochs), 0
+        running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
+        running.reserved = min(len(c.pages_of(slot)) * c.page_size for c in self._caches)
+        chunks = self._prompts.run(self._lane, slot, tokens)
+        self._joining[slot] = _Joining(running, chunks, tokens[-1], sampling)
         for cache in self._caches:
             cache.set_table(self._lane, slot)
-        self._prompts.run(self._lane, slot, tokens)
-        self._begin(running, launched, sampling)
         return True
 
-    def rewind(self, running: Running, valid: int, launched: int, **sampling: Any) -> None:
-        """Let a seated request go on in its slot from other tokens, without drafts.
+    def prefill(self, rows: int) -> None:
+        """Enqueue prompts in the order of joining, and seat whose prompt was.
 
-        What replays in flight bring for the slot is stale from here on.
+        Somebody is seated afterwards if anybody has joined, and a replay must be launched.
 
         Parameters
         ----------
-        valid : its first tokens, at least one, that a replay which has been read had as input or
-            that were prefilled; the keys and values of all but the last are kept.
-        launched, sampling : see `join`.
+        rows : how many at least, while there are any; more only until somebody is seated.
         """
-        self._prompts.extend(self._lane, running.slot, running.tokens, valid - 1)
-        self._begin(running, launched, sampling)
+        while self._joining and (rows > 0 or not self.seated):
+            joining = next(iter(self._joining.values()))
+            chunk = next(joining.chunks, None)
+            if chunk is None:
+                self._seat(joining)
+            else:
+                rows -= chunk[0]
+                self._chunks.append(chunk[1])
 
-    def _begin(self, running: Running, launched: int, sampling: dict[str, Any]) -> None:
-        """A new stay of a request in its slot, behind the prefill of its tokens."""
-        slot, tokens = running.slot, running.tokens
-        running.epoch, running.stalls = next(self._epochs), 0
-        running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
-        self._joined[slot] = launched
+    def progress(self) -> int:
+        """Chunks of prompts that the device is over."""
+        while self._chunks and self._chunks[0]():
+            self._chunks.popleft()
+            self._chunks_over += 1
+        return self._chunks_over
+
+    def _seat(self, joining: _Joining) -> None:
+        running = joining.running
+        del self._joining[running.slot]
+        self.seated[running.slot] = running
         self._table.join(
             self._lane,
-            slot,
+            running.slot,
             position=running.position,
-            last=tokens[-1],
+            last=joining.last,
             epoch=running.epoch,
             limit=running.limit,
             stop_ids=running.stop_ids,
-            **sampling,
+            **joining.sampling,
         )
 
     def leave(self, running: Running, launched: int, *, told: bool) -> None:
@@ -159,11 +189,11 @@ class Seating:
         told : whether the device ended the request itself and needs no telling.
         """
         slot = running.slot
-        if not told:
-            self._table.leave(self._lane, slot)
-        del self.seated[slot]
-        # If it was never launched, its prefill is over when the next replay is.
-        self._leaving[slot] = launched + (self._joined.pop(slot) == launched)
+        if self._joining.pop(slot, None) is None:
+            if not told:
+                self._table.leave(self._lane, slot)
+            del self.seated[slot]
+        self._leaving[slot] = launched
         running.slot, running.matcher = -1, None
 
     def reclaim(self, retired: int) -> None:
@@ -193,14 +223,12 @@ class Seating:
         GraftError
             Naming the slot and both numbers.
         """
-        needed = min(len(running.prompt) + len(running.output.tokens) + ahead, running.limit)
-        for cache in self._caches:
-            reserved = len(cache.pages_of(running.slot)) * cache.page_size
-            if reserved < needed:
-                raise GraftError(
-                    f"slot {running.slot} has pages for {reserved} positions; "
-                    f"a replay may write {needed}"
-                )
+        needed = min(running.length + ahead, running.limit)
+        if running.reserved < needed:
+            raise GraftError(
+                f"slot {running.slot} has pages for {running.reserved} positions; "
+                f"a replay may write {needed}"
+            )
 
     def _allocate(self, slot: int, positions: int) -> bool:
         for i, cache in enumerate(self._caches):

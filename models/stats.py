@@ -21,7 +21,6 @@ class EngineStats:
         brought, which were discarded: what it costs to launch a round before reading the last.
     preemptions : times a request was preempted.
     tokens : tokens committed by rounds.
-    jumps, jumped_tokens : how often forced text was appended outright, and in how many tokens.
     tested, accepted : per draft position, how often a draft was tested and accepted.
     forced_tokens : drafts that the grammar forced and verification accepted; brought up to date at
         the end of `generate` and by `Engine.counters`.
@@ -48,8 +47,6 @@ class EngineStats:
     surplus_tokens: int = 0
     preemptions: int = 0
     tokens: int = 0
-    jumps: int = 0
-    jumped_tokens: int = 0
     forced_tokens: int = 0
     speculated_rounds: int = 0
     speculated_tokens: int = 0
@@ -90,13 +87,6 @@ class EngineStats:
         """Add a row whose request had left."""
         self.stale_rows += 1
         self.surplus_tokens += count
-
-    def count_jump(self, appended: int, dropped: int) -> None:
-        """Add a jump, and the tokens of its round that it made void."""
-        self.jumps += 1
-        self.jumped_tokens += appended
-        self.tokens -= dropped
-        self.surplus_tokens += dropped
 
     @property
     def tokens_per_round(self) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import tokenizers
@@ -16,9 +18,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from graft.models.errors import ConfigError, TokenizerError
 from graft.models.fields import Fields
 
+T = TypeVar("T")
+#: Ids behind the last whole character after which text is given out as it is.
+_HELD_IDS = 16
+
 
 class Tokenizer:
     """``tokenizer.json`` of a model folder, its stop ids and its chat template.
+
+    What the file says of truncation, padding and dropout is for training, and switched off.
 
     Parameters
     ----------
@@ -33,8 +41,8 @@ class Tokenizer:
         The library's object.
     vocab_size : int
         One more than the greatest token id.
-    special_ids : frozenset of int
-        Ids of special tokens, which `decode` leaves out.
+    special_ids, special_names : frozenset of int, tuple of str
+        Special tokens, which `decode` leaves out.
     stop_ids : tuple of int
         Ids that end a text: those of ``generation_config.json``, else of ``config.json``, else
         the tokenizer's own end-of-sequence token.
@@ -55,12 +63,17 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{file}: cannot be read ({error})") from error
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        if getattr(self.backend.model, "dropout", None):
+            self.backend.model.dropout = None
         self._ids: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         if not self._ids:
             raise TokenizerError(f"{file}: has no tokens")
         self.vocab_size = max(self._ids.values()) + 1
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_names = tuple(t.content for t in added.values() if t.special and t.content)
         self._config = _optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
             model = _optional(self.path / "config.json")
@@ -84,14 +97,31 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; `special` adds what the model expects around it (e.g. BOS)."""
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+    def encode(self, text: str, *, special: bool = True, names: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Parameters
+        ----------
+        special : bool
+            Add what the model expects around a text (e.g. BOS).
+        names : bool
+            A special token's name in the text is that token; False takes it for plain text.
+
+        Raises
+        ------
+        TokenizerError
+            When it is no Unicode text, or the library fails.
+        """
+        self.backend.encode_special_tokens = not names
+        try:
+            return list(_safely(lambda: self.backend.encode(text, add_special_tokens=special)).ids)
+        finally:
+            self.backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of token ids; special tokens only where `special` is true."""
         self._check(ids)
-        return self.backend.decode(list(ids), skip_special_tokens=not special)
+        return _safely(lambda: self.backend.decode(list(ids), skip_special_tokens=not special))
 
     def incremental(self) -> IncrementalDecoder:
         """A decoder for one streamed text."""
@@ -102,6 +132,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        names: bool = True,
+        most_bytes: int | None = None,
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template.
@@ -110,16 +142,29 @@ class Tokenizer:
         ----------
         messages : sequence of mapping
             Each with ``role`` and ``content``, as the template wants them.
+        names : bool
+            Names of special tokens in messages and variables are those tokens; False takes them
+            for plain text. The template's own always are.
+        most_bytes : int, optional
+            Of the text that the template makes.
         **variables
             Further variables of the template (``tools``, ``date_string``, ...).
 
         Raises
         ------
         TokenizerError
-            No template, or the template refuses the messages.
+            No template, the template refuses the messages, or its text is too long.
         """
-        text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, special=False)
+        hidden = _Hidden(() if names else self.special_names)
+        given = hidden.hide({**variables, "messages": list(messages)})
+        text = self.render(**{"add_generation_prompt": add_generation_prompt, **given})
+        if most_bytes is not None and len(text.encode("utf-8", "surrogatepass")) > most_bytes:
+            raise TokenizerError(f"{self.path}: the chat template made over {most_bytes} bytes")
+        return [
+            token
+            for part, plain in hidden.parts(text)
+            for token in self.encode(part, special=False, names=not plain)
+        ]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The text that `chat` encodes."""
@@ -172,28 +217,65 @@ class Tokenizer:
         file = self.path / "chat_template.jinja"
         source: Any = None
         if file.is_file():
-            source = file.read_text(encoding="utf-8")
+            try:
+                source = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{file}: cannot be read ({error})") from error
         else:
             source = self._config.get("chat_template")
             if isinstance(source, list):  # named templates
-                named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-                source = named.get("default")
+                source = next(
+                    (t.get("template") for t in source
+                     if isinstance(t, dict) and t.get("name") == "default"), source,
+                )  # fmt: skip
         if source is None:
             return None
         if not isinstance(source, str):
-            raise TokenizerError(f"{self._config.where}: chat_template is not a text")
+            raise TokenizerError(
+                f"{self._config.where}: chat_template is neither a text nor a list that names one "
+                "'default'"
+            )
         try:
             return _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, ValueError) as error:
             raise TokenizerError(f"{self.path}: chat template does not parse: {error}") from error
+
+
+class _Hidden:
+    """Names of special tokens in user text, out of sight while a template is rendered."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = sorted(names, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._names)))
+        self._mark = f"\ue000{secrets.token_hex(8)}."  # nobody's text has it
+
+    def hide(self, value: Any) -> Any:
+        """The same text or object with a mark for each name."""
+        if not self._names:
+            return value
+        if isinstance(value, str):
+            return self._pattern.sub(
+                lambda m: f"{self._mark}{self._names.index(m[0])}\ue001", value
+            )
+        if isinstance(value, Mapping):
+            return {self.hide(k): self.hide(v) for k, v in value.items()}
+        return [self.hide(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """The text in pieces, and whether each is a name that stood in user text."""
+        pieces = re.split(rf"{re.escape(self._mark)}(\d+)\ue001", text)
+        return [
+            (self._names[int(piece)] if at % 2 else piece, bool(at % 2))
+            for at, piece in enumerate(pieces) if piece
+        ]  # fmt: skip
 
 
 class IncrementalDecoder:
     """Text of a growing sequence of ids; the pieces join to what `Tokenizer.decode` gives.
 
-    A token may end inside a UTF-8 character: its text is held back until the rest came. Only the
-    ids since the last complete character, and the run before them that decides about a leading
-    space, are decoded again.
+    A token may end inside a UTF-8 character: its text is held back until the rest came, unless
+    more ids than a character can have are waiting. Only the ids since the last complete character,
+    and the run before them that decides about a leading space, are decoded again.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -207,16 +289,24 @@ class IncrementalDecoder:
         self._tokenizer._check(ids)
         self._ids.extend(ids)
         text = self._pending()
-        if not text or text.endswith("\ufffd"):
+        held = len(self._ids) - self._done <= _HELD_IDS
+        if held and (not text or text.endswith("\ufffd")):
             return ""
-        self._context, self._done = self._done, len(self._ids)
+        del self._ids[: self._context]
+        self._context, self._done = self._done - self._context, len(self._ids)
         return text
 
-    def finish(self) -> str:
-        """The rest, with an incomplete character shown as U+FFFD. The decoder is then empty."""
+    def finish(self, *, cut: bool = False) -> str:
+        """The rest, with an incomplete character shown as U+FFFD. The decoder is then empty.
+
+        Parameters
+        ----------
+        cut : bool
+            The sequence would have gone on: an incomplete character is left out.
+        """
         text = self._pending()
         self._ids, self._context, self._done = [], 0, 0
-        return text
+        return text.rstrip("\ufffd") if cut else text
 
     def _pending(self) -> str:
         known = self._tokenizer.decode(self._ids[self._context : self._done])
@@ -231,6 +321,16 @@ def _optional(path: Path) -> Fields:
         return Fields.from_file(path)
     except ConfigError as error:
         raise TokenizerError(str(error)) from error
+
+
+def _safely(work: Callable[[], T]) -> T:
+    """What the library returns; its panics are no Exception."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"the tokenizer failed: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

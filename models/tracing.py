@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from graft.cudagraph.clocks import tie_clocks
 from graft.cudagraph.trace import Trace, TraceEvent, Wait
-from graft.models.timing import RoundTiming
+from graft.models.stamps import Part
 
 if TYPE_CHECKING:
     from graft.models.engine import Engine
@@ -20,21 +20,11 @@ __all__ = ["RoundTimes", "time_rounds", "trace_rounds"]
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """One replay: how many requests sat in it, and its stamps by name, device nanoseconds."""
+    """One replay: its parts, and the stamps before, between and behind them, device nanoseconds."""
 
     replay: int
-    requests: int
-    ns: dict[str, int]
-
-    @property
-    def round_ns(self) -> int:
-        """From its beginning to its last stamp."""
-        return max(self.ns.values()) - self.ns["begin"]
-
-    def part_ns(self, span: tuple[str, str, str]) -> int:
-        """Of one of `RoundTiming.spans`; 0 where it was not stamped."""
-        _, start, end = span
-        return self.ns[end] - self.ns[start] if self.ns[start] and self.ns[end] else 0
+    parts: tuple[Part, ...]
+    stamps: list[int]
 
 
 @contextmanager
@@ -44,8 +34,8 @@ def time_rounds(engine: Engine) -> Iterator[list[RoundTimes]]:
     replays = engine._replays
     rounds: list[RoundTimes] = []
 
-    def collect(flight: Flight, ns: dict[str, int]) -> None:
-        rounds.append(RoundTimes(flight.replay, len(flight.seats), ns))
+    def collect(flight: Flight, stamps: list[int]) -> None:
+        rounds.append(RoundTimes(flight.replay, flight.graph.timed, stamps))
 
     replays.on_parts = collect
     try:
@@ -78,8 +68,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     trace.clock_error_ns = tie.error_ns
     round_parts = next(iter(engine.rounds.values())).parts
     for one in rounds:
-        at = {k: tie.host_ns(v) for k, v in one.ns.items() if v}
-        _add_parts(trace, round_parts.timing, one.replay - first, at)
+        _add_parts(trace, one, one.replay - first, [v and tie.host_ns(v) for v in one.stamps])
     for span in round_parts.decoder.timeline():
         if span.replay > first:
             trace.events.append(
@@ -89,16 +78,14 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     trace.sort()
 
 
-def _add_parts(trace: Trace, timing: RoundTiming, replay: int, at: dict[str, int]) -> None:
-    waits = timing.waits
-    for name, start, end in timing.spans:
-        if start not in at or end not in at:
+def _add_parts(trace: Trace, one: RoundTimes, replay: int, at: list[int]) -> None:
+    for part, start, end in zip(one.parts, at, at[1:], strict=False):
+        if not start or not end:
             continue
-        if name in waits:
-            trace.waits.append(
-                Wait("model", name, waits[name], replay, at[start], max(at[start], at[end]))
-            )
+        if part.waits_for:
+            wait = Wait("model", part.name, part.waits_for, replay, start, max(start, end))
+            trace.waits.append(wait)
         else:
             trace.events.append(
-                TraceEvent(name, "kernel", "model", "round", replay, at[start], at[end])
+                TraceEvent(part.name, "kernel", "model", "round", replay, start, end)
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError, ShapeError
 
-__all__ = ["check_array", "check_field", "check_range"]
+__all__ = ["check_array", "check_range"]
 
 
 def check_array(
@@ -44,23 +44,6 @@ def check_array(
     if tuple(array.shape) != wanted:
         text = ", ".join(str(d) if isinstance(d, int) else f"{d}={sizes[d]}" for d in dims)
         raise ShapeError(f"{name}: shape {tuple(array.shape)}, expected [{text}]")
-
-
-def check_field(owner: str, slots: Any, name: str, shape: tuple[int, ...]) -> None:
-    """Require a pinned field of int32 rows at least as long as ``shape``.
-
-    Raises
-    ------
-    ShapeError
-        When the field has another dtype, rank or row shape; the leading row dimension of an output
-        field may be larger than asked.
-    """
-    field = slots.field(name)
-    if field.dtype not in ("int32", "uint32"):
-        raise ShapeError(f"{owner}.{name}: dtype {field.dtype}, expected int32")
-    got = tuple(field.shape)
-    if len(got) != len(shape) or any(g < w for g, w in zip(got, shape, strict=True)):
-        raise ShapeError(f"{owner}.{name}: row shape {got}, expected at least {shape}")
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

@@ -222,8 +222,7 @@ def check_llguidance() -> Finding:
         said = probe()
     except GraftError as error:
         return Finding("llguidance", "missing", f"{version}: {error}", advice)
-    return Finding("llguidance", "ok", f"{version} ({said}), C symbols as known; "
-                                       "canonical spelling off unless asked for")
+    return Finding("llguidance", "ok", f"{version} ({said}), C symbols as known")
 
 
 def check_tvm_ffi() -> Finding:

@@ -5,17 +5,7 @@
 // on the block count or on occupancy, so a row's bits depend on the row alone.
 #pragma once
 
-// Row states and finish reasons shared with the native guide (native/guide/protocol.h).
-#define ROW_NOT_READY 0
-#define ROW_FREE 1
-#define ROW_READY 2
-#define ROW_DEAD_END 3
-#define ROW_ERROR 4
-#define REASON_NONE 0
-#define REASON_STOP 1
-#define REASON_LENGTH 2
-#define REASON_DEAD_END 3
-#define REASON_ERROR 4
+#include "exchange.h"
 
 #define FULL_WARP 0xffffffffu
 

@@ -1,7 +1,6 @@
-// The bookkeeping kernels of a round: which token, slot and position each row of the target
-// forward, of the drafter's extend and of its single steps stands for. All state is read from
-// slot-indexed arrays; a row that has no work carries slot -1 and position -1.
-#include "graft.cuh"
+// The bookkeeping kernels of a round: which token, slot and position each row of the target forward
+// and of the drafter's forwards stands for. A row that has no work carries slot -1 and position -1.
+#include "slot.cuh"
 
 // Opens replay `*replay + 1`: takes the row map from the input ring and lays out the target's rows.
 // Row b * width + j feeds `last` (j = 0) or draft j at position n + j. One block.
@@ -10,10 +9,9 @@
 // replay nobody announced changes nothing.
 extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ring_rows_stride,
                                        const int* ring_stamp, int ring_stamp_stride,
-                                       int ring_entries, const int* n, const int* last,
-                                       const int* drafts, int drafts_stride, const int* draft_len,
-                                       const int* active, const int* limit, int slots, int batch,
-                                       int width, int* row_slot, int* token, int* slot, int* pos) {
+                                       int ring_entries, const Slot* slots, int slot_count,
+                                       int batch, int width, int* row_slot, int* token, int* slot,
+                                       int* pos) {
   const int now = *replay + 1;
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
   const bool published = ring_stamp[entry * ring_stamp_stride] == now;
@@ -23,46 +21,45 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     const int b = r / width;
     const int j = r % width;
     int s = published ? ring_rows[entry * ring_rows_stride + b] : -1;
-    if (s < 0 || s >= slots || active[s] == 0) s = -1;
+    if (s < 0 || s >= slot_count || !slots[s].active) s = -1;
     if (j == 0) row_slot[b] = s;
-    const bool used = s >= 0 && j <= draft_len[s] && n[s] + j < limit[s];
-    token[r] = !used ? 0 : j == 0 ? last[s] : drafts[s * drafts_stride + j - 1];
+    const bool used = s >= 0 && j <= slots[s].draft_len && slots[s].n + j < slots[s].limit;
+    token[r] = !used ? 0 : j == 0 ? slots[s].last : slots[s].drafts[j - 1];
     slot[r] = used ? s : -1;
-    pos[r] = used ? n[s] + j : -1;
+    pos[r] = used ? slots[s].n + j : -1;
   }
 }
 
-// Lays out the drafter's extend: row b * width + i pairs the target's feature at old_n + i with the
-// committed token i, for i < count[b]. `gather[b]` is the row whose output predicts the first
-// draft.
-extern "C" __global__ void extend_rows(const int* row_slot, const int* active, const int* count,
-                                       const int* committed, const int* old_n, int batch, int width,
-                                       int* token, int* slot, int* pos, int* gather) {
+// Lays out the tokens that verification committed: row b * width + i is token i of batch row b, at
+// position old_n + shift + i. `last[b]` is the row of the last of them.
+extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
+                                          const RoundRow* rows, int row_words, int batch, int width,
+                                          int shift, int* token, int* slot, int* pos, int* last) {
   for (int r = threadIdx.x; r < batch * width; r += blockDim.x) {
     const int b = r / width;
     const int i = r % width;
     const int s = row_slot[b];
-    const bool used = s >= 0 && i < count[b] && active[s] != 0;
-    token[r] = used ? committed[r] : 0;
+    const RoundRow* row = round_row(rows, row_words, b);
+    const bool used = s >= 0 && i < row->count && slots[s].active;
+    token[r] = used ? reinterpret_cast<const int*>(row + 1)[i] : 0;
     slot[r] = used ? s : -1;
-    pos[r] = used ? old_n[b] + i : -1;
-    if (i == 0) gather[b] = b * width + (count[b] > 0 ? count[b] - 1 : 0);
+    pos[r] = used ? row->old_n + shift + i : -1;
+    if (i == 0) last[b] = b * width + (row->count > 0 ? row->count - 1 : 0);
   }
 }
 
-// Lays out drafter step `step` (2..K): feeds draft step-1 at drafter position n + step - 2, for
-// slots that are still drafting in this round.
-extern "C" __global__ void step_rows(const int* row_slot, const int* active, const int* count,
-                                     const int* n, const int* drafts, int drafts_stride,
-                                     const int* draft_len, const int* limit, int batch, int step,
-                                     int* token, int* slot, int* pos) {
+// Lays out draft `j` of every slot that is still drafting, at position n + shift + j - 1.
+extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
+                                      int row_words, int batch, int j, int shift, int* token,
+                                      int* slot, int* pos) {
   for (int b = threadIdx.x; b < batch; b += blockDim.x) {
     const int s = row_slot[b];
-    const bool used = s >= 0 && count[b] > 0 && active[s] != 0 && draft_len[s] >= step - 1 &&
-                      n[s] + step - 2 < limit[s];
-    token[b] = used ? drafts[s * drafts_stride + step - 2] : 0;
+    const int position = s < 0 ? 0 : slots[s].n + shift + j - 1;
+    const bool used = s >= 0 && round_row(rows, row_words, b)->count > 0 && slots[s].active &&
+                      slots[s].draft_len >= j && position < slots[s].limit;
+    token[b] = used ? slots[s].drafts[j - 1] : 0;
     slot[b] = used ? s : -1;
-    pos[b] = used ? n[s] + step - 2 : -1;
+    pos[b] = used ? position : -1;
   }
 }
 

@@ -8,13 +8,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <cstring>
 #include <stdexcept>
 #include <tuple>
 
-#include "gated.h"
 #include "llguidance_abi.h"
 #include "marked.h"
-#include "tokenize.h"
+#include "python_matcher.h"
 #include "worker.h"
 #include "xgrammar_abi.h"
 
@@ -23,19 +23,21 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-using FieldTuple = std::pair<uintptr_t, int64_t>;  // address, stride
 // slot, epoch, position, matcher or None
 using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
 
-Field field(const FieldTuple& tuple) {
-  return {reinterpret_cast<int32_t*>(tuple.first), tuple.second};
+Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {
+  Exchange exchange{reinterpret_cast<int32_t*>(address), {}, vocab_size};
+  if (layout.size() != sizeof exchange.layout) throw std::invalid_argument("layout");
+  std::memcpy(&exchange.layout, layout.c_str(), sizeof exchange.layout);
+  return exchange;
 }
 
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
   for (const auto& [slot, epoch, position, matcher] : tuples) {
-    if (slot < 0 || slot >= worker.shape().slots) throw std::out_of_range("slot");
+    if (slot < 0 || slot >= worker.exchange().layout.slots) throw std::out_of_range("slot");
     requests.push_back({slot, epoch, position, matcher});
   }
   return worker.publish(replay, requests);
@@ -69,48 +71,6 @@ bool yes(Answer answer, const ErrorText& error) {
 }
 
 using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-// least, most, absent and the set of each item; see PatternItem
-using ItemTuple = std::tuple<uint32_t, uint32_t, bool, nb::bytes>;
-
-std::vector<Pattern> patterns(const std::vector<std::vector<std::vector<ItemTuple>>>& steps) {
-  std::vector<Pattern> out;
-  for (const auto& step : steps) {
-    Pattern& pattern = out.emplace_back();
-    for (const auto& alternative : step) {
-      std::vector<PatternItem>& items = pattern.emplace_back();
-      for (const auto& [least, most, absent, set] : alternative) {
-        items.push_back({std::string(set.c_str(), set.size()), least, most, absent});
-      }
-    }
-  }
-  return out;
-}
-
-void bind_encoder(nb::module_& guide) {
-  nb::class_<Encoder>(guide, "Encoder")
-      .def(
-          "__init__",
-          [](Encoder* self, const std::vector<nb::bytes>& tokens,
-             const std::vector<std::tuple<uint32_t, uint32_t, uint32_t>>& merges,
-             const std::vector<std::vector<std::vector<ItemTuple>>>& steps, bool whole_pieces) {
-            std::vector<std::string> bytes;
-            bytes.reserve(tokens.size());
-            for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
-            std::vector<Merge> by_rank;
-            by_rank.reserve(merges.size());
-            for (const auto& [left, right, merged] : merges)
-              by_rank.push_back({left, right, merged});
-            new (self) Encoder(std::move(bytes), by_rank, patterns(steps), whole_pieces);
-          },
-          nb::arg("tokens"), nb::arg("merges"), nb::arg("steps"), nb::arg("whole_pieces"))
-      .def(
-          "encode",
-          [](const Encoder& encoder, const nb::bytes& text) {
-            return encoder.encode(reinterpret_cast<const uint8_t*>(text.c_str()), text.size());
-          },
-          nb::arg("text"));
-}
 
 void bind_matchers(nb::module_& guide) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
@@ -159,14 +119,12 @@ void bind_matchers(nb::module_& guide) {
       .def(
           "__init__",
           [](llguidance::Tokenizer* self, const std::vector<uint32_t>& lengths,
-             const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids,
-             std::shared_ptr<const Encoder> encoder) {
+             const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids) {
             const std::string text(bytes.c_str(), bytes.size());
             nb::gil_scoped_release release;
-            new (self) llguidance::Tokenizer(lengths, text, stop_ids, std::move(encoder));
+            new (self) llguidance::Tokenizer(lengths, text, stop_ids);
           },
-          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"),
-          nb::arg("encoder").none() = nb::none())
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"))
       .def("judge", &llguidance::Tokenizer::judge, nb::arg("grammar"), Release());
   nb::class_<llguidance::Grammar>(guide, "LLGuidanceGrammar")
       .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&>(),
@@ -205,13 +163,16 @@ void bind_matchers(nb::module_& guide) {
           },
           nb::arg("row").noconvert());
 
-  nb::class_<GatedMatcher, NativeMatcher>(guide, "GatedMatcher")
+  nb::class_<PythonMatcher, NativeMatcher>(guide, "PythonMatcher")
       .def(
           "__init__",
-          [](GatedMatcher* self, NativeMatcher* inner, uintptr_t gate) {
-            new (self) GatedMatcher(inner, reinterpret_cast<int32_t*>(gate));
+          [](PythonMatcher* self, const nb::object& matcher, const nb::object& row,
+             int64_t vocab_size) {
+            const auto bits = nb::cast<Row>(row);
+            new (self) PythonMatcher(matcher.ptr(), row.ptr(), bits.data(),
+                                     static_cast<int64_t>(bits.shape(0)), vocab_size);
           },
-          nb::arg("inner"), nb::arg("gate"), nb::keep_alive<1, 2>());
+          nb::arg("matcher"), nb::arg("row"), nb::arg("vocab_size"));
 }
 
 }  // namespace
@@ -223,34 +184,24 @@ void bind_guide(nb::module_& module) {
       module.def_submodule("guide", "The guided worker and its ways to grammar backends.");
   guide.def("load_xgrammar", &xgrammar::load, nb::arg("tvm_ffi_library"));
   guide.def("load_llguidance", &llguidance::load, nb::arg("library"));
-  bind_encoder(guide);
   bind_matchers(guide);
   guide.attr("STEP") = reinterpret_cast<uintptr_t>(&graft_guide_step);
 
   nb::class_<Worker>(guide, "Worker")
       .def(
           "__init__",
-          [](Worker* self, const FieldTuple& mask, const FieldTuple& row_state,
-             const FieldTuple& committed, const FieldTuple& drafted, const FieldTuple& candidates,
-             const FieldTuple& answers, int slots, int draft_length, int vocab_size,
-             int most_candidates, int ring, int threads, int64_t budget_ns, uintptr_t clock,
-             std::shared_ptr<const Forced> forced, bool chain) {
-            new (self) Worker({field(mask), field(row_state), field(committed), field(drafted),
-                               field(candidates), field(answers)},
-                              {slots, draft_length, vocab_size, most_candidates}, ring, threads,
+          [](Worker* self, uintptr_t exchange, const nb::bytes& layout, int vocab_size, int ring,
+             int threads, int64_t budget_ns, uintptr_t clock, std::shared_ptr<const Forced> forced,
+             bool chain) {
+            new (self) Worker(exchange_of(exchange, layout, vocab_size), ring, threads,
                               {budget_ns, reinterpret_cast<const int64_t*>(clock)},
                               std::move(forced), chain);
           },
-          nb::arg("mask"), nb::arg("row_state"), nb::arg("committed"), nb::arg("drafted"),
-          nb::arg("candidates") = FieldTuple(0, 0), nb::arg("answers") = FieldTuple(0, 0),
-          nb::arg("slots"), nb::arg("draft_length"), nb::arg("vocab_size"),
-          nb::arg("most_candidates") = 0, nb::arg("ring"), nb::arg("threads") = 1,
-          nb::arg("budget_ns") = 0, nb::arg("clock") = 0, nb::arg("forced").none() = nb::none(),
-          nb::arg("chain") = false)
+          nb::arg("exchange"), nb::arg("layout"), nb::arg("vocab_size"), nb::arg("ring"),
+          nb::arg("threads") = 1, nb::arg("budget_ns") = 0, nb::arg("clock") = 0,
+          nb::arg("forced").none() = nb::none(), nb::arg("chain") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
-      .def("unapplied", &Worker::unapplied, nb::arg("slot"),
-           nb::call_guard<nb::gil_scoped_release>())
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
@@ -264,12 +215,5 @@ void bind_guide(nb::module_& module) {
       .def("counters", &counters)
       .def("timeline", &timeline)
       .def("first_error", &Worker::first_error)
-      .def(
-          "history",
-          [](const Worker& worker, int slot) {
-            int32_t epoch = 0;
-            std::vector<int32_t> tokens = worker.history(slot, &epoch);
-            return std::make_pair(epoch, tokens);
-          },
-          nb::arg("slot"));
+      .def("error", &Worker::error, nb::arg("slot"));
 }

@@ -114,18 +114,6 @@ bool contains(const std::vector<uint32_t>& ids, uint32_t id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
-// LLGuidance's way to ask for a text in tokens: as many as fit are written, all are counted.
-size_t tokenize(const void* encoder, const uint8_t* text, size_t size, uint32_t* out,
-                size_t capacity) {
-  try {
-    const std::vector<uint32_t> ids = static_cast<const Encoder*>(encoder)->encode(text, size);
-    std::copy_n(ids.begin(), std::min(ids.size(), capacity), out);
-    return ids.size();
-  } catch (const std::bad_alloc&) {
-    return 0;  // nothing is forced then
-  }
-}
-
 MatcherOptions options_for(const void* tokenizer) {
   MatcherOptions options{};
   api.set_defaults(&options, tokenizer);
@@ -170,10 +158,10 @@ std::string load(const char* library) {
 }
 
 Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
-                     const std::vector<uint32_t>& stop_ids, std::shared_ptr<const Encoder> encoder)
+                     const std::vector<uint32_t>& stop_ids)
     : vocab_size_(static_cast<int64_t>(lengths.size())),
       stop_ids_(stop_ids),
-      encoder_(std::move(encoder)) {
+      text_((lengths.size() + 31) / 32) {
   if (api.version == nullptr || stop_ids.empty()) {
     throw std::runtime_error("an LLGuidance tokenizer needs a loaded library and a stop id");
   }
@@ -188,19 +176,11 @@ Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& by
   options.tok_eos = stop_ids_.front();
   options.token_lens = lengths.data();
   options.token_bytes = reinterpret_cast<const uint8_t*>(bytes.data());
-  if (encoder_ != nullptr) {
-    options.tokenize_assumes_string = true;
-    options.tokenize_fn = &tokenize;
-    options.tokenize_user_data = encoder_.get();
-  } else {
-    options.use_approximate_greedy_tokenize_fn = true;
+  options.use_approximate_greedy_tokenize_fn = true;
+  for (size_t id = 0; id < lengths.size(); ++id) {
+    if (lengths[id] != 0) text_[id >> 5] |= 1u << (id & 31);
   }
-  firsts_.assign(lengths.size() + 31, kNoText);
-  size_t at = 0;
-  for (size_t id = 0; id < lengths.size(); at += lengths[id++]) {
-    if (lengths[id] != 0) firsts_[id] = static_cast<unsigned char>(bytes[at]);
-  }
-  for (const uint32_t stop : stop_ids_) firsts_[stop] = kNoText;
+  for (const uint32_t stop : stop_ids_) text_[stop >> 5] &= ~(1u << (stop & 31));
   options.tok_eos_extra = stop_ids_.data() + 1;
   options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
   char error[512] = {};
@@ -220,17 +200,10 @@ std::string Tokenizer::judge(const std::string& grammar) const {
   return (status < 0 ? "error: " : "warning: ") + message;
 }
 
-// Where text is forced every legal token begins with the same byte and no stop token is legal;
-// where the grammar has ended nothing else is.
+// Where the grammar has ended no text is legal.
 bool Tokenizer::is_kept(const uint32_t* mask) const noexcept {
-  int first = -1;
-  for (int64_t w = 0; w < (vocab_size_ + 31) / 32; ++w) {
-    for (uint32_t bits = mask[w]; bits != 0; bits &= bits - 1) {
-      const int next = firsts_[static_cast<size_t>(w * 32 + __builtin_ctz(bits))];
-      if (first >= 0 && next != first) return true;
-      if (!canonical() && next != kNoText) return true;
-      first = next;
-    }
+  for (size_t w = 0; w < text_.size(); ++w) {
+    if ((mask[w] & text_[w]) != 0) return true;
   }
   return false;
 }
@@ -308,11 +281,6 @@ Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
 // Invariant 4. The mask at hand spares the question.
 Answer Matcher::is_legal(uint32_t id, ErrorText* error) noexcept {
   const uint32_t* mask = api.get_mask(live_.get());
-  if (mask == nullptr && tokenizer_.canonical()) {  // invariant 7
-    if (compute(error) == Answer::kFailed) return Answer::kFailed;
-    if (dead_) return Answer::kNo;
-    mask = api.get_mask(live_.get());
-  }
   if (mask != nullptr) {
     return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
   }

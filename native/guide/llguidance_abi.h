@@ -20,13 +20,10 @@
 //    one, which then costs a copy. Behind a fork where it was not, a mask that equals the kept one
 //    is suspected: the kept one is replaced by one at or before the fork, and the mask computed
 //    again. What seems so is a guess by the clock, and only costs time where it is wrong. A mask
-//    does not take the place of the kept one where the grammar has ended, and, with a canonical
-//    tokenizer, where text is forced. Such a mask is told by the tokens it allows
-//    (`is_kept`). Where it is not sure, neither mask counts as gone.
+//    does not take the place of the kept one where the grammar has ended. Such a mask is told by
+//    the tokens it allows (`is_kept`). Where it is not sure, neither mask counts as gone.
 // 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
 //    another copy of the start and consumes the history again.
-// 7. With a canonical tokenizer LLGuidance validates tokens that its own mask forbids, so there a
-//    token is held against the mask of its state, which is computed if it is not at hand.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +33,6 @@
 #include <vector>
 
 #include "matcher.h"
-#include "tokenize.h"
 
 namespace graft::guide::llguidance {
 
@@ -46,11 +42,10 @@ std::string load(const char* library);
 class Tokenizer {
  public:
   // `bytes` of token i are `lengths[i]` long, one after the other; 0: no text. Special tokens are
-  // their name behind a byte 0xFF. With an encoder, forced text is narrowed to the tokens it gives;
-  // without, any spelling of a text in tokens is legal. Throws std::runtime_error with LLGuidance's
-  // reason.
+  // their name behind a byte 0xFF. Any spelling of a text in tokens is legal. Throws
+  // std::runtime_error with LLGuidance's reason.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
-            const std::vector<uint32_t>& stop_ids, std::shared_ptr<const Encoder> encoder);
+            const std::vector<uint32_t>& stop_ids);
   ~Tokenizer();
   Tokenizer(const Tokenizer&) = delete;
   Tokenizer& operator=(const Tokenizer&) = delete;
@@ -58,7 +53,6 @@ class Tokenizer {
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
-  bool canonical() const { return encoder_ != nullptr; }
   // Whether a mask has surely taken the place of the kept one (invariant 5).
   bool is_kept(const uint32_t* mask) const noexcept;
 
@@ -67,13 +61,10 @@ class Tokenizer {
   std::string judge(const std::string& grammar) const;
 
  private:
-  static constexpr uint16_t kNoText = 256;
-
   void* tokenizer_ = nullptr;
   int64_t vocab_size_;
   std::vector<uint32_t> stop_ids_;
-  std::vector<uint16_t> firsts_;            // first byte of each id; kNoText of ids without text
-  std::shared_ptr<const Encoder> encoder_;  // LLGuidance's tokenizer calls it
+  std::vector<uint32_t> text_;  // a bit per id that is text
 };
 
 struct Free {

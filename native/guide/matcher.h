@@ -1,6 +1,7 @@
 // One request's place in its grammar, as the worker drives it, whichever backend stands behind it.
 //
-// 1. A matcher is used by one thread at a time. No call takes the GIL, prints or throws.
+// 1. A matcher is used by one thread at a time. No call prints or throws, nor takes the GIL, but
+//    for those of a matcher in Python.
 // 2. accept() answers kNo, and changes nothing, for any id that cannot be taken: illegal, no text,
 //    out of range, or after termination.
 // 3. fill() is not called after termination. Bits at and beyond the vocabulary's size are 0.

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <Python.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <string>
 
 #include "hostwork/driver.h"
+#include "hostwork/gate.h"
 #include "hostwork/relax.h"
 #include "short_slice.h"
 
@@ -40,7 +42,11 @@ Pool::~Pool() {
     stop_.store(true);
   }
   posted_more_.notify_all();
+  // A thread that was in Python takes the GIL once more, to give its thread state back.
+  const bool in_python = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
+  PyThreadState* const state = in_python ? PyEval_SaveThread() : nullptr;
   for (std::thread& thread : threads_) thread.join();
+  if (state != nullptr) PyEval_RestoreThread(state);
 }
 
 void Pool::End::operator()(Pool* pool) const {
@@ -78,6 +84,7 @@ void Pool::run(int index) noexcept {
   pthread_setname_np(pthread_self(), name.c_str());
   ask_for_short_slice();  // a step waits for what is done here
   owe_answer();
+  const hostwork::HostWorkScope host_work;
   for (;;) {
     for (int spins = 0; spins < kSpins; ++spins) {
       const int job = claim();

@@ -2,8 +2,8 @@
 //
 // 1. A job is a number. One thread posts; any thread of the pool claims a job, once, in order. A
 //    job that is posted must not be posted again before it was served.
-// 2. post(), wake(), claim() and wait() never allocate, throw, take the GIL or call the driver; on
-//    the soft device the pool's threads are marked as owing an answer, so that none could.
+// 2. post(), wake(), claim() and wait() never allocate, throw, take the GIL or call the driver. The
+//    pool's threads are inside host work: a driver call of theirs is refused.
 // 3. An idle thread spins for kSpins looks and then parks. Posting wakes parked threads; it takes
 //    the mutex only when some are parked.
 // 4. A thread inside a job is never waited for by others' jobs: whoever is not busy goes on with

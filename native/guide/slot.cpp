@@ -4,6 +4,10 @@
 
 namespace graft::guide {
 
+namespace {
+size_t at(int index) { return static_cast<size_t>(index); }
+}  // namespace
+
 void SlotWork::serve(Slot& slot) const noexcept {
   if (slot.order.commit.given) commit(slot);
   if (slot.ended) return;
@@ -19,9 +23,7 @@ void SlotWork::serve(Slot& slot) const noexcept {
       if (chain_) follow(slot);
       break;
     case Task::kDraft:
-      if (slot.scratch == order.j - 1 && order.j < slot.chain_end) {
-        advance(slot, order.j, order.draft[static_cast<size_t>(order.j - 1)]);
-      }
+      if (is_made(slot, order.parent[at(order.j)])) make_row(slot, order.j);
       break;
     case Task::kProbe:
       probe(slot);
@@ -32,23 +34,22 @@ void SlotWork::serve(Slot& slot) const noexcept {
 void SlotWork::commit(Slot& slot) const noexcept {
   const Commit& commit = slot.order.commit;
   if (slot.ended) return;
-  roll_back(slot);
-  slot.chain_end = INT_MAX;
-  if (slot.ended || commit.wrong) {
+  std::fill(slot.closed.begin(), slot.closed.end(), 0);
+  if (!stand_at(slot, 0) || commit.wrong) {
     slot.tally[count::desyncs] += 1;
     fail(slot);
     return;
   }
   slot.tally[count::commits] += 1;
   for (int i = 0; i < commit.count; ++i) {
-    const int32_t token = commit.tokens[static_cast<size_t>(i)];
-    if (!accept(slot, token) || !slot.log.append(token)) {
+    const int32_t token = commit.tokens[at(i)];
+    if (!accept(slot, token)) {
       slot.tally[count::desyncs] += 1;
       fail(slot);
       return;
     }
     slot.tally[count::committed_tokens] += 1;
-    if (forced_ != nullptr && i < slot.tested && token == slot.forced[static_cast<size_t>(i)]) {
+    if (forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
       slot.tally[count::forced_tokens] += 1;
     }
   }
@@ -62,81 +63,94 @@ void SlotWork::commit(Slot& slot) const noexcept {
 
 // Rows 0 .. v, as far as they can be; the matcher is back at the committed tokens afterwards.
 void SlotWork::make_rows(Slot& slot) const noexcept {
-  const Order& order = slot.order;
-  const int rows = std::min(order.drafts + 1, slot.chain_end);
-  slot.tested = order.drafts;
-  int first = 0, end = rows;
-  while (first < rows && is_made(slot, first)) ++first;
-  while (end > first && is_made(slot, end - 1)) --end;
-  if (first < end) {
-    if (first < slot.scratch) roll_back(slot);  // probing has accepted drafts without their rows
-    if (!slot.ended && !is_made(slot, slot.scratch)) fill(slot, slot.scratch);
-    for (int j = slot.scratch + 1; j < std::min(end, slot.chain_end) && !slot.ended; ++j) {
-      if (!advance(slot, j, order.draft[static_cast<size_t>(j - 1)])) break;
-    }
-  }
-  roll_back(slot);
+  slot.tested = slot.order.drafts;
+  for (int j = 0; j <= slot.order.drafts && !slot.ended; ++j) make_row(slot, j);
+  stand_at(slot, 0);
 }
 
-// Accepts draft j and makes row j. False: no row can follow.
-bool SlotWork::advance(Slot& slot, int j, int32_t token) const noexcept {
-  if (!accept(slot, token)) {
-    slot.chain_end = j;
-    slot.tally[count::refused_drafts] += 1;
-    return false;
+// Row j, unless it is there; false where there can be none.
+bool SlotWork::make_row(Slot& slot, int j) const noexcept {
+  if (is_made(slot, j)) return true;
+  if (!stand_at(slot, j)) return false;
+  fill(slot, j);
+  return !slot.ended;
+}
+
+// Brings the matcher to node j: back to where the paths part, then down by the drafts. False where
+// it cannot get there, or nothing may follow: it then stands at the last node that it reached.
+bool SlotWork::stand_at(Slot& slot, int j) const noexcept {
+  const std::vector<int32_t>& parent = slot.order.parent;
+  if (slot.ended) return false;
+  for (int node = j; node != 0; node = parent[at(node)]) {
+    if (slot.closed[at(node)] != 0) return false;
   }
-  slot.scratch = j;
-  if (slot.terminated) {
-    slot.chain_end = j;
-    return false;
+  int shared = slot.node, back = 0;
+  for (int node = j; shared != node;) {  // a parent's number is the smaller one
+    int& deeper = shared > node ? shared : node;
+    if (shared > node) ++back;
+    deeper = parent[at(deeper)];
   }
-  if (!is_made(slot, j)) fill(slot, j);
-  return !slot.ended && slot.chain_end > j;
+  if (back > 0) {
+    slot.tally[count::rollbacks] += 1;
+    if (slot.matcher->rollback(back, &slot.error) == Answer::kFailed) fail(slot);
+    slot.node = shared;
+    slot.terminated = false;
+  }
+  while (!slot.ended && slot.node != j) {
+    int next = j;
+    while (parent[at(next)] != slot.node) next = parent[at(next)];
+    if (accept(slot, slot.order.draft[at(next - 1)])) {
+      step_to(slot, next);
+    } else {
+      slot.closed[at(next)] = 1;
+      slot.tally[count::refused_drafts] += 1;
+    }
+    if (slot.closed[at(next)] != 0) return false;
+  }
+  return !slot.ended;
+}
+
+// The matcher has accepted the token of node j.
+void SlotWork::step_to(Slot& slot, int j) const noexcept {
+  slot.node = j;
+  if (slot.terminated) slot.closed[at(j)] = 1;
 }
 
 // Takes forced tokens as drafts, one after the other; the row after the last of K is left to open.
 void SlotWork::follow(Slot& slot) const noexcept {
-  for (int j = 1; j < shape_.draft_length && !slot.ended && is_made(slot, j - 1); ++j) {
-    const int32_t token = slot.forced[static_cast<size_t>(j - 1)];
-    if (token < 0 || !advance(slot, j, token)) return;
+  for (int j = 1; j < exchange_.drafts() && is_made(slot, j - 1); ++j) {
+    const int32_t token = slot.forced[at(j - 1)];
+    slot.order.draft[at(j - 1)] = token;
+    if (token < 0 || !make_row(slot, j)) return;
   }
 }
 
-// Accepts the first legal candidate for draft j; where there is none, fills row j - 1, from which
-// the device may draw one.
+// Accepts the first legal candidate for draft j; where there is none, fills its parent's row, from
+// which the device may draw one.
 void SlotWork::probe(Slot& slot) const noexcept {
   const Order& order = slot.order;
-  for (int i = slot.scratch + 1; i < order.j && i < slot.chain_end; ++i) {  // drawn from a row
-    if (!accept(slot, order.draft[static_cast<size_t>(i - 1)])) {
-      slot.tally[count::refused_drafts] += 1;
-      slot.chain_end = i;
-      return;
-    }
-    slot.scratch = i;
-    if (slot.terminated) slot.chain_end = i;
-  }
-  if (slot.scratch != order.j - 1 || slot.chain_end < order.j) return;
+  const int parent = order.parent[at(order.j)];
+  if (!stand_at(slot, parent)) return;
   for (int i = 0; i < order.candidates; ++i) {
-    const int32_t id = order.candidate[static_cast<size_t>(i)];
+    const int32_t id = order.candidate[at(i)];
     slot.tally[count::probes] += 1;
     if (!accept(slot, id)) {
       if (slot.ended) return;
       continue;
     }
-    slot.scratch = order.j;
-    if (slot.terminated) slot.chain_end = order.j;
+    step_to(slot, order.j);
     slot.answered = true;
     slot.answer = id;
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  if (!is_made(slot, order.j - 1)) fill(slot, order.j - 1);
+  make_row(slot, parent);
   slot.answered = !slot.ended;
   slot.answer = -1;
 }
 
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
-  if (slot.ended || slot.terminated || token < 0 || token >= shape_.vocab_size) return false;
+  if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
   slot.tally[count::accepts] += 1;
   const Answer accepted = slot.matcher->accept(token, &slot.error);
   if (accepted == Answer::kFailed) fail(slot);
@@ -151,10 +165,10 @@ bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
 }
 
 void SlotWork::fill(Slot& slot, int j) const noexcept {
-  const int64_t count = shape_.words();
-  int32_t* words = mask_.row(slot.index) + j * count;
+  const int64_t count = exchange_.layout.words;
+  int32_t* words = exchange_.mask(slot.index, j);
   slot.tally[count::fills] += 1;
-  int32_t& forced = slot.forced[static_cast<size_t>(j)];
+  int32_t& forced = slot.forced[at(j)];
   forced = -1;
   const Filled filled = slot.matcher->fill(words, count, &slot.error);
   if (filled == Filled::kFailed) {
@@ -179,17 +193,9 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
     return;
   }
   slot.tally[count::dead_ends] += 1;
-  slot.chain_end = std::min(slot.chain_end, j + 1);
+  slot.closed[at(j)] = 1;
   if (j == 0) slot.ended = true;
   make(slot, j, kRowDeadEnd);
-}
-
-void SlotWork::roll_back(Slot& slot) const noexcept {
-  if (slot.scratch == 0 || slot.ended) return;
-  slot.tally[count::rollbacks] += 1;
-  if (slot.matcher->rollback(slot.scratch, &slot.error) == Answer::kFailed) fail(slot);
-  slot.scratch = 0;
-  slot.terminated = false;
 }
 
 void SlotWork::fail(Slot& slot) const noexcept {
@@ -206,11 +212,11 @@ void SlotWork::forget_rows(Slot& slot) const noexcept {
 }
 
 bool SlotWork::is_made(const Slot& slot, int j) noexcept {
-  return slot.made[static_cast<size_t>(j)].load(std::memory_order_relaxed) != kRowNotReady;
+  return slot.made[at(j)].load(std::memory_order_relaxed) != kRowNotReady;
 }
 
 void SlotWork::make(Slot& slot, int j, RowState state) noexcept {
-  slot.made[static_cast<size_t>(j)].store(state, std::memory_order_release);
+  slot.made[at(j)].store(state, std::memory_order_release);
 }
 
 }  // namespace graft::guide

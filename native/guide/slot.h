@@ -1,5 +1,8 @@
 // One slot's place in its grammar, and the work on it: whatever touches the slot's matcher.
 //
+// Drafts are the nodes 1 .. K of a tree whose node 0 is the last committed token; a chain is
+// parent[j] = j - 1. Row j masks what may follow node j.
+//
 // A slot belongs either to the thread that runs the steps ("the step") or, while `busy` is set, to
 // the one thread that serves its order. See worker.h for who may do what when.
 #pragma once
@@ -14,7 +17,6 @@
 #include "forced.h"
 #include "matcher.h"
 #include "protocol.h"
-#include "token_log.h"
 
 namespace graft::guide {
 
@@ -39,8 +41,9 @@ struct Order {
   Commit commit;
   Task task = Task::kNone;
   int j = 0;
-  int drafts = 0;              // v
-  std::vector<int32_t> draft;  // [K]
+  int drafts = 0;               // v
+  std::vector<int32_t> draft;   // [K] token of node j at j - 1
+  std::vector<int32_t> parent;  // [K + 1] parent[j] < j
   int candidates = 0;
   std::vector<int32_t> candidate;  // [candidates]
 };
@@ -60,15 +63,14 @@ struct Slot {
 
   // The server's, handed over with `busy`.
   Order order;
-  int scratch = 0;              // drafts the matcher has accepted beyond the committed tokens
-  int chain_end = INT_MAX;      // no row can be made from here on: refused, stop or dead-end draft
+  int node = 0;                 // where the matcher stands
+  std::vector<uint8_t> closed;  // [K + 1] nodes nothing follows: refused, stop or dead-end drafts
   bool ended = false;           // terminated, dead end or error: the slot is left alone
-  bool terminated = false;      // of the matcher, scratch included
+  bool terminated = false;      // of the matcher, drafts included
   std::vector<int32_t> forced;  // [K + 1] forced token of each row, or -1
   int tested = 0;               // drafts that the rows made last are for
   bool answered = false;        // a probe has its answer
   int32_t answer = -1;
-  TokenLog log;
   std::array<int32_t, count::kinds> tally{};  // folded into the counters by the step
   ErrorText error;
 
@@ -84,8 +86,8 @@ class SlotWork {
  public:
   // `forced`: says which rows force a token; null: nobody wants to know. With `chain` forced tokens
   // are followed as soon as they are found: there is no drafter to wait for.
-  SlotWork(const Field& mask, const Shape& shape, const Forced* forced, bool chain)
-      : mask_(mask), shape_(shape), forced_(forced), chain_(chain) {}
+  SlotWork(const Exchange& exchange, const Forced* forced, bool chain)
+      : exchange_(exchange), forced_(forced), chain_(chain) {}
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
@@ -94,17 +96,17 @@ class SlotWork {
  private:
   void commit(Slot& slot) const noexcept;
   void make_rows(Slot& slot) const noexcept;
-  bool advance(Slot& slot, int j, int32_t token) const noexcept;
+  bool make_row(Slot& slot, int j) const noexcept;
+  bool stand_at(Slot& slot, int j) const noexcept;
+  void step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;
   void follow(Slot& slot) const noexcept;
-  void roll_back(Slot& slot) const noexcept;
   static bool is_made(const Slot& slot, int j) noexcept;
   static void make(Slot& slot, int j, RowState state) noexcept;
 
-  Field mask_;
-  Shape shape_;
+  Exchange exchange_;
   const Forced* forced_;
   bool chain_;
 };

@@ -6,15 +6,16 @@
 //    graph's edges order them with the kernels that write `committed`, `drafted` and `candidates`
 //    and with those that read `mask`, `row_state` and `answers`.
 // 2. A step never allocates, throws, prints, takes the GIL, makes a driver call or drops a
-//    reference; nor do the threads that serve its slots.
+//    reference; nor do the threads that serve its slots. A matcher in Python alone takes the GIL:
+//    whoever waits for a step or a thread has released it.
 // 3. A step touches only slots its replay's snapshot names. A replay without a snapshot stands
 //    down: nothing is written, so verification finds stale stamps and accepts nothing new.
 // 4. Stamps and answers are written by the step's own thread, while the step runs. A row's stamp is
 //    written after its mask, with release order, and is withdrawn before the state it was made for
 //    changes. So nothing becomes ready while a kernel looks.
 // 5. An internal error fails one slot (ROW_ERROR); the other slots go on.
-// 6. Between rounds the matcher stands at the committed tokens plus `scratch` drafts, and `scratch`
-//    is rolled back before anything is committed.
+// 6. The matcher stands at a node of the drafts' tree (slot.h); stand_at() alone moves it, and it
+//    is back at node 0 before anything is committed.
 // 7. A slot's work in a step is one order, served by one thread at a time. `busy` hands the slot
 //    over: set before the order is posted, cleared with release order after the last touch. With
 //    one thread and no budget the step serves the orders itself and hands nothing over. Under a
@@ -63,13 +64,15 @@ class Worker {
  public:
   // `threads` serve a step's slots, the step's own among them unless there is a budget.
   // `forced`, or null, and `chain`: see SlotWork.
-  Worker(const Exchange& exchange, const Shape& shape, int ring, int threads, const Budget& budget,
+  Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool chain);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
   // Called by the publishing thread.
-  bool publish(int64_t replay, const std::vector<Request>& requests);
+  bool publish(int64_t replay, const std::vector<Request>& requests) {
+    return snapshots_.publish(replay, requests);
+  }
   bool retire(int64_t replay) { return snapshots_.retire(replay); }
   StepRecord* record(Step step, int draft);
   bool busy(int slot) const;
@@ -78,19 +81,18 @@ class Worker {
   // Called by the step functions.
   void run(const StepRecord& record) noexcept;
 
-  const Shape& shape() const { return shape_; }
+  const Exchange& exchange() const { return exchange_; }
   const Counters& counters() const { return counters_; }
   const Timeline& timeline() const { return timeline_; }
   std::string first_error() const;
-  std::vector<int32_t> history(int slot, int32_t* epoch) const;
-  // Tokens committed to a slot and not in its history yet; waits while the slot is late.
-  std::vector<int32_t> unapplied(int slot) const;
+  // Why a slot failed, once the device has read that it did; empty where its backend did not say.
+  std::string error(int slot) const { return slots_[static_cast<size_t>(slot)].error.text; }
   int busy_slots() const;
   // Whether a step now sleeps until its slots are done: all its orders are posted then.
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:
-  int64_t replay_of(const int32_t* row) const noexcept;
+  int64_t replay_of(const int32_t& replay) const noexcept;
   void step(const StepRecord& record) noexcept;
   bool give_order(Slot& slot, const StepRecord& record) noexcept;
   void serve() noexcept;
@@ -110,14 +112,12 @@ class Worker {
   static void serve_posted(void* worker, int slot);
 
   Exchange exchange_;
-  Shape shape_;
   std::shared_ptr<const Forced> forced_;
   SlotWork work_;
   std::vector<Slot> slots_;
   SnapshotRing snapshots_;
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;
-  int64_t log_room_;
   std::vector<StepRecord> records_;
   std::vector<int> given_;  // slots with an order in this step
   Counters counters_;

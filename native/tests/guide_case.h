@@ -183,10 +183,13 @@ class GuidedCase {
   GuidedCase(uint32_t seed, const GuidedSetting& setting)
       : random_(seed),
         setting_(setting),
-        shape_{kGuidedSlots, setting.drafts, kVocab, setting.candidates},
-        memory_(kGuidedSlots * 6 * kStride),
-        worker_({field(0), field(1), field(2), field(3), field(4), field(5)}, shape_, kAhead + 2,
-                setting.threads, {setting.budget_ns, nullptr}, forced_text(setting.forcing),
+        memory_(kGuidedSlots * 6 * kPart),
+        exchange_{memory_.data(),
+                  {kGuidedSlots, 6 * kPart, setting.drafts + 1, (kVocab + 31) / 32,
+                   setting.candidates, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart, 5 * kPart},
+                  kVocab},
+        worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
+                forced_text(setting.forcing),
                 setting.forcing != Forcing::kNone && !setting.masked) {}
 
   // Runs requests one after another in every slot; returns how many ended, all of them rightly.
@@ -237,12 +240,7 @@ class GuidedCase {
   long forced() const { return forced_; }
 
  private:
-  static constexpr int kAhead = 2, kStride = 64;
-
-  guided::Field field(int which) {
-    return {memory_.data() + which * kGuidedSlots * kStride, kStride};
-  }
-  int32_t* row(int which, int slot) { return field(which).row(slot); }
+  static constexpr int kAhead = 2, kPart = 64;
 
   std::unique_ptr<Stay> begin(int number) {
     auto stay = std::make_unique<Stay>();
@@ -258,8 +256,6 @@ class GuidedCase {
 
   void read() {
     while (last_.load() < 0) {
-      int32_t epoch = 0;
-      for (int s = 0; s < kGuidedSlots; ++s) WANT(worker_.history(s, &epoch).size() < 64);
       WANT(worker_.first_error().empty());
       worker_.timeline().read();
       std::this_thread::yield();
@@ -280,8 +276,8 @@ class GuidedCase {
       for (int s = 0; s < kGuidedSlots; ++s) {
         if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, replay);
       }
-      if (shape_.draft_length > 0) step(guided::Step::kCommit, 0);
-      for (int j = 1; j <= shape_.draft_length; ++j) draw(plan, moved, j, replay);
+      if (exchange_.drafts() > 0) step(guided::Step::kCommit, 0);
+      for (int j = 1; j <= exchange_.drafts(); ++j) draw(plan, moved, j, replay);
       for (int s = 0; s < kGuidedSlots; ++s) {
         if (plan[s] != nullptr && !plan[s]->active) plan[s]->over.store(true);
       }
@@ -291,11 +287,12 @@ class GuidedCase {
 
   // The row's mask, if it is ready for this stay at this position.
   const int32_t* ready(const Stay& stay, int s, int j) {
-    const int32_t* state = row(1, s) + j * guided::kRowStateWords;
-    if (state[0] != guided::kRowReady || state[1] != stay.epoch || state[2] != stay.n + j) {
+    const RowStamp& stamp = *exchange_.stamp(s, j);
+    if (stamp.state != guided::kRowReady || stamp.epoch != stay.epoch ||
+        stamp.position != stay.n + j) {
       return nullptr;
     }
-    const int32_t* mask = row(0, s) + j * shape_.words();
+    const int32_t* mask = exchange_.mask(s, j);
     std::vector<int32_t> legal;
     for (int32_t token = 0; token < kVocab; ++token) {
       if (bit(mask, token)) legal.push_back(token);
@@ -317,13 +314,11 @@ class GuidedCase {
       WANT(tokens.back() >= 0);
       if (tokens.back() == kStop || j == stay.drafts || tokens.back() != stay.draft[j]) break;
     }
-    int32_t* committed = row(2, s);
-    committed[0] = static_cast<int32_t>(replay);
-    committed[1] = static_cast<int32_t>(tokens.size());
-    std::copy(tokens.begin(), tokens.end(), committed + 2);
+    Committed* committed = exchange_.committed(s);
+    *committed = {static_cast<int32_t>(replay), static_cast<int32_t>(tokens.size())};
+    std::copy(tokens.begin(), tokens.end(), guided::Exchange::ids(committed));
     if (tokens.empty()) return false;
-    row(3, s)[0] = static_cast<int32_t>(replay);
-    row(3, s)[1] = 0;
+    *exchange_.drafted(s) = {static_cast<int32_t>(replay), 0};
     stay.n += static_cast<int32_t>(tokens.size());
     stay.drafts = 0;
     stay.tokens.insert(stay.tokens.end(), tokens.begin(), tokens.end());
@@ -339,15 +334,15 @@ class GuidedCase {
   }
 
   void draw(const std::array<Stay*, kGuidedSlots>& plan, const bool* moved, int j, int64_t replay) {
-    const bool probing = shape_.candidates > 0;
+    const bool probing = exchange_.layout.candidates > 0;
     for (int s = 0; probing && s < kGuidedSlots; ++s) {
       if (!moved[s] || !drafting(*plan[s], j)) continue;
-      int32_t* record = row(4, s);
-      record[0] = static_cast<int32_t>(replay);
-      record[1] = j;
-      record[2] = static_cast<int32_t>(random_device_() % (kMostCandidates + 1));
-      for (int i = 0; i < record[2]; ++i) {
-        record[3 + i] = static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
+      Candidates* offered = exchange_.candidates(s);
+      *offered = {static_cast<int32_t>(replay), j,
+                  static_cast<int32_t>(random_device_() % (kMostCandidates + 1))};
+      for (int i = 0; i < offered->count; ++i) {
+        guided::Exchange::ids(offered)[i] =
+            static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
       }
     }
     if (probing) step(guided::Step::kDraft, j);
@@ -355,10 +350,12 @@ class GuidedCase {
       if (!moved[s] || !drafting(*plan[s], j)) continue;
       Stay& stay = *plan[s];
       int32_t token = -1;
-      const int32_t* answer = row(5, s);
-      if (probing && answer[0] == static_cast<int32_t>(replay) && answer[1] == j) token = answer[2];
+      const Answer& answer = *exchange_.answer(s);
+      if (probing && answer.replay == static_cast<int32_t>(replay) && answer.draft == j) {
+        token = answer.id;
+      }
       const int32_t* mask = ready(stay, s, j - 1);
-      const int32_t forced = row(1, s)[(j - 1) * guided::kRowStateWords + 3] - 1;
+      const int32_t forced = exchange_.stamp(s, j - 1)->more - 1;
       if (token < 0 && mask != nullptr && forced >= 0) {
         token = forced;
       } else if (token < 0 && worker_chains()) {
@@ -370,18 +367,17 @@ class GuidedCase {
       }
       if (token < 0 && setting_.masked) continue;
       stay.draft[stay.drafts++] = token;
-      row(3, s)[0] = static_cast<int32_t>(replay);
-      row(3, s)[1] = j;
-      row(3, s)[1 + j] = token;
+      *exchange_.drafted(s) = {static_cast<int32_t>(replay), j};
+      guided::Exchange::ids(exchange_.drafted(s))[j - 1] = token;
     }
-    if (!probing && setting_.masked && j < shape_.draft_length) step(guided::Step::kDraft, j);
+    if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }
 
   std::minstd_rand random_, random_device_;
   const GuidedSetting setting_;
   const std::shared_ptr<guided::Pace> pace_ = std::make_shared<guided::Pace>();
-  const guided::Shape shape_;
   std::vector<int32_t> memory_;
+  const guided::Exchange exchange_;
   guided::Worker worker_;
   std::array<std::unique_ptr<Stay>, kGuidedSlots> seated_;
   std::array<int64_t, kGuidedSlots> last_named_{};

@@ -8,18 +8,16 @@
 #include "driver_calls.h"
 #include "guide/counters.h"
 #include "guide/snapshots.h"
-#include "guide/token_log.h"
 
 namespace stress {
 
-// Publishes and retires snapshots while a worker reads them, times its steps and logs tokens; a
+// Publishes and retires snapshots while a worker reads them, and times its steps; a
 // third thread reads what may be read at any time. Every value says what it must be.
 inline int rings(double seconds) {
   using namespace graft::guide;
   constexpr int kEntries = 4;
   SnapshotRing ring(kEntries, 8);
   Timeline timeline(3);
-  TokenLog log;
   std::atomic<int64_t> worked{0}, last{INT64_MAX};
   std::atomic<bool> over{false};
 
@@ -33,8 +31,6 @@ inline int rings(double seconds) {
       WANT(snapshot->requests.size() == static_cast<size_t>(replay % 8));
       for (const Request& request : snapshot->requests) WANT(request.epoch == replay % 1000);
       timeline.record(replay, static_cast<int>(replay % 3), replay, 2 * replay);
-      if (replay % 500 == 1) log.restart(static_cast<int32_t>(replay / 500));
-      WANT(log.append(static_cast<int32_t>(replay / 500)));
       worked.store(replay);
     }
   });
@@ -44,8 +40,6 @@ inline int rings(double seconds) {
         WANT(span.step == span.replay % 3);
         WANT(span.start_ns == span.replay && span.end_ns == 2 * span.replay);
       }
-      int32_t owner = 0;
-      for (int32_t token : log.read(&owner)) WANT(token == owner || token == owner + 1);
       std::this_thread::yield();
     }
   });
@@ -60,7 +54,6 @@ inline int rings(double seconds) {
     }
     Request request;
     request.epoch = static_cast<int32_t>(replay % 1000);
-    WANT(log.reserve(kEntries + 1));
     WANT(ring.publish(replay, std::vector<Request>(static_cast<size_t>(replay % 8), request)));
   }
   last.store(replay);

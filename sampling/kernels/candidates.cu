@@ -6,6 +6,7 @@
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
 #include "draw.cuh"
+#include "row.cuh"
 #include "slot.cuh"
 
 // A thread's columns fall into parts, and it knows the best of each: only the part that a column
@@ -25,26 +26,19 @@ __device__ inline u64 best_below(const float* score, int first, int size, u64 la
   return best;
 }
 
-extern "C" __global__ void draft_candidates(
-    const float* logits, int draft_vocab, int token_limit, const int* d2t, const int* row_slot,
-    int j, int draft_stride, const int* count_of, const int* n, const int* drafts,
-    const int* draft_len, const int* active, const int* epoch, const int* limit,
-    const int* stop_ids, const int* stop_count, const unsigned long long* seed, const int* sample,
-    const float* temperature, const int* top_k, const float* top_p, const float* min_p,
-    const int* verify, float* q, const int* row_state, int row_state_stride,
-    const int* replay_number, int most, int* candidates, int candidates_stride) {
+extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab, int token_limit,
+                                            const int* d2t, const int* row_slot, int j,
+                                            const Slot* slots, const RoundRow* rows, int row_words,
+                                            float* q, int most_drafts, int* exchange,
+                                            const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
-  const int slot = row_slot[b];
-  if (slot < 0 || count_of[b] == 0 || !active[slot] || draft_len[slot] != j - 1) return;
-  const int position = n[slot] + j;  // being drafted
-  if (position >= limit[slot]) return;
-  const int index = slot * draft_stride + j - 1;
-  if (j > 1 && is_stop(stop_ids + slot * MAX_STOP_IDS, stop_count[slot], drafts[index - 1])) return;
-  if (is_unconstrained(row_state + static_cast<long long>(slot) * row_state_stride, epoch[slot])) {
-    return;
-  }
+  const int index = row_slot[b];
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), j)) return;
+  const Slot& slot = slots[index];
+  const int position = slot.n + j;  // being drafted
+  if (is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch)) return;
 
   Row row;
   row.logits = logits + static_cast<long long>(b) * draft_vocab;
@@ -52,20 +46,21 @@ extern "C" __global__ void draft_candidates(
   row.mask = nullptr;
   row.token_limit = token_limit;
   row.map = d2t;
-  float* score = q + static_cast<long long>(index) * draft_vocab;  // no table: the draft is a point
+  // There is no table, for the draft is a point: its room holds the scores.
+  float* score = q + (static_cast<long long>(index) * most_drafts + j - 1) * draft_vocab;
   int best_column;
   float best_logit;
   int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)
                    : row_best<false, true>(row, score, scratch, &best_column, &best_logit);
   if (status != ROW_OK) return;
-  if (temperature[slot] >= GREEDY_TEMPERATURE && verify[slot] == VERIFY_COUPLED) {
-    const Filter filter = {temperature[slot], top_k[slot], top_p[slot], min_p[slot]};
+  if (slot.temperature >= GREEDY_TEMPERATURE && slot.verify == VERIFY_COUPLED) {
+    const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
     status = d2t ? row_distribution<true>(row, filter, score, scratch)
                  : row_distribution<false>(row, filter, score, scratch);
     if (status != ROW_OK) return;
     const float minus_infinity = __uint_as_float(0xff800000u);
     const float inverse_temperature = fdiv(1.0f, filter.temperature);
-    const Noise noise = {seed[slot], position, PURPOSE_NOISE | static_cast<u32>(sample[slot]) << 8};
+    const Noise noise = {slot.seed, position, PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
     for (int i = tid; i < draft_vocab; i += BLOCK) {
       const int id = d2t ? d2t[i] : i;
       if (id < 0 || id >= token_limit || !(row.logits[i] > minus_infinity)) {
@@ -82,12 +77,14 @@ extern "C" __global__ void draft_candidates(
     }
   }
 
-  // The best of what is left, `most` times; ties go to the smaller column.
-  int* record = candidates + static_cast<long long>(slot) * candidates_stride;
+  // The best of what is left, time and again; ties go to the smaller column.
+  Candidates* head =
+      reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
+  int* ids = reinterpret_cast<int*>(head + 1);
   u64 own[PARTS];
   for (int p = 0; p < PARTS; ++p) own[p] = best_below(score, tid * PARTS + p, draft_vocab, ~0ull);
   int found = 0;
-  for (; found < most; ++found) {
+  for (; found < layout.candidates; ++found) {
     u64 best = 0;
     for (int p = 0; p < PARTS; ++p) best = own[p] > best ? own[p] : best;
     const u64 packed = block_reduce(best, scratch, Max());
@@ -96,11 +93,9 @@ extern "C" __global__ void draft_candidates(
       if (own[p] == packed) own[p] = best_below(score, tid * PARTS + p, draft_vocab, packed);
     }
     const int column = static_cast<int>(0xffffffffu - static_cast<u32>(packed));
-    if (tid == 0) record[3 + found] = d2t ? d2t[column] : column;
+    if (tid == 0) ids[found] = d2t ? d2t[column] : column;
   }
   if (tid != 0) return;
-  record[0] = *replay_number;
-  record[1] = j;
-  record[2] = found;
+  *head = {*replay_number, j, found};
   __threadfence_system();
 }

@@ -5,47 +5,38 @@
 // stamp, stop id, limit, dead end of the pruned vocabulary, broken logits), never on what would be
 // drawn.
 //
-// Where candidates were probed, `answers` holds the first legal one (int4 {replay, j, id, 0}): it
-// is the draft, as a point mass. With -1 none was legal and row j - 1 was filled: the best of the
-// row is the draft, a point mass too. Requests without a grammar are not probed and draw from q.
-// Where the row says that the grammar forces a token, that is the draft, whatever the drafter
-// thinks and whether its vocabulary has it or not.
+// Where candidates were probed, the slot's answer is the first legal one: it is the draft, as a
+// point mass. With -1 none was legal and row j - 1 was filled: the best of the row is the draft, a
+// point mass too. Requests without a grammar are not probed and draw from q. Where the row says
+// that the grammar forces a token, that is the draft, whatever the drafter thinks and whether its
+// vocabulary has it or not.
 #include "draw.cuh"
+#include "row.cuh"
 #include "slot.cuh"
 
-extern "C" __global__ void sample_draft(
-    const float* logits, int draft_vocab, int token_limit, const int* d2t, const int* row_slot,
-    int j, int masked, int draft_stride, const int* count_of, const int* n, int* drafts,
-    int* draft_len, const int* active, const int* epoch, const int* limit, const int* stop_ids,
-    const int* stop_count, const unsigned long long* seed, const int* sample,
-    const float* temperature, const int* top_k, const float* top_p, const float* min_p,
-    const int* verify, float* q, int* q_kind, const unsigned int* mask, int mask_stride,
-    int mask_words, const int* row_state, int row_state_stride, const int* replay_number,
-    int* drafted, int drafted_stride, const int* answers, int answers_stride) {
+extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, int token_limit,
+                                        const int* d2t, const int* row_slot, int j, int masked,
+                                        int probed, Slot* slots, const RoundRow* rows,
+                                        int row_words, float* q, int most_drafts, int* exchange,
+                                        const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
   const int b = static_cast<int>(blockIdx.x);
-  const int slot = row_slot[b];
-  if (slot < 0 || count_of[b] == 0 || !active[slot] || draft_len[slot] != j - 1) return;
-  const int position = n[slot] + j;  // being drafted
-  if (position >= limit[slot]) return;
-  const int index = slot * draft_stride + j - 1;
-  if (j > 1 && is_stop(stop_ids + slot * MAX_STOP_IDS, stop_count[slot], drafts[index - 1])) return;
+  const int index = row_slot[b];
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), j)) return;
+  Slot& slot = slots[index];
+  const int position = slot.n + j;  // being drafted
+  const RowStamp* stamp = stamp_of(exchange, layout, index, j - 1);
+  int* drafted = record_of(exchange, layout, index, layout.drafted);
 
   int token = -1;
-  if (answers) {
-    const int* answer = answers + static_cast<long long>(slot) * answers_stride;
-    if (answer[0] == *replay_number && answer[1] == j) token = answer[2];
+  if (probed) {
+    const Answer* answer =
+        reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
+    if (answer->replay == *replay_number && answer->draft == j) token = answer->id;
   }
-  if (token < 0 && masked) {
-    token = forced_token(row_state + static_cast<long long>(slot) * row_state_stride + 4 * (j - 1),
-                         epoch[slot], position - 1);
-  }
+  if (token < 0 && masked) token = forced_token(stamp, slot.epoch, position - 1);
   if (token >= 0) {
-    if (threadIdx.x == 0) {
-      int* record = drafted + static_cast<long long>(slot) * drafted_stride;
-      keep_draft(index, j, token, DRAFT_POINT, *replay_number, drafts, q_kind, draft_len + slot,
-                 record);
-    }
+    if (threadIdx.x == 0) keep_draft(slot, j, token, DRAFT_POINT, *replay_number, drafted);
     return;
   }
 
@@ -57,39 +48,34 @@ extern "C" __global__ void sample_draft(
   row.map = d2t;
   int state = ROW_FREE;
   if (masked) {
-    state = stamped_state(row_state + static_cast<long long>(slot) * row_state_stride + 4 * (j - 1),
-                          epoch[slot], position - 1);
+    state = stamped_state(stamp, slot.epoch, position - 1);
     if (state != ROW_FREE && state != ROW_READY) return;
     if (state == ROW_READY) {
-      const unsigned int* bits = mask + static_cast<long long>(slot) * mask_stride +
-                                 static_cast<long long>(j - 1) * mask_words;
-      row.mask = stage_mask(bits, mask_words, scratch);
+      row.mask = stage_mask(mask_of(exchange, layout, index, j - 1), layout.words, scratch);
     }
   }
 
   int column = -1;
   int kind = DRAFT_POINT;
-  const bool coupled = verify[slot] == VERIFY_COUPLED;
-  const bool probed = answers && state == ROW_READY;
-  if (temperature[slot] < GREEDY_TEMPERATURE || (probed && !coupled)) {
+  const bool coupled = slot.verify == VERIFY_COUPLED;
+  const bool best = probed && state == ROW_READY && !coupled;
+  if (slot.temperature < GREEDY_TEMPERATURE || best) {
     float best_logit;
     const int status = d2t ? row_best<true, false>(row, nullptr, scratch, &column, &best_logit)
                            : row_best<false, false>(row, nullptr, scratch, &column, &best_logit);
     if (status != ROW_OK) return;
   } else {
-    float* table = q + static_cast<long long>(index) * draft_vocab;
-    const Filter filter = {temperature[slot], top_k[slot], top_p[slot], min_p[slot]};
+    float* table = q + (static_cast<long long>(index) * most_drafts + j - 1) * draft_vocab;
+    const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
     const int status = d2t ? row_distribution<true>(row, filter, table, scratch)
                            : row_distribution<false>(row, filter, table, scratch);
     if (status != ROW_OK) return;
-    const Noise noise = {seed[slot], position,
-                         (coupled ? PURPOSE_NOISE : PURPOSE_DRAFT) | static_cast<u32>(sample[slot])
-                                                                         << 8};
+    const u32 purpose = coupled ? PURPOSE_NOISE : PURPOSE_DRAFT;
+    const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8};
     column = draw_column(draft_vocab, d2t, noise, scratch, [table](int i) { return table[i]; });
     kind = coupled ? DRAFT_POINT : DRAFT_DENSE;
   }
-  if (threadIdx.x != 0) return;
-  int* record = drafted + static_cast<long long>(slot) * drafted_stride;
-  keep_draft(index, j, d2t ? d2t[column] : column, kind, *replay_number, drafts, q_kind,
-             draft_len + slot, record);
+  if (threadIdx.x == 0) {
+    keep_draft(slot, j, d2t ? d2t[column] : column, kind, *replay_number, drafted);
+  }
 }

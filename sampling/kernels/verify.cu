@@ -7,6 +7,7 @@
 // refused; the walk may end only AFTER an accepted token (row not ready, stop id, limit), then
 // without a bonus.
 #include "draw.cuh"
+#include "row.cuh"
 #include "slot.cuh"
 
 #define DRAW_NONE 0
@@ -22,60 +23,44 @@ struct Walk {
   int row;   // j of the row it is drawn from
 };
 
-extern "C" __global__ void verify_chain(
-    const int* row_slot, int width, int draft_stride, int vocab_size, int draft_vocab,
-    const int* t2d, const float* probs, const int* target_tok, const int* row_ok, int* n, int* last,
-    const int* drafts, int* draft_len, int* active, const int* limit, const int* stop_ids,
-    const int* stop_count, const unsigned long long* seed, const int* sample,
-    const float* temperature, const int* verify, const float* q, const int* q_kind, int* faults,
-    const int* replay_number, int* committed, int committed_stride, int* drafted,
-    int drafted_stride, int entries, int* out_slot, int out_slot_stride, int* out_count,
-    int out_count_stride, int* out_reason, int out_reason_stride, int* out_accepted,
-    int out_accepted_stride, int* out_draft_len, int out_draft_len_stride, int* out_tokens,
-    int out_tokens_stride, int out_width, int* count_of, int* accepted_of, int* old_n,
-    int* committed_tok, int committed_tok_width) {
+extern "C" __global__ void verify_chain(const int* row_slot, int width, int vocab_size,
+                                        int draft_vocab, const int* t2d, const float* probs,
+                                        const int* target_tok, const int* row_ok, Slot* slots,
+                                        const float* q, int most_drafts, int* faults, int* exchange,
+                                        const ExchangeLayout layout, const int* replay_number,
+                                        RoundRow* rows, int row_words) {
   __shared__ Scratch scratch;
   __shared__ Walk walk;
   const int b = static_cast<int>(blockIdx.x);
-  const int slot = row_slot[b];
+  const int index = row_slot[b];
   const int replay = *replay_number;
-  const int entry = static_cast<int>(static_cast<unsigned int>(replay) % entries);
   const bool leader = threadIdx.x == 0;
+  RoundRow* result = round_row(rows, row_words, b);
+  int* tokens = reinterpret_cast<int*>(result + 1);
 
-  if (slot < 0 || !active[slot]) {
+  if (index < 0 || !slots[index].active) {
     if (leader) {
-      count_of[b] = 0;
-      accepted_of[b] = 0;
-      old_n[b] = slot < 0 ? 0 : n[slot];
-      out_slot[static_cast<long long>(entry) * out_slot_stride + b] = slot;
-      out_count[static_cast<long long>(entry) * out_count_stride + b] = 0;
-      out_reason[static_cast<long long>(entry) * out_reason_stride + b] = REASON_NONE;
-      out_accepted[static_cast<long long>(entry) * out_accepted_stride + b] = 0;
-      out_draft_len[static_cast<long long>(entry) * out_draft_len_stride + b] = 0;
-      if (slot >= 0) {
-        int* record = committed + static_cast<long long>(slot) * committed_stride;
-        record[0] = replay;
-        record[1] = 0;
+      *result = {index, 0, REASON_NONE, 0, 0, index < 0 ? 0 : slots[index].n};
+      if (index >= 0) {
+        int* record = record_of(exchange, layout, index, layout.committed);
+        *reinterpret_cast<Committed*>(record) = {replay, 0};
       }
-      __threadfence_system();
     }
     return;
   }
 
-  const int position = n[slot];  // of `last`
-  const int tested = draft_len[slot] < width - 1 ? draft_len[slot] : width - 1;
-  const int end = limit[slot];
-  const int* stops = stop_ids + slot * MAX_STOP_IDS;
-  const int stops_count = stop_count[slot];
-  const bool sampled = temperature[slot] >= GREEDY_TEMPERATURE;
-  const bool rejection = sampled && verify[slot] == VERIFY_REJECTION;
-  const u32 sample_bits = static_cast<u32>(sample[slot]) << 8;
-  int* tokens = committed_tok + b * committed_tok_width;
+  Slot& slot = slots[index];
+  const int position = slot.n;  // of `last`
+  const int tested = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
+  const bool rejection = sampled && slot.verify == VERIFY_REJECTION;
+  const u32 sample_bits = static_cast<u32>(slot.sample) << 8;
+  const float* tables = q + static_cast<long long>(index) * most_drafts * draft_vocab;
 
   if (leader) {
     walk = {0, 0, REASON_NONE, DRAW_NONE, 0};
     for (int j = 0; j <= tested; ++j) {
-      if (position + j + 1 >= end) {
+      if (position + j + 1 >= slot.limit) {
         walk.reason = REASON_LENGTH;
         break;
       }
@@ -95,22 +80,20 @@ extern "C" __global__ void verify_chain(
         }
         break;
       }
-      const int d = drafts[slot * draft_stride + j];
+      const int d = slot.drafts[j];
       const bool known = d >= 0 && d < vocab_size;
       bool accept;
       if (rejection) {
         const float p = known ? probs[static_cast<long long>(r) * vocab_size + d] : 0.0f;
-        const Noise noise = {seed[slot], position + j + 1, PURPOSE_COIN | sample_bits};
+        const Noise noise = {slot.seed, position + j + 1, PURPOSE_COIN | sample_bits};
         const float u = uniform24(noise_words(noise, 0u).x[0]);
-        if (q_kind[slot * draft_stride + j] == DRAFT_POINT) {
+        if (slot.q_kind[j] == DRAFT_POINT) {
           walk.draw = DRAW_WITHOUT;
           accept = u < p;
         } else {
           const int column = !known ? -1 : t2d ? t2d[d] : d < draft_vocab ? d : -1;
           const float qd =
-              column < 0
-                  ? 0.0f
-                  : q[static_cast<long long>(slot * draft_stride + j) * draft_vocab + column];
+              column < 0 ? 0.0f : tables[static_cast<long long>(j) * draft_vocab + column];
           walk.draw = DRAW_RESIDUAL;
           // A draft its own table calls impossible was not drawn from that table: refuse, count.
           if (!(qd > 0.0f)) atomicAdd(faults, 1);
@@ -124,7 +107,7 @@ extern "C" __global__ void verify_chain(
       walk.draw = DRAW_NONE;
       tokens[walk.count++] = d;
       walk.accepted += 1;
-      if (is_stop(stops, stops_count, d)) {
+      if (is_stop(slot, d)) {
         walk.reason = REASON_STOP;
         break;
       }
@@ -135,17 +118,17 @@ extern "C" __global__ void verify_chain(
   if (walk.draw != DRAW_NONE) {
     const int j = walk.row;
     const float* p = probs + static_cast<long long>(b * width + j) * vocab_size;
-    Noise noise = {seed[slot], position + j + 1, PURPOSE_RESIDUAL | sample_bits};
+    Noise noise = {slot.seed, position + j + 1, PURPOSE_RESIDUAL | sample_bits};
     int token = -1;
     if (walk.draw == DRAW_RESIDUAL) {
-      const float* table = q + static_cast<long long>(slot * draft_stride + j) * draft_vocab;
+      const float* table = tables + static_cast<long long>(j) * draft_vocab;
       token = draw_column(vocab_size, nullptr, noise, scratch, [=](int i) {
         if (!(p[i] > 0.0f)) return 0.0f;
         const int column = t2d ? t2d[i] : i < draft_vocab ? i : -1;
         return column < 0 ? p[i] : fadd(p[i], -table[column]);
       });
     } else if (walk.draw == DRAW_WITHOUT) {
-      const int d = drafts[slot * draft_stride + j];
+      const int d = slot.drafts[j];
       token = draw_column(vocab_size, nullptr, noise, scratch,
                           [=](int i) { return i == d ? 0.0f : p[i]; });
     } else {
@@ -162,48 +145,39 @@ extern "C" __global__ void verify_chain(
   const int count = walk.count;
   int reason = walk.reason;
   if (count > 0 && reason == REASON_NONE) {
-    if (is_stop(stops, stops_count, tokens[count - 1])) {
+    if (is_stop(slot, tokens[count - 1])) {
       reason = REASON_STOP;
-    } else if (position + count + 1 >= end) {
+    } else if (position + count + 1 >= slot.limit) {
       reason = REASON_LENGTH;
     }
   }
   if (count > 0) {
-    n[slot] = position + count;
-    last[slot] = tokens[count - 1];
-    draft_len[slot] = 0;
-    int* record = drafted + static_cast<long long>(slot) * drafted_stride;
-    record[0] = replay;
-    record[1] = 0;
+    slot.n = position + count;
+    slot.last = tokens[count - 1];
+    slot.draft_len = 0;
+    int* drafted = record_of(exchange, layout, index, layout.drafted);
+    *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }
-  if (reason != REASON_NONE) active[slot] = 0;
-
-  count_of[b] = count;
-  accepted_of[b] = walk.accepted;
-  old_n[b] = position;
-  int* record = committed + static_cast<long long>(slot) * committed_stride;
-  record[0] = replay;
-  record[1] = count;
-  for (int i = 0; i < count; ++i) record[2 + i] = tokens[i];
-  out_slot[static_cast<long long>(entry) * out_slot_stride + b] = slot;
-  out_count[static_cast<long long>(entry) * out_count_stride + b] = count;
-  out_reason[static_cast<long long>(entry) * out_reason_stride + b] = reason;
-  out_accepted[static_cast<long long>(entry) * out_accepted_stride + b] = walk.accepted;
-  out_draft_len[static_cast<long long>(entry) * out_draft_len_stride + b] = tested;
-  int* out = out_tokens + static_cast<long long>(entry) * out_tokens_stride + b * out_width;
-  for (int i = 0; i < count; ++i) out[i] = tokens[i];
+  if (reason != REASON_NONE) slot.active = 0;
+  *result = {index, count, reason, walk.accepted, tested, position};
+  int* record = record_of(exchange, layout, index, layout.committed);
+  *reinterpret_cast<Committed*>(record) = {replay, count};
+  for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];
   __threadfence_system();
 }
 
-// After all batch rows: mark the entry's unused rows and publish its stamp to the host.
-extern "C" __global__ void publish_round(const int* replay_number, int entries, int rows,
-                                         int out_rows, int* out_slot, int out_slot_stride,
-                                         int* stamp, int stamp_stride) {
+// After all batch rows: copies their results to the replay's entry of the output ring, marks the
+// entry's unused rows and publishes its stamp to the host. One block.
+extern "C" __global__ void publish_round(const int* rows, int batch, const int* replay_number,
+                                         int* ring, const OutputLayout out, int* stamp,
+                                         int stamp_stride) {
   const int replay = *replay_number;
-  const int entry = static_cast<int>(static_cast<unsigned int>(replay) % entries);
-  for (int b = rows; b < out_rows; ++b) {
-    out_slot[static_cast<long long>(entry) * out_slot_stride + b] = -1;
+  const int entry = static_cast<int>(static_cast<unsigned int>(replay) % out.entries);
+  int* to = ring + static_cast<long long>(entry) * out.stride;
+  for (int i = threadIdx.x; i < out.rows * out.row; i += blockDim.x) {
+    to[i] = i < batch * out.row ? rows[i] : -1;
   }
   __threadfence_system();
-  store_release_system(stamp + static_cast<long long>(entry) * stamp_stride, replay);
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_system(stamp + entry * stamp_stride, replay);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.kernels import Kernel, load_text
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.signature import kernel_kinds
 from graft.cudagraph.slots import PinnedSlots
 
 TEXT = """
@@ -34,6 +37,15 @@ extern "C" __global__ void reverse(int* data, int n) {
   __syncthreads();
   data[threadIdx.x] = tile[n - 1 - threadIdx.x];
 }
+struct S {
+  int a;
+  double b;
+};
+extern "C" __global__ void by_value(const S s, int* out) {
+  out[0] = s.a;
+  out[1] = (int)(s.b * 2.0);
+}
+extern "C" __global__ void doubled(double d, double* out) { out[0] = d; }
 """
 
 
@@ -67,6 +79,38 @@ def test_every_kind_of_argument_arrives(device: Device, stream: Stream, module) 
     assert out.to_host().view(np.float64).tolist() == [200, 7, -300, 0.1, -5, 1]
 
 
+class AsStructure(ctypes.Structure):
+    """``S`` of the text."""
+
+    _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_double))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: struct.pack("=i4xd", a, b),
+        lambda a, b: np.array((a, b), np.dtype([("a", "i4"), ("b", "f8")], align=True))[()],
+        AsStructure,
+    ],
+    ids=["bytes", "numpy", "ctypes"],
+)
+def test_a_struct_is_passed_by_value(device: Device, stream: Stream, module, make) -> None:
+    """Bytes, a structured NumPy scalar and a ctypes.Structure of the struct's size arrive."""
+    out = device.zeros((2,), "int32")
+    launch(stream, module["by_value"], 1, 1, [make(-7, 20.5), out])
+    assert out.to_host().tolist() == [-7, 41]
+
+
+def test_python_numbers_become_what_the_parameter_is(device: Device, stream, module) -> None:
+    """An int given for a float is that number, and a Python float fills a double."""
+    y = device.from_host(np.zeros(4, np.float32))
+    launch(stream, module["saxpy"], 1, 4, [y, device.from_host(np.ones(4, np.float32)), 3, 4])
+    assert y.to_host().tolist() == [3.0] * 4
+    out = device.zeros((1,), "int64")
+    launch(stream, module["doubled"], 1, 1, [0.1, out])
+    assert out.to_host().view(np.float64).tolist() == [0.1]
+
+
 def test_pinned_memory_is_an_argument(device: Device, stream: Stream, module) -> None:
     """Pinned arrays and pinned fields are passed by their device address."""
     pinned = device.pinned((4,), "float32")
@@ -95,6 +139,13 @@ def test_dynamic_shared_memory(device: Device, stream: Stream, module) -> None:
         ([None, None, None, 1], "argument 2"),
         ([None, None, np.float64(1), 1], "float64"),
         ([None, None, "1", 1], "str"),
+        ([None, None, 10**400, 1], "argument 2"),
+        ([None, None, np.int32(1), 1], "a float of 4 bytes, but int32"),
+        ([None, None, 1.0, 1.5], "an int of 4 bytes and takes no float"),
+        ([None, None, 1.0, np.float32(1)], "an int of 4 bytes, but float32"),
+        ([None, np.float64(1), 1.0, 1], "a pointer of 8 bytes, but float64"),
+        ([None, None, bytes(4), 1], "a float of 4 bytes, but 4 plain bytes"),
+        ([bytes(16), None, 1.0, 1], "a pointer of 8 bytes, but 16 plain bytes"),
     ],
 )
 def test_wrong_arguments_are_refused_before_launch(module, args, words: str) -> None:
@@ -102,6 +153,33 @@ def test_wrong_arguments_are_refused_before_launch(module, args, words: str) -> 
     with pytest.raises(KernelError, match=words) as caught:
         module["saxpy"].pack(args)
     assert "saxpy" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [bytes(15), 3, 1.5, np.array((1,), [("a", "i4")])[()], None])
+def test_a_struct_takes_nothing_of_another_size(module, value) -> None:
+    """A parameter of a type of the text's own takes its bytes and no guess."""
+    with pytest.raises(KernelError, match="'by_value': argument 0 is of a type that is not"):
+        module["by_value"].pack([value, None])
+
+
+def test_kinds_are_read_from_the_text() -> None:
+    """Comments, qualifiers, missing names, launch bounds and second definitions are understood."""
+    text = """
+    // extern "C" __global__ void commented(int a) {}
+    #if A
+    extern "C" __global__ void __launch_bounds__(32 * (2), 1) twice(float a, unsigned long long) {}
+    #else
+    extern "C" __global__ void twice(int a, const unsigned b) {}
+    #endif
+    extern "C" __global__ void none() {}
+    extern "C" __global__ void more(const float* const __restrict__ a, /* b */ const volatile
+        size_t b, Pair c, uint8_t d, const double e, bool, signed char) {}
+    """
+    assert kernel_kinds(text) == {
+        "twice": ("other", "int"),
+        "none": (),
+        "more": ("pointer", "int", "other", "int", "float", "int", "int"),
+    }
 
 
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2048), ((1, 2), 1), (1.5, 1)])

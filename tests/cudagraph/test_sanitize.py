@@ -105,7 +105,7 @@ def test_a_fault_is_named_and_everything_later_is_refused():
 
 
 def test_lock_free_parts_of_the_guide_lose_and_mix_nothing():
-    """Snapshots, the timeline and the token log between a publisher, a worker and a reader."""
+    """Snapshots and the timeline between a publisher, a worker and a reader."""
     assert int(run("address", "rings", 1).split()[0]) > 0
 
 

@@ -48,7 +48,7 @@ def said_by(error: type[GraftError], wait: Callable[[], object]) -> str:
 
     with pytest.raises(error) as caught:
         a_function_that_waits()
-    return str(caught.value)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def check_both_sides(message: str) -> None:
@@ -89,11 +89,11 @@ def test_a_wait_for_a_round(stuck: threading.Event, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 0.0)
     monkeypatch.setattr(replay, "POLL_S", 0.001)
     rounds = SimpleNamespace(
-        unread=[SimpleNamespace(replay=7)], _stream=SimpleNamespace(query=lambda: False),
+        _stream=SimpleNamespace(query=lambda: False),
         _parts=SimpleNamespace(outputs=SimpleNamespace(
             stamped=lambda number, timeout_s: time.sleep(timeout_s))))  # fmt: skip
     shield = SimpleNamespace(check=lambda: None)
-    said = said_by(DeviceError, lambda: replay.Replays.wait(rounds, None, shield))
+    said = said_by(DeviceError, lambda: replay.Replays._await(rounds, 7, shield, lambda: 0))
     assert said.startswith("replay 7 published no result")
     check_both_sides(said)
 

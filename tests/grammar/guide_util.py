@@ -2,12 +2,14 @@
 
 `Device` does what the kernels do with a slot: verify against mask rows, commit, draft. It decides
 from the masks it is given and a random generator; what the masks ought to be is `oracle_row`'s
-business, which asks a stock matcher that is fed the tokens from the start.
+business, which asks a stock matcher that is fed the tokens from the start. Matchers come in two
+kinds: "native", and "python", which the worker calls with the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.hostwork import PythonWork
 from graft.grammar import (
     CompiledGrammar,
     GrammarBackend,
@@ -67,12 +68,60 @@ class ArrayExchange:
         return self._fields[name]
 
 
+class InPython(Matcher):
+    """Another matcher as a backend in Python alone brings it."""
+
+    def __init__(self, inner: Matcher):
+        super().__init__(inner.compiled, inner.stop_ids)
+        self.inner = inner
+
+    def accept(self, token: int) -> bool:
+        return self.inner.accept(token)
+
+    def fill(self, row: np.ndarray) -> bool:
+        return self.inner.fill(row)
+
+    def rollback(self, tokens: int) -> None:
+        self.inner.rollback(tokens)
+
+    def is_terminated(self) -> bool:
+        return self.inner.is_terminated()
+
+
+class Gated(InPython):
+    """Waits where it is told to: tests of late slots are driven by that, instead of the clock.
+
+    Calls of accept and fill are counted in gate[2]. From the gate[0]-th on they wait until gate[0]
+    is 0; 0: none does. gate[1] is how many wait now.
+    """
+
+    def __init__(self, inner: Matcher, gate: np.ndarray):
+        super().__init__(inner)
+        self.gate = gate
+
+    def _wait(self) -> None:
+        self.gate[2] += 1
+        if 0 < self.gate[0] <= self.gate[2]:
+            self.gate[1] += 1
+            while self.gate[0]:
+                time.sleep(1e-4)
+            self.gate[1] -= 1
+
+    def accept(self, token: int) -> bool:
+        self._wait()
+        return super().accept(token)
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._wait()
+        return super().fill(row)
+
+
+KINDS = {"native": lambda matcher: matcher, "python": InPython}
+
+
 def run_work(work: Any) -> None:
-    """Run a host step as a driver thread would; native steps run without the GIL."""
-    if isinstance(work, PythonWork):
-        work.fn(*work.args)
-    else:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
+    """Run a host step as a driver thread would, without the GIL."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
 
 
 def bits(row: np.ndarray) -> np.ndarray:
@@ -113,11 +162,11 @@ class SlotTruth:
     reason: int = 0
     confused: bool = False  # an illegal token was committed on purpose
     left: bool = False  # the host knows that it has ended
-    before: tuple[int, ...] = ()  # tokens that its matcher had taken when it joined
 
 
 class Device:
-    """Runs rounds of decoders that must agree, checking every row against the oracle."""
+    """Runs rounds of decoders that must agree, by the kind of their matchers, checking every row
+    against the oracle."""
 
     def __init__(
         self,
@@ -128,7 +177,7 @@ class Device:
         draft_length: int,
         masked: bool,
         seed: int,
-        transports: Sequence[str] = ("native", "python"),
+        kinds: Sequence[str] = ("native", "python"),
         illegal: float = 0.1,
         stall: float = 0.05,
         wrong: float = 0.0,
@@ -143,7 +192,8 @@ class Device:
         self.rng = np.random.default_rng(seed)
         self.size = backend.vocabulary.size
         self.illegal, self.stall, self.wrong = illegal, stall, wrong
-        self.exchanges = [ArrayExchange(slots, draft_length, self.size) for _ in transports]
+        self.kinds = kinds
+        self.exchanges = [ArrayExchange(slots, draft_length, self.size) for _ in kinds]
         self.decoders = [
             GuidedDecoder(
                 exchange,
@@ -153,14 +203,13 @@ class Device:
                 masked_drafts=masked,
                 draft_legality="probe" if probe else "fill",
                 forced=forced,
-                transport=transport,  # type: ignore[arg-type]
                 ring=4,
-                **((options or {}) if transport != "python" else {}),
+                **(options or {}),
             )
-            for exchange, transport in zip(self.exchanges, transports, strict=True)
+            for exchange in self.exchanges
         ]
         self.slots: list[SlotTruth | None] = [None] * slots
-        self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in transports]
+        self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
         self.epoch = 0
         self.replay = 0
         self.published = 0
@@ -187,8 +236,8 @@ class Device:
             known = self.oracle_grammars[compiled.spec]
             start = lambda: self.oracle.matcher(known)  # noqa: E731
         self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
-        for matchers in self.matchers:
-            matchers[slot] = None if compiled is None else self.backend.matcher(compiled)
+        for kind, matchers in zip(self.kinds, self.matchers, strict=True):
+            matchers[slot] = compiled and KINDS[kind](self.backend.matcher(compiled))
 
     def is_idle(self, slot: int) -> bool:
         """Whether the slot may be given to a new request: no replay in flight names it."""
@@ -211,9 +260,7 @@ class Device:
             for s in rows:
                 truth = self.slots[s]
                 assert truth is not None
-                requests.append(
-                    GuidedRequest(s, truth.epoch, matchers[s], truth.position, truth.before)
-                )
+                requests.append(GuidedRequest(s, truth.epoch, matchers[s], truth.position))
             decoder.publish(self.published, requests)
 
     # The device's side.

@@ -72,8 +72,8 @@ def test_native_and_python_agree_on_random_rows():
 
 @pytest.mark.parametrize("chain", [False, True], ids=["beside a drafter", "alone"])
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_native_and_python_workers_force_alike(name, chain):
-    """Rows, stamps and forced tokens are equal after every step, and rows are the oracle's."""
+def test_forced_tokens_are_followed(name, chain):
+    """Rows are the oracle's, and with matchers in Python everything is as with native ones."""
     backend = XGrammarBackend(byte_vocabulary())
     forced = ForcedText(backend.vocabulary)
     device = Device(backend, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import STOP, byte_vocabulary
+from guide_util import KINDS, STOP, byte_vocabulary
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph
@@ -58,11 +58,14 @@ def smallest_legal(backend: XGrammarBackend, compiled, stop: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("transport", ["native", "python"])
+@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [{"threads": 1}, {"threads": 2, "budget_us": 1e6}], ids=str)
 def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
-    device: Device, stream: Stream, transport
+    device: Device, stream: Stream, transport, kind, threads
 ) -> None:
-    """Masked drafting and verification in one replayed graph give the stock matcher's sequence."""
+    """Masked drafting and verification in one replayed graph give the stock matcher's sequence, by
+    every transport, with native matchers and with those in Python."""
     backend = XGrammarBackend(byte_vocabulary(SIZE))
     compiled = backend.compile(GrammarSpec.regex("c{3}(ab){2}[0-9]{4}true"))
     exchange = PinnedSlots(
@@ -77,7 +80,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     )
     decoder = GuidedDecoder(
         exchange, slots=1, draft_length=DRAFTS, vocab_size=SIZE, masked_drafts=True,
-        transport=transport,
+        transport=transport, **threads,
     )  # fmt: skip
     module = load_text(device, KERNELS, "smallest.cu")
     replay = device.zeros((1,), "int32")
@@ -85,17 +88,17 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
 
     graph = Graph(device, "guided")
     lane = graph.lane("model")
-    lane.host(decoder.open_work())
+    decoder.add(lane, decoder.open_work(), name="open")
     lane.kernel(module["verify"], 1, 1, [replay, *fields])
-    lane.host(decoder.commit_work())
+    decoder.add(lane, decoder.commit_work(), name="commit")
     for j in range(1, DRAFTS + 1):
         lane.kernel(module["draft"], 1, 1, [*fields, j])
         if j < DRAFTS:
-            lane.host(decoder.draft_work(j))
+            decoder.add(lane, decoder.draft_work(j), name=f"draft {j}")
     executable = graph.instantiate()
 
     expected = smallest_legal(backend, compiled, STOP)
-    request = GuidedRequest(0, 1, backend.matcher(compiled), 5)
+    request = GuidedRequest(0, 1, KINDS[kind](backend.matcher(compiled)), 5)
     tokens: list[int] = []
     replays = 0
     while not tokens or tokens[-1] != STOP:

@@ -16,8 +16,8 @@ def backend(request) -> GrammarBackend:
 
 @pytest.mark.parametrize("draft_length, threads", [(1, 1), (3, 1), (3, 3)])
 def test_the_first_legal_candidate_is_answered_and_rows_come_later(backend, draft_length, threads):
-    """Answers and rows are those of a stock matcher; a miss fills the row to draw from; native and
-    Python workers do the same work."""
+    """Answers and rows are those of a stock matcher; a miss fills the row to draw from; matchers
+    in Python do the same work."""
     device = Device(
         backend, slots=4, draft_length=draft_length, masked=True, seed=draft_length, probe=True,
         wrong=0.05, options={"threads": threads},
@@ -32,12 +32,11 @@ def test_the_first_legal_candidate_is_answered_and_rows_come_later(backend, draf
     assert native["terminations"] > 0 and native["dead_ends"] > 0
 
 
-@pytest.mark.parametrize("transport", ["native", "python"])
-def test_a_probed_round_fills_at_most_k_plus_one_rows(backend, transport):
+def test_a_probed_round_fills_at_most_k_plus_one_rows(backend):
     """Rows filled after a miss are the rows that the next open step needs: none is filled twice."""
     device = Device(
-        backend, slots=2, draft_length=3, masked=True, seed=1, transports=[transport],
-        stall=0.0, probe=True,
+        backend, slots=2, draft_length=3, masked=True, seed=1, stall=0.0,
+        probe=True,
     )
     grammar = backend.compile(SPECS["regex"])
     device.join(0, grammar, limit=10_000)

@@ -17,9 +17,9 @@ def backend() -> XGrammarBackend:
     return XGrammarBackend(byte_vocabulary(SIZE))
 
 
-@pytest.fixture(params=["native", "python"])
-def decoder(request) -> GuidedDecoder:
-    return make(transport=request.param)
+@pytest.fixture
+def decoder() -> GuidedDecoder:
+    return make()
 
 
 def make(**changes) -> GuidedDecoder:
@@ -89,15 +89,6 @@ def test_a_closed_decoder_does_nothing(decoder, backend):
         decoder.commit_work()
 
 
-def test_rebuild_needs_a_constrained_request(decoder):
-    """Slots that are empty or unconstrained have nothing to rebuild."""
-    decoder.publish(1, [GuidedRequest(1, 1, None, 0)])
-    run_work(decoder.open_work())
-    for slot in (0, 1):
-        with pytest.raises(GuideError, match=f"slot {slot}"):
-            decoder.rebuild(slot)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -105,7 +96,10 @@ def test_rebuild_needs_a_constrained_request(decoder):
         ({"draft_length": -1}, "draft_length is -1"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"ring": 1}, "ring is 1"),
-        ({"transport": "carrier pigeon"}, "carrier pigeon"),
+        ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
+        ({"threads": 0}, "threads is 0"),
+        ({"budget_us": 0.5}, "budget_us is 0.5"),
+        ({"budget_us": float("nan")}, "budget_us is nan"),
         ({"draft_legality": "guess"}, "guess"),
         ({"draft_legality": "probe", "masked_drafts": False}, "needs masked_drafts"),
     ],

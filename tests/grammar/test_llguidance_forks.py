@@ -14,6 +14,7 @@ import pytest
 from engine_util import TARGET
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
+from graft.tools.stock_llguidance import StockLLGuidance
 
 STRING = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
@@ -27,9 +28,6 @@ SPECS = {
     "open start": GrammarSpec.json_schema(EITHER),
 }  # fmt: skip
 VALUES = ['{"a": "xy', '["k", "xy', '["k", "k", "xy"', '["k", "', '["k', '[{"a": "xy', '["xy"]']
-PAIRS = [(SPECS[name], canonical) for name in SPECS for canonical in (False, True)]
-IDS = [f"{name}, {'canonical' if canonical else 'any spelling'}"
-       for name in SPECS for canonical in (False, True)]  # fmt: skip
 
 
 @functools.cache
@@ -40,9 +38,9 @@ def vocabulary() -> Vocabulary:
 class Texts:
     """The values as tokens a grammar takes, and the stock matcher's mask after each of them."""
 
-    def __init__(self, spec: GrammarSpec, canonical: bool):
-        self.native = LLGuidanceBackend(vocabulary(), canonical=canonical)
-        stock = LLGuidanceBackend(vocabulary(), canonical=canonical, native=False)
+    def __init__(self, spec: GrammarSpec):
+        self.native = LLGuidanceBackend(vocabulary())
+        stock = StockLLGuidance(vocabulary())
         self.grammar, oracle = self.native.compile(spec), stock.compile(spec)
         begin = '{"v": ' if "v" in spec.text.partition("anyOf")[0] else ""
         self.paths = [self._spell(oracle, begin + value) for value in VALUES]
@@ -81,10 +79,10 @@ def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-@pytest.mark.parametrize("spec, canonical", PAIRS, ids=IDS)
-def test_a_mask_behind_a_fork_is_not_the_one_of_the_path_that_was_left(spec, canonical):
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_mask_behind_a_fork_is_not_the_one_of_the_path_that_was_left(spec):
     """From each text to each other, with masks filled at every step, at some, or at the ends."""
-    texts, rng = Texts(spec, canonical), np.random.default_rng(1)
+    texts, rng = Texts(spec), np.random.default_rng(1)
     for share in (1.0, 0.5, 0.0):
         for old in texts.paths:
             for new in texts.paths:
@@ -102,10 +100,10 @@ def test_a_mask_behind_a_fork_is_not_the_one_of_the_path_that_was_left(spec, can
                             texts.check(matcher, path[:at])
 
 
-@pytest.mark.parametrize("spec, canonical", PAIRS, ids=IDS)
-def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec, canonical):
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec):
     """Random walks: on along a text, back by some tokens, on along another with that beginning."""
-    texts, rng = Texts(spec, canonical), np.random.default_rng(2)
+    texts, rng = Texts(spec), np.random.default_rng(2)
     for _ in range(60):
         matcher, done = texts.native.matcher(texts.grammar), ()
         for _ in range(40):
@@ -121,10 +119,10 @@ def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec, canon
                 texts.check(matcher, done)
 
 
-@pytest.mark.parametrize("spec, canonical", PAIRS, ids=IDS)
-def test_a_request_gets_no_mask_of_the_one_before(spec, canonical):
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_request_gets_no_mask_of_the_one_before(spec):
     """A matcher that ends anywhere hands on its lexer's states, and no mask of its own text."""
-    texts = Texts(spec, canonical)
+    texts = Texts(spec)
     for old in texts.paths:
         for new in texts.paths:
             for path in (old, new):

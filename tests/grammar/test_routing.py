@@ -34,7 +34,7 @@ def vocabulary() -> Vocabulary:
 
 
 def service(choice: Any) -> GrammarService:
-    return GrammarService(vocabulary(), choice, native=False)
+    return GrammarService(vocabulary(), choice)
 
 
 def takes(compiled: Any, value: Any) -> bool:
@@ -72,7 +72,7 @@ def test_an_xgrammar_engine_refuses_what_it_would_ignore():
     finally:
         plain.close()
     with pytest.raises(GrammarError, match="#/properties/a: not"):
-        XGrammarBackend(vocabulary(), native=False).compile(GrammarSpec.json_schema(NOT))
+        XGrammarBackend(vocabulary()).compile(GrammarSpec.json_schema(NOT))
 
 
 def test_what_no_backend_enforces_is_refused_when_it_is_stated():
@@ -90,7 +90,7 @@ def test_what_no_backend_enforces_is_refused_when_it_is_stated():
 
 def test_a_backend_by_itself_judges_like_the_engine():
     """A schema without a backend is rewritten for LLGuidance, closed only where asked for."""
-    backend = LLGuidanceBackend(vocabulary(), native=False)
+    backend = LLGuidanceBackend(vocabulary())
     compiled = backend.compile(GrammarSpec.json_schema(NOT))
     assert takes(compiled, {"a": "y"}) and not takes(compiled, {"a": "x"})
     closed = backend.compile(GrammarSpec.json_schema(PLAIN, strict=True))

@@ -11,19 +11,17 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from guide_util import ArrayExchange
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
-from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential, spell
+from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
 
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.jump import SEAM, JumpForward
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
 from graft.models.running import Running
@@ -63,7 +61,6 @@ class Interleaving:
     device : whose pinned memory the rings use.
     grammars : draws a request's grammar.
     vocabulary : of those grammars.
-    transport : "python" or "native": which of the guided decoder's workers does the steps.
     """
 
     def __init__(
@@ -71,12 +68,10 @@ class Interleaving:
         device: Device,
         seed: int,
         grammars: Grammars = toy_grammars,
-        transport: str = "python",
         vocabulary: Vocabulary = TOY,
     ):
         self.grammars, self.vocabulary = grammars, vocabulary
         rng = self.rng = random.Random(seed)
-        self.least = rng.choice((None, 1, 1, 2))
         self.depth = rng.choice((1, 2, 2, 2, 3))
         self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
         slots = self.rows + rng.randrange(self.rows + 1)
@@ -98,7 +93,7 @@ class Interleaving:
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
             toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
-            masked_drafts=toy.masked, transport=transport, ring=max(entries, 2), threads=1,
+            masked_drafts=toy.masked, ring=max(entries, 2), threads=1,
         )  # fmt: skip
         for part in (*self.rings, toy.decoder):
             part.toy = toy
@@ -113,11 +108,7 @@ class Interleaving:
             EngineStats(draft_length=self.k),
             depth=self.depth,
             width=width,
-            jumps=None
-            if self.least is None
-            else JumpForward(
-                vocabulary, partial(spell, vocabulary), partial(ToyText, vocabulary), self.least
-            ),
+            prefill_rows=rng.choice((1, 4, 100)),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.running: dict[str, Running] = {}
@@ -155,10 +146,10 @@ class Interleaving:
         if grammar is not None:
             running.grammar = Future()
             self.compiling.append((running, grammar))
-        self.truth[running.id] = sequential(running, grammar, self.vocabulary, self.least)
+        self.truth[running.id] = sequential(running, grammar, self.vocabulary)
         self.running[running.id] = running
         self.tokens[running.id], self.text[running.id] = [], ""
-        self.scheduler.waiting.append(running)
+        self.scheduler.submit(running)
 
     def _compile(self) -> None:
         running, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
@@ -183,7 +174,7 @@ class Interleaving:
         else:
             actions += [self._step, self._step]
         rng.choice(actions)()
-        running = rng.choice(s.requests) if s.requests else None
+        running = rng.choice(list(s.unfinished.values())) if s.unfinished else None
         if running is None:
             return
         if rng.random() < self.cancels:
@@ -201,8 +192,7 @@ class Interleaving:
             self.scheduler.step(Pressing(self.rng))  # type: ignore[arg-type]
 
     def _fetch(self) -> None:
-        events, self.scheduler.events = self.scheduler.events, []
-        for event in events:
+        for event in self.scheduler.outbox.fetch_rest():
             assert event.id not in self.ended, f"request {event.id} went on after its end"
             self.tokens[event.id] += event.tokens
             self.text[event.id] += event.text
@@ -231,8 +221,7 @@ class Interleaving:
             output = self.ended[name]
             got, where = output.tokens, f"request {name}"
             if name in self.cancelled and output.reason == "cancelled":
-                final = len(got) if self.least is None else max(len(got) - SEAM, 0)
-                assert got[:final] == tokens[:final], where
+                assert got == tokens[: len(got)], where
             else:
                 assert (got, output.reason) == (tokens, reason), (where, output.error)
             assert self.tokens[name] == got, f"{where}: events say otherwise"
@@ -242,7 +231,7 @@ class Interleaving:
         s = self.scheduler
         if all(output.reason != "stop_string" for output in self.ended.values()):
             made = sum(len(output.tokens) for output in self.ended.values())
-            assert made == s.stats.tokens + s.stats.jumped_tokens, "tokens are miscounted"
+            assert made == s.stats.tokens, "tokens are miscounted"
         while s.replays.unread:
             self._read()
         s.replays.settle(s.stats)

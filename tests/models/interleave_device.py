@@ -3,15 +3,16 @@
 It does what the kernels of a round do, against the same rings, exchange and host steps. A replay's
 steps run in any order that the graph's edges allow. What joins and leaves slots is ordered only as
 far as the host may rely on it: before the replays launched after it, but not behind those launched
-before, but for the prefill of a rewind, which lies behind all of them. A host that hands on slots,
+before. A host that hands on slots,
 pages or ring entries too early therefore breaks outputs here.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,8 @@ class ToyDevice:
         self.slots = [SlotMemory() for _ in range(slots)]
         self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
         self.unread: set[int] = set()  # slots whose prompt no copy has read
-        self.side: deque[tuple[int, Callable[[], None]]] = deque()  # not before so many replays
+        self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; one for all
+        self.side: deque[Callable[[], None]] = deque()
         self.side_done = 0
         self.side_enqueued = 0
         self.queue: deque[Replay] = deque()
@@ -130,9 +132,9 @@ class ToyDevice:
         while self.rng.random() * (1 + self.eager) > 1 and self.advance():
             pass
 
-    def enqueue(self, work: Callable[[], None], after: int = 0) -> None:
+    def enqueue(self, work: Callable[[], None]) -> None:
         self.tick()
-        self.side.append((after, work))
+        self.side.append(work)
         self.side_enqueued += 1
         self.tick()
 
@@ -155,27 +157,29 @@ class ToyDevice:
         while self.advance():
             pass
 
-    def run(self, lane: Any, slot: int, tokens: Sequence[int]) -> None:
-        """Prefill: the prompt is read from the slot's staging area when the copy runs."""
+    def run(
+        self, lane: Any, slot: int, tokens: Sequence[int]
+    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+        """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
+        after chunk from where the copy has put it."""
         self.require_idle(slot, "prompt")
-        self._prefill(slot, tokens, 0, 0)
-
-    def extend(self, lane: Any, slot: int, tokens: Sequence[int], start: int) -> None:
-        """Prefill behind the replays in flight, of a slot that they may name."""
-        self._prefill(slot, tokens, start, self.launched)
-
-    def _prefill(self, slot: int, tokens: Sequence[int], start: int, after: int) -> None:
         assert slot not in self.unread, f"slot {slot}: a prompt is overwritten unread"
         self.prompts[slot] = list(tokens)
         self.unread.add(slot)
 
-        def prefill() -> None:
+        def copy() -> None:
             self.unread.remove(slot)
-            for cache in self.caches:
-                for position in range(start, len(self.prompts[slot]) - 1):
-                    cache.write(slot, position, self.prompts[slot][position])
+            self.prompt_rows = [(slot, p, t) for p, t in enumerate(self.prompts[slot][:-1])]
 
-        self.enqueue(prefill, after)
+        def chunk(begin: int) -> None:
+            for row in self.prompt_rows[begin : begin + PAGE - 1]:
+                for cache in self.caches:
+                    cache.write(*row)
+
+        self.enqueue(copy)
+        for begin in range(0, len(tokens) - 1, PAGE - 1):
+            self.enqueue(functools.partial(chunk, begin))
+            yield PAGE - 1, self.query
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:
         def joined() -> None:
@@ -197,7 +201,7 @@ class ToyDevice:
     def advance(self) -> bool:
         """Make one step that may be made now, any of them; False when there is none."""
         steps: list[Callable[[], None]] = []
-        if self.side and self.side[0][0] <= self.completed:
+        if self.side:
             steps.append(self._side_step)
         if self.queue and self.side_done >= self.queue[0].barrier:
             steps += self._ready(self.queue[0])
@@ -207,7 +211,7 @@ class ToyDevice:
         return True
 
     def _side_step(self) -> None:
-        self.side.popleft()[1]()
+        self.side.popleft()()
         self.side_done += 1
 
     def _graph(self) -> dict[str, tuple[str, ...]]:

@@ -124,20 +124,16 @@ class ToyBackend:
         return ToyMatcher(compiled, stop_ids)
 
 
-#: Regular expressions over the ids of `letters`; the last two run into a letter that is not there.
+#: Regular expressions over the ids of `letters`; two run into a letter that is not there, and the
+#: last ones force text, at whose ends pairs of letters are one id.
 PATTERNS = ("[a-z]{1,12}", "(ab|cd)*e?[0-9]{2,9}", "a+b+c+", "([a-f]{3},?)+", "x|yz{8}", "[^a-m]+",
-            "a[b-e]{2,6}(#|f)", "[a-g]{1,5}#*(#|[0-9]{3})#")  # fmt: skip
-#: Those that force text, at whose ends pairs of letters are one id.
-FORCING = ("([ab]c(dabcd|xyza[bc])){1,3}[0-9]x*", "(a(babcdcd[a-d]|[c-x]yzcab,a[bc])){1,4}",
-           "([0-3]ab[x-z])+", "([0-3]cd[x-z])+", "abxyz([xa]bbbc[xd])+",
-           "([vw][kx][jy]zababab[0-9])+")  # fmt: skip
+            "a[b-e]{2,6}(#|f)", "[a-g]{1,5}#*(#|[0-9]{3})#", "([ab]c(dabcd|xyza[bc])){1,3}[0-9]x*",
+            "(a(babcdcd[a-d]|[c-x]yzcab,a[bc])){1,4}", "([0-3]ab[x-z])+",
+            "([vw][kx][jy]zababab[0-9])+")  # fmt: skip
 
 
 def letters() -> Vocabulary:
-    """One byte per id: letters, digits, a comma, and a few longer ones; no '#'.
-
-    No end of a token is the beginning of another, so a text is spelled alike wherever it begins.
-    """
+    """One byte per id: letters, digits, a comma, and a few longer ones; no '#'."""
     tokens = [bytes([0x61 + i]) for i in range(26)] + [bytes([0x30 + i]) for i in range(8)]
     return Vocabulary([*tokens, b",", b"ab", b"cd", b"wxyz", b"", b""], VOCAB, STOPS)
 
@@ -153,20 +149,9 @@ class ToyText:
         self._held = text[-1:] if text and ord(text[-1]) % 2 else ""
         return text.removesuffix(self._held)
 
-    def finish(self) -> str:
+    def finish(self, *, cut: bool) -> str:
         text, self._held = self._held, ""
         return text
-
-
-def spell(vocabulary: Vocabulary, text: str) -> list[int]:
-    """The longest token each time; a stop id where there is none."""
-    ids, rest = [], text.encode()
-    while rest:
-        fits = [i for i, token in enumerate(vocabulary.tokens) if token and rest.startswith(token)]
-        best = max(fits, key=lambda i: len(vocabulary.tokens[i]), default=STOPS[0])
-        ids.append(best)
-        rest = rest[max(len(vocabulary.tokens[best]), 1) :]
-    return ids
 
 
 def replayed(compiled: CompiledGrammar, running: Running, tokens: Sequence[int]) -> Matcher:
@@ -176,61 +161,16 @@ def replayed(compiled: CompiledGrammar, running: Running, tokens: Sequence[int])
     return matcher
 
 
-def jumped(
-    running: Running, compiled: CompiledGrammar, tokens: list[int], vocabulary: Vocabulary
-) -> list[int]:
-    """The output after what the grammar forces behind it, found one character after the other.
-
-    Tokens before it are spelled anew where one token of the whole text crosses into it; at its end
-    those are left out with which a legal token begins.
-    """
-    matcher, forced = replayed(compiled, running, tokens), ""
-    while len(legal := [vocabulary.tokens[i] for i in matcher.legal()]):
-        if b"" in legal or len({text[:1] for text in legal}) > 1:
-            break
-        forced += chr(legal[0][0])
-        assert matcher.accept(vocabulary.tokens.index(legal[0][:1]))
-    if len(forced) < 2:
-        return tokens
-    text = "".join(vocabulary.tokens[i].decode() for i in tokens) + forced
-    whole = spell(vocabulary, text)
-    ends = [sum(len(vocabulary.tokens[i]) for i in whole[:n]) for n in range(len(whole))]
-    kept = list(tokens)
-    while sum(len(vocabulary.tokens[i]) for i in kept) not in ends:
-        kept.pop()
-    spelled = whole[ends.index(sum(len(vocabulary.tokens[i]) for i in kept)) :]
-    if len(kept) + len(spelled) >= running.max_tokens:
-        return [*kept, *spelled[: running.max_tokens - len(kept)]]
-    for count in range(min(4, len(spelled)), 0, -1):
-        before = [*kept, *spelled[:-count]]
-        tail = b"".join(vocabulary.tokens[i] for i in spelled[-count:])
-        choices = [vocabulary.tokens[i] for i in replayed(compiled, running, before).legal()]
-        if any(len(text) > len(tail) and text.startswith(tail) for text in choices):
-            return before
-    return [*kept, *spelled]
-
-
 def sequential(
     running: Running,
     compiled: CompiledGrammar | None,
     vocabulary: Vocabulary = TOY,
-    least: int | None = None,
 ) -> tuple[list[int], str]:
-    """Tokens and reason of a request decoded alone, token by token, without any engine.
-
-    With `least`, forced text is appended wherever that is at least so many tokens.
-    """
+    """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
     matcher = None if compiled is None else replayed(compiled, running, [])
     text, decoder = "", ToyText(vocabulary)
     while True:
-        if least is not None and compiled is not None:
-            further = jumped(running, compiled, tokens, vocabulary)
-            size = [sum(len(vocabulary.tokens[i]) for i in some) for some in (tokens, further)]
-            if len(further) - len(tokens) >= (least if tokens else 1) and size[1] > size[0]:
-                tokens, matcher = further, replayed(compiled, running, further)
-                if len(tokens) == running.max_tokens:
-                    return tokens, "length"
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())
         if not legal:
             return tokens, "dead_end"

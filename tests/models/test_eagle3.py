@@ -27,7 +27,7 @@ from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
-from graft.models.eagle3 import Eagle3Drafter, read_draft_map
+from graft.models.drafters.eagle3 import Eagle3Head, read_draft_map
 from graft.models.errors import CheckpointError, ConfigError
 
 TARGET = llama_config()
@@ -280,7 +280,7 @@ def test_feature_layers_must_exist_or_be_named(device, tmp_path):
     with pytest.raises(ConfigError, match="3 layers"):
         load_eagle3(device, tmp_path / "head", model)
     config = Eagle3Config.from_dir(tmp_path / "head")
-    named = Eagle3Drafter(
+    named = Eagle3Head(
         device, config, Checkpoint(tmp_path / "head"), model, make_cache(device, config, 1),
         max_rows=4, feature_layers=(0, 1, 2),
     )  # fmt: skip
@@ -297,7 +297,7 @@ def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
         drafter.step(lane, rows, device.zeros((4, 144), "float32"))
     with pytest.raises(ShapeError, match="kv"):
         config = drafter.config
-        Eagle3Drafter(
+        Eagle3Head(
             device, config, Checkpoint(tmp_path / "head"), drafter.target,
             make_cache(device, config, 2), max_rows=4,
         )  # fmt: skip

@@ -65,12 +65,3 @@ def test_draft_lengths_agree() -> None:
     for draft_length in range(1, 6):
         with demo_engine(max_batch_size=4, draft_length=draft_length) as engine:
             assert tokens(engine.generate(requests)) == expected
-
-
-def test_python_transport_agrees() -> None:
-    """The Python grammar path, the oracle, gives what the native one gives."""
-    requests = mixed_requests(3, seed=5)
-    with demo_engine(max_batch_size=4) as engine:
-        native = tokens(engine.generate(requests))
-    with demo_engine(max_batch_size=4, grammar_transport="python") as engine:
-        assert tokens(engine.generate(requests)) == native

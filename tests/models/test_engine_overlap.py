@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 from engine_util import demo_engine, mixed_requests
+from guide_util import run_work
 
 from graft.cudagraph.errors import HostWorkError, OptionError
-from graft.grammar.pyguide import PythonWorker
+from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.grammar.decoder import GuidedDecoder
 from graft.models.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Output, Request
@@ -109,7 +112,7 @@ def test_disturbed_requests_get_the_same(truth, batch: int, options: dict[str, b
 
 @pytest.mark.full
 @pytest.mark.parametrize("mask_drafts", [True, False], ids=["masked", "unmasked"])
-@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel", "python"])
+@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
 def test_disturbed_for_long(truth, transport: str, mask_drafts: bool) -> None:
     """Forty disturbed runs at every batch size from 1 to 8, by every transport."""
     for batch in range(1, 9):
@@ -173,15 +176,16 @@ def test_surplus_tokens_are_counted_and_dropped() -> None:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
 def test_a_failed_round_is_told_once(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """The step that meets it raises it; later ones say that the engine has failed; none hangs."""
-    plain = PythonWorker.run
+    ran = itertools.count(1)
 
-    def run(self: PythonWorker, kind: int, draft: int) -> None:
-        if kind == 1 and self._replay == 7:
+    def burn(work: NativeWork) -> None:
+        if next(ran) == 7:
             raise RuntimeError("the grammar is on fire")
-        plain(self, kind, draft)
+        run_work(work)
 
-    monkeypatch.setattr(PythonWorker, "run", run)
-    engine = demo_engine(max_batch_size=2, grammar_transport="python", overlap=overlap)
+    plain = GuidedDecoder.commit_work
+    monkeypatch.setattr(GuidedDecoder, "commit_work", lambda self: PythonWork(burn, plain(self)))
+    engine = demo_engine(max_batch_size=2, grammar_transport="native", overlap=overlap)
     for request in mixed_requests(2):
         engine.submit(request)
     with pytest.raises(HostWorkError, match="on fire"):
@@ -207,31 +211,6 @@ def test_closing_with_rounds_in_flight() -> None:
     engine.close()
     with settled(demo_engine(max_batch_size=2)) as engine:
         assert engine.generate(mixed_requests(1))[0].reason == "stop"
-
-
-def test_a_resumed_request_can_be_rebuilt() -> None:
-    """After a preemption too, a slot's matcher can be made anew from what it has generated."""
-    with settled(demo_engine(max_batch_size=2)) as engine:
-        request = replace(mixed_requests(1)[0], id="one")
-        expected = engine.generate([request])[0].tokens
-        engine.submit(request)
-        tokens: list[int] = []
-        for preempting in (True, False):
-            seen = len(tokens)
-            while len(tokens) == seen:
-                tokens += [t for event in engine.step() for t in event.tokens]
-            if preempting:
-                assert engine.preempt("one")
-        engine.settle()
-        (running,) = engine._scheduler.seating.seated.values()
-        assert running.before and running.output.tokens[: len(tokens)] == tokens
-        rebuilt, fresh = engine._parts.decoder.rebuild(running.slot), running.make_matcher()
-        assert fresh is not None and rebuilt.legal().tolist() == fresh.legal().tolist()
-        for token in expected[len(running.output.tokens) :]:
-            assert rebuilt.accept(token)
-        assert rebuilt.is_terminated()
-        while engine.busy:
-            engine.step()
 
 
 def test_preempting_what_does_not_run() -> None:

@@ -8,7 +8,6 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph.errors import OptionError
-from graft.models.assembly import BUDGET_US
 from graft.models.request import Output, Request
 from graft.tools import cli, generate
 
@@ -24,21 +23,16 @@ def noisy(requests: list[Request], **options: float) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    "mode, transport",
-    [("greedy", "native"), ("coupled", "native"), ("filtered", "native"), ("coupled", "python")],
-)
-def test_probed_drafts_change_no_token(mode: str, transport: str) -> None:
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "filtered"])
+def test_probed_drafts_change_no_token(mode: str) -> None:
     """Outputs are those of filled drafts; without filters so are drafts, hence rounds and
     acceptance. Drafting probes, and no more rows are filled than verification reads."""
-    requests = mixed_requests(3 if transport == "native" else 1)
+    requests = mixed_requests(3)
     if mode != "greedy":
         requests = noisy(requests, **({} if mode == "coupled" else {"top_p": 0.9, "top_k": 20}))
     outputs, grammar = {}, {}
     for legality in ("fill", "probe"):
-        with demo_engine(
-            max_batch_size=4, draft_legality=legality, grammar_transport=transport
-        ) as engine:
+        with demo_engine(max_batch_size=4, draft_legality=legality) as engine:
             outputs[legality] = engine.generate(requests)
             grammar[legality] = engine.counters()["grammar"]
             assert engine.stats.speculated_rounds > 0
@@ -86,13 +80,6 @@ def test_threads_and_budgets_change_no_token(
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_the_default_budget_is_on_where_steps_are_native() -> None:
-    """Python steps run one after another: they have no budget unless one is asked for."""
-    for transport, budget in (("native", BUDGET_US), ("python", None)):
-        with demo_engine(max_batch_size=2, grammar_transport=transport) as engine:
-            assert engine._parts.decoder.budget_us == budget
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -101,7 +88,7 @@ def test_the_default_budget_is_on_where_steps_are_native() -> None:
         ({"grammar_threads": 0}, "grammar_threads"),
         ({"grammar_budget_us": 0.0}, "grammar_budget_us"),
         ({"grammar_budget_us": "some"}, "grammar_budget_us must be auto, None or .*'some'"),
-        ({"grammar_budget_us": 5.0, "grammar_transport": "python"}, "native transport"),
+        ({"grammar_transport": "python"}, "must be one of auto, native, mailbox, spinkernel"),
     ],
 )
 def test_options_are_refused_by_name(options: dict, message: str) -> None:

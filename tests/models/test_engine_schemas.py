@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from engine_util import demo_engine
 
+from graft.grammar import check_output
 from graft.grammar.errors import GrammarError
 from graft.grammar.spec import GrammarSpec
 from graft.models.request import Request
@@ -78,3 +79,15 @@ def test_finished_outputs_are_valid(shared_data: Path) -> None:
 def test_finished_outputs_are_valid_at_large(shared_data: Path) -> None:
     """Over 300 real schemas: no finished output breaks its schema, most finish."""
     check(schemas(shared_data, 480))
+
+
+@pytest.mark.parametrize(("multiple", "holds"), [(7, True), (1_000_003, False)])
+def test_a_partial_grammar_is_generated_and_checked_afterwards(multiple: int, holds: bool) -> None:
+    """XGrammar knows no multipleOf: the text comes all the same, and a check tells what it is."""
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "multipleOf": multiple}},
+              "required": ["age"], "additionalProperties": False}  # fmt: skip
+    spec = GrammarSpec.json_schema(schema, partial=True, backend="xgrammar")
+    with demo_engine(max_batch_size=1) as engine:
+        (output,) = engine.generate([Request(prompt="age: 42", grammar=spec, max_tokens=40)])
+    assert output.finished and json.loads(output.text) == {"age": 42}
+    assert check_output(spec.schema, output.text) is holds

@@ -5,22 +5,21 @@ from __future__ import annotations
 import inspect
 import random
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from interleave import Interleaving
 from interleave_device import TickingRing
-from interleave_language import FORCING, PATTERNS, letters
+from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.slots import Ring
 from graft.grammar.backend import GrammarBackend
+from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.pyguide import PythonWorker
 from graft.grammar.spec import GrammarSpec
 from graft.grammar.xgrammar import XGrammarBackend
-from graft.models.jump import JumpForward
 from graft.models.replay import Replays, Seat
 from graft.models.running import Running
 from graft.models.scheduler import Scheduler
@@ -44,25 +43,19 @@ def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
 def patterns() -> Callable[[random.Random], CompiledGrammar]:
     """Draws one of a few regular expressions, compiled by XGrammar."""
     backend = XGrammarBackend(letters())
-    return drawing(backend, (*PATTERNS, *FORCING))
-
-
-def drawing(
-    backend: GrammarBackend, patterns: Sequence[str]
-) -> Callable[[random.Random], CompiledGrammar]:
-    compiled = [backend.compile(GrammarSpec.regex(pattern)) for pattern in patterns]
+    compiled = [backend.compile(GrammarSpec.regex(pattern)) for pattern in PATTERNS]
     return lambda rng: rng.choice(compiled)
 
 
-def test_the_native_worker_interleaves_like_the_python_one(device: Device, patterns) -> None:
-    """The C++ steps and real matchers under the same schedules."""
-    check_seeds(device, range(100), patterns, "native", letters())
+def test_native_matchers_interleave_like_those_in_python(device: Device, patterns) -> None:
+    """Real matchers under the same schedules."""
+    check_seeds(device, range(100), patterns, letters())
 
 
 @pytest.mark.full
-def test_the_native_worker_for_long(device: Device, patterns) -> None:
+def test_native_matchers_for_long(device: Device, patterns) -> None:
     """The same for four thousand further schedules."""
-    check_seeds(device, range(50_000, 54_000), patterns, "native", letters())
+    check_seeds(device, range(50_000, 54_000), patterns, letters())
 
 
 @pytest.mark.full
@@ -86,26 +79,24 @@ def test_a_seed_is_one_schedule(device: Device) -> None:
 MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "slot reused one replay too early": (
         Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
-    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched +",
-                            "self._leaving[slot] = 0 *"),
+    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched",
+                            "self._leaving[slot] = 0"),
     "pages given back while a replay writes them": (
         Seating, "leave", "del self.seated[slot]",
         "del self.seated[slot]; [cache.release(slot) for cache in self._caches]"),
     "rows written to the entry of another replay": (
         Replays, "launch", 'row("slot", replay)', 'row("slot", replay + 1)'),
     "snapshot read from another entry": (
-        PythonWorker, "_open", "self._snapshots.get(self._replay)",
-        "self._snapshots.get(self._replay - 1)"),
+        GuidedDecoder, "publish", "for r in snapshot", "for r in self._live.get(replay - 1, ())"),
     "stale epoch applied by the grammar": (
-        PythonWorker, "_open", "not slot.joined or slot.epoch != request.epoch",
-        "not slot.joined"),
+        GuidedDecoder, "publish", "r.epoch", "1"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
     "results read before they are published": (
-        Replays, "wait", "not outputs.stamped(replay, POLL_S)", "False"),
+        Replays, "_await", "not self._parts.outputs.stamped(replay, POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
-        Replays, "wait", "self._retire(replay - 1, stats)",
-        "self._retire(replay - 1, stats); self._parts.decoder.retire(replay)"),
+        Replays, "wait", "self._retire(flight.replay - 1, stats)",
+        "self._retire(flight.replay - 1, stats); self._parts.decoder.retire(flight.replay)"),
     "launched without saying who sits where": (
         Replays, "launch", "parts.inputs.publish(replay)", "pass"),
     "preempted request forgets its output": (
@@ -113,33 +104,20 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
     "preempted request's grammar starts anew": (
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
-        Seating, "_begin", "limit=running.limit", "limit=running.limit + len(running.before)"),
+        Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
     "pages reserved for what is known only": (
         Seating, "join", "self._allocate(slot, running.limit)",
         "self._allocate(slot, len(tokens))"),
     "tokens after the stop string are kept": (
-        Running, "push", "return self._emit(cut), True",
-        "self._take(tokens[-1:]); self.output.text = self.output.text[:cut]; "
-        "return self._emit(cut), True"),
+        Running, "push", "return self._tell(), True",
+        "self.output.tokens.append(token); return self._tell(), True"),
+    "prompts prefilled in turns": (
+        Seating, "prefill", "next(iter(self._joining.values()))",
+        "list(self._joining.values())[-1]"),
+    "seated before its prompt is enqueued": (
+        Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
-}  # fmt: skip
-JUMP_MUTANTS: dict[str, tuple[type, str, str, str]] = {
-    "a jump lets rounds in flight go on": (
-        Seating, "_begin", "next(self._epochs)", "running.epoch or next(self._epochs)"),
-    "a jump keeps all keys and values": (
-        Scheduler, "_jump", "running, min(known, kept)", "running, len(running.tokens)"),
-    "a jump keeps those of what it rewrites": (
-        Scheduler, "_jump", "running, min(known, kept)", "running, known"),
-    "a jump forgets the matcher": (Scheduler, "_jump", "running.matcher = jump.matcher", "pass"),
-    "a jump's tokens were handed out": (
-        Scheduler, "_begin_jumping", "running.held = SEAM", "running.held = 0"),
-    "what a round brings behind a jump stands": (
-        Scheduler, "_collect", "tokens = tokens[:stand]", "pass"),
-    "a jump goes beyond the tokens asked for": (
-        JumpForward, "_find", "spelled[: room + back]", "spelled"),
-    "forced text is appended to its end": (
-        JumpForward, "_find", "drop = self._open_end(texts, rows)", "drop = 0"),
 }  # fmt: skip
 
 
@@ -172,15 +150,6 @@ def test_the_harness_catches(
     """Host code with one fault in it does not survive a few hundred schedules."""
     mutate(monkeypatch, mutant)
     assert caught(device)
-
-
-@pytest.mark.parametrize("mutant", JUMP_MUTANTS.values(), ids=JUMP_MUTANTS)
-def test_the_harness_catches_jumps(
-    device: Device, monkeypatch: pytest.MonkeyPatch, mutant: tuple[type, str, str, str]
-) -> None:
-    """Of appending forced text as well, where tokens at its ends are rewritten."""
-    mutate(monkeypatch, mutant)
-    assert caught(device, drawing(XGrammarBackend(letters()), FORCING), "native", letters())
 
 
 def test_the_harness_catches_an_overwritten_entry(

@@ -14,6 +14,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, StructuralTag
 from graft.grammar.backend import ending_ids
 from graft.models.request import Request
+from graft.tools.stock_llguidance import StockLLGuidance
 from graft.tools.validity import is_valid
 
 
@@ -36,12 +37,11 @@ def schema_requests(**options):
     ]
 
 
-def test_llguidance_serves_the_demo_on_both_transports():
-    """Outputs satisfy their grammars; the native and the Python path give the same tokens."""
+def test_llguidance_serves_the_demo():
+    """Outputs satisfy their grammars; LLGuidance's own matchers in Python give the same tokens."""
     requests = mixed_requests(8, seed=3)
     native, python = (
-        generate(requests, grammar_backend="llguidance", grammar_transport=transport)
-        for transport in ("native", "python")
+        generate(requests, grammar_backend=backend) for backend in ("llguidance", StockLLGuidance)
     )
     assert [o.tokens for o in native] == [o.tokens for o in python]
     assert sum(o.finished for o in native) >= 6
@@ -128,6 +128,8 @@ class CountdownMatcher(Matcher):
         self.taken: list[int] = []
 
     def accept(self, token):
+        if len(self.taken) == 2 and self.compiled.native == 13:
+            raise LookupError("unlucky")
         if self.is_terminated() or token not in self.legal():
             return False
         self.taken.append(token)
@@ -149,12 +151,23 @@ class CountdownMatcher(Matcher):
         return bool(self.taken) and self.taken[-1] in self.stop_ids
 
 
-def test_a_backend_in_python_alone_serves_requests():
-    """A user's backend runs on the Python transport, with speculation and rollbacks."""
-    requests = [Request(prompt="Digits.", grammar=GrammarSpec.regex(str(n))) for n in (1, 5, 9)]
-    outputs = generate(requests, grammar_backend=Countdown, grammar_transport="python")
-    assert [len(o.text) for o in outputs] == [1, 5, 9]
-    assert all(o.finished and o.text.isdigit() for o in outputs)
+@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
+@pytest.mark.parametrize("threads, budget_us", [(1, None), (2, None), (2, 1e6)])
+def test_a_backend_in_python_alone_serves_requests(transport, threads, budget_us):
+    """A user's backend runs on every transport, on several threads and under a budget; one whose
+    matcher raises loses its own request, which says what was raised."""
+    requests = [Request(prompt="Digits.", grammar=GrammarSpec.regex(str(n))) for n in (1, 13, 5, 9)]
+    engine = demo_engine(
+        max_batch_size=4, grammar_backend=Countdown, grammar_transport=transport,
+        grammar_threads=threads, grammar_budget_us=budget_us,
+    )  # fmt: skip
+    try:
+        one, unlucky, five, nine = engine.generate(requests)
+    finally:
+        engine.close()
+    assert unlucky.reason == "error" and unlucky.error == "LookupError: unlucky"
+    for length, output in ((1, one), (5, five), (9, nine)):
+        assert output.finished and output.text.isdigit() and len(output.text) == length
 
 
 def test_unknown_backends_are_refused_by_name():

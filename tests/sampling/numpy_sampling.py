@@ -152,18 +152,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class MaskRow:
-    """A mask row with its stamp."""
+    """A mask row with its stamp; `more` of a free row: its request has no grammar."""
 
     state: int
     epoch: int
     position: int
     bits: np.ndarray | None = None
+    more: int = 0
 
     def effective(self, slot: Slot, position: int) -> int:
         """State that counts for `slot` at `position`."""
         if self.epoch != slot.epoch:
             return NOT_READY
-        return self.state if self.state == FREE or self.position == position else NOT_READY
+        anywhere = self.state == FREE and self.more
+        return self.state if anywhere or self.position == position else NOT_READY
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import numpy_sampling as ref
 
 from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.slots import PinnedSlots, Ring
-from graft.sampling.sampler import Sampler
+from graft.sampling.sampler import ROUND_ROW, Sampler, output_ring
 from graft.sampling.state import SlotState
 
 
@@ -51,42 +51,32 @@ class TableRound:
             t2d = np.full(vocab, -1, np.int32)
             inside = (d2t >= 0) & (d2t < vocab)
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
-        self.state = SlotState(device, slots, draft_length, self.draft_vocab)
-        self.exchange = PinnedSlots(
-            device,
-            slots,
-            {
-                "mask": ("int32", (self.width, -(-vocab // 32))),
-                "row_state": ("int32", (self.width, 4)),
-                "committed": ("int32", (self.width + 2,)),
-                "drafted": ("int32", (self.width + 1,)),
-                "candidates": ("int32", (3 + candidates,)),
-                "answers": ("int32", (4,)),
-            },
-        )
-        self.ring = Ring(
-            device,
-            entries,
-            {
-                name: ("int32", (slots,))
-                for name in ("slot", "count", "reason", "accepted", "draft_len")
-            }
-            | {"tokens": ("int32", (slots, self.width))},
-        )
+        self.state = SlotState(device, slots)
+        self.exchange = Exchange(device, slots, draft_length, vocab, candidates)
+        self.ring = output_ring(device, entries, slots, draft_length)
+        self.replay_ptr = device.zeros((1,), "int32")
         self.sampler = Sampler(
-            device, self.state, self.exchange, vocab_size=vocab, token_limit=self.token_limit,
-            draft_length=draft_length, draft_vocab=self.draft_vocab,
+            device, self.state, self.exchange, self.replay_ptr, token_limit=self.token_limit,
+            draft_vocab=self.draft_vocab,
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
-            max_batch=slots, candidates=candidates, block=block,
+            max_batch=slots, block=block,
         )  # fmt: skip
         self.replay = 0
-        self.replay_ptr = device.zeros((1,), "int32")
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
 
     def field(self, name: str) -> np.ndarray:
-        """NumPy view of an exchange field."""
-        return self.exchange.field(name).array
+        """NumPy view of an exchange field, int32."""
+        exchange, answer = self.exchange, int(self.exchange.layout["answer"])
+        views = {
+            "mask": exchange.masks,
+            "row_state": exchange.stamps.view(np.int32).reshape(self.slots, self.width, 4),
+            "committed": exchange.committed,
+            "drafted": exchange.drafted,
+            "candidates": exchange.candidates,
+            "answers": exchange.memory.array[:, answer : answer + 3],
+        }
+        return views[name]
 
     def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:
         """Choose the slot of each batch row (-1: padding) for the rounds that follow."""
@@ -101,24 +91,22 @@ class TableRound:
             sample=s.sample,
         )  # fmt: skip
         self.stream.synchronize()
+        state = self.state.to_host()
         for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
-            self.state.drafts[slot][j : j + 1].copy_from(np.array([d], np.int32))
-            self.state.q_kind[slot][j : j + 1].copy_from(np.array([kind], np.int32))
+            state["drafts"][slot, j], state["q_kind"][slot, j] = d, kind
             columns = np.arange(self.vocab) if self.d2t is None else self.d2t
             inside = (columns >= 0) & (columns < self.vocab)
             table = np.zeros(self.draft_vocab, np.float32)
             table[inside] = s.q[j][columns[inside]]
-            self.state.q[slot][j : j + 1].copy_from(table[None])
-        self.state.draft_len[slot : slot + 1].copy_from(np.array([len(s.drafts)], np.int32))
-        if not s.active:
-            self.state.leave(self.lane, slot)
-            self.stream.synchronize()
+            self.sampler.q[slot][j : j + 1].copy_from(table[None])
+        state["draft_len"][slot], state["active"][slot] = len(s.drafts), s.active
+        self.state.copy_from(state)
 
     def write_mask(self, slot: int, j: int, row: ref.MaskRow) -> None:
         """Write mask row j of a slot with its stamp."""
         if row.bits is not None:
             self.field("mask")[slot, j] = row.bits
-        self.field("row_state")[slot, j] = (row.state, row.epoch, row.position, 0)
+        self.field("row_state")[slot, j] = (row.state, row.epoch, row.position, row.more)
 
     def verify(self, logits: np.ndarray) -> Mapping[str, np.ndarray]:
         """Run target and verify on logits [B, width, V]; return copies of the ring's fields."""
@@ -128,15 +116,18 @@ class TableRound:
         flat = np.ascontiguousarray(logits.reshape(batch * width, vocab), np.float32)
         on_device = self.device.from_host(flat, "float32")
         self.sampler.target(self.lane, on_device, self.row_slot, width)
-        self.sampler.verify(self.lane, self.row_slot, width, self.replay_ptr, self.ring)
+        self.sampler.verify(self.lane, self.row_slot, width, self.ring)
         self.ring.poll(self.replay, 30.0)
-        entry = self.replay % self.ring.entries
-        out = {
-            name: self.ring.field(name).array[entry].copy()
-            for name in ("slot", "count", "reason", "accepted", "draft_len", "tokens")
-        }
+        out = self.results(self.replay)
         self.ring.consumed(self.replay)
         return out
+
+    def results(self, replay: int) -> dict[str, np.ndarray]:
+        """Copies of the output entry of a replay: the fields of ROUND_ROW, and tokens."""
+        rows = self.ring.row("rows", replay).copy()
+        head = ROUND_ROW.itemsize // 4
+        fields = rows[:, :head].copy().view(ROUND_ROW)[:, 0]
+        return {name: fields[name] for name in ROUND_ROW.names} | {"tokens": rows[:, head:]}
 
     def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
         """Draw draft j from logits [B, Vd]."""
@@ -153,5 +144,8 @@ class TableRound:
     def snapshot(self) -> dict[str, Any]:
         """Copies of the small per-slot arrays."""
         self.stream.synchronize()
-        names = ("n", "last", "drafts", "draft_len", "active", "q_kind")
-        return {name: getattr(self.state, name).to_host() for name in names}
+        state, most = self.state.to_host(), max(self.draft_length, 1)
+        names = ("n", "last", "draft_len", "active", "limit")
+        return {name: state[name].copy() for name in names} | {
+            name: state[name][:, :most].copy() for name in ("drafts", "q_kind")
+        }

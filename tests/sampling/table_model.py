@@ -15,6 +15,7 @@ import numpy_sampling as ref
 from sampling_round import TableRound, pack_bits
 
 from graft.cudagraph.device import Device, Stream
+from graft.sampling.state import SLOT
 
 V = 8
 PLAIN = ref.Filter(1.0)
@@ -160,21 +161,16 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
 
 def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     """Join every slot at once: the same request but for its seed."""
-    s, f, state = r.slots, case.filter, r.state
-    stop_ids = np.full((s, 8), -1, np.int32)
-    stop_ids[:, : len(case.stop_ids)] = case.stop_ids
-    values: dict[str, tuple[object, type]] = {
-        "n": (FIRST, np.int32), "last": (START[1], np.int32), "draft_len": (0, np.int32),
-        "epoch": (3, np.int32), "limit": (FIRST + 1 + case.length, np.int32),
-        "temperature": (f.temperature, np.float32), "top_k": (f.top_k, np.int32),
-        "top_p": (f.top_p, np.float32), "min_p": (f.min_p, np.float32),
-        "verify": (case.verify, np.int32), "stop_count": (len(case.stop_ids), np.int32),
-        "active": (1, np.int32),
-    }  # fmt: skip
-    for name, (value, dtype) in values.items():
-        getattr(state, name).copy_from(np.full(s, value, dtype))
-    state.stop_ids.copy_from(stop_ids)
-    state.seed.copy_from(np.arange(first_seed, first_seed + s, dtype=np.uint64))
+    f, state = case.filter, np.zeros(r.slots, SLOT)
+    for name, value in {
+        "n": FIRST, "last": START[1], "active": 1, "epoch": 3, "limit": FIRST + 1 + case.length,
+        "temperature": f.temperature, "top_k": f.top_k, "top_p": f.top_p, "min_p": f.min_p,
+        "verify": case.verify, "stops": len(case.stop_ids),
+        "seed": np.arange(first_seed, first_seed + r.slots, dtype=np.uint64),
+    }.items():  # fmt: skip
+        state[name] = value
+    state["stop_ids"][:, : len(case.stop_ids)] = case.stop_ids
+    r.state.copy_from(state)
 
 
 def _forced(pair: np.ndarray) -> np.ndarray:
@@ -190,7 +186,9 @@ def _force_alone(r: TableRound, table: Table, pair: np.ndarray, n: np.ndarray) -
         legal = table.legal[pair[:, 0], pair[:, 1]]
         _write_row(r, j - 1, legal, ref.READY, n + j - 1, 1 + token)
         pair = np.stack([pair[:, 1], np.maximum(token, 0)], axis=1)
-    r.sampler.forced(r.lane, r.row_slot)
+    proposal = r.device.zeros((r.slots, r.draft_length), "int32")
+    r.sampler.forced(r.lane, r.row_slot, proposal)
+    r.sampler.place(r.lane, proposal, r.row_slot)
     r.stream.synchronize()
 
 
@@ -238,14 +236,17 @@ def _place_points(
     """Draft j by a rule of the last two tokens, as a point mass."""
     token = (3 * pair[:, 0] + pair[:, 1] + 2) % V
     room = (state["active"] == 1) & (state["draft_len"] == j - 1)
-    room &= state["n"] + j < r.state.limit.to_host()
+    room &= state["n"] + j < state["limit"]
     if j > 1:
         room &= ~np.isin(state["drafts"][:, j - 2], stops)
     state["drafts"][room, j - 1] = token[room]
     state["q_kind"][room, j - 1] = ref.POINT
     state["draft_len"][room] = j
-    for name in ("drafts", "q_kind", "draft_len"):
-        getattr(r.state, name).copy_from(state[name])
+    whole = r.state.to_host()
+    for name in ("drafts", "q_kind"):
+        whole[name][:, : r.draft_length] = state[name]
+    whole["draft_len"] = state["draft_len"]
+    r.state.copy_from(whole)
 
 
 def pair_laws(table: Table, case: Case) -> list[np.ndarray]:

@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     Mutant(
         "mask row off by one", "target.cu",
-        (("static_cast<long long>(j) * mask_words;",
-          "static_cast<long long>(j > 0 ? j - 1 : 0) * mask_words;"),),
+        (("mask_of(exchange, layout, index, j)",
+          "mask_of(exchange, layout, index, j > 0 ? j - 1 : 0)"),),
         Case(2, PLAIN, masked=True, late=True),
     ),
     Mutant(
@@ -77,9 +77,9 @@ MUTANTS = [
     ),
     Mutant(
         "drafts drawn before the filters of their table", "draft.cu",
-        (("const Noise noise = {seed[slot], position,",
+        (("const Noise noise = {slot.seed, position,",
           "for (int i = 0; i < draft_vocab; ++i) table[i] = table[i] > 0.0f ? 1.0f : 0.0f;\n"
-          "    const Noise noise = {seed[slot], position,"),
+          "    const Noise noise = {slot.seed, position,"),
          ("kind = coupled ? DRAFT_POINT : DRAFT_DENSE;",
           "kind = coupled ? DRAFT_POINT : DRAFT_DENSE;\n"
           "    row_distribution<false>(row, filter, table, scratch);")),
@@ -87,12 +87,12 @@ MUTANTS = [
     ),
     Mutant(
         "bonus after a stop id", "verify.cu",
-        (("if (is_stop(stops, stops_count, d)) {",
-          "if (is_stop(stops, stops_count, d) && false) {"),
-         ("if (is_stop(stops, stops_count, tokens[count - 1])) {",
+        (("if (is_stop(slot, d)) {",
+          "if (is_stop(slot, d) && false) {"),
+         ("if (is_stop(slot, tokens[count - 1])) {",
           "bool stopped = false;\n"
           "    for (int i = 0; i < count; ++i) {\n"
-          "      stopped = stopped || is_stop(stops, stops_count, tokens[i]);\n    }\n"
+          "      stopped = stopped || is_stop(slot, tokens[i]);\n    }\n"
           "    if (stopped) {")),
         Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
     ),

@@ -16,6 +16,7 @@ FORGED = {
     "row of another draft": (ref.READY, 0, 2),
     "late": (ref.NOT_READY, 0, 0),
     "free, of another request": (ref.FREE, 1, 0),
+    "free, elsewhere": (ref.FREE, 0, 1),
     "unknown state": (77, 0, 0),
 }
 MODES = {
@@ -96,10 +97,10 @@ def test_an_answer_of_another_draft_or_replay_is_never_taken(device, stream, ans
     write(r, 0, 0, s)
     r.verify(np.zeros((1, 3, V), np.float32))
     r.field("row_state")[:] = 0
-    r.field("answers")[0] = (r.replay + answer[0], 1 + answer[1], POISON, 0)
+    r.field("answers")[0] = (r.replay + answer[0], 1 + answer[1], POISON)
     r.draft(1, np.zeros((1, V), np.float32), masked=True)
     assert r.snapshot()["draft_len"][0] == 0
-    r.field("answers")[0] = (r.replay, 1, 3, 0)
+    r.field("answers")[0] = (r.replay, 1, 3)
     r.draft(1, np.zeros((1, V), np.float32), masked=True)
     state = r.snapshot()
     assert (state["draft_len"][0], state["drafts"][0, 0]) == (1, 3)

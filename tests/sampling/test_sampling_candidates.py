@@ -87,26 +87,25 @@ def test_candidates_and_drafts_match_the_oracle(device, stream, block, mapped):
                     outcome = str(rng.choice(["answer", "miss", "silent", "stale"]))
                     if outcome == "answer":
                         pick = int(rng.choice(order))
-                        answers[i] = (r.replay, j, pick, 0)
+                        answers[i] = (r.replay, j, pick)
                         kept = ((*s.drafts, pick), (*s.kinds, ref.POINT))
                     elif outcome == "miss":
                         legal = rng.random(V) < rng.choice([0.03, 0.5])
                         row = ref.MaskRow(ref.READY, s.epoch, s.n + j - 1, pack_bits(legal))
                         r.write_mask(i, j - 1, row)
-                        answers[i] = (r.replay, j, -1, 0)
+                        answers[i] = (r.replay, j, -1)
                         point = s if s.verify == ref.COUPLED else ref.replace(
                             s, filter=ref.Filter(0.0))  # fmt: skip
                         after = ref.draft(point, j, logits[i], row, limit, d2t, V)
                         kept = (after.drafts, after.kinds)
                     elif outcome == "stale":
-                        answers[i] = (r.replay - 1, j, order[0], 0)
+                        answers[i] = (r.replay - 1, j, order[0])
                     seen["silent" if outcome == "stale" else outcome] += 1
                 expected[i] = kept
             for i in range(0, SLOTS, 4):  # requests without a grammar draw as ever
                 s = slots[i]
-                row = ref.MaskRow(ref.FREE, s.epoch, 0)
+                row = ref.MaskRow(ref.FREE, s.epoch, 0, more=1)
                 r.write_mask(i, j - 1, row)
-                r.field("row_state")[i, j - 1, 3] = 1
                 after = ref.draft(s, j, logits[i], row, limit, d2t, V)
                 seen["free"] += len(after.drafts) == j
                 expected[i] = (after.drafts, after.kinds)

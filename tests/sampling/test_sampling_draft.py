@@ -77,7 +77,7 @@ def test_matches_the_oracle(device, stream, block, mapped, masked):
                         s, j, draft_logits[b], row if masked else None, limit, d2t, V
                     )
             r.draft(j, draft_logits, masked)
-        after, drafted, tables = r.snapshot(), r.field("drafted"), r.state.q.to_host()
+        after, drafted, tables = r.snapshot(), r.field("drafted"), r.sampler.q.to_host()
         for slot, s in enumerate(slots):
             count = len(s.drafts)
             assert after["draft_len"][slot] == count
@@ -109,11 +109,11 @@ def test_slots_that_committed_nothing_keep_their_drafts(device, stream, block):
     r.write_mask(1, 0, ref.MaskRow(ref.FREE, 1, 5))
     out = r.verify(np.zeros((2, 3, 16), np.float32))
     np.testing.assert_array_equal(out["count"], [0, 1])
-    before = r.state.q.to_host()[0].copy()
+    before = r.sampler.q.to_host()[0].copy()
     for j in (1, 2):
         r.draft(j, np.zeros((2, 16), np.float32), masked=False)
     after = r.snapshot()
     assert tuple(after["draft_len"]) == (2, 2)
     assert tuple(after["drafts"][0]) == (3, 4)
-    np.testing.assert_array_equal(r.state.q.to_host()[0], before)
+    np.testing.assert_array_equal(r.sampler.q.to_host()[0], before)
     assert r.field("drafted")[0, 0] == 0, "its record is of no replay yet"

@@ -7,9 +7,9 @@ import pytest
 from sampling_round import TableRound
 
 from graft.cudagraph.errors import OptionError, ShapeError
-from graft.cudagraph.slots import PinnedSlots, Ring
-from graft.sampling.sampler import Sampler
-from graft.sampling.state import SlotState
+from graft.cudagraph.exchange import Exchange
+from graft.sampling.sampler import Sampler, output_ring
+from graft.sampling.state import SLOT
 
 GOOD = {"position": 5, "last": 1, "epoch": 1, "limit": 20}
 
@@ -27,7 +27,7 @@ def small(device, stream):
         ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
         ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 2}, "verify"),
-        ({"stop_ids": tuple(range(9))}, "8 stop ids"), ({"sample": 1 << 24}, "sample"),
+        ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
     ],
 )  # fmt: skip
 def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
@@ -40,25 +40,24 @@ def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
 
 def test_join_and_leave_write_the_slot_and_no_other(small):
     """Every parameter lands in its array at the slot; leaving clears active and the drafts."""
-    small.state.draft_len.copy_from(np.full(4, 2, np.int32))
+    before = np.zeros(4, SLOT)
+    before["draft_len"] = 2
+    small.state.copy_from(before)
     values = {"seed": -1, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125,
               "verify": 1, "sample": 6}  # fmt: skip
     small.state.join(small.lane, 2, **GOOD, stop_ids=(7, 9), **values)
-    small.stream.synchronize()
-    s = small.state
-    wanted = {"n": 5, "last": 1, "epoch": 1, "limit": 20, "stop_count": 2, "active": 1,
-              **values, "seed": 2**64 - 1}  # fmt: skip
+    after = small.state.to_host()
+    wanted = {"n": 5, "last": 1, "epoch": 1, "limit": 20, "stops": 2, "active": 1,
+              **values, "seed": 2**64 - 1, "draft_len": 0}  # fmt: skip
     for name, value in wanted.items():
-        got = getattr(s, name).to_host()
-        assert got[2] == value, name
-        assert not np.delete(got, 2).any(), name
-    np.testing.assert_array_equal(s.stop_ids.to_host()[2], [7, 9] + [-1] * 6)
-    np.testing.assert_array_equal(s.draft_len.to_host(), [2, 2, 0, 2])
-    s.leave(small.lane, 3)
-    s.leave(small.lane, 2)
-    small.stream.synchronize()
-    assert not s.active.to_host().any()
-    np.testing.assert_array_equal(s.draft_len.to_host(), [2, 2, 0, 0])
+        assert after[2][name] == value, name
+    np.testing.assert_array_equal(after[2]["stop_ids"][:3], [7, 9, 0])
+    np.testing.assert_array_equal(np.delete(after, 2), np.delete(before, 2))
+    small.state.leave(small.lane, 3)
+    small.state.leave(small.lane, 2)
+    left = small.state.to_host()
+    assert not left["active"].any()
+    np.testing.assert_array_equal(left["draft_len"], [2, 2, 0, 0])
 
 
 def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
@@ -76,11 +75,6 @@ def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
         sampler.target(lane, device.zeros((5, 40), "float32"), device.zeros((5,), "int32"), 1)
     with pytest.raises(ShapeError, match="row_slot"):
         sampler.target(lane, device.zeros((4, 40), "float32"), device.zeros((4,), "int64"), 1)
-    with pytest.raises(ShapeError, match="replay_ptr"):
-        sampler.verify(lane, rows, 1, device.zeros((2,), "int32"), small.ring)
-    with pytest.raises(OptionError, match="after verify"):
-        sampler.draft(lane, device.zeros((4, 40), "float32"), rows, 1, True)
-    sampler.verify(lane, rows, 1, small.replay_ptr, small.ring)
     with pytest.raises(OptionError, match="j must be"):
         sampler.draft(lane, device.zeros((4, 40), "float32"), rows, 3, True)
     with pytest.raises(ShapeError, match="draft_logits"):
@@ -90,30 +84,35 @@ def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
 def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
     """Sizes of state, exchange, maps and ring must agree with the sampler's own."""
 
-    def make(state: SlotState = small.state, exchange: PinnedSlots = small.exchange, **change):
-        options = {"vocab_size": 40, "token_limit": 40, "draft_length": 2, "draft_vocab": 40,
-                   "d2t": None, "t2d": None, "max_batch": 4}  # fmt: skip
-        return Sampler(device, state, exchange, **{**options, **change})
+    def make(**change):
+        parts = {"state": small.state, "exchange": small.exchange, "replay": small.replay_ptr,
+                 "token_limit": 40, "draft_vocab": 40, "max_batch": 4}  # fmt: skip
+        return Sampler(device, **{**parts, **change})
 
-    with pytest.raises(OptionError, match="token_limit"):
-        make(token_limit=41)
-    with pytest.raises(OptionError, match="draft_length"):
-        make(draft_length=1)
-    with pytest.raises(OptionError, match="max_batch"):
-        make(max_batch=5)
-    with pytest.raises(OptionError, match="t2d"):
-        make(d2t=device.zeros((40,), "int32"))
-    with pytest.raises(ShapeError, match="t2d"):
-        make(d2t=device.zeros((40,), "int32"), t2d=device.zeros((39,), "int32"))
-    with pytest.raises(ShapeError, match=r"exchange\.mask"):
-        make(vocab_size=80, token_limit=80)
-    with pytest.raises(OptionError, match="draft_vocab 40 exceeds"):
-        make(vocab_size=39, token_limit=39)
-    short = {"mask": ("int32", (3, 2)), "row_state": ("int32", (3, 4)),
-             "committed": ("int32", (3,)), "drafted": ("int32", (4,))}  # fmt: skip
-    with pytest.raises(ShapeError, match=r"exchange\.committed"):
-        make(exchange=PinnedSlots(device, 4, short))
-    fields = {name: ("int32", (4,)) for name in ("slot", "count", "reason", "accepted")}
-    ring = Ring(device, 2, {**fields, "draft_len": ("int32", (3,)), "tokens": ("int32", (4, 3))})
-    with pytest.raises(ShapeError, match=r"out_ring\.draft_len"):
-        small.sampler.verify(small.lane, small.row_slot, 1, small.replay_ptr, ring)
+    def exchange(**change):
+        sizes = {"slots": 4, "drafts": 2, "vocab_size": 40, **change}
+        return {"exchange": Exchange(device, **sizes)}
+
+    ids = device.zeros((40,), "int32")
+    for change, error, word in (
+        ({"token_limit": 41}, OptionError, "token_limit"),
+        ({"max_batch": 5}, OptionError, "max_batch"),
+        ({"d2t": ids}, OptionError, "t2d"),
+        ({"d2t": ids, "t2d": device.zeros((39,), "int32")}, ShapeError, "t2d"),
+        ({"draft_vocab": 41}, OptionError, "draft_vocab"),
+        ({"replay": device.zeros((2,), "int32")}, ShapeError, "replay"),
+        (exchange(slots=3), OptionError, "exchange slots"),
+        (exchange(drafts=65), OptionError, "draft_length"),
+        (exchange(candidates=65), OptionError, "candidates"),
+    ):
+        with pytest.raises(error, match=word):
+            make(**change)
+    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1}):
+        with pytest.raises(OptionError, match=next(iter(sizes))):
+            exchange(**sizes)
+    for ring, word in (
+        (output_ring(device, 2, 4, 1), "words of an output row"),
+        (output_ring(device, 2, 3, 2), "output rows"),
+    ):
+        with pytest.raises(OptionError, match=word):
+            small.sampler.verify(small.lane, small.row_slot, 1, ring)

@@ -128,7 +128,7 @@ def test_free_rows_ignore_the_mask_but_not_the_bound(device, stream, block):
     s = simple(ref.Filter(0.0))
     r.put(0, s)
     none = np.zeros(64, bool)
-    r.write_mask(0, 0, ref.MaskRow(ref.FREE, s.epoch, 999, pack_bits(none)))
+    r.write_mask(0, 0, ref.MaskRow(ref.FREE, s.epoch, 999, pack_bits(none), more=1))
     assert r.verify(logits[:, None, :])["tokens"][0, 0] == 49
 
 

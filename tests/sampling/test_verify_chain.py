@@ -106,7 +106,7 @@ def test_matches_the_oracle_on_random_rounds(device, stream, block):
                 assert tuple(out["tokens"][b, : out["count"][b]]) == outcome.tokens
                 assert out["accepted"][b] == outcome.accepted
                 assert out["reason"][b] == outcome.reason
-                assert out["draft_len"][b] == len(states[slot].drafts)
+                assert out["tested"][b] == len(states[slot].drafts)
                 assert after["n"][slot] == expected.n
                 assert after["last"][slot] == expected.last
                 assert bool(after["active"][slot]) == expected.active
@@ -196,7 +196,7 @@ def test_a_stalled_round_changes_nothing_and_can_be_repeated(device, stream, f):
     """Row 0 not ready: no token, state and drafts as before, and the next round is as if first."""
     slot = chain(f)
     r, out = run_one(device, stream, slot, states=(0, 1, 1, 1))
-    assert (out["count"], out["reason"], out["draft_len"]) == (0, ref.RUNNING, 3)
+    assert (out["count"], out["reason"], out["tested"]) == (0, ref.RUNNING, 3)
     after = r.snapshot()
     assert (after["n"][0], after["last"][0], after["draft_len"][0]) == (20, 1, 3)
     assert tuple(after["drafts"][0]) == slot.drafts
@@ -207,13 +207,15 @@ def test_a_stalled_round_changes_nothing_and_can_be_repeated(device, stream, f):
 
 
 def test_stamps_of_another_request_or_position_are_not_ready(device, stream):
-    """A row counts only with this epoch, and unless FREE with this position."""
+    """A row counts only with this epoch, and with this position, unless FREE for all."""
     slot = chain()
     everything = pack_bits(np.ones(V, bool))
     for row in (
         ref.MaskRow(ref.READY, slot.epoch + 1, slot.n, everything),
         ref.MaskRow(ref.READY, slot.epoch, slot.n + 1, everything),
         ref.MaskRow(ref.FREE, slot.epoch - 1, slot.n, everything),
+        ref.MaskRow(ref.FREE, slot.epoch - 1, slot.n, everything, more=1),
+        ref.MaskRow(ref.FREE, slot.epoch, slot.n - 1, everything),
         ref.MaskRow(ref.DEAD_END, slot.epoch, slot.n - 1, everything),
     ):
         r = TableRound(device, stream, slots=1, draft_length=K, vocab=V)
@@ -279,7 +281,7 @@ def test_a_draft_that_its_table_calls_impossible_is_refused_and_counted(device, 
     slot = ref.replace(chain(SAMPLED), kinds=(ref.DENSE,) * 3)
     r, out = run_one(device, stream, slot)
     assert (out["count"], out["accepted"], out["tokens"][0]) == (1, 0, 10)
-    assert r.state.faults.to_host()[0] == 1
+    assert r.sampler.faults.to_host()[0] == 1
 
 
 def test_when_nothing_is_left_of_p_it_is_p_that_is_sampled(device, stream):
@@ -295,7 +297,7 @@ def test_padding_rows_and_unused_entries_are_marked(device, stream):
     r = TableRound(device, stream, slots=4, draft_length=1, vocab=V)
     for i in range(4):
         r.put(i, chain(drafts=()))
-        r.write_mask(i, 0, ref.MaskRow(ref.FREE, 1, 20))
+        r.write_mask(i, 0, ref.MaskRow(ref.FREE, 1, 20, more=1))
     for _ in range(5):  # every entry of the ring has been used
         r.rows([0, 1, 2, 3])
         r.verify(np.repeat(EYE[None, :2], 4, axis=0))
@@ -305,7 +307,7 @@ def test_padding_rows_and_unused_entries_are_marked(device, stream):
     np.testing.assert_array_equal(out["slot"], [2, -1, -1, -1])
     np.testing.assert_array_equal(out["count"][:2], [1, 0])
     np.testing.assert_array_equal(r.snapshot()["n"] - before, [0, 0, 1, 0])
-    np.testing.assert_array_equal(r.sampler.count.to_host()[:2], [1, 0])
+    np.testing.assert_array_equal(r.sampler.rows.to_host()[:2, 1], [1, 0])
 
 
 def test_a_narrower_round_tests_fewer_drafts(device, stream):
@@ -316,7 +318,7 @@ def test_a_narrower_round_tests_fewer_drafts(device, stream):
         r.write_mask(0, j, ref.MaskRow(ref.FREE, 1, 20 + j))
     out = r.verify(EYE[None, :2])
     assert list(out["tokens"][0, :2]) == [10, 11]
-    assert (out["count"][0], out["accepted"][0], out["draft_len"][0]) == (2, 1, 1)
+    assert (out["count"][0], out["accepted"][0], out["tested"][0]) == (2, 1, 1)
 
 
 def test_no_random_number_is_used_twice_for_one_kept_token(monkeypatch):
@@ -331,7 +333,7 @@ def test_no_random_number_is_used_twice_for_one_kept_token(monkeypatch):
         return original(seed, position, purpose, ids, sample)
 
     monkeypatch.setattr(ref, "words", record)
-    everything = [ref.MaskRow(ref.FREE, 1, 0)] * (K + 1)
+    everything = [ref.MaskRow(ref.FREE, 1, 0, more=1)] * (K + 1)
     kept = 0
     for seed in range(25):
         slot = ref.Slot(n=5, last=0, limit=40, seed=seed, filter=SAMPLED)

@@ -6,34 +6,33 @@ i; its output predicts token i + 2 and is the feature of the next draft step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
+from graft.models.drafters.base import DrafterRoom, Drafter, DraftVocab, TreeShape
 from graft.models.errors import CheckpointError, ConfigError
+from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.layers import Layers, expect
 from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layer
 from graft.models.rows import Rows
 from graft.models.weights import Weights
 
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.lanes import Lane
-
 # Needed by training only.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
-class Eagle3Drafter:
+class Eagle3Head:
     """An EAGLE-3 head of a Llama target, with a cache of its own.
 
-    The constructor tells the target which layers' outputs to keep (`set_feature_layers`). As with
-    the target, all work of one drafter must be ordered.
+    As with the target, all work of one head must be ordered.
 
     Parameters
     ----------
@@ -87,7 +86,6 @@ class Eagle3Drafter:
         self.layers = Layers(device, target.layers.form)
         count = target.config.num_hidden_layers
         self.feature_layers = feature_layers or config.resolve_feature_layers(count)
-        target.set_feature_layers(self.feature_layers)
         self._load(Weights(device, checkpoint, progress=progress))
         hidden = config.hidden_size
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
@@ -178,6 +176,55 @@ class Eagle3Drafter:
         )  # fmt: skip
         run_layer(lane, self.layers, config, self.layer, scratch, self.kv, 0, self.turn, rows, wide)
         return stream
+
+
+class Eagle3(Drafter):
+    """Drafts a chain with an EAGLE-3 head: entries with true features, then its own.
+
+    Parameters
+    ----------
+    head : Eagle3Head
+    drafts : int
+        Drafts per round.
+    """
+
+    def __init__(self, head: Eagle3Head, drafts: int) -> None:
+        self.head = head
+        self.shape, self.taps = TreeShape.chain(drafts), head.feature_layers
+        self.vocab = DraftVocab(head.draft_vocab, head.d2t, head.t2d)
+        self.caches = (head.kv,)
+        self._hidden: DeviceArray | None = None  # of the level written last
+
+    @classmethod
+    def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterRoom) -> Eagle3:
+        """Load a checkpoint's head; raises as `Eagle3Head`."""
+        cache = room.cache(1, config.num_key_value_heads, config.head_dim, config.dtype)
+        head = Eagle3Head(
+            room.device, config, Checkpoint(folder), room.target, cache, max_rows=room.max_rows
+        )
+        return cls(head, room.drafts)
+
+    def prefill(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
+        self.head.entries(lane, rows, _given(features))
+
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+        out = self.head.entries(lane, feed.committed(lane), _given(feed.features))
+        return self._predict(lane, feed, self.head.gather(lane, out, feed.last))
+
+    def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
+        hidden = self.head.step(lane, feed.drafts(lane, level), _given(self._hidden))
+        return self._predict(lane, feed, hidden)
+
+    def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
+        self._hidden = hidden
+        self.head.head(lane, hidden, feed.logits)
+        return feed.logits
+
+
+def _given(array: DeviceArray | None) -> DeviceArray:
+    if array is None:
+        raise OptionError("an EAGLE-3 head needs features: it was called out of order")
+    return array
 
 
 def check_target(config: Eagle3Config, target: LlamaModel) -> None:

@@ -1,0 +1,103 @@
+"""The pinned memory in which the device, the grammar worker and the host meet, slot by slot.
+
+What lies in it is stated in ``kernels/exchange.h``; here are its size and its addresses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graft.cudagraph.cstruct import read_numbers, read_struct
+from graft.cudagraph.device import Device
+from graft.cudagraph.errors import OptionError
+
+__all__ = ["HEADER", "NUMBERS", "Exchange"]
+
+HEADER = Path(__file__).parent / "kernels" / "exchange.h"
+#: ROW_* and REASON_*, by name.
+NUMBERS = read_numbers(HEADER)
+_LINE_WORDS = 16  # a cache line
+
+
+class Exchange:
+    """Records of every slot, at fixed addresses.
+
+    Parameters
+    ----------
+    device : where the memory is pinned.
+    slots : how many slots.
+    drafts : most drafts of a slot; it has one mask row more.
+    vocab_size : ids that a mask row covers.
+    candidates : ids that the grammar is asked about per draft.
+
+    Attributes
+    ----------
+    layout : np.void
+        ``ExchangeLayout``, as kernels take it by value.
+    memory : PinnedArray
+        int32 [slots, layout.stride].
+    stamps : RowStamp [slots, rows]; masks : int32 [slots, rows, words]
+        What the worker writes and the kernels read.
+    committed, drafted, candidates : int32 [slots, ...]; answer : Answer [slots]
+        Header words, then ids.
+
+    Raises
+    ------
+    OptionError
+        Naming the size that is out of range.
+    """
+
+    def __init__(
+        self, device: Device, slots: int, drafts: int, vocab_size: int, candidates: int = 0
+    ) -> None:
+        sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
+                 ("candidates", candidates, 0))  # fmt: skip
+        for name, value, low in sizes:
+            if value < low:
+                raise OptionError(f"exchange: {name} is {value}, must be at least {low}")
+        rows, words = drafts + 1, -(-vocab_size // 32)
+        stamp = read_struct(HEADER, "RowStamp")
+        head = {n: read_struct(HEADER, n).itemsize // 4
+                for n in ("Committed", "Drafted", "Candidates", "Answer")}  # fmt: skip
+        parts = {
+            "stamps": rows * stamp.itemsize // 4,
+            "committed": head["Committed"] + rows,
+            "drafted": head["Drafted"] + drafts,
+            "candidate_ids": head["Candidates"] + candidates,
+            "answer": head["Answer"],
+            "masks": rows * words,
+        }
+        at, end = {}, 0
+        for name, count in parts.items():
+            at[name] = end
+            end += -(-count // _LINE_WORDS) * _LINE_WORDS
+        layout = np.zeros((), read_struct(HEADER, "ExchangeLayout"))
+        for name, value in {
+            "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
+        }.items() | at.items():  # fmt: skip
+            layout[name] = value
+        self.layout: np.void = layout[()]
+        self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size
+        self.memory = device.pinned((slots, end), "int32")
+        whole = self.memory.array
+
+        def part(name: str) -> NDArray:
+            return whole[:, at[name] : at[name] + parts[name]]
+
+        self.stamps = part("stamps").view(stamp)
+        self.masks = part("masks").reshape(slots, rows, words)
+        self.committed, self.drafted = part("committed"), part("drafted")
+        self.candidates = part("candidate_ids")
+        self.answer = part("answer").view(read_struct(HEADER, "Answer"))[:, 0]
+
+    @property
+    def host_ptr(self) -> int:
+        """Host address of slot 0's first word."""
+        return self.memory.host_ptr
+
+    def close(self) -> None:
+        """Drop the memory; nobody may use the views any more."""
+        self.memory.close()

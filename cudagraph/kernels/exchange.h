@@ -1,0 +1,87 @@
+// What the host, the C++ grammar worker and the kernels exchange: stated here and nowhere else.
+// Kernels and worker include this text; Python reads its structs and numbers
+// (cudagraph/cstruct.py).
+#pragma once
+
+// State of a mask row.
+#define ROW_NOT_READY 0
+#define ROW_FREE 1
+#define ROW_READY 2
+#define ROW_DEAD_END 3
+#define ROW_ERROR 4
+
+// Why verification ended a request.
+#define REASON_NONE 0
+#define REASON_STOP 1
+#define REASON_LENGTH 2
+#define REASON_DEAD_END 3
+#define REASON_ERROR 4
+
+// Stamp of a mask row. It masks the token after `position`. `more` of a free row: 1 if the request
+// has no grammar at all. Of a ready row: 1 + the token that the grammar forces there, or 0.
+struct RowStamp {
+  int state;
+  int epoch;
+  int position;
+  int more;
+};
+
+// Tokens that a replay committed to a slot; `rows` ids follow.
+struct Committed {
+  int replay;
+  int count;
+};
+
+// Drafts that follow a slot's committed tokens; `rows - 1` ids follow.
+struct Drafted {
+  int replay;
+  int count;
+};
+
+// Ids that the grammar is to test for draft `draft`, best first; `candidates` ids follow.
+struct Candidates {
+  int replay;
+  int draft;
+  int count;
+};
+
+// The first legal candidate; -1: none is, and the mask row of the draft was filled.
+struct Answer {
+  int replay;
+  int draft;
+  int id;
+};
+
+// Where a slot's records lie in its part of pinned memory: 32-bit words from the slot's first word.
+// What the device writes and what the host writes share no cache line.
+struct ExchangeLayout {
+  int slots;
+  int stride;  // words from slot to slot
+  int rows;    // mask rows of a slot: one more than its drafts
+  int words;   // of a mask row
+  int candidates;
+  int stamps;  // RowStamp[rows]
+  int committed;
+  int drafted;
+  int candidate_ids;  // Candidates
+  int answer;
+  int masks;  // [rows][words]
+};
+
+// What a replay brought to one row of its batch; `width` tokens follow.
+struct RoundRow {
+  int slot;      // -1: padding
+  int count;     // tokens committed
+  int reason;    // REASON_*
+  int accepted;  // drafts among the tokens
+  int tested;    // drafts there were
+  int old_n;     // position of the slot's last token before
+};
+
+// The output ring: entry `replay % entries`, `stride` words apart, rows `row` words apart.
+struct OutputLayout {
+  int entries;
+  int stride;
+  int rows;
+  int row;
+};

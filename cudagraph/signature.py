@@ -1,0 +1,56 @@
+"""Parameter kinds of kernels, read from their text.
+
+The driver tells the sizes of a kernel's parameters and not their types, so an int given for a
+float would arrive as its bits. The text knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["FLOAT", "INT", "OTHER", "POINTER", "kernel_kinds"]
+
+POINTER, INT, FLOAT, OTHER = "pointer", "int", "float", "other"
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_BOUNDS = r"(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
+_ENTRY = re.compile(
+    r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
+    rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
+)
+_INT_WORDS = frozenset({"unsigned", "signed", "char", "short", "int", "long"})
+_INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphConditionalHandle")
+_QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__"})
+
+
+def kernel_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the kind of each parameter of each ``extern "C" __global__`` entry.
+
+    A type that is neither built in nor a pointer is ``OTHER``, as is one that differs between
+    several entries of a name. Entries written by macros are not found.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in _ENTRY.finditer(_COMMENT.sub(" ", text)):
+        name, listed = entry[1], entry[2].strip()
+        kinds = tuple(_kind(one) for one in listed.split(",")) if listed not in ("", "void") else ()
+        before = found.get(name, kinds)
+        if len(before) == len(kinds):
+            kinds = tuple(
+                a if a == b else OTHER for a, b in zip(before, kinds, strict=True)
+            )
+        found[name] = kinds
+    return found
+
+
+def _kind(parameter: str) -> str:
+    if "*" in parameter:
+        return POINTER
+    words = [word for word in parameter.split() if word not in _QUALIFIERS]
+    if len(words) > 1 and words[-1] not in _INT_WORDS:
+        words.pop()  # the parameter's name
+    if words and all(word in _INT_WORDS for word in words):
+        return INT
+    if words in (["float"], ["double"]):
+        return FLOAT
+    return INT if len(words) == 1 and _INT_NAMES.fullmatch(words[0]) else OTHER

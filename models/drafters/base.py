@@ -1,0 +1,138 @@
+"""What drafts: the protocol between a round and whatever proposes tokens to it.
+
+A round's drafts are a tree whose row 0 is the slot's last token: draft j (from 1) hangs on row
+``parent[j] < j``. A chain is ``parent[j] = j - 1``, and the only shape that rounds have so far.
+Drafts come level by level, as a model makes them, or all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.kv import PagedKV
+from graft.models.llama import LlamaModel
+from graft.models.rows import Rows
+from graft.sampling.state import MAX_DRAFTS
+
+if TYPE_CHECKING:
+    from graft.models.feed import Feed
+
+__all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Shape of a round's drafts.
+
+    Parameters
+    ----------
+    nodes : drafts per round; the target's forward has one row more.
+    levels : rows that each step feeds per request, one entry a step; empty: drafts come at once.
+    branch : children kept per row; 1 is a chain.
+    """
+
+    nodes: int
+    levels: tuple[int, ...] = ()
+    branch: int = 1
+
+    @staticmethod
+    def chain(drafts: int) -> TreeShape:
+        """A chain whose drafts come one by one."""
+        return TreeShape(drafts, (1,) * drafts)
+
+    def require_chain(self) -> None:
+        """Refuse what no round can be built for.
+
+        Raises
+        ------
+        OptionError
+            Naming the shape.
+        """
+        if not 1 <= self.nodes <= MAX_DRAFTS:
+            raise OptionError(f"a drafter makes 1 to {MAX_DRAFTS} drafts a round, not {self.nodes}")
+        if self.branch != 1 or self.levels not in ((), (1,) * self.nodes):
+            raise OptionError(f"rounds verify chains so far, not {self}")
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Columns of a drafter's logits.
+
+    Attributes
+    ----------
+    size : how many.
+    d2t : int32 [size], target id of each; None: the column is the id.
+    t2d : int32 [V], column of each target id or -1; given exactly when ``d2t`` is.
+    """
+
+    size: int
+    d2t: DeviceArray | None = None
+    t2d: DeviceArray | None = None
+
+
+class Drafter:
+    """Base of all drafters; a subclass sets `shape` and what of the rest is not as here.
+
+    Attributes
+    ----------
+    shape : the drafts it makes.
+    taps : OUTPUT ids of the target's layers whose residual streams it reads, ascending.
+    vocab : of its logits, for a drafter that comes level by level; else None.
+    caches : paged keys and values of its own; slots get pages in all of them.
+    reads_rows : whether `start` reads the mask rows made after the commit, and waits for them.
+    """
+
+    shape: TreeShape
+    taps: tuple[int, ...] = ()
+    vocab: DraftVocab | None = None
+    caches: tuple[PagedKV, ...] = ()
+    reads_rows: bool = False
+
+    def prefill(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
+        """Absorb prompt rows: ``rows.token`` is the token BEHIND position ``rows.pos``.
+
+        `features` are the target's at these positions, float32 [R, taps * hidden].
+        """
+
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
+        """Absorb what this round committed; return the logits of level 0, float32 [B, Vd].
+
+        A drafter whose drafts come all at once writes them to ``feed.proposal`` and returns None.
+        """
+        raise NotImplementedError
+
+    def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
+        """Feed the drafts of level ``level - 1``; return the logits of `level`, from 1."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DrafterRoom:
+    """What a drafter is made from.
+
+    Attributes
+    ----------
+    device, target : of the engine.
+    drafts : drafts per round that the engine was asked for.
+    max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
+    cache : makes a paged cache of the engine's shape: layers, kv_heads, head_dim, dtype.
+    """
+
+    device: Device
+    target: LlamaModel
+    drafts: int
+    max_rows: int
+    cache: Callable[[int, int, int, str], PagedKV] = field(repr=False)
+
+
+#: A drafter's class, or any callable; an engine calls it once.
+MakeDrafter = Callable[[DrafterRoom], Drafter]
+#: A folder with a checkpoint, ``module:name`` of a `MakeDrafter`, or one itself.
+DrafterChoice = str | Path | MakeDrafter

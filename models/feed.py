@@ -1,0 +1,113 @@
+"""What a round hands to its drafter, and the arrays that rounds of all buckets share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.rows import Rows
+from graft.models.stamps import KERNELS
+from graft.sampling.sampler import Sampler
+from graft.sampling.state import SlotState
+
+__all__ = ["Feed", "RoundScratch"]
+
+_THREADS = 128
+
+
+class RoundScratch:
+    """Row-indexed arrays of the largest bucket; every smaller bucket uses their beginnings.
+
+    Replays of all buckets run on one stream, one after another, so they may share scratch.
+    """
+
+    def __init__(
+        self, device: Device, max_batch: int, width: int, vocab: int, features: int, draft_vocab: int
+    ):
+        rows = max_batch * width
+
+        def ints(*shape: int) -> DeviceArray:
+            return device.zeros(shape, "int32")
+
+        self.row_slot = ints(max_batch)
+        self.target_rows = Rows(ints(rows), ints(rows), ints(rows))
+        self.committed = Rows(ints(rows), ints(rows), ints(rows))
+        self.drafts = Rows(ints(max_batch), ints(max_batch), ints(max_batch))
+        self.last = ints(max_batch)
+        self.logits = device.zeros((rows, vocab), "float32")
+        self.proposal = ints(max_batch, max(width - 1, 1))
+        # Without a drafter that wants them nobody reads these two.
+        self.features = device.zeros((rows, features), "float32") if features else None
+        self.draft_logits = device.zeros((max_batch, max(draft_vocab, 1)), "float32")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One bucket's round, as its drafter sees it.
+
+    Attributes
+    ----------
+    batch, width : requests per replay, and rows of the target's forward per request (drafts + 1).
+    state, sampler : ``Slot`` of every request and ``RoundRow`` of every batch row, for kernels.
+    row_slot : int32 [B], slot of each batch row; -1: padding.
+    features : float32 [B * width, taps * hidden]; row b * width + j is of position n + j before.
+    last : int32 [B], after `committed`: the row that holds a request's last token.
+    logits : float32 [B, Vd], where a drafter may leave its logits.
+    proposal : int32 [B, drafts], for drafts that come all at once; a row ends at its first -1.
+    """
+
+    device: Device
+    batch: int
+    width: int
+    state: SlotState
+    sampler: Sampler
+    scratch: RoundScratch
+
+    @property
+    def row_slot(self) -> DeviceArray:
+        return self.scratch.row_slot[: self.batch]
+
+    @property
+    def features(self) -> DeviceArray | None:
+        found = self.scratch.features
+        return None if found is None else found[: self.batch * self.width]
+
+    @property
+    def last(self) -> DeviceArray:
+        return self.scratch.last[: self.batch]
+
+    @property
+    def logits(self) -> DeviceArray:
+        return self.scratch.draft_logits[: self.batch]
+
+    @property
+    def proposal(self) -> DeviceArray:
+        return self.scratch.proposal[: self.batch]
+
+    def committed(self, lane: Lane, shift: int = 0) -> Rows:
+        """Rows [B * width] of the tokens this round committed, token i at ``old_n + shift + i``.
+
+        With shift 0 a token stands at the position of the one before it, whose feature it is
+        paired with; with 1 at its own.
+        """
+        rows = self.scratch.committed.first(self.batch * self.width)
+        args = [*self._reads, self.batch, self.width, shift, rows.token, rows.slot, rows.pos]
+        self._launch(lane, "committed_rows", [*args, self.last], "committed rows")
+        return rows
+
+    def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
+        """Rows [B] of draft `level` (from 1), at position ``n + shift + level - 1``."""
+        rows = self.scratch.drafts.first(self.batch)
+        args = [*self._reads, self.batch, level, shift, rows.token, rows.slot, rows.pos]
+        self._launch(lane, "draft_rows", args, f"draft {level} rows")
+        return rows
+
+    @property
+    def _reads(self) -> list[object]:
+        sampler = self.sampler
+        return [self.row_slot, self.state.array, sampler.rows, sampler.row_words]
+
+    def _launch(self, lane: Lane, kernel: str, args: list[object], name: str) -> None:
+        lane.kernel(self.device.load(KERNELS)[kernel], 1, _THREADS, args, name=name)

@@ -1,0 +1,117 @@
+"""How drafts come to be legal: what stands on a round's lanes before and after each level.
+
+The two lanes of a round meet at marks, where drafts come level by level::
+
+    Fill     model    verify - start - [row 0] - draft 1 - step 1 - [row 1] - draft 2 - ...
+             grammar      `- commit, row 0 -^         `- fill row 1 --^
+
+    Probe    model    verify - start - candidates 1 - [answer] - draft 1 - step 1 - ...
+             grammar      `- commit ------------- probe 1 --^
+
+    Blind    model    verify - start - draft 1 - step 1 - draft 2 - ...
+             grammar      `- commit
+
+In Fill each draft is drawn under its mask row, made beside the drafter forward that leads to it.
+In Probe the grammar tests the drafter's best candidates, and all rows are filled beside the next
+target forward, as they are for Blind, whose illegal drafts are refused there.
+"""
+
+from __future__ import annotations
+
+from graft.cudagraph.graph import GraphLane, GraphMark
+from graft.cudagraph.memory import DeviceArray
+from graft.grammar.decoder import GuidedDecoder
+from graft.models.feed import Feed
+from graft.models.stamps import Stamps
+
+__all__ = ["Blind", "Fill", "Legality", "Probe"]
+
+
+class Legality:
+    """Base of the three: the commit, and no more.
+
+    Parameters
+    ----------
+    guide : makes the grammar's steps.
+    model, grammar : the round's lanes.
+    stamps : told where the model waits.
+    feed : the bucket's rows.
+    levels : how many levels are drafted.
+    """
+
+    masked = False
+    commit = "commit, fill row 0"
+
+    def __init__(
+        self, guide: GuidedDecoder, model: GraphLane, grammar: GraphLane, stamps: Stamps,
+        feed: Feed, levels: int,
+    ):  # fmt: skip
+        self._guide, self._model, self._grammar = guide, model, grammar
+        self._stamps, self._feed, self._levels = stamps, feed, levels
+        self._ready: GraphMark
+
+    def committed(self) -> None:
+        """Behind verification: the matchers take what was committed."""
+        self._ready = self._ask("commit", self._guide.commit_work(), self.commit)
+
+    def before(self, level: int, logits: DeviceArray) -> None:
+        """Between a level's logits and its draft, levels from 1."""
+
+    def after(self, level: int) -> None:
+        """Behind a level's draft."""
+
+    def wait_rows(self) -> None:
+        """Let the model wait for the rows that follow the commit."""
+        self._stamps.end("drafter extend")
+        self._wait("wait for row 0", self.commit)
+
+    def _ask(self, mark: str, work: object, name: str) -> GraphMark:
+        """A step of the grammar, once the model's lane is here; it is done at the mark."""
+        self._grammar.wait(self._model.record(f"{mark}: asked"))
+        self._guide.add(self._grammar, work, name=name)
+        return self._grammar.record(f"{mark}: done")
+
+    def _wait(self, part: str, step: str) -> None:
+        self._model.wait(self._ready)
+        self._stamps.end(part, step)
+
+    def _drafted(self, level: int) -> None:
+        self._stamps.end("drafter extend" if level == 1 else "drafting")
+
+
+class Blind(Legality):
+    """Drafts are made without a look at the grammar."""
+
+    def before(self, level: int, logits: DeviceArray) -> None:
+        if level == 1:
+            self._stamps.end("drafter extend")
+
+
+class Fill(Legality):
+    """Draft j is drawn under mask row j - 1."""
+
+    masked = True
+
+    def before(self, level: int, logits: DeviceArray) -> None:
+        self._drafted(level)
+        step = self.commit if level == 1 else f"fill row {level - 1}"
+        self._wait(f"wait for row {level - 1}", step)
+
+    def after(self, level: int) -> None:
+        if level < self._levels:
+            name = f"fill row {level}"
+            self._ready = self._ask(name, self._guide.draft_work(level), name)
+
+
+class Probe(Legality):
+    """Draft j is the first of the drafter's candidates that the grammar takes."""
+
+    masked = True
+    commit = "commit"
+
+    def before(self, level: int, logits: DeviceArray) -> None:
+        self._feed.sampler.candidates(self._model, logits, self._feed.row_slot, level)
+        self._drafted(level)
+        name = f"probe {level}"
+        self._ready = self._ask(name, self._guide.draft_work(level), name)
+        self._wait(f"wait for row {level - 1}", name)

@@ -1,0 +1,70 @@
+"""What the device writes down of a round's time: collected while the round's graph is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.slots import PinnedSlots
+
+__all__ = ["KERNELS", "Part", "Stamps", "make_timeline"]
+
+KERNELS = Path(__file__).parent / "kernels" / "round.cu"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a round, from the stamp before it to its own; a name may come again.
+
+    Attributes
+    ----------
+    name : what the model's lane does, or waits for.
+    waits_for : the host step that it waits for; empty where it works.
+    """
+
+    name: str
+    waits_for: str = ""
+
+
+def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlots:
+    """Room for the stamps of so many replays: int64 nanoseconds ``ns`` [entries, stamps]."""
+    return PinnedSlots(device, entries, {"ns": ("int64", (8 + 2 * draft_length,))})
+
+
+class Stamps:
+    """Stamps the borders of a round's parts on one lane.
+
+    Parameters
+    ----------
+    timeline : made by `make_timeline`; entry ``replay % entries`` is written.
+    replay : int32 [1], the number of the replay.
+    lane : the model's lane.
+
+    Attributes
+    ----------
+    parts : in order; part i lies between the stamps in columns i and i + 1.
+    """
+
+    def __init__(
+        self, device: Device, timeline: PinnedSlots, replay: DeviceArray, lane: Lane
+    ) -> None:
+        self._kernel = device.load(KERNELS)["stamp_time"]
+        self._field, self._entries = timeline.field("ns"), timeline.slots
+        self._replay, self._lane = replay, lane
+        self.parts: list[Part] = []
+
+    def begin(self) -> None:
+        """The round begins."""
+        self._stamp(0, "begin")
+
+    def end(self, name: str, waits_for: str = "") -> None:
+        """A part ends that began at the last stamp."""
+        self.parts.append(Part(name, waits_for))
+        self._stamp(len(self.parts), name)
+
+    def _stamp(self, column: int, name: str) -> None:
+        args = [self._replay, self._field, self._field.stride, self._entries, column]
+        self._lane.kernel(self._kernel, 1, 1, args, name=f"stamp {name}")
