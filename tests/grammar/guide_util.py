@@ -173,7 +173,7 @@ class Rig:
         self.drafts = [self.decoder.draft_work(j) for j in range(1, k + (candidates > 0))]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
-        matcher = KINDS[self.kind](self.backend.matcher(self.backend.compile(SPECS[spec])))
+        matcher = KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
         if self.held and gated and slot == 0:
             matcher = Gated(matcher, self.gate)
         return GuidedRequest(slot, epoch, matcher, position)
@@ -224,7 +224,7 @@ class Rig:
     def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
         """Mask row j is that of a new matcher after the tokens, or says that text is free there."""
         compiled = self.backend.compile(SPECS[spec])
-        row = oracle_row(lambda: self.backend.matcher(compiled), tokens)
+        row = oracle_row(lambda: compiled.matcher(), tokens)
         free = (row == -1).all()
         assert self.states(slot)[j][0] == (FREE if free else READY)
         if not free:
@@ -307,10 +307,10 @@ class Device:
             if compiled.spec not in self.oracle_grammars:
                 self.oracle_grammars[compiled.spec] = self.oracle.compile(compiled.spec)
             known = self.oracle_grammars[compiled.spec]
-            start = lambda: self.oracle.matcher(known)  # noqa: E731
+            start = lambda: known.matcher()  # noqa: E731
         self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
-            matchers[slot] = compiled and KINDS[kind](self.backend.matcher(compiled))
+            matchers[slot] = compiled and KINDS[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
         """Whether the slot may be given to a new request: no replay in flight names it."""

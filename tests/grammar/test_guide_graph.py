@@ -58,7 +58,7 @@ extern "C" __global__ void draft(int* words, int masks, int stamps, int commits,
 
 def smallest_legal(backend: XGrammarBackend, compiled, stop: int) -> list[int]:
     """What such a model generates, by a stock matcher."""
-    matcher, tokens = backend.matcher(compiled), []
+    matcher, tokens = compiled.matcher(), []
     while not matcher.is_terminated():
         tokens.append(int(matcher.legal()[0]))
         assert matcher.accept(tokens[-1])
@@ -95,7 +95,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     executable = graph.instantiate()
 
     expected = smallest_legal(backend, compiled, STOP)
-    request = GuidedRequest(0, 1, KINDS[kind](backend.matcher(compiled)), 5)
+    request = GuidedRequest(0, 1, KINDS[kind](compiled.matcher()), 5)
     tokens: list[int] = []
     replays = 0
     while not tokens or tokens[-1] != STOP:

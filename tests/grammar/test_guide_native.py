@@ -188,7 +188,7 @@ def test_an_internal_error_stays_in_its_slot(backend):
     worker = _native.guide.Worker(
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
-    matcher = backend.matcher(backend.compile(SPECS["regex"]))
+    matcher = backend.compile(SPECS["regex"]).matcher()
     assert worker.publish(1, [(0, 1, 5, matcher.native), (1, 1, 5, None)])
     step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.guide.STEP)
     step(worker.record(0, 0))

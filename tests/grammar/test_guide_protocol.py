@@ -27,7 +27,7 @@ def make(**changes) -> GuidedDecoder:
 
 
 def matcher(backend, spec="regex"):
-    return backend.matcher(backend.compile(SPECS[spec]))
+    return backend.compile(SPECS[spec]).matcher()
 
 
 def test_replays_are_published_in_order_and_never_lap(decoder):

@@ -317,7 +317,7 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[Guid
     exchange = host_exchange(slots, 0, size)
     decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
     compiled = backend.compile(SPECS["regex"])
-    requests = [GuidedRequest(s, 1, backend.matcher(compiled), 0) for s in range(slots)]
+    requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
     committed, done = exchange.committed, [0] * slots
     for replay in range(1, steps + 1):

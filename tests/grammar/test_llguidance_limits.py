@@ -21,7 +21,7 @@ def test_a_pattern_under_a_long_bound_goes_through():
     vocabulary = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
     backend = LLGuidanceBackend(vocabulary)
     spec = GrammarSpec.json_schema(SCHEMA, backend="auto")
-    matcher = backend.matcher(backend.compile(spec))
+    matcher = backend.compile(spec).matcher()
     row = np.zeros(vocabulary.words, np.int32)
     for byte in json.dumps("what is it").encode():
         matcher.fill(row)
