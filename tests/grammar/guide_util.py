@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.device import open_device
 from graft.cudagraph.exchange import Exchange
 from graft.grammar import (
     CompiledGrammar,
@@ -46,17 +46,9 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
     return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
 
 
-class HostMemory:
-    """A device as far as `Exchange` needs one: plain memory."""
-
-    def pinned(self, shape: tuple[int, ...], dtype: str) -> Any:
-        array = np.zeros(shape, dtype)
-        return SimpleNamespace(array=array, host_ptr=array.ctypes.data)
-
-
-def host_exchange(slots: int, drafts: int, vocab_size: int, candidates: int = 0) -> Exchange:
-    """Exchange memory without a device."""
-    return Exchange(HostMemory(), slots, drafts, vocab_size, candidates)  # type: ignore[arg-type]
+def exchange_for(slots: int, drafts: int, vocab_size: int, candidates: int = 0) -> Exchange:
+    """Exchange memory of the process's device, whose part the tests play."""
+    return Exchange(open_device(), slots, drafts, vocab_size, candidates)
 
 
 class InPython(Matcher):
@@ -164,7 +156,7 @@ class Rig:
     def __init__(self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False):
         self.backend, self.kind, self.held = backend, kind, held
         self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
-        self.exchange = host_exchange(slots, k, backend.vocabulary.size, candidates)
+        self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates)
         options = {"masked_drafts": True, "ring": 4, "threads": 1}
         with budgets_by(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
@@ -278,7 +270,7 @@ class Device:
         self.illegal, self.stall, self.wrong = illegal, stall, wrong
         self.kinds = kinds
         sizes = (slots, draft_length, self.size, 4 * probe)
-        self.exchanges = [host_exchange(*sizes) for _ in kinds]
+        self.exchanges = [exchange_for(*sizes) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[SlotTruth | None] = [None] * slots

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import KINDS, STOP, byte_vocabulary
+from guide_util import KINDS, STOP, byte_vocabulary, exchange_for
 
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.kernels import load_text
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
@@ -76,7 +75,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     every transport, with native matchers and with those in Python."""
     backend = XGrammarBackend(byte_vocabulary(SIZE))
     compiled = backend.compile(GrammarSpec.regex("c{3}(ab){2}[0-9]{4}true"))
-    exchange = Exchange(device, 1, DRAFTS, SIZE)
+    exchange = exchange_for(1, DRAFTS, SIZE)
     decoder = GuidedDecoder(exchange, masked_drafts=True, transport=transport, **threads)
     module = load_text(device, KERNELS, "smallest.cu")
     replay = device.zeros((1,), "int32")
