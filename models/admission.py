@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.service import GrammarService
 from graft.models.errors import RequestError, TokenizerError
 from graft.models.options import Options
 from graft.models.request import (
@@ -47,8 +47,7 @@ class Admission:
                 f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
             )
         self._tokenizer = tokenizer
-        # What was left to the engine is settled by now: see Options.sized.
-        self._length = min(options.max_length or 0, options.page_size * (options.pages or 0))
+        self._length = options.positions
         self._vocab_size, self._compiler = vocab_size, compiler
         self._limits = options.limits
 

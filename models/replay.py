@@ -24,7 +24,7 @@ from graft.models.stats import EngineStats
 from graft.sampling.sampler import ROUND_ROW
 
 if TYPE_CHECKING:
-    from graft.cudagraph.slots import PinnedSlots, Ring
+    from graft.cudagraph.pinned import PinnedSlots, Ring
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1

@@ -393,7 +393,7 @@ inline int trees(uint32_t seed) {
   const int nodes = 1 + static_cast<int>(random() % 63);
   constexpr int kWords = (kVocab + 31) / 32;
   std::vector<int32_t> mask(static_cast<size_t>((nodes + 1) * kWords));
-  const guided::Exchange exchange{mask.data(), {1, 0, nodes + 1, kWords}, kVocab};
+  const guided::Exchange exchange{mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
   const guided::SlotWork work(exchange, nullptr, false);
   HashMatcher matcher(seed, false);
   guided::Slot slot;

@@ -16,7 +16,7 @@ from guide_util import FREE, KINDS, NOT_READY, READY, SPECS, byte_vocabulary, or
 from test_guide_native import Rig
 
 from graft.grammar import GrammarBackend, GrammarError, GuidedRequest, make_backend
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 
 #: What went wrong elsewhere, and below it the test that would see it here.
 TABLE = """
@@ -59,11 +59,11 @@ a slot's next request meets callbacks of the last one
 counts by batch position are read by slot
     test_guide_rounds.py::test_rows_equal_a_stock_matcher_fed_from_the_start
 graphs of several sizes disagree on a slot's state
-    test_engine_requests.py::test_cancel_and_join_at_any_round
+    test_engine_equality.py::test_disturbed_requests_get_the_same
 preemption loses the grammar's state
     test_guide_rounds.py::test_a_request_goes_on_elsewhere_from_its_tokens
 a preempted request resumes with other tokens
-    test_engine_overlap.py::test_disturbed_requests_get_the_same
+    test_engine_equality.py::test_disturbed_requests_get_the_same
 # Masks, drafts and rollback.
 each new drafter forgets to roll back
     test_guide_rounds.py::test_rows_equal_a_stock_matcher_fed_from_the_start
@@ -108,11 +108,11 @@ a bad grammar fails its whole batch
     test_engine_requests.py::test_bad_grammar_ends_alone
 # Compilation.
 compilation stalls the batch
-    test_grammar_compile.py::test_cheap_grammars_never_wait_for_a_risky_one
+    test_grammar_compile.py::test_quick_grammars_never_wait_for_slow_ones
 a runaway compilation takes the engine along
-    test_grammar_compile.py::test_limits_of_time_and_memory_refuse_one_grammar
+    test_grammar_compile.py::test_the_bound_of_time_holds_for_every_backend
 a crash while compiling takes the engine along
-    test_grammar_compile.py::test_a_child_that_dies_fails_one_grammar
+    test_grammar_compile.py::test_a_process_that_dies_fails_one_grammar
 # Reasoning and free text.
 the end of reasoning inside an accepted batch is missed
     test_grammar_streams.py::test_markers_are_found_alike_by_scanner_and_search
@@ -124,7 +124,7 @@ the library needs torch to be imported
 keywords are ignored without a word
     test_grammar_spec.py::test_what_cannot_be_enforced_is_refused_unless_partial
 one backend's weakness is held against another
-    test_routing.py::test_the_engines_router_enforces_what_xgrammar_would_ignore
+    test_grammar_compile.py::test_the_engines_router_enforces_what_xgrammar_would_ignore
 invalid instances pass unmarked
     test_schema_suite.py::test_every_group_is_right_or_refused_by_name
 refused tokens print warnings

@@ -8,11 +8,11 @@ from typing import Any
 import llguidance  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
-from graft.grammar.backend import ending_ids
-from graft.grammar.llguidance import grammar_text
+from graft.grammar.backends.base import ending_ids
+from graft.grammar.backends.llguidance import grammar_text
 from graft.grammar.marker import marked
 from graft.grammar.matcher import CompiledGrammar, Matcher
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 
 _LEXER_FUEL = 10_000_000  # as native/guide/llguidance_abi.cpp has it

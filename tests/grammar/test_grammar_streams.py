@@ -47,7 +47,7 @@ TREE = {
 SPECS = {
     "schema": GrammarSpec.json_schema(SCHEMA),
     "tree": GrammarSpec.json_schema(TREE),
-    "spaced": GrammarSpec.json_schema(SCHEMA, any_whitespace=True),
+    "spaced": GrammarSpec.json_schema(SCHEMA, whitespace="any"),
     "object": GrammarSpec.json_object(),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*/?"),
     "ebnf": GrammarSpec.ebnf('root ::= "a" ("b" | x)*\nx ::= "c" [0-9]{1,2}'),

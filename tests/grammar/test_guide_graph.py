@@ -9,7 +9,7 @@ from guide_util import KINDS, STOP, byte_vocabulary
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.kernels import load_text
-from graft.cudagraph.slots import PinnedSlots
+from graft.cudagraph.pinned import PinnedSlots
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
 
 SIZE, WORDS, DRAFTS = 270, 9, 3

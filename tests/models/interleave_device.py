@@ -20,7 +20,7 @@ import numpy as np
 from guide_util import DEAD_END, ERROR, FREE, NOT_READY, READY, run_work
 from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
 
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.kv import PageAllocator, PagedKV
 

@@ -13,7 +13,7 @@ from stock_llguidance import StockLLGuidance
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, StructuralTag
-from graft.grammar.backend import ending_ids
+from graft.grammar.backends.base import ending_ids
 from graft.models.request import Request
 from graft.tools.validity import is_valid
 
