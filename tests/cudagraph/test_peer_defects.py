@@ -58,11 +58,11 @@ a slot's next request meets callbacks of the last one
 counts by batch position are read by slot
     test_guide_rounds.py::test_rows_equal_a_stock_matcher_fed_from_the_start
 graphs of several sizes disagree on a slot's state
-    test_engine_requests.py::test_cancel_and_join_at_any_round
+    test_engine_equality.py::test_disturbed_requests_get_the_same
 preemption loses the grammar's state
     test_guide_rounds.py::test_a_request_goes_on_elsewhere_from_its_tokens
 a preempted request resumes with other tokens
-    test_engine_overlap.py::test_disturbed_requests_get_the_same
+    test_engine_equality.py::test_disturbed_requests_get_the_same
 # Masks, drafts and rollback.
 each new drafter forgets to roll back
     test_guide_rounds.py::test_rows_equal_a_stock_matcher_fed_from_the_start
