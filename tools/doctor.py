@@ -196,6 +196,8 @@ def check_xgrammar() -> Finding:
     """XGrammar, a grammar backend; its methods are probed as an engine would."""
     advice = ("pip install --no-deps xgrammar==0.2.8 (its wheel asks for torch, "
               "which graft does not use)")
+    if version_of("xgrammar") is None:
+        return Finding("xgrammar", "absent", "not installed; LLGuidance serves alone", advice)
     found = check_library("xgrammar", "xgrammar", advice)
     if found.status != "ok":
         return found
