@@ -155,7 +155,7 @@ def property_count(schema: dict[str, Any]) -> list[Any] | None:
 
 def _check(count: int) -> None:
     if count > _CHOICES:
-        raise Cannot("minProperties/maxProperties", f"{count} combinations are too many")
+        raise Cannot("minProperties/maxProperties", f"more than {_CHOICES} combinations")
 
 
 def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | None:
