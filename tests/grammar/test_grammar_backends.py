@@ -201,5 +201,8 @@ def test_special_tokens_of_a_lark_grammar_are_the_vocabularys():
     backend = make_backend("llguidance", Vocabulary(tokens, 258, [257], names={"<|x|>": 256}))
     matcher = backend.matcher(backend.compile(GrammarSpec.lark('start: "a" <|x|>')))
     assert [matcher.accept(token) for token in (97, 256, 257)] == [True] * 3
-    with pytest.raises(GrammarError, match="^lark: names a special token that the vocabulary does"):
-        backend.compile(GrammarSpec.lark('start: "a" <|y|>'))
+    for names in ({"<|x|>": 256}, {}):
+        backend = make_backend("llguidance", Vocabulary(tokens, 258, [257], names=names))
+        with pytest.raises(GrammarError, match="special token") as caught:
+            backend.compile(GrammarSpec.lark('start: "a" <|y|>'))
+        assert len(str(caught.value)) < 200 and "backtrace" not in str(caught.value)
