@@ -21,8 +21,6 @@ def dependencies(value: Any, required: Any) -> list[Any]:
     For a property that must be there, the dependency itself; else "the property is absent, or it is
     there and so is what it needs". Properties that need each other share one such choice.
     """
-    if not isinstance(value, dict):
-        raise Cannot("dependencies", "must be an object")
     always = set(required) if isinstance(required, list) else set()
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     parts: list[Any] = []
@@ -84,8 +82,6 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
 
 def _name_pattern(names: Any) -> str:
     """One regular expression of the names that are allowed."""
-    if not isinstance(names, dict):
-        raise Cannot("propertyNames", "must be a schema")
     said = {
         key: value for key, value in names.items()
         if key not in ("type", "title", "description", "$comment", "examples", "default")
