@@ -80,7 +80,7 @@ class Exchange:
             "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
         }.items() | at.items():  # fmt: skip
             layout[name] = value
-        self.layout: np.void = layout[()]
+        self.layout: np.void = layout[()]  # type: ignore[assignment]
         self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size
         self.memory = PinnedArray(context, (slots, end), "int32")
         whole = self.memory.array
