@@ -1,11 +1,10 @@
-"""Defects that other engines shipped in guided decoding, and that no other file rules out."""
+"""Guided decoding where other engines went wrong: lengths, stop ids, order, markers, snapshots."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import FREE, KINDS, NOT_READY, READY, SPECS, byte_vocabulary, oracle_row, run_work
-from test_guide_native import Rig
+from guide_util import KINDS, NOT_READY, READY, SPECS, Rig, byte_vocabulary, run_work
 
 from graft.grammar import GrammarBackend, GrammarError, GuidedRequest, make_backend
 from graft.grammar.statement import GrammarSpec
@@ -19,40 +18,28 @@ def backend(request) -> GrammarBackend:
 both = pytest.mark.parametrize("kind", KINDS)
 
 
-def check_row(rig: Rig, spec: str, row: int, tokens: list[int], slot: int = 0) -> None:
-    """The slot's mask row is that of a fresh matcher after these tokens."""
-    compiled = rig.backend.compile(SPECS[spec])
-    expected = oracle_row(lambda: rig.backend.matcher(compiled), tokens)
-    assert expected is not None
-    if (expected == -1).all():  # free text: the row says so, and its bits do not matter
-        assert rig.states(slot)[row][0] == FREE
-        return
-    assert rig.states(slot)[row][0] == READY
-    np.testing.assert_array_equal(rig.exchange.field("mask").array[slot, row], expected)
-
-
 @both
 def test_draft_lengths_may_change_every_round(backend, kind):
     """From three drafts to none and back: what a longer round advanced is always undone."""
     rig = Rig(backend, kind, k=3)
     request = rig.request("regex")
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     history: list[int] = []
     for replay, length in enumerate([3, 0, 2, 0, 0, 3, 1, 3, 0], start=1):
         rig.committed(replay, ord("c"))  # every draft was refused
         history.append(ord("c"))
-        run_work(rig.commit)
-        check_row(rig, "regex", 0, history)
+        rig.run(rig.commit)
+        rig.expect_row(history)
         for j, work in enumerate(rig.drafts, start=1):
             rig.drafted(replay, *b"abc"[: min(j, length)])
             run_work(work)
             if j <= length:
-                check_row(rig, "regex", j, [*history, *b"abc"[:j]])
+                rig.expect_row([*history, *b"abc"[:j]], j=j)
         rig.drafted(replay, *b"abc"[:length])
         rig.decoder.retire(replay)
         rig.decoder.publish(replay + 1, [request])
-        run_work(rig.open)
+        rig.run(rig.open)
         ready = [row[0] == READY for row in rig.states()]
         assert ready == [j <= length for j in range(4)]
     assert rig.decoder.counters()["desyncs"] == 0
@@ -65,20 +52,20 @@ def test_a_stop_id_as_the_first_draft_and_whatever_follows_it(backend, kind, sto
     rig = Rig(backend, kind, k=2)
     request = rig.request("regex")
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     for replay in (1, 2, 3):
         rig.committed(replay, ord("c"))
-        run_work(rig.commit)
-        check_row(rig, "regex", 0, [ord("c")] * replay)
+        rig.run(rig.commit)
+        rig.expect_row([ord("c")] * replay)
         rig.drafted(replay, stops[0])
-        run_work(rig.drafts[0])
+        rig.run(rig.drafts[0])
         rig.drafted(replay, *stops)
         rig.decoder.retire(replay)
         rig.decoder.publish(replay + 1, [request])
-        run_work(rig.open)
+        rig.run(rig.open)
         assert [row[0] for row in rig.states()][1:] == [NOT_READY, NOT_READY]
     rig.committed(4, stops[0])
-    run_work(rig.commit)
+    rig.run(rig.commit)
     assert rig.decoder.counters()["committed_tokens"] == 4
     assert rig.decoder.counters()["terminations"] == 1
     assert rig.decoder.counters()["desyncs"] == rig.decoder.counters()["errors"] == 0
@@ -91,24 +78,24 @@ def test_batch_order_is_not_slot_order(backend, kind):
     first, last = rig.request("regex", slot=2, epoch=1), rig.request("choice", slot=0, epoch=3)
     free = GuidedRequest(1, 2, None, 7)
     rig.decoder.publish(1, [first, free, last])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(1, *b"ab", slot=2)
     rig.committed(1, ord("Q"), slot=1)
     rig.committed(1, *b"aba", slot=0)
-    run_work(rig.commit)
-    check_row(rig, "regex", 0, list(b"ab"), slot=2)
-    check_row(rig, "choice", 0, list(b"aba"), slot=0)
+    rig.run(rig.commit)
+    rig.expect_row(list(b"ab"), slot=2)
+    rig.expect_row(list(b"aba"), spec="choice", slot=0)
     rig.drafted(1, ord("c"), slot=2)
     rig.drafted(1, ord("b"), slot=0)
-    run_work(rig.drafts[0])
-    check_row(rig, "regex", 1, list(b"abc"), slot=2)
+    rig.run(rig.drafts[0])
+    rig.expect_row(list(b"abc"), j=1, slot=2)
     rig.decoder.publish(2, [last, first])  # the unconstrained one has left, the others changed
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(2, ord("c"), slot=2)
     rig.committed(2, ord("b"), slot=0)
-    run_work(rig.commit)
-    check_row(rig, "regex", 0, list(b"abc"), slot=2)
-    check_row(rig, "choice", 0, list(b"abab"), slot=0)
+    rig.run(rig.commit)
+    rig.expect_row(list(b"abc"), slot=2)
+    rig.expect_row(list(b"abab"), spec="choice", slot=0)
 
 
 @both
@@ -117,21 +104,21 @@ def test_a_marker_that_ends_inside_the_drafts(backend, kind):
     rig = Rig(backend, kind, k=4)
     request = rig.request("text, then choice")
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(1, ord("x"))
-    run_work(rig.commit)
+    rig.run(rig.commit)
     drafts = [*b'a":', ord("a")]
     for j, work in enumerate(rig.drafts, start=1):
         rig.drafted(1, *drafts[:j])
         run_work(work)
-        check_row(rig, "text, then choice", j, [ord("x"), *drafts[:j]])
+        rig.expect_row([ord("x"), *drafts[:j]], j=j, spec="text, then choice")
     rig.drafted(1, *drafts)
     rig.decoder.publish(2, [request])
-    run_work(rig.open)
-    check_row(rig, "text, then choice", 4, [ord("x"), *drafts])
+    rig.run(rig.open)
+    rig.expect_row([ord("x"), *drafts], j=4, spec="text, then choice")
     rig.committed(2, *b'a"')  # the marker's last byte was refused
-    run_work(rig.commit)
-    check_row(rig, "text, then choice", 0, list(b'xa"'))
+    rig.run(rig.commit)
+    rig.expect_row(list(b'xa"'), spec="text, then choice")
 
 
 @both
@@ -141,9 +128,9 @@ def test_a_published_snapshot_is_a_copy(backend, kind):
     requests = [rig.request("regex"), rig.request("choice", slot=1, epoch=2)]
     rig.decoder.publish(1, requests)
     requests.clear()
-    run_work(rig.open)
-    check_row(rig, "regex", 0, [], slot=0)
-    check_row(rig, "choice", 0, [], slot=1)
+    rig.run(rig.open)
+    rig.expect_row([], slot=0)
+    rig.expect_row([], spec="choice", slot=1)
 
 
 def test_rows_that_are_not_contiguous_are_refused(backend):
