@@ -11,7 +11,7 @@ from graft.grammar.statement import GrammarSpec
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def backend(request) -> GrammarBackend:
+def backend(request, device) -> GrammarBackend:
     return make_backend(request.param, byte_vocabulary())
 
 

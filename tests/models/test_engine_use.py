@@ -17,7 +17,7 @@ from engine_util import demo_engine, mixed_requests
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models import replay
 from graft.models.engine import Engine
 from graft.models.errors import EngineError, EngineUseError, RequestError
