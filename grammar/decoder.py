@@ -142,8 +142,6 @@ class GuidedDecoder:
         self.probes = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
         if self.probes and not masked_drafts:
             raise OptionError("guided decoder: candidates are probed for masked drafts only")
-        if worker is not None and worker.threads != 1:
-            raise OptionError(f"guided decoder: steps run in order, on one thread, not {worker!r}")
         self.masked_drafts, self.transport, self.ring = masked_drafts, transport, ring
         self.threads, self.budget_us = threads, budget_us
         self._exchange = exchange  # its memory is written by steps as long as they can run

@@ -14,8 +14,8 @@ from graft.native import _native
 from .errors import GrammarError
 
 if TYPE_CHECKING:
-    from .backend import GrammarBackend
-    from .spec import GrammarSpec
+    from .backends.base import GrammarBackend
+    from .spec import Spec
 
 __all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher"]
 
@@ -40,7 +40,7 @@ class CompiledGrammar:
         What the native worker knows of its matchers' speed.
     """
 
-    def __init__(self, backend: GrammarBackend, spec: GrammarSpec, native: Any, nbytes: int):
+    def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
         self.backend = backend
         self.spec = spec
         self.native = native

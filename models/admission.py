@@ -5,16 +5,16 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.service import GrammarService
 from graft.models.errors import RequestError, TokenizerError
+from graft.models.options import Options
 from graft.models.request import (
     Output,
     Request,
     check_ids,
     check_request,
 )
-from graft.models.options import Options
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.state import MAX_STOP_IDS
@@ -81,10 +81,7 @@ class Admission:
 
     def _room(self, prompt: int, asked: int | None) -> int:
         """Tokens the request may generate; positions and pages for all of them exist."""
-        length, page, pages = (
-            self._options.max_length, self._options.page_size, self._options.pages
-        )  # fmt: skip
-        length = min(length, page * pages)
+        length = self._options.positions
         room = length - prompt
         if prompt < 1 or room < 1:
             raise RequestError(f"the prompt has {prompt} tokens; from 1 to {length - 1} fit")

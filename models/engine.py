@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from graft.cudagraph.device import open_device
+from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.transports import choose_transport
@@ -41,8 +42,8 @@ from graft.models.tokenizer import Tokenizer
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
-#: Seconds that close() waits for what was dropped and is still being freed.
-REST_S = 5.0
+#: Seconds within which something of what was dropped must have been freed, or close() goes on.
+REST_S = 0.25
 
 
 def buckets(max_batch_size: int) -> list[int]:
@@ -85,7 +86,7 @@ class Engine:
         known = {field.name for field in fields(Options)}
         for name in options:
             if name not in known:
-                raise OptionError(f"there is no option {name}; there are {', '.join(sorted(known))}")
+                raise OptionError(f"no option {name}; there are {', '.join(sorted(known))}")
         asked, folder = Options(**options), Path(model)
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
@@ -236,7 +237,7 @@ class Engine:
             except Exception as failure:
                 self.failure = str(failure)  # no traceback: it would hold what close() gives back
                 self._faulted = isinstance(failure, DeviceError)
-                LOG.error("the engine has failed: %s", failure)
+                LOG.error("the engine has failed: %s", self.failure)  # a record may be kept too
                 raise
 
     def _require_working(self) -> None:
@@ -380,13 +381,12 @@ class Engine:
                 if self.failure is None:
                     raise
             finally:
-                # Frames of a traceback may still hold these two.
-                self._replays.close()
-                self._scheduler.close()
+                self._scheduler.close()  # frames of a traceback may still hold it
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
                 gc.collect()  # cycles must not keep device memory until some later collection
                 # What a faulted device was doing when it stopped never ends, nor is given back.
-                self.device.rest(0.0 if self._faulted else REST_S)
+                if not self._faulted:
+                    _rest(self.device)
 
     def _drain(self) -> None:
         with ExitStack() as stack:  # every one of them, last first, whatever another raises
@@ -409,6 +409,17 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _rest(device: Device) -> None:
+    """Wait while what was dropped gets less; another engine's things stay."""
+    left = math.inf
+    while not device.rest(REST_S):
+        live = device.stats()["live"]
+        now = sum(live.values()) if isinstance(live, dict) else live
+        if now >= left:
+            return
+        left = now
 
 
 def _has_name(request: Request) -> bool:

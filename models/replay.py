@@ -19,12 +19,12 @@ from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.running import Running
-from graft.models.stats import EngineStats
 from graft.models.stamps import Part
+from graft.models.stats import EngineStats
 from graft.sampling.sampler import ROUND_ROW
 
 if TYPE_CHECKING:
-    from graft.cudagraph.slots import PinnedSlots, Ring
+    from graft.cudagraph.pinned import PinnedSlots, Ring
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from graft.cudagraph.memory import DeviceArray, to_float32
+from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.errors import CheckpointError
 

@@ -201,7 +201,7 @@ def check_xgrammar() -> Finding:
     found = check_library("xgrammar", "xgrammar", advice)
     if found.status != "ok":
         return found
-    from graft.grammar.xgrammar import probe
+    from graft.grammar.backends.xgrammar import probe
 
     try:
         probe()
@@ -216,7 +216,7 @@ def check_llguidance() -> Finding:
     version = version_of("llguidance")
     if version is None:
         return Finding("llguidance", "missing", "not installed", advice)
-    from graft.grammar.llguidance import probe
+    from graft.grammar.backends.llguidance import probe
 
     try:
         said = probe()

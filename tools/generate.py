@@ -16,11 +16,11 @@ from typing import Any
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
-from graft.models.tracing import trace_rounds
 from graft.tools.demo_model import demo_model
 from graft.tools.grammar_options import add_grammar_arguments
 from graft.tools.prompt_rows import Asked, read_requests
-from graft.tools.timeline import check_trace_path, write_trace
+from graft.tools.trace.rounds import trace_rounds
+from graft.tools.trace.timeline import check_trace_path, write_trace
 
 #: Seconds between two lines of progress on a terminal.
 PROGRESS_S = 1.0
@@ -157,7 +157,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "options": {"draft_length": engine.options.draft_length,
                     "mask_drafts": engine.options.mask_drafts,
                     "draft_legality": engine.options.draft_legality,
-                    "verify": engine.options.verify, "overlap": engine.options.overlap},
+                    "verify": engine.options.verify,
+                    "overlap": engine.options.overlap},
     }
 
 

@@ -16,7 +16,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
-from graft.models.drafters.base import DrafterRoom, Drafter, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV

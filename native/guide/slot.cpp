@@ -1,12 +1,27 @@
 #include "slot.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace graft::guide {
 
 namespace {
 size_t at(int index) { return static_cast<size_t>(index); }
 }  // namespace
+
+void Slot::size_for(const Exchange& exchange) {
+  const auto rows = static_cast<size_t>(exchange.layout.rows);
+  stamped.resize(rows);
+  closed.resize(rows);
+  forced.assign(rows, -1);
+  made = std::vector<std::atomic<int32_t>>(rows);
+  pending.tokens.resize(rows);
+  order.commit.tokens.resize(rows);
+  order.draft.resize(rows - 1);
+  order.parent.resize(rows);
+  std::iota(order.parent.begin(), order.parent.end(), -1);
+  order.candidate.resize(static_cast<size_t>(exchange.layout.candidates));
+}
 
 void SlotWork::serve(Slot& slot) const noexcept {
   if (slot.order.commit.given) commit(slot);

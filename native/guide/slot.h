@@ -49,6 +49,8 @@ struct Order {
 };
 
 struct Slot {
+  void size_for(const Exchange& exchange);  // its drafts are a chain then
+
   // The step's own.
   int index = 0;
   bool joined = false;

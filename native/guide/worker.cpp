@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -24,20 +23,10 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
       timeline_(exchange.drafts() + 2),
       threads_(threads),
       budget_(budget) {
-  const auto rows = static_cast<size_t>(exchange_.layout.rows);
   for (int s = 0; s < exchange_.layout.slots; ++s) {
     Slot& slot = slots_[static_cast<size_t>(s)];
     slot.index = s;
-    slot.stamped.resize(rows);
-    slot.forced.assign(rows, -1);
-    slot.made = std::vector<std::atomic<int32_t>>(rows);
-    slot.pending.tokens.resize(rows);
-    slot.order.commit.tokens.resize(rows);
-    slot.order.draft.resize(static_cast<size_t>(exchange_.drafts()));
-    slot.order.parent.resize(rows);
-    std::iota(slot.order.parent.begin(), slot.order.parent.end(), -1);  // a chain
-    slot.closed.resize(rows);
-    slot.order.candidate.resize(static_cast<size_t>(exchange_.layout.candidates));
+    slot.size_for(exchange_);
     for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowNotReady, 0);
   }
   records_.push_back({this, Step::kOpen, 0});

@@ -41,7 +41,7 @@ nb::object failure_tuple(Failure failure) {
 }
 
 std::tuple<int, std::string, std::uint64_t> attach_record(std::uint64_t graph, Record* record) {
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   const Attached a = attach(as_handle(graph), record);
   return {a.result, a.api, as_int(a.object)};
 }
@@ -59,7 +59,7 @@ nb::object attach_host(std::uint64_t graph, std::shared_ptr<GraphState> state,
 }
 
 int launch_eager(std::uint64_t stream, EagerRecord* record, bool spin) {
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   return record->launch(stream, spin);
 }
 
@@ -74,7 +74,7 @@ std::pair<bool, int> wait_for(Query&& query, std::optional<double> timeout_s) {
       },
       timeout_s);
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     hear_devices();
   }
   return {finished, result};
@@ -86,7 +86,7 @@ void bind_driver_table(nb::module_& m) {
   m.def(
       "bind_driver",
       [](const std::string& path, std::uint64_t context) {
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         bind_driver(path, as_handle(context));
         start_reaper();
       },
@@ -112,7 +112,7 @@ void bind_lifetime(nb::module_& m) {
       .def("disown", &Resource::disown, "The driver owns the handle from now on.");
   m.def(
       "flush", [](double timeout_s) { return flush(timeout_s); }, nb::arg("timeout_s"),
-      nb::call_guard<nb::gil_scoped_release>(),
+      nb::call_guard<GilRelease>(),
       "Wait until everything dropped so far is freed; False on timeout.");
   m.def("live_resources", &live_resources);
   m.def("failed_frees", &failed_frees);
@@ -124,7 +124,7 @@ void bind_lifetime(nb::module_& m) {
       [](std::shared_ptr<GraphState> child, std::shared_ptr<GraphState> parent) {
         return child->set_parent(parent);
       },
-      nb::arg("child"), nb::arg("parent"), nb::call_guard<nb::gil_scoped_release>(),
+      nb::arg("child"), nb::arg("parent"), nb::call_guard<GilRelease>(),
       "Let the host steps of a moved graph count, fail and stand down with its parent.");
   m.def("live_thread_states", &live_thread_states);
   m.def("close_gate", &close_gate, nb::arg("timeout_s"),
@@ -141,7 +141,7 @@ void bind_records(nb::module_& m) {
       .def_prop_ro("failures", &GraphState::failures)
       .def_prop_ro("overrun",
                    [](const GraphState& self) {
-                     const nb::gil_scoped_release release;
+                     const GilRelease release;
                      return self.overrun();
                    })
       .def("pending",
@@ -185,12 +185,14 @@ void bind_records(nb::module_& m) {
       [](std::uint64_t graph, std::uint64_t object) {
         return detach(as_handle(graph), as_handle(object));
       },
-      nb::arg("graph"), nb::arg("object"), nb::call_guard<nb::gil_scoped_release>());
-  // For native work that is compiled elsewhere: addresses of functions of current.h and gate.h.
+      nb::arg("graph"), nb::arg("object"), nb::call_guard<GilRelease>());
+  // For native work that is compiled elsewhere: addresses of functions of current.h, mailbox.h and
+  // gate.h.
   m.def("native_api", [] {
     nb::dict out;
     out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);
     out["fail_current"] = reinterpret_cast<std::uint64_t>(&fail_current);
+    out["current_output"] = reinterpret_cast<std::uint64_t>(&current_output);
     out["release_thread_state"] = reinterpret_cast<std::uint64_t>(&release_thread_state);
     return out;
   });
@@ -202,7 +204,7 @@ void bind_records(nb::module_& m) {
       "thread_stack",
       [](int tid, double limit_s) {
         std::vector<std::string> out;
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         const stacks::Frames frames =
             tid == 0 ? stacks::of_this_thread(0) : stacks::of_thread(tid, limit_s);
         for (const void* frame : frames) out.push_back(stacks::name_of(frame));
@@ -213,7 +215,7 @@ void bind_records(nb::module_& m) {
   m.def("running_host_work", [] {
     std::vector<Running> running;
     {
-      const nb::gil_scoped_release release;
+      const GilRelease release;
       running = running_host_work();
     }
     nb::list out;
@@ -254,8 +256,18 @@ void bind_eager(nb::module_& m) {
         return failure_tuple(std::move(failure));
       },
       nb::arg("stream"));
-  m.def("abandon_eager", &abandon_eager, nb::call_guard<nb::gil_scoped_release>());
-  m.def("pending_eager", &pending_eager, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "take_untold",
+      [] {
+        nb::list out;
+        for (Failure& failure : take_untold()) out.append(failure_tuple(std::move(failure)));
+        for (Failure& failure : take_eager_failures())
+          out.append(failure_tuple(std::move(failure)));
+        return out;
+      },
+      "Failures that nobody was told of yet, told now: [(node, replay, exception, message)].");
+  m.def("abandon_eager", &abandon_eager, nb::call_guard<GilRelease>());
+  m.def("pending_eager", &pending_eager, nb::call_guard<GilRelease>());
 }
 
 void bind_exec(nb::module_& m) {
@@ -277,35 +289,34 @@ void bind_exec(nb::module_& m) {
       .def_prop_ro("handle", &Exec::handle)
       .def_prop_ro("launches",
                    [](Exec& self) {
-                     const nb::gil_scoped_release release;
+                     const GilRelease release;
                      return self.launches();
                    })
       .def(
           "launch",
           [pair](Exec& self, std::uint64_t stream) {
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return pair(self.launch(stream));
           },
           nb::arg("stream"))
       .def(
           "upload",
           [pair](Exec& self, std::uint64_t stream) {
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return pair(self.upload(stream));
           },
           nb::arg("stream"))
       .def(
-          "set_node",
-          [pair](Exec& self, int kind, std::uint64_t node, std::uint64_t params) {
-            const nb::gil_scoped_release release;
-            return pair(self.set_node(static_cast<Exec::NodeKind>(kind), node, params));
+          "set_kernel",
+          [pair](Exec& self, std::uint64_t node, std::uint64_t params) {
+            const GilRelease release;
+            return pair(self.set_kernel(node, params));
           },
-          nb::arg("kind"), nb::arg("node"), nb::arg("params"),
-          "0 kernel, 1 copy, 2 fill, 3 event record, 4 event wait")
+          nb::arg("node"), nb::arg("params"))
       .def(
           "set_enabled",
           [pair](Exec& self, std::uint64_t node, bool enabled) {
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return pair(self.set_enabled(node, enabled));
           },
           nb::arg("node"), nb::arg("enabled"))
@@ -313,7 +324,7 @@ void bind_exec(nb::module_& m) {
           "get_enabled",
           [](Exec& self, std::uint64_t node) {
             bool enabled = false;
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             const Outcome outcome = self.get_enabled(node, &enabled);
             return std::make_tuple(outcome.result, std::string(outcome.api), enabled);
           },
@@ -322,7 +333,7 @@ void bind_exec(nb::module_& m) {
           "keep",
           [](Exec& self, nb::object owners) {
             PyObject* reference = owners.release().ptr();
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             self.keep(reference);
           },
           nb::arg("owners"))
@@ -333,7 +344,7 @@ void bind_exec(nb::module_& m) {
             PyObject* reference = value.release().ptr();
             PyObject* replaced = nullptr;
             {
-              const nb::gil_scoped_release release;
+              const GilRelease release;
               replaced = self.set_payload(*cell, reference, address);
             }
             Py_XDECREF(replaced);
@@ -341,33 +352,38 @@ void bind_exec(nb::module_& m) {
           nb::arg("cell"), nb::arg("value").none(), nb::arg("address"))
       .def("query",
            [pair](Exec& self) {
-             const nb::gil_scoped_release release;
+             const GilRelease release;
              return pair(self.query());
            })
       .def(
           "wait",
           [](Exec& self, std::optional<double> timeout_s) {
-            return wait_for([&self] { return self.query().result; }, timeout_s);
+            std::shared_ptr<Resource> event;
+            Result idle = kSuccess;
+            {
+              const GilRelease release;
+              event = self.launched_so_far();
+              if (event == nullptr && self.closed()) idle = kClosed;
+            }
+            return wait_for(
+                [&] {
+                  return event == nullptr ? idle : driver().event_query(as_handle(event->handle()));
+                },
+                timeout_s);
           },
-          nb::arg("timeout_s").none(), "(finished, code)")
+          nb::arg("timeout_s").none(),
+          "Wait for what was launched before the call: (finished, code).")
       .def(
           "update",
-          [](Exec& self, std::uint64_t graph) {
+          [](Exec& self, std::uint64_t graph, std::shared_ptr<GraphState> state) {
             UpdateInfo info{};
-            const nb::gil_scoped_release release;
-            const Result result = self.update(graph, &info);
+            const GilRelease release;
+            const Result result = self.update(graph, std::move(state), &info);
             return std::make_tuple(result, info.result, as_int(info.error_node));
           },
-          nb::arg("graph"), "(code, update result, node to blame)")
-      .def(
-          "adopt",
-          [](Exec& self, std::shared_ptr<GraphState> state) {
-            const nb::gil_scoped_release release;
-            self.adopt(std::move(state));
-          },
-          nb::arg("state"))
+          nb::arg("graph"), nb::arg("state"), "(code, update result, node to blame)")
       .def("close", [](Exec& self) {
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         self.close();
       });
 }
@@ -375,10 +391,10 @@ void bind_exec(nb::module_& m) {
 void bind_waits(nb::module_& m) {
   m.def(
       "query_stream", [](std::uint64_t stream) { return driver().stream_query(as_handle(stream)); },
-      nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("stream"), nb::call_guard<GilRelease>());
   m.def(
       "query_event", [](std::uint64_t event) { return driver().event_query(as_handle(event)); },
-      nb::arg("event"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("event"), nb::call_guard<GilRelease>());
   m.def(
       "wait_event",
       [](std::uint64_t event, std::optional<double> timeout_s) {

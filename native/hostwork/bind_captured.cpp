@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "hostwork/captured.h"
+#include "hostwork/gate.h"
 
 namespace nb = nanobind;
 using namespace graft::hostwork;
@@ -17,7 +18,7 @@ namespace {
 // (code, api): makes the record with the GIL, hands it over without.
 std::tuple<int, std::string> launch(std::uint64_t stream, std::uint64_t id, std::uint64_t graph,
                                     HostRecord* record, bool spin) {
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   const CaptureInfo capture{kCapturing, id, reinterpret_cast<Handle>(graph)};
   record->set_state(capture_state(capture));
   const Attached a = launch_captured(stream, capture, record, spin);
@@ -31,7 +32,7 @@ void bind_captured(nb::module_& m) {
       "capture_info",
       [](std::uint64_t stream) {
         CaptureInfo info;
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         const Result result = capture_info(stream, &info);
         return std::make_tuple(result, info.status, info.id,
                                reinterpret_cast<std::uint64_t>(info.graph));
@@ -57,19 +58,6 @@ void bind_captured(nb::module_& m) {
       },
       nb::arg("stream"), nb::arg("id"), nb::arg("graph"), nb::arg("name"), nb::arg("function"),
       nb::arg("data"), nb::arg("keep").none(), nb::arg("spin") = false);
-  m.def(
-      "link_captured",
-      [](std::uint64_t graph, std::shared_ptr<GraphState> parent) {
-        return link_captured(reinterpret_cast<Handle>(graph), parent);
-      },
-      nb::arg("graph"), nb::arg("parent"),
-      "Let a captured graph's host steps belong to a parent; False: they have another.");
-  m.def(
-      "captured_state",
-      [](std::uint64_t id, std::uint64_t graph) {
-        return capture_state(CaptureInfo{kCapturing, id, reinterpret_cast<Handle>(graph)});
-      },
-      nb::arg("id"), nb::arg("graph"), "The state that all host steps of one capture share.");
   m.def("spin_supported", [] { return driver().launch_host_func_v2 != nullptr; });
   m.def("take_captured_failure", []() -> nb::object {
     Failure failure;

@@ -7,6 +7,7 @@
 
 #include <stdexcept>
 
+#include "hostwork/gate.h"
 #include "hostwork/mailbox.h"
 #include "hostwork/mailbox_worker.h"
 
@@ -14,12 +15,6 @@ namespace nb = nanobind;
 using namespace graft::hostwork;
 
 namespace {
-
-void read_part(int* index, int* count) {
-  const CurrentPart part = current_part();
-  *index = part.index;
-  *count = part.count;
-}
 
 template <typename T>
 T* pointer(std::uint64_t address) {
@@ -32,7 +27,7 @@ struct Spec {
   nb::object fn;  // None: `function` and `data` are a native function's
   nb::tuple args;
   std::uint64_t function, data;
-  std::uint64_t request, ack, gave_up, status, refused;
+  std::uint64_t request, ack, gave_up;
   std::uint64_t scratch, output, bytes;
   double answer_s, replay_s;
   nb::object keep;
@@ -52,17 +47,15 @@ nb::tuple attach_mailbox(std::uint64_t graph, const std::shared_ptr<GraphState>&
   HostRecord* const record = make_record(spec);
   record->set_state(state);
   const MailboxWords words{pointer<std::uint32_t>(spec.request), pointer<std::uint32_t>(spec.ack),
-                           pointer<std::uint32_t>(spec.gave_up), pointer<std::int32_t>(spec.status),
-                           pointer<std::int32_t>(spec.refused)};
+                           pointer<std::uint32_t>(spec.gave_up)};
   const MailboxOutput output{pointer<void>(spec.scratch), pointer<void>(spec.output),
                              static_cast<std::size_t>(spec.bytes)};
-  auto port =
-      std::make_shared<Port>(record, state, worker, words, output,
-                             MailboxLimits{spec.answer_s, spec.replay_s}, worker->threads());
+  auto port = std::make_shared<Port>(record, state, worker, words, output,
+                                     MailboxLimits{spec.answer_s, spec.replay_s});
   auto* const hold = new PortHold(port);
   Attached attached{};
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     worker->add(port);
     state->add_listener(port);
     watch(port);
@@ -77,23 +70,22 @@ nb::tuple attach_mailbox(std::uint64_t graph, const std::shared_ptr<GraphState>&
 void bind_mailboxes(nb::module_& m);
 
 void bind_mailboxes(nb::module_& m) {
-  nb::class_<Worker>(m, "MailboxThreads", "Persistent threads that answer mailboxes.")
-      .def(nb::new_([](int threads, std::vector<int> cpus, bool spin, double spin_s, double sleep_s,
+  nb::class_<Worker>(m, "MailboxThread", "A persistent thread that answers mailboxes.")
+      .def(nb::new_([](std::vector<int> cpus, bool spin, double spin_s, double sleep_s,
                        std::string name) {
              return std::make_shared<Worker>(
-                 WorkerOptions{threads, std::move(cpus), spin, spin_s, sleep_s, std::move(name)});
+                 WorkerOptions{std::move(cpus), spin, spin_s, sleep_s, std::move(name)});
            }),
-           nb::arg("threads"), nb::arg("cpus"), nb::arg("spin"), nb::arg("spin_s"),
-           nb::arg("sleep_s"), nb::arg("name"))
+           nb::arg("cpus"), nb::arg("spin"), nb::arg("spin_s"), nb::arg("sleep_s"), nb::arg("name"))
       .def_prop_ro("served", &Worker::served)
       .def_prop_ro("affinity_error", &Worker::affinity_error)
       .def_prop_ro("parked",
                    [](const Worker& self) {
-                     const nb::gil_scoped_release release;
+                     const GilRelease release;
                      return self.parked();
                    })
       .def_prop_ro("stuck", [](const Worker& self) {
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         return self.stuck();
       });
   m.def(
@@ -105,26 +97,13 @@ void bind_mailboxes(nb::module_& m) {
         return attach_mailbox(
             graph, state, worker,
             Spec{std::move(name), std::move(fn), std::move(args), c.first, c.second, word(words, 0),
-                 word(words, 1), word(words, 2), word(words, 3), word(words, 4), word(output, 0),
-                 word(output, 1), word(output, 2), limits.first, limits.second, std::move(keep)});
+                 word(words, 1), word(words, 2), word(output, 0), word(output, 1), word(output, 2),
+                 limits.first, limits.second, std::move(keep)});
       },
       nb::arg("graph"), nb::arg("state"), nb::arg("worker"), nb::arg("name"), nb::arg("fn").none(),
       nb::arg("args"), nb::arg("native"), nb::arg("words"), nb::arg("output"), nb::arg("limits"),
       nb::arg("keep").none(),
       "Let a worker answer a mailbox: (code, api, user object). `native` is (function, data), "
-      "`words` (request, ack, gave_up or 0, status and refused or 0), `output` (scratch, "
-      "output, bytes).");
-  m.def("current_part", [] {
-    const CurrentPart part = current_part();
-    return std::make_pair(part.index, part.count);
-  });
-  // For native work that is compiled elsewhere: void* current_output() is where its results go,
-  // void read_part(int* index, int* count) which part of how many it does.
-  m.def("mailbox_api", [] {
-    nb::dict out;
-    out["current_output"] = reinterpret_cast<std::uint64_t>(&current_output);
-    out["read_part"] = reinterpret_cast<std::uint64_t>(&read_part);
-    return out;
-  });
+      "`words` (request, ack, gave_up or 0), `output` (scratch, output, bytes).");
   m.def("abandon_mailboxes", &abandon_mailboxes);
 }

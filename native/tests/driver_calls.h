@@ -61,6 +61,7 @@ CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec, CUgraphNode,
 CUresult cuGraphLaunch(CUgraphExec, CUstream);
 CUresult cuGraphNodeSetEnabled(CUgraphExec, CUgraphNode, unsigned);
 int64_t softcuda_live(const char* kind);
+int64_t softcuda_count(const char* what);
 size_t softcuda_last_fault(char* text, size_t size);
 size_t softcuda_last_refusal(char* text, size_t size);
 }

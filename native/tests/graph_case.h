@@ -132,8 +132,7 @@ class GraphCase {
     }
     Definition next = builder_.build();
     graft::hostwork::UpdateInfo info{};
-    CALL(exec.update(reinterpret_cast<uint64_t>(next.graph), &info));
-    exec.adopt(next.state);
+    CALL(exec.update(reinterpret_cast<uint64_t>(next.graph), next.state, &info));
     model->new_definition();
     definition->drop();
     *definition = next;

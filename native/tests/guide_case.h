@@ -297,7 +297,7 @@ class GuidedCase {
     for (int32_t token = 0; token < kVocab; ++token) {
       if (bit(mask, token)) legal.push_back(token);
     }
-    WANT(state[3] == 1 + forced_by(setting_.forcing, legal));
+    WANT(stamp.more == 1 + forced_by(setting_.forcing, legal));
     return mask;
   }
   static bool bit(const int32_t* mask, int32_t token) {
@@ -386,6 +386,75 @@ class GuidedCase {
   long late_ = 0, probes_ = 0, forced_ = 0;
 };
 
+// Trees of drafts, legal and not, in one slot: rows are those of the paths to their nodes, and what
+// is committed down one of them stands.
+inline int trees(uint32_t seed) {
+  std::minstd_rand random(seed);
+  const int nodes = 1 + static_cast<int>(random() % 63);
+  constexpr int kWords = (kVocab + 31) / 32;
+  std::vector<int32_t> mask(static_cast<size_t>((nodes + 1) * kWords));
+  const guided::Exchange exchange{
+      mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
+  const guided::SlotWork work(exchange, nullptr, false);
+  HashMatcher matcher(seed, false);
+  guided::Slot slot;
+  slot.size_for(exchange);
+  slot.matcher = &matcher;
+  using Path = std::vector<uint32_t>;
+  const auto favoured = [&](const Path& path) {
+    return favourite(static_cast<uint32_t>(random()), 0,
+                     [&](int32_t t) { return may_follow(path.back(), t, path.size()); });
+  };
+  const auto follow = [](Path path, int32_t token) {
+    const bool legal = !path.empty() && may_follow(path.back(), token, path.size());
+    if (!legal || token == kStop) return Path();
+    path.push_back(blend(path.back(), static_cast<uint32_t>(token)));
+    return path;
+  };
+  const auto want_row = [&](int j, const Path& path) {
+    WANT(slot.made[j].load() == (path.empty() ? guided::kRowNotReady : guided::kRowReady));
+    for (int32_t t = 0; !path.empty() && t < kWords * 32; ++t) {
+      const auto word = static_cast<uint32_t>(mask[j * kWords + t / 32]);
+      WANT((word >> (t % 32) & 1u) == may_follow(path.back(), t, path.size()));
+    }
+  };
+  guided::Order& order = slot.order;
+  std::vector<Path> paths{{seed}};  // to each node; empty where none leads there, or on
+  for (int round = 0;; ++round) {
+    paths.resize(1);
+    order.drafts = static_cast<int>(random() % (nodes + 1));
+    for (int j = 1; j <= order.drafts; ++j) {
+      const auto parent = static_cast<int32_t>(random() % j);
+      const bool known = !paths[parent].empty() && random() % 4 != 0;
+      order.parent[j] = parent;
+      order.draft[j - 1] = known ? favoured(paths[parent]) : static_cast<int32_t>(random() % 90);
+      paths.push_back(follow(paths[parent], order.draft[j - 1]));
+    }
+    order.task = guided::Task::kRows;
+    work.serve(slot);
+    for (int j = 0; j <= order.drafts; ++j) want_row(j, paths[j]);
+    WANT(slot.node == 0);
+    int node = static_cast<int>(random() % (order.drafts + 1));
+    while (paths[node].empty()) node = order.parent[node];
+    std::vector<int32_t> tokens;
+    for (int up = node; up != 0; up = order.parent[up]) tokens.push_back(order.draft[up - 1]);
+    std::reverse(tokens.begin(), tokens.end());
+    tokens.push_back(favoured(paths[node]));
+    order.commit.given = true;
+    order.commit.count = static_cast<int>(tokens.size());
+    std::copy(tokens.begin(), tokens.end(), order.commit.tokens.begin());
+    order.task = guided::Task::kRow0;
+    work.forget_rows(slot);
+    work.serve(slot);
+    order.commit.given = false;
+    WANT(slot.tally[guided::count::errors] == 0);
+    WANT(slot.ended == (tokens.back() == kStop));
+    if (slot.ended || round == 20) return round;
+    paths[0] = follow(paths[node], tokens.back());
+    want_row(0, paths[0]);
+  }
+}
+
 // Random settings until the time is over; every request's tokens are those of a sequential run.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
@@ -403,6 +472,7 @@ inline int guide(unsigned seed, int cases) {
     late += one.late();
     probes += one.probes();
     forced += one.forced();
+    trees(static_cast<uint32_t>(random()));
   }
   std::printf("%ld requests, %ld late, %ld probes, %ld forced\n", requests, late, probes, forced);
   return 0;

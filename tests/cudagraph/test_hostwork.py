@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import subprocess
@@ -398,3 +399,33 @@ def test_steps_after_the_gate_closed_stand_down() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("3 ") and "shutting down" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "generator", "asynchronous generator", "object"])
+def test_work_whose_body_never_runs_is_refused(kind: str) -> None:
+    """Calling such a function makes an object and runs nothing: refused, by its name."""
+
+    async def coroutine() -> None:
+        pass
+
+    def generator():
+        yield
+
+    async def asynchronous():
+        yield
+
+    class Callable:
+        async def __call__(self) -> None:
+            pass
+
+    fn = {"coroutine": functools.partial(coroutine), "generator": generator,
+          "asynchronous generator": asynchronous, "object": Callable()}[kind]  # fmt: skip
+    with pytest.raises(OptionError, match="would never run"):
+        PythonWork(fn)
+
+
+@pytest.mark.parametrize("stream", [-1, 1 << 64, "x", None])
+def test_what_is_no_stream_is_refused(device: Device, stream) -> None:
+    """hostfunc() says what it needs, and what it was given."""
+    with pytest.raises(OptionError, match=f"needs a Stream or a CUstream handle, not {stream!r}"):
+        hostfunc(stream, print)

@@ -14,8 +14,8 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.kernels import Kernel, load_text
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.pinned import PinnedSlots
 from graft.cudagraph.signature import kernel_kinds
-from graft.cudagraph.slots import PinnedSlots
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
@@ -221,6 +221,17 @@ def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: P
     for loaded, expected in ((first, 103), (second, 104)):
         launch(stream, loaded["value"], 1, 1, [out])
         assert out.to_host().tolist() == [expected]
+
+
+def test_a_loaded_file_is_found_without_looking_at_the_disk(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models ask at every launch: the second look-up of an absolute path resolves nothing."""
+    source = tmp_path / "found.cu"
+    source.write_text('extern "C" __global__ void found(int* out) { out[0] = 1; }\n')
+    first = device.load(source)
+    monkeypatch.setattr(Path, "resolve", lambda *_: pytest.fail("a path was resolved"))
+    assert device.load(source) is first and device.load(str(source)) is first
 
 
 def test_a_changed_header_is_compiled_again(device: Device, stream: Stream, tmp_path: Path) -> None:

@@ -186,4 +186,4 @@ def test_a_fault_wakes_everybody_and_workers_sleep():
         [sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=120,
         env={**os.environ, "GRAFT_DEVICE": "soft"},
     )  # fmt: skip
-    assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "1", "0"], done.stderr
+    assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

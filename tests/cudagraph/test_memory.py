@@ -6,6 +6,7 @@ import gc
 
 import numpy as np
 import pytest
+from lifetime_util import settled
 
 from graft import native
 from graft.cudagraph.device import Device
@@ -136,7 +137,7 @@ def test_wrong_shapes_and_types_are_named(device: Device) -> None:
 
 def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
     """Dropping the base keeps the memory; dropping the last view frees it."""
-    _native.flush(10)
+    settled()
     before = native.live_resources()
     array = device.from_host(np.arange(8, dtype=np.int32))
     view = array[2:4]
@@ -151,7 +152,7 @@ def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
 
 def test_close_frees_now_and_is_noticed(device: Device) -> None:
     """close() frees the memory on return; later use of array or view names it."""
-    _native.flush(10)
+    settled()
     before = native.live_resources()
     array = device.zeros((4,), "int32")
     view = array[1:]

@@ -151,6 +151,12 @@ def test_random_graphs_have_no_data_race(settings):
 
 
 @pytest.mark.full
+def test_work_is_freed_after_the_worker_that_ran_it():
+    """A plan edited in place straight after its launch, which nobody waited for: no data race."""
+    assert run("thread", "plans", image(), 300) == "300 plans\n"
+
+
+@pytest.mark.full
 def test_lock_free_parts_of_the_guide_have_no_data_race():
     """The same rings under the thread sanitizer."""
     assert int(run("thread", "rings", 5).split()[0]) > 0

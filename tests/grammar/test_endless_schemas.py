@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from graft.grammar import GrammarError, GrammarSpec, StructuralTag
-from graft.grammar.endless import is_endless
+from graft.grammar.schema.endless import is_endless
 
 
 def node(**more: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_a_choice_is_taken_literally(backend, option):
 
 
 def test_json_is_one_line_with_spaces_after_separators(backend):
-    """Without any_whitespace separators are `", "` and `": "`, with it whatever JSON allows."""
+    """Separators are `", "` and `": "`; with any white space whatever JSON allows."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"type": "array"}},
@@ -58,7 +58,7 @@ def test_json_is_one_line_with_spaces_after_separators(backend):
     line = GrammarSpec.json_schema(schema)
     assert accepts(backend, line, '{"a": 1, "b": [1, 2]}')
     assert not accepts(backend, line, '{"a":1,"b":[]}')
-    loose = GrammarSpec.json_schema(schema, any_whitespace=True)
+    loose = GrammarSpec.json_schema(schema, whitespace="any")
     assert accepts(backend, loose, '{\n  "a":1,\n  "b": []}')
 
 

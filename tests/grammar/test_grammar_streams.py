@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
+from stock_llguidance import StockLLGuidance
 
 from graft.grammar import (
     GrammarSpec,
@@ -16,7 +17,6 @@ from graft.grammar import (
     Vocabulary,
     XGrammarBackend,
 )
-from graft.tools.stock_llguidance import StockLLGuidance
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
@@ -47,7 +47,7 @@ TREE = {
 SPECS = {
     "schema": GrammarSpec.json_schema(SCHEMA),
     "tree": GrammarSpec.json_schema(TREE),
-    "spaced": GrammarSpec.json_schema(SCHEMA, any_whitespace=True),
+    "spaced": GrammarSpec.json_schema(SCHEMA, whitespace="any"),
     "object": GrammarSpec.json_object(),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*/?"),
     "ebnf": GrammarSpec.ebnf('root ::= "a" ("b" | x)*\nx ::= "c" [0-9]{1,2}'),
@@ -65,14 +65,19 @@ SPECS = {
 }
 
 
-# The first marker ends inside or with a token, the second is a token, the third comes by name.
+# The first marker ends inside or with a token, the third is a token, the next comes by name, and
+# in the last a text that goes wrong may have begun anew within itself.
 FREE = {
     "text": SPECS["regex"].after('a":'),
     "required": SPECS["choice"].after('a":', required=True),
     "token": SPECS["schema"].after(265),
     "named": SPECS["lark"].after("<end>", required=True),
+    "repetitive": SPECS["regex"].after("abac"),
 }
-LIKELY = [*b'a":<end>', 259, 261, 265, 266]  # tokens that markers are made of
+#: Tokens that markers are made of.
+LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
+    "repetitive": [*b"abc", 259, 259]
+}
 
 
 def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> tuple[int, int]:
@@ -104,8 +109,8 @@ def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> t
             token = int(rng.choice([-(2**31), 2**31 - 1, *rng.choice(illegal, 5)]))
             assert not native.accept(token) and not stock.accept(token)
         else:
-            likely = np.intersect1d(LIKELY, legal) if kind in FREE else []
-            token = int(rng.choice(likely if len(likely) and rng.random() < 0.6 else legal))
+            likely = [t for t in LIKELY.get(kind, ()) if t in legal]
+            token = int(rng.choice(likely if likely and rng.random() < 0.8 else legal))
             assert native.accept(token) and stock.accept(token), (token, legal, kind)
             taken += 1
         if taken and rng.random() < 0.15:

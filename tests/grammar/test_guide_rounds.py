@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from guide_util import KINDS, SPECS, Device, byte_vocabulary
+from stock_llguidance import StockLLGuidance
 
 from graft.grammar import GrammarBackend, GrammarError, make_backend
-from graft.tools.stock_llguidance import StockLLGuidance
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])

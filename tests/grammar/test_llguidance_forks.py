@@ -12,9 +12,9 @@ import functools
 import numpy as np
 import pytest
 from engine_util import TARGET
+from stock_llguidance import StockLLGuidance
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
-from graft.tools.stock_llguidance import StockLLGuidance
 
 STRING = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],

@@ -16,11 +16,10 @@ SCHEMA = {"type": "string", "minLength": 1, "maxLength": 2000,
           "pattern": "^$|(^(?:\\S+\\s+){0,60}\\S+$)"}  # fmt: skip
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_pattern_under_a_long_bound_goes_through(native):
+def test_a_pattern_under_a_long_bound_goes_through():
     """Such a text is accepted to its end, with a mask before each token."""
     vocabulary = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
-    backend = LLGuidanceBackend(vocabulary, native=native)
+    backend = LLGuidanceBackend(vocabulary)
     spec = GrammarSpec.json_schema(SCHEMA, backend="auto")
     matcher = backend.matcher(backend.compile(spec))
     row = np.zeros(vocabulary.words, np.int32)

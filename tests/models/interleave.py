@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from guide_util import ArrayExchange
+from guide_util import host_exchange
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
 from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
 
@@ -79,7 +79,7 @@ class Interleaving:
         length = 32
         pages = rng.randint(length // PAGE, self.rows * length // PAGE + 4)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
-        toy.exchange = ArrayExchange(slots, self.k, VOCAB)
+        toy.exchange = host_exchange(slots, self.k, VOCAB)
         width, batch, entries = self.k + 1, self.rows, self.depth + 1
         names = ("slot", "count", "reason", "accepted", "draft_len")
         self.rings = [
@@ -92,9 +92,8 @@ class Interleaving:
         ]  # fmt: skip
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
-            toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
-            masked_drafts=toy.masked, ring=max(entries, 2), threads=1,
-        )  # fmt: skip
+            toy.exchange, masked_drafts=toy.masked, ring=max(entries, 2), threads=1
+        )
         for part in (*self.rings, toy.decoder):
             part.toy = toy
         parts: Any = SimpleNamespace(

@@ -94,6 +94,8 @@ def _shift(header, by):
     [
         lambda h: [h],
         lambda h: {**h, "a": {"dtype": "F32"}},
+        lambda h: {**h, "a": {**h["a"], "dtype": ["F32"]}},
+        lambda h: {**h, "a": {**h["a"], "shape": [10**4000]}},
         lambda h: {**h, "a": {**h["a"], "shape": [-2, -2]}},
         lambda h: {**h, "a": {**h["a"], "shape": [2, 3]}},
         lambda h: {**h, "a": {**h["a"], "shape": [True, 4]}},
@@ -143,7 +145,12 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path, file):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ' * 99999,
+     json.dumps({"weight_map": {"a": "x" * 5000}}), json.dumps({"weight_map": {"a": "x\0"}})],
+    ids=lambda text: text[:30],
+)  # fmt: skip
 def test_a_broken_index_is_refused(tmp_path, text):
     """An index that is not one raises, naming it."""
     (tmp_path / "model.safetensors.index.json").write_text(text)

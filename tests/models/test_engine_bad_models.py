@@ -13,6 +13,7 @@ from engine_util import DRAFTER, TARGET, demo_engine, mixed_requests
 from graft.cudagraph.errors import GraftError
 from graft.models.engine import Engine
 from graft.models.errors import CheckpointError, ConfigError, TokenizerError
+from graft.models.request import Request
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -107,3 +108,20 @@ def test_missing_folder(tmp_path: Path) -> None:
     """A folder that is not there is named."""
     with pytest.raises((ConfigError, CheckpointError), match="nowhere"):
         Engine(tmp_path / "nowhere")
+
+
+def test_logits_that_are_no_numbers_are_told_as_such(tmp_path: Path) -> None:
+    """Weights with NaN end requests with an error of the model's, free and guided ones, where the
+    grammar has refused nothing."""
+    target = tmp_path / "target"
+    shutil.copytree(TARGET, target)
+    data = bytearray((target / "model.safetensors").read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8 : 8 + size])["model.norm.weight"]["data_offsets"]
+    data[8 + size + begin : 8 + size + end] = b"\xff" * (end - begin)
+    (target / "model.safetensors").write_bytes(data)
+    with Engine(target, max_batch_size=2) as engine:
+        free, guided = engine.generate([Request(tokens=[40], max_tokens=4), *mixed_requests(1)])
+    for output in (free, guided):
+        assert output.reason == "error" and not output.tokens
+        assert (output.error or "").startswith("the model's logits are NaN or infinite")

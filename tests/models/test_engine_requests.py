@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,10 +11,12 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.errors import RequestError
 from graft.models.request import Request
+from graft.models.stops import StopFinder
+from graft.sampling.state import MAX_STOP_IDS
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,18 @@ BAD = {
     "messages": {"prompt": None, "messages": 5},
     "message": {"prompt": None, "messages": [5]},
     "prompt": {"prompt": "\ud800"},
+    "surrogate in a message": {"prompt": None, "messages": [{"role": "user", "content": "\udfff"}]},
+    "number in a message": {"prompt": None, "messages": [{"role": "user", "content": 10**5000}]},
+    "object in a message": {"prompt": None, "messages": [{"role": "user", "content": object()}]},
+    "huge temperature": {"temperature": 10**400},
+    "unspeakable temperature": {"temperature": -(10**5000)},
+    "unspeakable top_k": {"top_k": 10**5000},
+    "id": {"id": ["unhashable"]},
+    "special_tokens": {"special_tokens": "no"},
+    "timeout_s": {"timeout_s": 0},
+    "many stop ids": {"stop_ids": list(range(MAX_STOP_IDS + 1))},
+    "stop text": {"grammar": None, "stop": "abc"},
+    "tokens": {"prompt": None, "tokens": [3, -1]},
     "stop": {"grammar": None, "stop": 5},
     "stop with grammar": {"stop": ["}"]},
     "stop ids": {"stop_ids": [10**6]},
@@ -74,7 +89,15 @@ def test_bad_option_ends_alone(engine: Engine, change: dict[str, object]) -> Non
     good = mixed_requests(1)[0]
     refused, served = engine.generate([replace(good, **change), good])
     assert refused.reason == "refused" and refused.error and not refused.tokens
+    assert refused.error_type in ("RequestError", "TokenizerError") and len(refused.error) < 300
     assert served.reason == "stop"
+
+
+def test_what_is_no_request_is_refused_and_none_is_nothing(engine: Engine) -> None:
+    """Objects of other kinds fail alone; None for stop strings and ids means none."""
+    good = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
+    refused, served = engine.generate([{"prompt": "x"}, good])  # type: ignore[list-item]
+    assert "must be a Request" in (refused.error or "") and served.reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +158,24 @@ def test_stop_string_cuts(engine: Engine) -> None:
     assert output is not None and output.reason == "stop_string"
     assert output.text == whole.text[: whole.text.index(stop)]
     assert "".join(e.text for e in events) == output.text
+
+
+def test_stop_strings_are_found_as_by_searching_the_whole_text() -> None:
+    """Overlapping strings in pieces of any size: found in the same piece and at the same place, and
+    what is held back is the longest end of the text that begins a string."""
+    rng = random.Random(4)
+    for _ in range(400):
+        stops = {"".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))}
+        finder, text = StopFinder(sorted(stops)), ""
+        for _ in range(30):
+            piece = "".join(rng.choices("abc", k=rng.randint(0, 4)))
+            text += piece
+            expected = min((text.find(s) for s in stops if s in text), default=None)
+            assert finder.feed(piece) == expected
+            if expected is not None:
+                break
+            ends = [n for n in range(len(text) + 1) if any(s.startswith(text[n:]) for s in stops)]
+            assert finder.held == len(text) - ends[0]
 
 
 def test_stream_spells_the_output(engine: Engine) -> None:

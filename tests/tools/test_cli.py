@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec, StructuralTag
+from graft.grammar.statement import GrammarSpec, StructuralTag
 from graft.models.request import Output, Request
 from graft.tools import cli, generate
 from graft.tools.prompt_rows import Asked, read_requests
@@ -85,9 +85,10 @@ def test_forced_text_is_drafted(tmp_path, capsys):
 def test_a_bad_grammar_in_a_row_fails_alone(tmp_path):
     """A row whose grammar is refused keeps its sentence; the rows beside it are requests."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "schema": {"type": "object", "not": {}}}\n{"prompt": "b"}\n')
+    rows.write_text('{"prompt": "a", "schema": {"type": "array", "uniqueItems": true}}\n'
+                    '{"prompt": "b"}\n')
     bad, good = requests_of("--prompts", str(rows))
-    assert bad.refusal is not None and "not" in bad.refusal
+    assert bad.refusal is not None and "#: uniqueItems" in bad.refusal
     assert good.refusal is None
     allowed, _ = requests_of("--prompts", str(rows), "--partial")
     assert allowed.refusal is None and allowed.request.grammar.partial
@@ -186,6 +187,15 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
     assert third.request.grammar == grammar
 
 
+def test_a_row_with_the_schema_false_is_refused(tmp_path):
+    """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "schema": false}\n{"prompt": "p", "json_object": false}\n')
+    refused, free = requests_of("--prompts", str(rows))
+    assert "allows no output" in refused.refusal
+    assert free.refusal is None and free.request.grammar is None
+
+
 def test_a_row_names_its_backend(tmp_path):
     """A row's backend goes with its grammar: routed for a schema, as it stands for the others."""
     rows = tmp_path / "rows.jsonl"
@@ -199,7 +209,7 @@ def test_a_row_names_its_backend(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--regex", "a(b"], r"--regex a\(b: regex: .*parenthesis"),
+    (["--regex", "a(b"], r"--regex a\(b: regex: .*unclosed group"),
     (["--choice", "a,,b"], "--choice a,,b: choice option: is empty"),
     (["--lark", "FILE"], r"--lark \S+: lark: line 1, column 4"),
     (["--ebnf", "FILE"], r"--ebnf \S+: ebnf: "),
@@ -208,6 +218,9 @@ def test_a_row_names_its_backend(tmp_path):
     (["--structural-tag", "/no/such/file"], "--structural-tag /no/such/file: "),
     (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
     (["--regex", "a", "--key-order", "any"], "--regex a --key-order any: key_order goes with"),
+    (["--key-order", "any"], "--key-order any: key_order goes with a schema"),
+    (["--partial"], "--partial goes with --schema"),
+    (["--regex", "a", "--partial"], "--partial goes with --schema"),
     (["--after", "###"], "--after ###: after names the end of free text"),
 ])
 def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, arguments, said):

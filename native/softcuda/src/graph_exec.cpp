@@ -226,11 +226,10 @@ static void replace_work(Exec& exec, const FlatNode& changed) {
   const std::less<const FlatNode*> before;
   const FlatNode* const first = exec.flat.data();
   const bool nested = before(&changed, first) || !before(&changed, first + exec.flat.size());
-  if (nested || exec.program.use_count() > 1) {
+  if (nested || exec.program->flights.load(std::memory_order_acquire) != 0) {
     exec.program = make_program(exec.flat, exec.references);
     return;
   }
-  std::atomic_thread_fence(std::memory_order_acquire);  // after the workers that let go of it
   exec.program->nodes[static_cast<size_t>(&changed - first)]->work =
       changed.enabled ? changed.work : Work();
 }
@@ -340,7 +339,7 @@ SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
   work.kind = WorkKind::graph;
   {
     std::lock_guard<std::mutex> lock(graph_mutex());
-    work.program = exec->program;
+    work.program = in_flight(exec->program);
   }
   if (auto r = capture_launch(stream_handle, *exec)) return *r;
   for (const Op* node : work.program->event_nodes) {

@@ -130,6 +130,12 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
   return made;
 }
 
+std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan) {
+  plan->flights.fetch_add(1, std::memory_order_relaxed);
+  return {plan.get(),
+          [keep = plan](Program* p) { p->flights.fetch_sub(1, std::memory_order_release); }};
+}
+
 OpRef event_op(Event& event) {
   std::lock_guard<std::mutex> lock(g_mutex);
   return event.op;
@@ -181,7 +187,6 @@ void begin_program(Program& program, Op* op, std::vector<Op*>* ready) {
   program.launch = op;
   program.remaining.store(static_cast<int>(program.nodes.size()), std::memory_order_relaxed);
   for (auto& node : program.nodes) node->pending.store(node->indegree, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
   for (unsigned root : program.roots) ready->push_back(program.nodes[root].get());
 }
 

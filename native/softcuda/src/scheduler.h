@@ -141,11 +141,15 @@ struct Program {
   std::vector<std::unique_ptr<Op>> nodes;
   std::vector<unsigned> roots;
   std::atomic<int> remaining{0};
-  Op* launch = nullptr;  // the stream operation, or the conditional node whose body this is
+  std::atomic<int> flights{0};  // launches that hold this plan (G8)
+  Op* launch = nullptr;         // the stream operation, or the conditional node whose body this is
   std::vector<std::pair<unsigned*, unsigned>> defaults;  // stored when a launch begins
   std::vector<Op*> event_nodes;
   std::shared_ptr<void> keep;  // user-object references held for this plan
 };
+
+// A launch's reference to a plan (G8); taken under graph_mutex().
+std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan);
 
 // null for an unknown handle; the legacy stream for NULL and CU_STREAM_LEGACY.
 std::shared_ptr<Stream> find_stream(CUstream handle);
