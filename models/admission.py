@@ -46,7 +46,8 @@ class Admission:
             raise TokenizerError(
                 f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
             )
-        self._options, self._tokenizer = options, tokenizer
+        self._tokenizer = tokenizer
+        # What was left to the engine is settled by now: see Options.sized.
         self._vocab_size, self._compiler = vocab_size, compiler
         self._limits = options.limits
 
