@@ -403,6 +403,9 @@ class Device:
             assert state == FREE, (slot, j, state)
         else:
             assert state == (READY if row.any() else DEAD_END), (slot, j, state)
+            if self.forced is not None and state == READY:
+                more = self.exchanges[0].stamps["more"][slot, j]
+                assert more == 1 + self.forced.token(row)
             np.testing.assert_array_equal(self.exchanges[0].masks[slot, j], row)
 
     def _check_open(self, rows: Sequence[int]) -> None:
