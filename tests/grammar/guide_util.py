@@ -390,8 +390,9 @@ class Device:
         """The row's state as a kernel reads it; a foreign stamp counts as none."""
         truth = self.slots[slot]
         assert truth is not None
-        state, epoch, position, _ = self.exchanges[0].stamps[slot, j].tolist()
-        if epoch != truth.epoch or (state != FREE and position != truth.n + j):
+        state, epoch, position, more = self.exchanges[0].stamps[slot, j].tolist()
+        anywhere = state == FREE and more == 1  # a request without a grammar
+        if epoch != truth.epoch or (position != truth.n + j and not anywhere):
             return NOT_READY
         return int(state)
 
