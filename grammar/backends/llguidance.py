@@ -103,6 +103,8 @@ def _said(text: str, kind: str) -> tuple[bool, str]:
     failed, lines = library().LLMatcher.validate_grammar_with_warnings(
         text, limits=parser_limits()
     )
+    # Special tokens are the vocabulary's, which is not asked here: it has them or refuses them.
+    lines = [line for line in lines if "no tokenizer" not in line]
     return failed, _objection("\n".join(lines), kind)
 
 
@@ -237,7 +239,10 @@ class LLGuidanceBackend:
         try:
             native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
         except RuntimeError as error:
-            raise GrammarError(f"{spec.kind}: {_objection(str(error), spec.kind)}") from None
+            said = _objection(str(error), spec.kind)
+            if "removal index" in said:  # a panic that this alone causes
+                said = "names a special token that the vocabulary does not have"
+            raise GrammarError(f"{spec.kind}: {said}") from None
         return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:

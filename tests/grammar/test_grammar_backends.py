@@ -192,3 +192,17 @@ def test_llguidance_must_be_the_module_that_python_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "LLGuidance is not loaded from /nowhere/_lib.so\n", done.stderr
+
+
+def test_special_tokens_of_a_lark_grammar_are_the_vocabularys():
+    """LLGuidance takes those that the vocabulary names; others are refused in a sentence."""
+    pytest.importorskip("llguidance")
+    tokens = [bytes([byte]) for byte in range(256)] + [b"", b""]
+    backend = make_backend("llguidance", Vocabulary(tokens, 258, [257], names={"<|x|>": 256}))
+    matcher = backend.matcher(backend.compile(GrammarSpec.lark('start: "a" <|x|>')))
+    assert [matcher.accept(token) for token in (97, 256, 257)] == [True] * 3
+    for names in ({"<|x|>": 256}, {}):
+        backend = make_backend("llguidance", Vocabulary(tokens, 258, [257], names=names))
+        with pytest.raises(GrammarError, match="special token") as caught:
+            backend.compile(GrammarSpec.lark('start: "a" <|y|>'))
+        assert len(str(caught.value)) < 200 and "backtrace" not in str(caught.value)

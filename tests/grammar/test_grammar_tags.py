@@ -99,3 +99,19 @@ def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
         matcher = compiled.matcher()
         ids = [*f"hm </think>{text}".encode(), compiled.backend.vocabulary.stop_ids[0]]
         assert all(matcher.accept(token) for token in ids) is fits, text
+
+
+@pytest.mark.parametrize("flags, fits", [
+    ({}, [True, True, True, True]), ({"at_least_one": True}, [False, True, True, True]),
+    ({"at_once": True}, [False, False, True, True]),
+    ({"at_least_one": True, "at_once": True}, [False, False, True, True]),
+])  # fmt: skip
+def test_a_tag_that_must_come_means_the_same_everywhere(service, flags, fits):
+    """At least one tag may come after text, one at once begins the output; more may follow."""
+    tag = StructuralTag.of("<t>", {"type": "integer"}, "</t>")
+    compiled = service.submit(GrammarSpec.structural_tag([tag], ["<t"], **flags)).result(300)
+    texts = ["none", "so <<t>1</t>", "<t>1</t>", "<t>1</t> and <t>2</t>."]
+    for text, fit in zip(texts, fits, strict=True):
+        matcher = compiled.backend.matcher(compiled)
+        ids = [*text.encode(), compiled.backend.vocabulary.stop_ids[0]]
+        assert all(matcher.accept(token) for token in ids) is fit, text

@@ -302,11 +302,8 @@ class ToyDevice:
                 committed = self.exchange.committed[slot]
                 committed[: 2 + len(tokens)] = (replay.number, len(tokens), *tokens)
             replay.counts[b] = len(tokens)
-            values = {"slot": slot, "count": len(tokens), "reason": reason, "accepted": accepted,
-                      "draft_len": tested}  # fmt: skip
-            for name, value in values.items():
-                self.outputs.field(name).array[entry, b] = value
-            self.outputs.field("tokens").array[entry, b, : len(tokens)] = tokens
+            values = (slot, len(tokens), reason, accepted, tested, 0, *tokens)  # RoundRow, tokens
+            self.outputs.field("rows").array[entry, b, : len(values)] = values
 
     def _walk(self, replay: Replay, b: int, slot: int) -> tuple[list[int], int, int, int]:
         s = self.slots[slot]
@@ -344,7 +341,7 @@ class ToyDevice:
 
     def _publish(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
-        self.outputs.field("slot").array[entry, replay.rows :] = -1
+        self.outputs.field("rows").array[entry, replay.rows :] = -1
         self.outputs.stamp.array[entry, 0] = replay.number
 
     def _draft(self, replay: Replay, j: int) -> None:
