@@ -27,7 +27,7 @@ from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
 from graft.cudagraph.hostwork import NativeWork, PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedDecoder
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models import replay
 from graft.models.engine import Engine
 from graft.models.errors import EngineError, EngineUseError, RequestError
