@@ -46,8 +46,8 @@ class Admission:
             raise TokenizerError(
                 f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
             )
-        self._tokenizer = tokenizer
         self._length = options.positions
+        self._tokenizer = tokenizer
         self._vocab_size, self._compiler = vocab_size, compiler
         self._limits = options.limits
 

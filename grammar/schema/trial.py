@@ -28,7 +28,10 @@ def parser_limits() -> Any:
     """LLGuidance's limits as the native worker sets them (see ``native/guide/llguidance_abi``)."""
     from llguidance import LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
-    return LLParserLimits(initial_lexer_fuel=10**7, step_lexer_fuel=10**7)
+    return LLParserLimits(
+        initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6,
+        step_max_items=10**6,
+    )  # fmt: skip
 
 
 @functools.cache

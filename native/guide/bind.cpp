@@ -124,8 +124,7 @@ void bind_matchers(nb::module_& guide) {
             nb::gil_scoped_release release;
             new (self) llguidance::Tokenizer(lengths, text, stop_ids);
           },
-          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"))
-      .def("judge", &llguidance::Tokenizer::judge, nb::arg("grammar"), Release());
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"));
   nb::class_<llguidance::Grammar>(guide, "LLGuidanceGrammar")
       .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&>(),
            nb::arg("tokenizer"), nb::arg("text"), Release());

@@ -10,12 +10,11 @@ import numpy as np
 
 from graft.grammar.backends.base import ending_ids
 from graft.grammar.backends.llguidance import grammar_text
-from graft.grammar.marker import marked
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 
-_LEXER_FUEL = 10_000_000  # as native/guide/llguidance_abi.cpp has it
+_LEXER_FUEL, _ITEMS = 10_000_000, 1_000_000  # as native/guide/llguidance_abi.cpp has them
 
 
 def stock_tokenizer(vocabulary: Vocabulary) -> Any:
@@ -64,7 +63,8 @@ class StockLLGuidance:
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises ValueError with LLGuidance's reason."""
         limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL
+            initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL,
+            max_items_in_row=_ITEMS, step_max_items=_ITEMS,
         )
         text = grammar_text(spec)
         handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
@@ -75,7 +75,7 @@ class StockLLGuidance:
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start."""
         inner = StockMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
-        return marked(inner, compiled.spec.marker)
+        return inner
 
 
 class StockMatcher(Matcher):
