@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from tqdm import tqdm
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.dtypes import to_float32
@@ -19,22 +18,17 @@ class Weights:
     ----------
     device : Device
     checkpoint : Checkpoint
-    progress : bool
-        Show a progress bar over the tensors.
     """
 
-    def __init__(self, device: Device, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+    def __init__(self, device: Device, checkpoint: Checkpoint) -> None:
         self.device = device
         self.checkpoint = checkpoint
         self._used: set[str] = set()
-        total = len(checkpoint.names)
-        self._bar = tqdm(total=total, desc="loading", unit="tensor", disable=not progress)
 
     def read(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
         """One floating-point tensor on the host, as stored."""
         array = self.checkpoint.get(name, shape)
         self._used.add(name)
-        self._bar.update()
         return array
 
     def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
@@ -66,7 +60,6 @@ class Weights:
         describes, and its output would be silently wrong. Names that start or end with an
         entry of `ignored` are allowed.
         """
-        self._bar.close()
         left = [
             name
             for name in self.checkpoint.names

@@ -402,35 +402,6 @@ def test_interrupted_generation_is_cancelled(engine: Engine) -> None:
     assert interrupted > 0
 
 
-def test_interrupted_steps_lose_nothing(engine: Engine) -> None:
-    """A caller of step() that catches KeyboardInterrupt gets every token all the same."""
-    requests = mixed_requests(6, seed=62)
-    expected = [o.tokens for o in engine.generate(requests)]
-    ids = [engine.submit(r) for r in requests]
-    outputs = {}
-    stop = threading.Event()
-
-    def press() -> None:
-        while not stop.wait(0.003):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda *_: held.append(1))  # between steps: not ours
-    presser = threading.Thread(target=press)
-    presser.start()
-    try:
-        while engine.busy:
-            for event in engine.step():
-                if event.output is not None:
-                    outputs[event.id] = event.output
-    finally:
-        stop.set()
-        presser.join()
-        signal.signal(signal.SIGINT, before)
-    assert held, "no signal arrived"
-    assert [outputs[i].tokens for i in ids] == expected
-
-
 def test_shield_passes_the_signal_on() -> None:
     """A held-back SIGINT reaches the handler that stood before, at check() or at the end."""
     for at_check in (True, False):
