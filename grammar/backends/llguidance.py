@@ -13,7 +13,6 @@ from graft.native import _native
 
 from ..compile.process import Question
 from ..errors import GrammarError, clean_message
-from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from ..resolve import resolved
 from ..schema.lark import json_options, literal
@@ -261,4 +260,4 @@ class LLGuidanceBackend:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
-        return marked(NativeBackedMatcher(compiled, ending, handle), compiled.spec.marker)
+        return NativeBackedMatcher(compiled, ending, handle)

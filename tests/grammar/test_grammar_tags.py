@@ -25,7 +25,7 @@ def tagged(schema: Any, begin: str = "<t>") -> GrammarSpec:
 
 def takes(compiled: Any, content: str) -> bool:
     """Whether a text with a tag of this content is one of the grammar's."""
-    matcher = compiled.backend.matcher(compiled)
+    matcher = compiled.matcher()
     text = f"say <t>{content}</t> so"
     stop = compiled.backend.vocabulary.stop_ids[0]
     return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(stop)
@@ -96,7 +96,7 @@ def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
     compiled = service.submit(spec).result(timeout=300)
     for text, fits in (("<t=n>7</t>", True), ('<t=s>"b"</t>', True), ('<t=n>"b"</t>', False),
                        ("<t=s>7</t>", False), ("<t=n>4</t>", False), ("none", False)):  # fmt: skip
-        matcher = compiled.backend.matcher(compiled)
+        matcher = compiled.matcher()
         ids = [*f"hm </think>{text}".encode(), compiled.backend.vocabulary.stop_ids[0]]
         assert all(matcher.accept(token) for token in ids) is fits, text
 
