@@ -1,23 +1,50 @@
-"""One request's place in its grammar, whichever backend stands behind it."""
+"""Backends, compiled grammars and matchers: a grammar for a vocabulary, and a place in it."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from graft.native import _native
 
-from .errors import GrammarError
+from .errors import GrammarError, clean_message
+from .spec import Spec
+from .vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from .backends.base import GrammarBackend
-    from .spec import Spec
+__all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"]
 
-__all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher"]
+
+@runtime_checkable
+class GrammarBackend(Protocol):
+    """Compiles grammars for one vocabulary and makes matchers.
+
+    A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
+    comes as it stands (unless `resolved` knows the backend): enforce all of it, or
+    refuse it.
+
+    Attributes
+    ----------
+    name
+        For messages.
+    vocabulary
+        Token bytes, logit columns and stop ids.
+    """
+
+    name: str
+    vocabulary: Vocabulary
+
+    def compile(self, spec: Spec) -> CompiledGrammar:
+        """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent.
+
+        It is independent of every other: matchers of one grammar run on different threads.
+        """
 
 
 class CompiledGrammar:
@@ -145,22 +172,39 @@ class Matcher(ABC):
 
 
 class NativeBackedMatcher(Matcher):
-    """A matcher whose Python methods call the native one."""
+    """A matcher whose Python methods call the native one.
+
+    They raise ``GrammarError`` with the backend's own reason where that fails.
+    """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any):
         super().__init__(compiled, stop_ids)
         self.native = native
 
     def accept(self, token: int) -> bool:
-        return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
+        try:
+            return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
+        except RuntimeError as error:
+            raise _failed(error) from None
 
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
-        return bool(self.native.fill(row))
+        self._require_row(row)
+        try:
+            return bool(self.native.fill(row))
+        except RuntimeError as error:
+            raise _failed(error) from None
 
     def rollback(self, tokens: int) -> None:
-        self.native.rollback(int(tokens))
+        try:
+            self.native.rollback(int(tokens))
+        except RuntimeError as error:
+            raise _failed(error) from None
 
     def is_terminated(self) -> bool:
         return bool(self.native.is_terminated())
+
+
+def _failed(error: RuntimeError) -> GrammarError:
+    return GrammarError(f"matcher: {clean_message(error)}")
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from graft.cudagraph.errors import OptionError
 
-from ..backends.base import BoundedBackend, GrammarBackend
+from ..backends.base import BoundedBackend
 from ..backends.registry import make_backend
 from ..errors import GrammarError, clean_message
-from ..matcher import CompiledGrammar
+from ..matcher import CompiledGrammar, GrammarBackend
 from ..schema.enforcement import available_backends
 from ..spec import Spec
 from ..vocabulary import Vocabulary
