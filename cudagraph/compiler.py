@@ -5,8 +5,13 @@ This is the one place where the two devices differ above the driver.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import os
+import shutil
+import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +28,35 @@ KERNELS = Path(__file__).parent / "kernels"
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: $GRAFT_CACHE, else ~/.cache/graft."""
+    """Return where compiled kernels are kept: $GRAFT_CACHE, else ~/.cache/graft.
+
+    What lies there is loaded and run. So a folder of somebody else's, one that others may write to
+    or one that cannot be written is not used: a private one takes its place until the process ends,
+    and a warning says so.
+    """
     named = os.environ.get("GRAFT_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "graft"
+    return _usable(Path(named) if named else Path(os.path.expanduser("~/.cache/graft")))
+
+
+@functools.cache
+def _usable(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+        if state.st_uid != os.geteuid():
+            raise PermissionError(f"it belongs to user {state.st_uid}")
+        if state.st_mode & 0o022:
+            mode = state.st_mode & 0o777
+            raise PermissionError(f"others may write to it (mode {mode:o}; chmod go-w)")
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels are not kept, as {folder} cannot be used: {error}", stacklevel=4
+        )
+        private = tempfile.mkdtemp(prefix="graft-kernels-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        return Path(private)
 
 
 def nvrtc_options(

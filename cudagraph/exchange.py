@@ -6,6 +6,7 @@ What lies in it is stated in ``kernels/exchange.h``; here are its size and its a
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +81,7 @@ class Exchange:
             "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
         }.items() | at.items():  # fmt: skip
             layout[name] = value
-        self.layout: np.void = layout[()]
+        self.layout: Any = layout[()]
         self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size
         self.memory = PinnedArray(context, (slots, end), "int32")
         whole = self.memory.array

@@ -90,30 +90,25 @@ def assemble(
         parts=parts,
         prefill=Prefill(
             device, target, made,
-            slots=options.slots, chunk=PREFILL_ROWS, max_length=_given(options.max_length),
+            slots=options.slots, chunk=PREFILL_ROWS, max_length=options.sizes[0],
         ),
         caches=(target.kv, *(made.caches if made else ())),
         compiler=compiler,
     )  # fmt: skip
 
 
-def _given(number: int | None) -> int:
-    if number is None:
-        raise OptionError("options must be sized first (Options.sized)")
-    return number
-
-
 def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):
+    length, pages = options.sizes
     return PagedKV(
         device,
         layers=layers,
-        pages=_given(options.pages),
+        pages=pages,
         page_size=options.page_size,
         kv_heads=heads,
         head_dim=dim,
         dtype=dtype,
         slots=options.slots,
-        max_pages_per_slot=-(-_given(options.max_length) // options.page_size),
+        max_pages_per_slot=-(-length // options.page_size),
     )
 
 
@@ -179,7 +174,8 @@ def _parts(
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
 ) -> RoundParts:
-    drafts, slots, batch = drafter.shape.nodes if drafter else 0, options.slots, options.max_batch_size
+    slots, batch = options.slots, options.max_batch_size
+    drafts = drafter.shape.nodes if drafter else 0
     vocab_size = target.config.vocab_size
     legality = _legality(options, drafter)
     vocab = drafter.vocab if drafter else None

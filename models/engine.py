@@ -86,7 +86,7 @@ class Engine:
         known = {field.name for field in fields(Options)}
         for name in options:
             if name not in known:
-                raise OptionError(f"there is no option {name}; there are {', '.join(sorted(known))}")
+                raise OptionError(f"no option {name}; there are {', '.join(sorted(known))}")
         asked, folder = Options(**options), Path(model)
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)

@@ -134,12 +134,25 @@ class Options:
             wanted = f"one of {', '.join(backends)} or make a GrammarBackend"
             raise _bad("grammar_backend", wanted, self.grammar_backend)
         if self.draft_legality == "probe" and not self.mask_drafts:
-            raise OptionError("draft_legality 'probe' needs mask_drafts: blind drafts are not probed")
+            raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
 
     @property
     def slots(self) -> int:
         """Two per row: a row is taken over while a replay still names its last owner's slot."""
         return 2 * self.max_batch_size
+
+    @property
+    def positions(self) -> int:
+        """Positions that one request may use, once the options are sized."""
+        length, pages = self.sizes
+        return min(length, self.page_size * pages)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """`max_length` and `pages` as numbers, once the options are sized."""
+        if self.max_length is None or self.pages is None:
+            raise OptionError("options must be sized for a target first (Options.sized)")
+        return self.max_length, self.pages
 
     def sized(self, longest: int) -> Options:
         """The same with `max_length` and `pages` as numbers, for a target of `longest` positions.

@@ -297,7 +297,7 @@ class GuidedCase {
     for (int32_t token = 0; token < kVocab; ++token) {
       if (bit(mask, token)) legal.push_back(token);
     }
-    WANT(state[3] == 1 + forced_by(setting_.forcing, legal));
+    WANT(stamp.more == 1 + forced_by(setting_.forcing, legal));
     return mask;
   }
   static bool bit(const int32_t* mask, int32_t token) {
@@ -393,7 +393,8 @@ inline int trees(uint32_t seed) {
   const int nodes = 1 + static_cast<int>(random() % 63);
   constexpr int kWords = (kVocab + 31) / 32;
   std::vector<int32_t> mask(static_cast<size_t>((nodes + 1) * kWords));
-  const guided::Exchange exchange{mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
+  const guided::Exchange exchange{
+      mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
   const guided::SlotWork work(exchange, nullptr, false);
   HashMatcher matcher(seed, false);
   guided::Slot slot;

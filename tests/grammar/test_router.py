@@ -102,7 +102,8 @@ def test_unknown_backends_are_refused(monkeypatch):
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
     monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
-    plain, negated = (GrammarSpec("json_schema", text) for text in ("{}", '{"not": {"type": "null"}}'))
+    texts = ("{}", '{"not": {"type": "null"}}')
+    plain, negated = (GrammarSpec("json_schema", text) for text in texts)
     assert resolve.resolved(plain, "auto").backend == "xgrammar"
     with pytest.raises(GrammarError, match="XGrammar ignores not"):
         resolve.resolved(negated, "auto")

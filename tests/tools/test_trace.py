@@ -165,7 +165,7 @@ def test_generate_writes_the_timeline_of_its_rounds(soft, tmp_path):
     assert rounds == list(range(1, len(rounds) + 1))
     assert trace["otherData"]["replays"] == len(rounds) > 0
     names = {row["name"] for row in trace["traceEvents"]}
-    assert {"open: missing rows", "commit, fill row 0", "stamp target", "gate, up"} <= names
+    assert {"open: missing rows", "commit, fill row 0", "stamp target forward", "gate, up"} <= names
     picture = path.with_suffix(".svg").read_text()
     ElementTree.fromstring(picture)
     assert soft.describe() in picture

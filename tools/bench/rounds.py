@@ -28,8 +28,9 @@ from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import Graph
-from graft.cudagraph.pinned import PinnedSlots
+from graft.cudagraph.kernels import load_text
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, make_backend
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import LLGuidance, Refused, XGrammar
@@ -174,29 +175,41 @@ class Stock:
         return time.perf_counter_ns() - start
 
 
+#: Stands for the kernels of a round: writes what verification or drafting would have.
+PUT = """
+#include "exchange.h"
+extern "C" __global__ void put_records(const int* from, int width, int* exchange,
+                                       const ExchangeLayout layout, int at) {
+  const int slot = blockIdx.x;
+  for (int i = width - 1; i >= 0; --i) {
+    exchange[slot * layout.stride + at + i] = from[slot * width + i];
+  }
+  __threadfence_system();
+}
+"""
+
+
 class Graft:
     """graft's steps as host nodes of a replayed graph, what kernels write copied between them."""
 
     name = "graft"
 
     def __init__(self, device: Device, backend: Any, slots: int, length: int):
-        words, self._length, self._replay = backend.vocabulary.words, length, 0
+        self._length, self._replay = length, 0
         self._backend, self._requests = backend, list[GuidedRequest]()
-        shapes = {"mask": (length + 1, words), "row_state": (length + 1, 4),
-                  "committed": (length + 3,), "drafted": (length + 2,)}
-        self._slots = PinnedSlots(device, slots, {k: ("int32", v) for k, v in shapes.items()})
-        decoder = self._decoder = GuidedDecoder(
-            self._slots, slots=slots, draft_length=length, masked_drafts=True, threads=1,
-            vocab_size=backend.vocabulary.size)  # fmt: skip
+        exchange = Exchange(device, slots, length, backend.vocabulary.size)
+        decoder = self._decoder = GuidedDecoder(exchange, masked_drafts=True, threads=1)
         self._stream, graph = device.stream("rounds"), Graph(device, "round")
         lane = graph.lane("grammar")
         self._staged: list[tuple[np.ndarray, Any]] = []
+        kernel = load_text(device, PUT, "put.cu")["put_records"]
 
         def copied(name: str) -> None:
-            memory = self._slots.field(name)._memory
-            self._staged.append((np.zeros(memory.shape, np.int32),
-                                 device.zeros(memory.shape, "int32")))
-            lane.copy(memory, self._staged[-1][1])
+            shape = (slots, 2 + length + 1)  # replay, count, tokens
+            self._staged.append((np.zeros(shape, np.int32), device.zeros(shape, "int32")))
+            args = [self._staged[-1][1], shape[1], exchange.memory, exchange.layout,
+                    int(exchange.layout[name])]  # fmt: skip
+            lane.kernel(kernel, slots, 1, args)
 
         decoder.add(lane, decoder.open_work(), name="open")
         copied("committed")

@@ -26,7 +26,6 @@ _WHOLE = "schema"  # where a `Cannot` says so, there is no grammar for the schem
 _MOST_RULES = 3000
 _MOST_OPTIONS = 256  # conjunctions that one union within a conjunction may become
 _MOST_TEXT = 400_000
-_MOST_FIRST = 50  # items with schemas of their own: each is a level of nesting
 
 
 def lark_rules(
@@ -209,24 +208,13 @@ class _Rules:
         return None if text is None else self._shared(text)
 
     def _array(self, array: Array, parts: Parts) -> str | None:
-        inner = (*(s for first in array.first for s in first), *array.rest)
-        if not any(self._leaves.has_objects(part) for part in inner):
+        if not any(map(self._leaves.has_objects, array.items)):
             return self._leaf(parts, frozenset(("array",)))
-        high, first = array.high, []
-        for index, schemas in enumerate(array.first):
-            name = self.of(schemas) if high is None or index < high else None
-            if name is None:
-                high = index
-                break
-            first.append(name)
-        rest = self.of(array.rest) if high is None or high > len(first) else None
-        if rest is None:
-            high = len(first)
+        item = None if array.high == 0 else self.of(array.items)
+        high = 0 if item is None else array.high
         if high is not None and array.low > high:
             return None
-        if len(first) > _MOST_FIRST:
-            raise Cannot("prefixItems", f"{len(first)} of them")
-        return self._shared(array_body(first, rest, array.low, high))
+        return self._shared(array_body(item, array.low, high))
 
     def _object(self, shape: Object) -> str | None:
         names: dict[str, str] = {}

@@ -45,10 +45,9 @@ class Object:
 
 @dataclass
 class Array:
-    """What an array has to look like: the first items, the others, and how many there are."""
+    """What an array has to look like: its items, and how many there are."""
 
-    first: list[Parts]
-    rest: Parts
+    items: Parts
     low: int = 0
     high: int | None = None
 
@@ -105,25 +104,20 @@ def _found(pattern: str, name: str) -> bool:
 
 
 def array_of(parts: Parts) -> Array:
-    """What the schemas say together about arrays."""
+    """What the schemas say together about arrays.
+
+    Raises
+    ------
+    Cannot
+        If first items have schemas of their own.
+    """
     parts = tuple(part for part in parts if ARRAYS & part.keys())
-    split = [_items(part) for part in parts]
-    length = max((len(first) for first, _ in split), default=0)
-    made = Array([], tuple(rest for _, rest in split))
-    for index in range(length):
-        made.first.append(
-            tuple(first[index] if index < len(first) else rest for first, rest in split)
-        )
-    made.low = max((int(part.get("minItems", 0)) for part in parts), default=0)
+    for part in parts:
+        if "prefixItems" in part or isinstance(part.get("items"), list):
+            raise Cannot("prefixItems" if "prefixItems" in part else "items", "first items")
     highs = [int(part["maxItems"]) for part in parts if "maxItems" in part]
-    made.high = min(highs) if highs else None
-    return made
-
-
-def _items(part: dict[str, Any]) -> tuple[list[Any], Any]:
-    if "prefixItems" in part:
-        return part["prefixItems"], part.get("items", True)
-    items = part.get("items", True)
-    if isinstance(items, list):
-        return items, part.get("additionalItems", True)
-    return [], items
+    return Array(
+        tuple(part.get("items", True) for part in parts),
+        max((int(part.get("minItems", 0)) for part in parts), default=0),
+        min(highs) if highs else None,
+    )

@@ -28,30 +28,13 @@ def separators(options: dict[str, Any]) -> str:
     return "\n".join(f"{name}: {literal(text)}" for name, text in texts.items())
 
 
-def array_body(first: list[str], rest: str | None, low: int, high: int | None) -> str:
-    """The body of an array's rule.
-
-    Parameters
-    ----------
-    first
-        Rules of the first items.
-    rest
-        Rule of all others; None: there are none.
-    low, high
-        Bounds of how many there are.
-    """
-    body = ""
-    if rest is not None:
-        given = max(1, len(first))
-        if high is None or high > given:
-            most = "" if high is None else high - given
-            body = f"(COMMA {rest}){{{max(0, low - given)},{most}}}"
-        if not first and high != 0:
-            body = f"({rest} {body})?" if low == 0 else f"{rest} {body}"
-    for index in range(len(first) - 1, -1, -1):
-        body = f"{'COMMA ' if index else ''}{first[index]} {body}".strip()
-        body = f"({body})?" if index >= low else body
-    return f'OPEN {body} "]"'
+def array_body(item: str | None, low: int, high: int | None) -> str:
+    """The body of an array's rule: between ``low`` and ``high`` items; none if ``item`` is None."""
+    if item is None or high == 0:
+        return 'OPEN "]"'
+    most = "" if high is None else max(0, high - 1)
+    body = f"{item} (COMMA {item}){{{max(0, low - 1)},{most}}}"
+    return f'OPEN {body if low else f"({body})?"} "]"'
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from .strings import literals, none_of
 __all__ = ["Negation"]
 
 _DEPTH = 12
-_OBJECT = frozenset(("object",))
 _KNOWN_FORMATS = word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
     iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
@@ -94,9 +93,8 @@ class Negation:
             return False
 
     def of(
-        self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None,
-        listed: frozenset[str] = frozenset(),
-    ) -> Any:  # fmt: skip
+        self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None
+    ) -> Any:
         """Everything that ``schema`` refuses.
 
         Parameters
@@ -107,9 +105,6 @@ class Negation:
             Only values of these types matter; what the complement says of others is free.
         names
             If given, only objects whose property names are among these matter.
-        listed
-            Properties that the schema beside the complement lists: an object with a property that
-            is none of some others is then one of these, or has a property that none lists.
 
         Raises
         ------
@@ -124,22 +119,21 @@ class Negation:
             raise Cannot("not", "is nested too deeply or refers to itself")
         self._depth += 1
         try:
-            return any_of(list(self._options(schema, kinds, names, listed)))
+            return any_of(list(self._options(schema, kinds, names)))
         finally:
             self._depth -= 1
 
     def _options(
-        self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None,
-        listed: frozenset[str],
-    ) -> Any:  # fmt: skip
+        self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None
+    ) -> Any:
         yield from _other_types(schema, kinds)
         # Values that the schema's own type already excludes need not be excluded twice.
         kinds = meet(kinds, kinds_of(schema) if "type" in schema else KINDS)
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if values is not None:
-                yield from self._other_values(values, kinds, listed)
+                yield from self._other_values(values, kinds)
         if "object" in kinds:
-            yield from self._objects(schema, names, listed)
+            yield from self._objects(schema, names)
         if "array" in kinds:
             yield from self._arrays(schema)
         if kinds & {"number", "integer"}:
@@ -149,12 +143,11 @@ class Negation:
                 continue
             about = _ABOUT.get(keyword)
             if about is None or about in kinds or (about == "number" and "integer" in kinds):
-                yield from self._keyword(keyword, value, schema, kinds, names, listed)
+                yield from self._keyword(keyword, value, kinds, names)
 
     def _keyword(
-        self, keyword: str, value: Any, schema: dict[str, Any], kinds: Kinds,
-        names: frozenset[str] | None, listed: frozenset[str],
-    ) -> Any:  # fmt: skip
+        self, keyword: str, value: Any, kinds: Kinds, names: frozenset[str] | None
+    ) -> Any:
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
                 yield {"type": _ABOUT[keyword], "max" + keyword[3:]: int(value) - 1}
@@ -169,39 +162,25 @@ class Negation:
             if value in _KNOWN_FORMATS:
                 raise Cannot("format", f"the complement of {value!r} is not known")
         elif keyword == "allOf":
-            yield from (self.of(part, kinds, names, listed) for part in value)
+            yield from (self.of(part, kinds, names) for part in value)
         elif keyword == "anyOf":
-            yield {"allOf": [self.of(part, kinds, names, listed) for part in value]}
+            yield {"allOf": [self.of(part, kinds, names) for part in value]}
         elif keyword == "oneOf":
             if len(value) > 6:
                 raise Cannot("oneOf", f"the complement of {len(value)} options is too long")
-            yield {"allOf": [self.of(part, kinds, names, listed) for part in value]}
+            yield {"allOf": [self.of(part, kinds, names) for part in value]}
             yield from ({"allOf": list(two)} for two in itertools.combinations(value, 2))
         elif keyword == "not":
             yield value
         elif keyword == "$ref":
-            yield self.of(self._references.resolve(value), kinds, names, listed)
-        elif keyword == "if":
-            if "then" in schema:
-                yield {"allOf": [value, self.of(schema["then"], kinds, names, listed)]}
-            if "else" in schema:
-                yield {"allOf": [self.of(value, kinds, names, listed),
-                                 self.of(schema["else"], kinds, names, listed)]}  # fmt: skip
-        elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
-            for name, wanted in value.items():
-                has = {"type": "object", "required": [name]}
-                if isinstance(wanted, (dict, bool)):
-                    yield {"allOf": [has, self.of(wanted, _OBJECT, names, listed)]}
-                else:
-                    wanted = [wanted] if isinstance(wanted, str) else wanted
-                    yield from ({**has, "properties": {n: False}} for n in wanted if n != name)
+            yield self.of(self._references.resolve(value), kinds, names)
         elif keyword == "uniqueItems" and value is False:
             return
-        elif keyword in _ABOUT or keyword.startswith(("$dynamic", "$recursive")):
+        elif keyword in _ABOUT or keyword == "if" or keyword.startswith(("$dynamic", "$recursive")):
             raise Cannot(keyword, "its complement cannot be said in JSON schema")
         # Anything else is no assertion.
 
-    def _other_values(self, values: Any, kinds: Kinds, listed: frozenset[str]) -> Any:
+    def _other_values(self, values: Any, kinds: Kinds) -> Any:
         by_kind: dict[str, list[Any]] = {}
         for value in values:
             by_kind.setdefault(value_kind(value), []).append(value)
@@ -221,10 +200,10 @@ class Negation:
             yield {"type": kind, **low}
         for kind in ("array", "object"):
             if kind in kinds and kind in by_kind:
-                apart = [self._other_than(value, listed) for value in by_kind[kind]]
+                apart = [self._other_than(value) for value in by_kind[kind]]
                 yield apart[0] if len(apart) == 1 else {"allOf": apart}
 
-    def _other_than(self, value: Any, listed: frozenset[str]) -> Any:
+    def _other_than(self, value: Any) -> Any:
         """Arrays (or objects) that differ from this one."""
         options: list[Any] = []
         if isinstance(value, list):
@@ -233,7 +212,7 @@ class Negation:
             options.append({"type": "array", "minItems": len(value) + 1})
             options += (self._item(i, self.of({"const": v})) for i, v in enumerate(value))
         else:
-            options += _and_another(tuple(value), tuple(value), listed)
+            options += [_and_another(tuple(value), tuple(value))]
             for name, part in value.items():
                 options.append({"type": "object", "properties": {name: False}})
                 options.append(_property(name, self.of({"const": part})))
@@ -263,9 +242,7 @@ class Negation:
         complement = self.of(rest)
         yield from (self._item(index, complement) for index in range(len(prefix), int(bound)))
 
-    def _objects(
-        self, schema: dict[str, Any], names: frozenset[str] | None, listed: frozenset[str]
-    ) -> Any:
+    def _objects(self, schema: dict[str, Any], names: frozenset[str] | None) -> Any:
         properties = schema.get("properties") or {}
         required = schema.get("required")
         for name in required if isinstance(required, list) else ():
@@ -273,15 +250,10 @@ class Negation:
         for name, part in properties.items():
             yield self._if_possible(name, part)
         patterns = schema.get("patternProperties") or {}
-        for pattern, part in patterns.items():
-            if part is True or part == {}:
-                continue
-            if names is None:
-                raise Cannot(
-                    "patternProperties", "that some property differs cannot be said in JSON schema"
-                )
-            complement = self.of(part)
-            yield from (_property(n, complement) for n in sorted(names) if found_in(pattern, n))
+        if any(part is not True and part != {} for part in patterns.values()):
+            raise Cannot(
+                "patternProperties", "that some property differs cannot be said in JSON schema"
+            )
         rest = schema.get("additionalProperties", True)
         if rest is True or rest == {}:
             return
@@ -291,7 +263,7 @@ class Negation:
                 if not any(found_in(pattern, name) for pattern in patterns):
                     yield _property(name, complement)
         elif rest is False and not patterns and len(properties) <= 5:
-            yield from _with_another(tuple(properties), listed)
+            yield from _with_another(tuple(properties))
         else:
             raise Cannot(
                 "additionalProperties", "that some property differs cannot be said in JSON schema"
@@ -305,24 +277,18 @@ def _property(name: str, schema: Any) -> Any:
     return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
-def _with_another(names: tuple[str, ...], listed: frozenset[str]) -> Any:
+def _with_another(names: tuple[str, ...]) -> Any:
     """Objects with a property that is none of these, by which of these they have."""
     for count in range(len(names) + 1):
         for present in itertools.combinations(names, count):
-            yield from _and_another(present, names, listed)
+            yield _and_another(present, names)
 
 
-def _and_another(
-    present: tuple[str, ...], names: tuple[str, ...], listed: frozenset[str]
-) -> Any:
+def _and_another(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
     """Objects with just ``present`` of the names and a property that is none of the names."""
-    properties = {name: name in present for name in names}
-    others = sorted(listed - set(names))
-    for other in others:
-        yield {"type": "object", "properties": properties, "required": [*present, other]}
-    yield {
+    return {
         "type": "object",
-        "properties": {**properties, **dict.fromkeys(others, False)},
+        "properties": {name: name in present for name in names},
         "required": list(present),
         "minProperties": len(present) + 1,
     }

@@ -33,7 +33,7 @@ _NEVER = word_set(
 )
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
 _ABOUT = {
-    **dict.fromkeys(("format", "pattern", "contentEncoding", "contentMediaType"), "string"),
+    **dict.fromkeys(("format", "pattern"), "string"),
     **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "propertyNames",
                      "unevaluatedProperties", "minProperties", "maxProperties"), "object"),
@@ -142,8 +142,8 @@ class Rewriter:
             if value is True and "null" not in site.kinds:
                 why = "OpenAPI's, an annotation here: null is not produced unless type lists it"
                 self.narrowed.append(Reason(site.at, keyword, why))
-        elif keyword == "x-guidance":
-            return  # would switch LLGuidance's own strictness off
+        elif keyword in ("x-guidance", "contentEncoding", "contentMediaType"):
+            return  # annotations; the first would switch LLGuidance's own strictness off
         elif keyword in out:
             return  # a rule was first and has replaced it
         elif keyword in _MAPS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..terms import Cannot, Kinds, Reason, References, any_of, kinds_of, meet, word_set
+from ..terms import KINDS, Cannot, Kinds, Reason, References, any_of, kinds_of, meet, word_set
 from .objects import contains, dependencies, distinct, property_count, property_names
 from .rewriter import Rewriter, Rule, Site
 from .strings import FORMATS, HOSTNAME, ecma_pattern
@@ -19,7 +19,6 @@ _NARROWED_FORMATS = {
     "email": "quoted local parts and numeric domains are not produced",
     "time": "leap seconds are not produced", "date-time": "leap seconds are not produced",
 }  # fmt: skip
-_BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MOST_OVERLAPS = 40
@@ -118,14 +117,9 @@ def _share_only_empty(to: Rewriter, one: Any, other: Any) -> dict[str, Any] | No
     return {least: 1} if to.disjoint.proved(one[part], other[part]) else None
 
 
-def _listed(site: Site) -> frozenset[str]:
-    properties = site.schema.get("properties")
-    return frozenset(properties) if isinstance(properties, dict) else frozenset()
-
-
 def _not(to: Rewriter, value: Any, site: Site) -> None:
     names = _closed_names(site.schema, to.references)
-    complement = to.negation.of(value, site.kinds, names, _listed(site))
+    complement = to.negation.of(value, site.kinds, names)
     site.extra.append(to.fresh(complement, f"{site.at}/not", site.kinds))
     to.note(site.at, "not", "is spelled out as what remains")
 
@@ -139,7 +133,7 @@ def _if(to: Rewriter, value: Any, site: Site) -> None:
     else:
         options = [{"allOf": [value, then]}]
         names = _closed_names(site.schema, to.references)
-        rest = to.negation.of(value, site.kinds, names, _listed(site))
+        rest = to.negation.of(value, site.kinds, names)
         options.append(rest if other is True else {"allOf": [rest, other]})
     site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
     to.note(site.at, "if", "is spelled out as both of its cases")
@@ -229,40 +223,15 @@ def _pattern(to: Rewriter, value: Any, site: Site) -> None:
     site.out["pattern"] = ecma_pattern(value)
 
 
-def _content(to: Rewriter, value: Any, site: Site) -> None:
-    """Assertions that draft 7 leaves to the implementation; annotations in other drafts."""
-    if to.draft != 7:
-        return
-    if "contentMediaType" in site.schema:
-        raise Cannot("contentMediaType", "what a string contains cannot be enforced")
-    if value == "base64":
-        site.extra.append({"pattern": _BASE64})
-    elif value not in ("7bit", "8bit", "binary"):
-        raise Cannot("contentEncoding", f"{value!r} cannot be enforced")
-
-
 def _few(items: Any, references: References) -> list[Any] | None:
-    """All values of a schema, if its own keywords list them."""
-    if isinstance(items, dict) and "$ref" in items:
-        items = references.resolve(items["$ref"])
-    if not isinstance(items, dict) or items.keys() - _PLAIN:
+    """All values of a schema, if it lists them and says nothing else."""
+    items = references.behind(items)
+    if not isinstance(items, dict) or "enum" not in items or items.keys() - _PLAIN:
         return None
-    kinds = kinds_of(items)
-    if "const" in items:
-        values = [items["const"]]
-    elif "enum" in items:
-        values = items["enum"]
-    elif kinds <= {"boolean", "null"}:
-        values = [True, False, None]
-    else:
+    kinds = kinds_of({"type": items["type"]}) if "type" in items else KINDS
+    if any(not kinds & kinds_of({"const": value}) for value in items["enum"]):
         return None
-    return [v for i, v in enumerate(values) if _is_of(v, kinds) and v not in values[:i]]
-
-
-def _is_of(value: Any, kinds: Kinds) -> bool:
-    if kinds & kinds_of({"const": value}):
-        return True
-    return "integer" in kinds and isinstance(value, (int, float)) and float(value).is_integer()
+    return [v for i, v in enumerate(items["enum"]) if v not in items["enum"][:i]]
 
 
 def _closed_names(schema: Any, references: References) -> frozenset[str] | None:
@@ -294,6 +263,4 @@ RULES: dict[str, Rule] = {
     "maxContains": _said_elsewhere,
     "format": _format,
     "pattern": _pattern,
-    "contentEncoding": _content,
-    "contentMediaType": _content,
 }
