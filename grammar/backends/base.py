@@ -21,8 +21,8 @@ __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 class BoundedBackend(GrammarBackend, Protocol):
     """A backend that does what may run away in another process, which can be killed."""
 
-    def question(self, spec: Spec) -> Question:
-        """What that process is asked for a grammar."""
+    def question(self, spec: Spec, routed: bool) -> Question:
+        """What that process is asked for a grammar; ``routed``: which it has just routed itself."""
 
     def load(self, spec: Spec, answer: Any) -> CompiledGrammar:
         """The grammar from the answer, for an equal vocabulary."""

@@ -239,7 +239,7 @@ class XGrammarBackend:
         """
         return self._grammar(spec, _compile(self._info, spec))
 
-    def question(self, spec: Spec) -> Question:
+    def question(self, spec: Spec, routed: bool) -> Question:
         """See `BoundedBackend`."""
         v = self.vocabulary
         learn = Question(_HERE + "learn", (v.fingerprint, v.tokens, v.size, v.stop_ids))
