@@ -21,7 +21,7 @@ from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.events import Event
 from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.hostwork import HostWork, NativeWork, Spin, as_work, use_spin
+from graft.cudagraph.hostwork import HostWork, Spin, as_work, use_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
 from graft.cudagraph.mailbox import Limits, Mailbox, MailboxWorker
@@ -434,18 +434,11 @@ class GraphLane:
         graph = self.graph
         if cell is not None and cell.state is not graph.state:
             raise OptionError(f"{cell.name!r} is no cell of graph {graph.name!r}")
-        payload = () if cell is None else (cell.native,)
-        title = name or item.title
-        owners = (graph.status.owner, item.keep if isinstance(item, NativeWork) else None)
+        title, payload = name or item.title, None if cell is None else cell.native
+        owners = (graph.status.owner, item.keep)
 
         def attach(handle: int) -> tuple:
-            if isinstance(item, NativeWork):
-                return _native.attach_native(
-                    handle, graph.state, title, item.address, item.data, owners, *payload
-                )
-            return _native.attach_python(
-                handle, graph.state, title, item.fn, item.args, owners, *payload
-            )
+            return _native.attach_host(handle, graph.state, title, item.native, owners, payload)
 
         def make(handle: int, after: list[Any], attached: tuple) -> Any:
             return nodes.add_host(handle, after, attached[3], attached[4], spinning)

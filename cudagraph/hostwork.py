@@ -48,6 +48,7 @@ class PythonWork:
     """
 
     __slots__ = ("args", "fn", "title")
+    keep: object = None
 
     def __init__(self, fn: Callable[..., object], *args: object) -> None:
         if not callable(fn):
@@ -60,6 +61,11 @@ class PythonWork:
         self.fn = fn
         self.args = args
         self.title = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+    @property
+    def native(self) -> tuple[object, tuple[object, ...], int, int]:
+        """The work as the native side takes it."""
+        return (self.fn, self.args, 0, 0)
 
 
 def _only_begins(fn: object) -> bool:
@@ -111,6 +117,11 @@ class NativeWork:
     def title(self) -> str:
         """The name, or the address."""
         return self.name or f"native {self.address:#x}"
+
+    @property
+    def native(self) -> tuple[object, tuple[object, ...], int, int]:
+        """The work as the native side takes it."""
+        return (None, (), self.address, self.data)
 
 
 HostWork = PythonWork | NativeWork | Callable[..., object]
@@ -171,16 +182,11 @@ def enqueue(
     title = name or item.title
     api = "cuLaunchHostFunc"
     capture = capture_of(handle)
-    if isinstance(item, NativeWork):
-        work = (item.address, item.data, item.keep)
-        if capture is not None:
-            code, api = _native.captured_native(handle, *capture, title, *work, spin)
-        else:
-            code = _native.eager_native(handle, title, *work, spin)
-    elif capture is not None:
-        code, api = _native.captured_python(handle, *capture, title, item.fn, item.args, spin)
+    work = (title, item.native, item.keep, spin)
+    if capture is not None:
+        code, api = _native.captured_host(handle, *capture, *work)
     else:
-        code = _native.eager_python(handle, title, item.fn, item.args, None, spin)
+        code = _native.eager_host(handle, *work)
     check_code(api, code)
 
 

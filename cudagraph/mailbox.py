@@ -19,7 +19,7 @@ import numpy as np
 from graft.cudagraph import nodes
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import HostWork, NativeWork, as_work
+from graft.cudagraph.hostwork import HostWork, as_work
 from graft.cudagraph.kernels import load
 from graft.cudagraph.memory import PinnedArray, zeros
 from graft.native import _native
@@ -158,10 +158,9 @@ class Mailbox:
     @property
     def owners(self) -> tuple[object, ...]:
         """What must live as long as the graph can run."""
-        keep = self.item.keep if isinstance(self.item, NativeWork) else None
         output = None if self._output is None else self._output.owner
         arrays = (self._words.owner, self._counter.owner)
-        return (*arrays, self._kernels, self._scratch, output, keep)
+        return (*arrays, self._kernels, self._scratch, output, self.item.keep)
 
     def request(self, graph: int, after: list[Any], _: tuple) -> Any:
         """Add the node that posts a request."""
@@ -180,15 +179,9 @@ class Mailbox:
 
     def port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
         """Return what hands the host's side to a graph: (code, api, user object)."""
-        fn: object = None
-        args: tuple[object, ...] = ()
-        native = (0, 0)
-        if isinstance(self.item, NativeWork):
-            native = (self.item.address, self.item.data)
-        else:
-            fn, args = self.item.fn, self.item.args
-            if self._scratch is not None:
-                args = (*args, self._scratch)
+        work = self.item.native
+        if self._scratch is not None:
+            work = (work[0], (*work[1], self._scratch), *work[2:])
         results = (0, 0, 0)
         if self._scratch is not None and self._output is not None:
             results = (self._scratch.ctypes.data, self._output.host_ptr, self._output.nbytes)
@@ -198,9 +191,8 @@ class Mailbox:
 
         def attach(graph: int) -> tuple:
             attached: tuple = _native.attach_mailbox(
-                graph, state, self._worker.native, title, fn, args, native, words, results,
-                limits, keep,
-            )  # fmt: skip
+                graph, state, self._worker.native, title, work, words, results, limits, keep
+            )
             return attached
 
         return attach

@@ -8,48 +8,49 @@ tokens, in accepted tokens and in drafts alike.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from graft.native import _native
+from dataclasses import dataclass
 
 from .errors import GrammarError
-from .matcher import Matcher, NativeBackedMatcher
-from .spec import Marker
 from .vocabulary import Vocabulary
 
-__all__ = ["Marker", "marked"]
+__all__ = ["Marker"]
 
 
-def marked(inner: Matcher, marker: Marker | None) -> Matcher:
-    """``inner`` behind the free text that ends with ``marker``; as it is where there is none."""
-    if marker is None:
-        return inner
-    if set(marker.ids(inner.compiled.backend.vocabulary)) & set(inner.stop_ids):
-        raise GrammarError("marker: its token is one of the request's stop ids")
-    return MarkedMatcher(inner, marker)
+@dataclass(frozen=True)
+class Marker:
+    """Where free text ends.
 
+    Attributes
+    ----------
+    text
+        The marker as text, or empty. Where an added token of the tokenizer has this very text, its
+        id is the marker too.
+    token
+        The marker as a token id, or None.
+    required
+        ``False``: a stop id in the free text ends the output, without the grammar ever having
+        begun. ``True``: stop ids are illegal until the marker has come.
+    """
 
-@functools.lru_cache(maxsize=32)
-def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
-    return _native.guide.Marker(
-        marker.ids(vocabulary),
-        marker.text.encode("utf-8"),
-        vocabulary.tokens,
-        vocabulary.size,
-        marker.required,
-    )
+    text: str = ""
+    token: int | None = None
+    required: bool = False
 
+    def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
+        """Tokens that are the marker by themselves.
 
-class MarkedMatcher(NativeBackedMatcher):
-    """The native scanner in front of a matcher."""
-
-    def __init__(self, inner: Matcher, marker: Marker):
-        native = _native.guide.MarkedMatcher(
-            inner.native,
-            _native_marker(inner.compiled.backend.vocabulary, marker),
-            inner.stop_ids,
-        )
-        super().__init__(inner.compiled, inner.stop_ids, native)
-        self._inner = inner  # its native side is borrowed
+        Raises
+        ------
+        GrammarError
+            If the id is out of range or a stop id.
+        """
+        ids = [] if self.token is None else [self.token]
+        if self.text in vocabulary.names:
+            ids.append(vocabulary.names[self.text])
+        for token in ids:
+            if not 0 <= token < vocabulary.size:
+                raise GrammarError(f"marker: token {token} is outside [0, {vocabulary.size})")
+            if token in vocabulary.stop_ids:
+                raise GrammarError(f"marker: token {token} is a stop id")
+        return tuple(dict.fromkeys(ids))
 

@@ -1,10 +1,13 @@
-"""Backends, compiled grammars and matchers: a grammar for a vocabulary, and a place in it."""
+"""What a grammar backend is, what it compiles, and the matchers that it makes.
+
+A matcher is one request's place in its grammar, whichever backend stands behind it.
+"""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +15,7 @@ import numpy as np
 from graft.native import _native
 
 from .errors import GrammarError, clean_message
+from .marker import Marker
 from .spec import Spec
 from .vocabulary import Vocabulary
 
@@ -43,7 +47,8 @@ class GrammarBackend(Protocol):
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent.
 
-        It is independent of every other: matchers of one grammar run on different threads.
+        It is independent of every other: matchers of one grammar run on different threads. Free
+        text before the grammar is no business of it, see `CompiledGrammar.matcher`.
         """
 
 
@@ -77,14 +82,23 @@ class CompiledGrammar:
     def matcher(
         self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()
     ) -> Matcher:
-        """A new matcher that has taken some tokens; ``stop_ids``: the vocabulary's if absent.
+        """A new matcher that has taken some tokens, behind free text where the spec says so.
+
+        Parameters
+        ----------
+        stop_ids
+            What ends it; the vocabulary's if absent.
+        tokens
+            Those of an output that is to go on.
 
         Raises
         ------
         GrammarError
-            If the grammar refuses a token.
+            If the grammar refuses a token, or a stop id is the marker too.
         """
         matcher = self.backend.matcher(self, stop_ids)
+        if self.spec.marker is not None:
+            matcher = MarkedMatcher(matcher, self.spec.marker)
         for index, token in enumerate(tokens):
             if not matcher.accept(token):
                 raise GrammarError(f"matcher: the grammar refuses token {token}, number {index}")
@@ -171,40 +185,67 @@ class Matcher(ABC):
             raise GrammarError("mask row: must be contiguous")
 
 
-class NativeBackedMatcher(Matcher):
-    """A matcher whose Python methods call the native one.
+def _typed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A failure inside a backend is a GrammarError, with the backend's words."""
 
-    They raise ``GrammarError`` with the backend's own reason where that fails.
-    """
+    @functools.wraps(method)
+    def call(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except RuntimeError as error:
+            raise GrammarError(f"matcher: {clean_message(error)}") from None
+
+    return call
+
+
+class NativeBackedMatcher(Matcher):
+    """A matcher whose Python methods call the native one."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any):
         super().__init__(compiled, stop_ids)
         self.native = native
 
+    @_typed
     def accept(self, token: int) -> bool:
-        try:
-            return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
-        except RuntimeError as error:
-            raise _failed(error) from None
+        return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
 
+    @_typed
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
         self._require_row(row)
-        try:
-            return bool(self.native.fill(row))
-        except RuntimeError as error:
-            raise _failed(error) from None
+        return bool(self.native.fill(row))
 
+    @_typed
     def rollback(self, tokens: int) -> None:
-        try:
-            self.native.rollback(int(tokens))
-        except RuntimeError as error:
-            raise _failed(error) from None
+        self.native.rollback(int(tokens))
 
+    @_typed
     def is_terminated(self) -> bool:
         return bool(self.native.is_terminated())
 
 
-def _failed(error: RuntimeError) -> GrammarError:
-    return GrammarError(f"matcher: {clean_message(error)}")
+@functools.lru_cache(maxsize=32)
+def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
+    return _native.guide.Marker(
+        marker.ids(vocabulary),
+        marker.text.encode("utf-8"),
+        vocabulary.tokens,
+        vocabulary.size,
+        marker.required,
+    )
+
+
+class MarkedMatcher(NativeBackedMatcher):
+    """The native scanner in front of a matcher."""
+
+    def __init__(self, inner: Matcher, marker: Marker):
+        if set(marker.ids(inner.compiled.backend.vocabulary)) & set(inner.stop_ids):
+            raise GrammarError("marker: its token is one of the request's stop ids")
+        native = _native.guide.MarkedMatcher(
+            inner.native,
+            _native_marker(inner.compiled.backend.vocabulary, marker),
+            inner.stop_ids,
+        )
+        super().__init__(inner.compiled, inner.stop_ids, native)
+        self._inner = inner  # its native side is borrowed
 

@@ -7,52 +7,13 @@ from typing import Any, Literal, get_args
 
 from .checks import check_text, parsed
 from .errors import GrammarError
+from .marker import Marker
 from .schema.options import KeyOrder, Whitespace, check_options
-from .vocabulary import Vocabulary
 
-__all__ = ["Kind", "Marker", "Spec"]
+__all__ = ["Kind", "Spec"]
 
 Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag"]
 _KINDS = get_args(Kind)
-
-
-@dataclass(frozen=True)
-class Marker:
-    """Where free text ends.
-
-    Attributes
-    ----------
-    text
-        The marker as text, or empty. Where an added token of the tokenizer has this very text, its
-        id is the marker too.
-    token
-        The marker as a token id, or None.
-    required
-        ``False``: a stop id in the free text ends the output, without the grammar ever having
-        begun. ``True``: stop ids are illegal until the marker has come.
-    """
-
-    text: str = ""
-    token: int | None = None
-    required: bool = False
-
-    def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Tokens that are the marker by themselves.
-
-        Raises
-        ------
-        GrammarError
-            If the id is out of range or a stop id.
-        """
-        ids = [] if self.token is None else [self.token]
-        if self.text in vocabulary.names:
-            ids.append(vocabulary.names[self.text])
-        for token in ids:
-            if not 0 <= token < vocabulary.size:
-                raise GrammarError(f"marker: token {token} is outside [0, {vocabulary.size})")
-            if token in vocabulary.stop_ids:
-                raise GrammarError(f"marker: token {token} is a stop id")
-        return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True)

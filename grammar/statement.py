@@ -12,10 +12,11 @@ from typing import Any
 from .checks import check_keys, check_text, parsed
 from .compile.process import ChildLost, Question, ask
 from .errors import GrammarError
+from .marker import Marker
 from .resolve import json_text, said_of_tag
 from .schema.options import KeyOrder, Whitespace
 from .schema.wellformed import check_schema
-from .spec import Marker, Spec
+from .spec import Spec
 
 __all__ = ["GrammarSpec", "StructuralTag"]
 

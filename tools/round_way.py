@@ -102,9 +102,8 @@ def main() -> int:
         print(f"{kind}: {len(files)} files, {sum(files.values()):,} lines")
         for path, lines in files.items():
             print(f"  {lines:>5}  {path}")
-    count = sum(map(len, kinds.values()))
-    print(f"the way of a round: {count} files, "
-          f"{sum(sum(found.values()) for found in kinds.values()):,} lines")
+    every = [lines for files in kinds.values() for lines in files.values()]
+    print(f"the way of a round: {len(every)} files, {sum(every):,} lines")
     return 0
 
 

@@ -13,7 +13,6 @@ from graft.native import _native
 
 from ..compile.process import Question
 from ..errors import GrammarError, clean_message
-from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from ..resolve import resolved
 from ..schema.lark import json_options, literal
@@ -72,7 +71,7 @@ def grammar_text(spec: Spec) -> str:
     """
     spec = resolved(spec, "llguidance")
     if spec.kind == "json_schema" and not spec.rules:  # reading Lark takes a millisecond
-        grammar = {"json_schema": _document(json.loads(spec.text), spec.whitespace)}
+        grammar: dict[str, Any] = {"json_schema": _document(json.loads(spec.text), spec.whitespace)}
     else:
         head = '%llguidance {"no_forcing": true}'
         grammar = {"lark_grammar": f"{head}\n{spec.rules or _lark(spec)}"}
@@ -249,7 +248,10 @@ class LLGuidanceBackend:
         try:
             native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
         except RuntimeError as error:
-            raise GrammarError(f"{spec.kind}: {_objection(str(error), spec.kind)}") from None
+            said = _objection(str(error), spec.kind)
+            if "removal index" in said:  # a panic that this alone causes
+                said = "names a special token that the vocabulary does not have"
+            raise GrammarError(f"{spec.kind}: {said}") from None
         return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
@@ -267,4 +269,4 @@ class LLGuidanceBackend:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
-        return marked(NativeBackedMatcher(compiled, ending, handle), compiled.spec.marker)
+        return NativeBackedMatcher(compiled, ending, handle)

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "hostwork/cell.h"
 #include "hostwork/driver.h"
@@ -15,10 +16,7 @@ namespace graft::hostwork {
 
 class ExecEnd;
 
-struct Outcome {
-  Result result;
-  const char* api;  // the call that was made last
-};
+using Outcome = std::pair<Result, const char*>;  // and the call that was made last
 
 constexpr Result kClosed = -1;  // the executable was closed
 

@@ -27,7 +27,6 @@ struct Worker::Core {
   std::atomic<std::uint64_t> version{1};  // of `ports` and `stop`
   std::atomic<std::uint64_t> kicks{0};
   std::atomic<std::int64_t> served{0};
-  std::atomic<int> affinity_error{0};
 };
 
 namespace {
@@ -49,8 +48,7 @@ void place(Core& core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (int cpu : core.options.cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  const int error = pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-  if (error != 0) core.affinity_error.store(error);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // Python has checked the places
 }
 
 // Takes over the list of ports; false when the thread must end.
@@ -164,7 +162,6 @@ void Worker::remove(const Port* port) noexcept {
 
 void Worker::wake() noexcept { kick(*core_, false); }
 std::int64_t Worker::served() const { return core_->served.load(); }
-int Worker::affinity_error() const { return core_->affinity_error.load(); }
 
 bool Worker::parked() const {
   const std::lock_guard<std::mutex> lock(core_->mutex);

@@ -40,7 +40,6 @@ class Worker : public std::enable_shared_from_this<Worker> {
   bool parked() const;  // does it wait for a launch now?
   // Is the thread inside a request that the watchdog has released?
   bool stuck() const;
-  int affinity_error() const;  // errno of the last failed placement; 0: none
 
   struct Core;  // shared with the thread
 

@@ -117,6 +117,9 @@ def test_wrong_shapes_and_types_are_named(device: Device) -> None:
         device.from_host(np.zeros(3))
     with pytest.raises(ShapeError, match="dimension 1"):
         device.zeros((4, 0), "int32")
+    for make in (device.zeros, device.empty, device.pinned):
+        with pytest.raises(ShapeError, match=f"of int32 has {1 << 82} bytes"):
+            make((1 << 40, 1 << 40), "int32")
     with pytest.raises(ShapeError, match=r"\(3, 2\)"):
         array.copy_from(np.zeros((3, 2), np.int32))
     with pytest.raises(ShapeError, match="int64"):

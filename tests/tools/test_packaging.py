@@ -154,12 +154,13 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
     train = Path("graft/tools/train")
     left_out = {train, Path("graft/tools/results"), Path("graft/native/tests")}
     needed = {name for name in rooms if not left_out & set(name.parents) and (
-        name.suffix in (".cu", ".cuh", ".json", ".safetensors") or "include" in name.parts
+        name.suffix in (".cu", ".cuh", ".json", ".safetensors")
+        or {"include", "kernels"} & set(name.parts)
         or (name.suffix == ".py" and name.parent != Path("graft/tools")))}
     assert len(needed) > 100 and needed <= names
     extra = {name for name in names if left_out & set(name.parents)
              or name.suffix in (".cpp", ".txt")
-             or (name.suffix == ".h" and "include" not in name.parts)}
+             or (name.suffix == ".h" and not {"include", "kernels"} & set(name.parts))}
     assert {name for name in extra if "dist-info" not in name.parts[0]} == set()
     assert {Path("graft/tools/cli.py"), Path("graft/tools/demo_words.json")} <= names
     assert not names & {Path("graft/tools", name) for name in ("bootstrap.py", "tree.py")}
