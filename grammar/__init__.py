@@ -33,11 +33,13 @@ __all__ = [
     "Reason",
     "Route",
     "Spec",
+    "Spec",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
     "check_output",
     "make_backend",
+    "resolved",
     "resolved",
     "route",
 ]

@@ -23,6 +23,6 @@ def clean_message(error: BaseException | str) -> str:
     text = lines[-1] if lines and lines[0].startswith("Traceback") else " ".join(lines)
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?", "", text)
     text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
-    text = re.sub(r"<state>.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"<(state|backtrace)>.*", "", text, flags=re.DOTALL)
     text = re.sub(r" The JSON string is:.*", "", text, flags=re.DOTALL)
     return re.sub(r"\s+", " ", text).strip()[:500]

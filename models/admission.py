@@ -46,8 +46,8 @@ class Admission:
             raise TokenizerError(
                 f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
             )
+        self._length = options.positions
         self._tokenizer = tokenizer
-        # What was left to the engine is settled by now: see Options.sized.
         self._vocab_size, self._compiler = vocab_size, compiler
         self._limits = options.limits
 
@@ -82,7 +82,7 @@ class Admission:
 
     def _room(self, prompt: int, asked: int | None) -> int:
         """Tokens the request may generate; positions and pages for all of them exist."""
-        length = self._options.positions
+        length = self._length
         room = length - prompt
         if prompt < 1 or room < 1:
             raise RequestError(f"the prompt has {prompt} tokens; from 1 to {length - 1} fit")

@@ -157,7 +157,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "options": {"draft_length": engine.options.draft_length,
                     "mask_drafts": engine.options.mask_drafts,
                     "draft_legality": engine.options.draft_legality,
-                    "verify": engine.options.verify, "overlap": engine.options.overlap},
+                    "verify": engine.options.verify,
+                    "overlap": engine.options.overlap},
     }
 
 

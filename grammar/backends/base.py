@@ -10,40 +10,11 @@ from graft.cudagraph.errors import OptionError
 
 from ..compile.process import Question
 from ..errors import GrammarError
-from ..matcher import CompiledGrammar, Matcher
+from ..matcher import CompiledGrammar, GrammarBackend
 from ..spec import Spec
 from ..vocabulary import Vocabulary
 
 __all__ = ["BoundedBackend", "GrammarBackend", "ending_ids", "require_release"]
-
-
-@runtime_checkable
-class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary and makes matchers.
-
-    A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
-    comes as it stands (unless `resolved` knows the backend): enforce all of it, or
-    refuse it.
-
-    Attributes
-    ----------
-    name
-        For messages.
-    vocabulary
-        Token bytes, logit columns and stop ids.
-    """
-
-    name: str
-    vocabulary: Vocabulary
-
-    def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
-
-    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent.
-
-        It is independent of every other: matchers of one grammar run on different threads.
-        """
 
 
 @runtime_checkable

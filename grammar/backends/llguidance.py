@@ -13,7 +13,6 @@ from graft.native import _native
 
 from ..compile.process import Question
 from ..errors import GrammarError, clean_message
-from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from ..resolve import resolved
 from ..schema.lark import json_options, literal
@@ -104,6 +103,8 @@ def _said(text: str, kind: str) -> tuple[bool, str]:
     failed, lines = library().LLMatcher.validate_grammar_with_warnings(
         text, limits=parser_limits()
     )
+    # Special tokens are the vocabulary's, which is not asked here: it has them or refuses them.
+    lines = [line for line in lines if "no tokenizer" not in line]
     return failed, _objection("\n".join(lines), kind)
 
 
@@ -238,7 +239,10 @@ class LLGuidanceBackend:
         try:
             native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
         except RuntimeError as error:
-            raise GrammarError(f"{spec.kind}: {_objection(str(error), spec.kind)}") from None
+            said = _objection(str(error), spec.kind)
+            if "removal index" in said:  # a panic that this alone causes
+                said = "names a special token that the vocabulary does not have"
+            raise GrammarError(f"{spec.kind}: {said}") from None
         return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
@@ -256,4 +260,4 @@ class LLGuidanceBackend:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
-        return marked(NativeBackedMatcher(compiled, ending, handle), compiled.spec.marker)
+        return NativeBackedMatcher(compiled, ending, handle)

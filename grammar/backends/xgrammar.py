@@ -19,7 +19,6 @@ from graft.native import _native
 
 from ..compile.process import Question
 from ..errors import GrammarError, clean_message
-from ..marker import marked
 from ..matcher import CompiledGrammar, Matcher
 from ..resolve import resolved
 from ..schema.options import Whitespace
@@ -275,7 +274,7 @@ class XGrammarBackend:
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
         matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending))
-        return marked(matcher, compiled.spec.marker)
+        return matcher
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """A bit per id that XGrammar may be handed: text, or a stop id."""

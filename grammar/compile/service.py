@@ -280,5 +280,5 @@ def _require_output(compiled: CompiledGrammar) -> None:
     if not (vocabulary.spells_everything and vocabulary.stop_ids):
         return
     row = np.zeros(vocabulary.words, np.int32)
-    if compiled.backend.matcher(compiled).fill(row) and not row.any():
+    if compiled.matcher().fill(row) and not row.any():
         raise GrammarError(f"{compiled.spec.kind}: allows no output")

@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.device import open_device
 from graft.cudagraph.exchange import Exchange
 from graft.grammar import (
     CompiledGrammar,
@@ -46,17 +46,9 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
     return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
 
 
-class HostMemory:
-    """A device as far as `Exchange` needs one: plain memory."""
-
-    def pinned(self, shape: tuple[int, ...], dtype: str) -> Any:
-        array = np.zeros(shape, dtype)
-        return SimpleNamespace(array=array, host_ptr=array.ctypes.data)
-
-
-def host_exchange(slots: int, drafts: int, vocab_size: int, candidates: int = 0) -> Exchange:
-    """Exchange memory without a device."""
-    return Exchange(HostMemory(), slots, drafts, vocab_size, candidates)  # type: ignore[arg-type]
+def exchange_for(slots: int, drafts: int, vocab_size: int, candidates: int = 0) -> Exchange:
+    """Exchange memory of the process's device, whose part the tests play."""
+    return Exchange(open_device(), slots, drafts, vocab_size, candidates)
 
 
 class InPython(Matcher):
@@ -164,7 +156,7 @@ class Rig:
     def __init__(self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False):
         self.backend, self.kind, self.held = backend, kind, held
         self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
-        self.exchange = host_exchange(slots, k, backend.vocabulary.size, candidates)
+        self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates)
         options = {"masked_drafts": True, "ring": 4, "threads": 1}
         with budgets_by(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
@@ -173,7 +165,7 @@ class Rig:
         self.drafts = [self.decoder.draft_work(j) for j in range(1, k + (candidates > 0))]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
-        matcher = KINDS[self.kind](self.backend.matcher(self.backend.compile(SPECS[spec])))
+        matcher = KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
         if self.held and gated and slot == 0:
             matcher = Gated(matcher, self.gate)
         return GuidedRequest(slot, epoch, matcher, position)
@@ -224,7 +216,7 @@ class Rig:
     def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
         """Mask row j is that of a new matcher after the tokens, or says that text is free there."""
         compiled = self.backend.compile(SPECS[spec])
-        row = oracle_row(lambda: self.backend.matcher(compiled), tokens)
+        row = oracle_row(lambda: compiled.matcher(), tokens)
         free = (row == -1).all()
         assert self.states(slot)[j][0] == (FREE if free else READY)
         if not free:
@@ -278,7 +270,7 @@ class Device:
         self.illegal, self.stall, self.wrong = illegal, stall, wrong
         self.kinds = kinds
         sizes = (slots, draft_length, self.size, 4 * probe)
-        self.exchanges = [host_exchange(*sizes) for _ in kinds]
+        self.exchanges = [exchange_for(*sizes) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[SlotTruth | None] = [None] * slots
@@ -307,10 +299,10 @@ class Device:
             if compiled.spec not in self.oracle_grammars:
                 self.oracle_grammars[compiled.spec] = self.oracle.compile(compiled.spec)
             known = self.oracle_grammars[compiled.spec]
-            start = lambda: self.oracle.matcher(known)  # noqa: E731
+            start = lambda: known.matcher()  # noqa: E731
         self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
-            matchers[slot] = compiled and KINDS[kind](self.backend.matcher(compiled))
+            matchers[slot] = compiled and KINDS[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
         """Whether the slot may be given to a new request: no replay in flight names it."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from graft.grammar.backends.base import ending_ids
 from graft.grammar.backends.llguidance import grammar_text
-from graft.grammar.marker import marked
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
@@ -76,7 +75,7 @@ class StockLLGuidance:
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start."""
         inner = StockMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
-        return marked(inner, compiled.spec.marker)
+        return inner
 
 
 class StockMatcher(Matcher):

@@ -55,8 +55,8 @@ def test_compiled_elsewhere_gives_the_same_masks(backend, service):
         GrammarSpec.choice(["true", "abc", "{"]),
     ):
         compiled = service.submit(spec).result()
-        away = compiled.backend.matcher(compiled)
-        here = backend.matcher(backend.compile(spec))
+        away = compiled.matcher()
+        here = backend.compile(spec).matcher()
         for _ in range(6):
             legal = here.legal()
             assert away.legal().tolist() == legal.tolist()
@@ -331,12 +331,12 @@ def test_a_grammar_larger_than_the_cache_is_not_kept_but_works(backend):
     try:
         spec = GrammarSpec.json_object()
         compiled = service.submit(spec).result()
-        matcher = compiled.backend.matcher(compiled)
+        matcher = compiled.matcher()
         del compiled
         wait_until(lambda: not service._pending)
         assert service.counters()["cache_entries"] == 0
         gc.collect()
-        again = backend.matcher(backend.compile(spec))
+        again = backend.compile(spec).matcher()
         for token in b'{"a": 1}':
             assert matcher.legal().tolist() == again.legal().tolist()
             assert matcher.accept(token) and again.accept(token)
@@ -385,7 +385,7 @@ def routed(choice: Any) -> GrammarService:
 
 def takes(compiled: Any, value: Any) -> bool:
     """Whether the grammar accepts the value's text."""
-    matcher = compiled.backend.matcher(compiled)
+    matcher = compiled.matcher()
     return all(matcher.accept(b) for b in json.dumps(value).encode()) and matcher.accept(STOP)
 
 
@@ -457,7 +457,7 @@ def test_auto_compiles_every_kind_of_grammar():
         marked = GrammarSpec.json_schema(PLAIN).after("</think>")
         compiled = with_router.submit(marked).result(120)
         assert compiled.spec.marker == marked.marker
-        matcher = compiled.backend.matcher(compiled)
+        matcher = compiled.matcher()
         assert all(matcher.accept(b) for b in b'hm</think>{"n": 1}') and matcher.accept(STOP)
     finally:
         with_router.close()
@@ -492,7 +492,7 @@ def test_masks_of_a_routed_grammar_are_those_of_the_named_one():
             GrammarSpec.json_schema(NOT, backend="auto", strict=True)
         ).result(120)
         rows = np.zeros((2, vocabulary().words), np.int32)
-        matchers = [c.backend.matcher(c) for c in (first, second)]
+        matchers = [c.matcher() for c in (first, second)]
         for byte in b'{"a": "yes"}':
             for row, matcher in zip(rows, matchers, strict=True):
                 matcher.fill(row)

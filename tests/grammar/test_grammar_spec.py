@@ -31,7 +31,7 @@ def backend() -> XGrammarBackend:
 
 def accepts(backend: XGrammarBackend, spec: GrammarSpec, text: str | bytes) -> bool:
     """Whether the text, byte by byte, then the stop id, is accepted."""
-    matcher = backend.matcher(backend.compile(spec))
+    matcher = backend.compile(spec).matcher()
     data = text.encode() if isinstance(text, str) else text
     return all(matcher.accept(byte) for byte in data) and matcher.accept(256)
 
@@ -349,15 +349,15 @@ def test_stop_ids_that_are_text_stay_text():
     """A textual stop id is legal where the grammar has it as text; it cannot end the grammar."""
     backend = XGrammarBackend(byte_vocabulary())
     compiled = backend.compile(GrammarSpec.regex("abc"))
-    matcher = backend.matcher(compiled, [257, ord("b")])
+    matcher = compiled.matcher([257, ord("b")])
     assert matcher.stop_ids == (257,)
     assert matcher.accept(ord("a")) and ord("b") in matcher.legal()
     assert matcher.accept(ord("b")) and matcher.accept(ord("c"))
     assert matcher.legal().tolist() == [257]
     with pytest.raises(GrammarError, match=r"all stop ids .* are text"):
-        backend.matcher(compiled, [ord("b")])
+        compiled.matcher([ord("b")])
     with pytest.raises(GrammarError, match="stop id 270 is outside"):
-        backend.matcher(compiled, [270])
+        compiled.matcher([270])
 
 
 def test_every_stop_id_ends_a_complete_grammar_and_rollback_undoes_it():
@@ -365,7 +365,7 @@ def test_every_stop_id_ends_a_complete_grammar_and_rollback_undoes_it():
     backend = XGrammarBackend(byte_vocabulary())
     compiled = backend.compile(GrammarSpec.regex("a+"))
     for stop in (256, 257):
-        matcher: Matcher = backend.matcher(compiled)
+        matcher: Matcher = compiled.matcher()
         assert not matcher.accept(stop)
         assert matcher.accept(ord("a"))
         assert {256, 257} <= set(matcher.legal().tolist())
@@ -390,7 +390,7 @@ def test_legal_ids_are_text_or_stop_ids_whatever_the_size(size):
     backend = XGrammarBackend(byte_vocabulary(size))
     vocabulary = backend.vocabulary
     for spec in (GrammarSpec.json_object(), GrammarSpec.regex("(.|\\n)*")):
-        matcher = backend.matcher(backend.compile(spec))
+        matcher = backend.compile(spec).matcher()
         for byte in b'{"a\xc3':
             assert matcher.accept(byte)
             for token in matcher.legal().tolist():

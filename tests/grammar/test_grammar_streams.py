@@ -135,7 +135,7 @@ def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> t
         grammars = [native.compile(spec), stock.compile(replace(spec, marker=None))]
         for _ in range(streams // len(specs)):
             stops = [(STOP,), (OTHER_STOP,), None][rng.integers(3)]
-            pair = [g.backend.matcher(g, stops) for g in grammars]
+            pair = [g.matcher(stops) for g in grammars]
             if spec.marker is not None:
                 pair[1] = Searched(pair[1], spec.marker)
             more = stream(NativeSide(pair[0]), pair[1], rng, int(rng.integers(5, 30)), kind)
@@ -173,11 +173,11 @@ def test_masks_after_rollbacks_are_those_of_a_new_matcher(name):
     rows = np.zeros((2, (SIZE + 31) // 32), np.int32)
     checked = 0
     for _ in range(60):
-        matcher, history = backend.matcher(grammar), []
+        matcher, history = grammar.matcher(), []
         for _ in range(40):
             if matcher.is_terminated():
                 break
-            again = backend.matcher(grammar)
+            again = grammar.matcher()
             assert all(again.accept(token) for token in history)
             again.fill(rows[0])
             if rng.random() < 0.6:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import KINDS, STOP, byte_vocabulary
+from guide_util import KINDS, STOP, byte_vocabulary, exchange_for
 
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.kernels import load_text
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
@@ -58,7 +57,7 @@ extern "C" __global__ void draft(int* words, int masks, int stamps, int commits,
 
 def smallest_legal(backend: XGrammarBackend, compiled, stop: int) -> list[int]:
     """What such a model generates, by a stock matcher."""
-    matcher, tokens = backend.matcher(compiled), []
+    matcher, tokens = compiled.matcher(), []
     while not matcher.is_terminated():
         tokens.append(int(matcher.legal()[0]))
         assert matcher.accept(tokens[-1])
@@ -76,7 +75,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     every transport, with native matchers and with those in Python."""
     backend = XGrammarBackend(byte_vocabulary(SIZE))
     compiled = backend.compile(GrammarSpec.regex("c{3}(ab){2}[0-9]{4}true"))
-    exchange = Exchange(device, 1, DRAFTS, SIZE)
+    exchange = exchange_for(1, DRAFTS, SIZE)
     decoder = GuidedDecoder(exchange, masked_drafts=True, transport=transport, **threads)
     module = load_text(device, KERNELS, "smallest.cu")
     replay = device.zeros((1,), "int32")
@@ -95,7 +94,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     executable = graph.instantiate()
 
     expected = smallest_legal(backend, compiled, STOP)
-    request = GuidedRequest(0, 1, KINDS[kind](backend.matcher(compiled)), 5)
+    request = GuidedRequest(0, 1, KINDS[kind](compiled.matcher()), 5)
     tokens: list[int] = []
     replays = 0
     while not tokens or tokens[-1] != STOP:

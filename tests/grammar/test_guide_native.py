@@ -20,7 +20,7 @@ from guide_util import (
     Device,
     Rig,
     byte_vocabulary,
-    host_exchange,
+    exchange_for,
     run_work,
 )
 
@@ -183,12 +183,12 @@ def test_a_count_out_of_range_fails_the_slot(backend, kind):
 
 def test_an_internal_error_stays_in_its_slot(backend):
     """When XGrammar raises in one slot, that slot gets ROW_ERROR and the others go on."""
-    exchange = host_exchange(2, 1, 64)
+    exchange = exchange_for(2, 1, 64)
     # The worker is told a mask of 64 columns; the backend's own check refuses it.
     worker = _native.guide.Worker(
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
-    matcher = backend.matcher(backend.compile(SPECS["regex"]))
+    matcher = backend.compile(SPECS["regex"]).matcher()
     assert worker.publish(1, [(0, 1, 5, matcher.native), (1, 1, 5, None)])
     step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.guide.STEP)
     step(worker.record(0, 0))

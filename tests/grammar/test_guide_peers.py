@@ -135,7 +135,7 @@ def test_a_published_snapshot_is_a_copy(backend, kind):
 
 def test_rows_that_are_not_contiguous_are_refused(backend):
     """The libraries ignore strides: a row with gaps must not be written as if it had none."""
-    matcher = backend.matcher(backend.compile(SPECS["regex"]))
+    matcher = backend.compile(SPECS["regex"]).matcher()
     words = backend.vocabulary.words
     memory = np.full(2 * words, 7, np.int32)
     with pytest.raises((TypeError, ValueError, GrammarError)):
@@ -148,7 +148,7 @@ def test_rows_that_are_not_contiguous_are_refused(backend):
 
 def test_ids_out_of_range_and_after_the_end_change_nothing(backend, capfd):
     """-1, the size, 2**31 and a token after the stop id are refused, silently, without a trace."""
-    matcher = backend.matcher(backend.compile(GrammarSpec.regex("ab")))
+    matcher = backend.compile(GrammarSpec.regex("ab")).matcher()
     for token in (-1, 270, 2**31, -(2**31) - 1, 2**40):
         assert not matcher.accept(token)
     assert matcher.accept(ord("a")) and matcher.accept(ord("b")) and matcher.accept(256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from guide_util import SPECS, byte_vocabulary, host_exchange, run_work
+from guide_util import SPECS, byte_vocabulary, exchange_for, run_work
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import GuidedDecoder, GuidedRequest, GuideError, XGrammarBackend
@@ -22,12 +22,12 @@ def decoder() -> GuidedDecoder:
 
 
 def make(**changes) -> GuidedDecoder:
-    exchange = host_exchange(2, 3, SIZE, changes.pop("candidates", 0))
+    exchange = exchange_for(2, 3, SIZE, changes.pop("candidates", 0))
     return GuidedDecoder(exchange, **{"masked_drafts": True, "ring": 3, **changes})
 
 
 def matcher(backend, spec="regex"):
-    return backend.matcher(backend.compile(SPECS[spec]))
+    return backend.compile(SPECS[spec]).matcher()
 
 
 def test_replays_are_published_in_order_and_never_lap(decoder):

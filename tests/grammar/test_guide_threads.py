@@ -26,7 +26,7 @@ from guide_util import (
     bits,
     budgets_by,
     byte_vocabulary,
-    host_exchange,
+    exchange_for,
     oracle_row,
     run_work,
 )
@@ -314,10 +314,10 @@ def test_a_slot_that_is_always_late_still_advances(backend):
 def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[GuidedDecoder, object]:
     """A decoder by processor time after some rounds of requests of one grammar."""
     size = backend.vocabulary.size
-    exchange = host_exchange(slots, 0, size)
+    exchange = exchange_for(slots, 0, size)
     decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
     compiled = backend.compile(SPECS["regex"])
-    requests = [GuidedRequest(s, 1, backend.matcher(compiled), 0) for s in range(slots)]
+    requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
     committed, done = exchange.committed, [0] * slots
     for replay in range(1, steps + 1):
@@ -399,9 +399,9 @@ def test_closing_waits_for_late_slots(backend):
 FORKING = """
 import gc, os, sys
 sys.path.insert(0, sys.argv[1])
-from guide_util import host_exchange, run_work
+from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
-decoder = GuidedDecoder(host_exchange(4, 1, 270), masked_drafts=True, threads=3)
+decoder = GuidedDecoder(exchange_for(4, 1, 270), masked_drafts=True, threads=3)
 work = decoder.open_work()
 run_work(work)
 child = os.fork()

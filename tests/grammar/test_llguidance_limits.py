@@ -45,7 +45,7 @@ def test_a_text_goes_through_to_its_end(spec, value):
     """It is accepted to its end, with a mask before each token, after rollbacks too."""
     text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]
     backend = LLGuidanceBackend(VOCABULARY)
-    matcher = backend.matcher(backend.compile(spec))
+    matcher = backend.compile(spec).matcher()
     row = np.zeros(VOCABULARY.words, np.int32)
     for byte in text.encode():
         for again in (True, False):

@@ -239,7 +239,7 @@ def test_a_routed_spec_means_what_the_standard_says():
         compiled = backend.compile(spec)
 
         def fits(text: str, backend: Any = backend, compiled: Any = compiled) -> bool:
-            matcher = backend.matcher(compiled)
+            matcher = compiled.matcher()
             return all(matcher.accept(byte) for byte in [*text.encode(), 256])
 
         assert spec.backend == "llguidance" and not spec.partial and spec.schema == schema

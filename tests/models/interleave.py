@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from guide_util import host_exchange
+from guide_util import exchange_for
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
 from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
 
@@ -78,7 +78,7 @@ class Interleaving:
         length = 32
         pages = rng.randint(length // PAGE, self.rows * length // PAGE + 4)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
-        toy.exchange = host_exchange(slots, self.k, VOCAB)
+        toy.exchange = exchange_for(slots, self.k, VOCAB)
         width, batch, entries = self.k + 1, self.rows, self.depth + 1
         self.rings = [
             TickingRing(device, entries, {"slot": ("int32", (batch,))}),

@@ -13,7 +13,6 @@ from engine_util import demo_engine, mixed_requests
 from graft.cudagraph.errors import OptionError
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
-from graft.models.errors import RequestError
 from graft.models.request import Request
 from graft.models.stops import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
@@ -187,49 +186,6 @@ def test_stream_spells_the_output(engine: Engine) -> None:
         assert [t for e in mine for t in e.tokens] == output.tokens
 
 
-def test_cancel_and_join_at_any_round(engine: Engine) -> None:
-    """Cancelling or adding requests between any two rounds changes nobody else's output."""
-    requests = mixed_requests(5, seed=31)
-    expected = [o.tokens for o in engine.generate(requests)]
-    for after in range(1, 8, 2):
-        ids = [engine.submit(r) for r in requests[:3]]
-        outputs = {}
-        rounds = 0
-        cancelled = False
-        late: list[str] = []
-        while engine.busy:
-            for event in engine.step():
-                if event.output is not None:
-                    outputs[event.id] = event.output
-            rounds += 1
-            if rounds == after:
-                cancelled = engine.cancel(ids[0])
-                late = [engine.submit(r) for r in requests[3:]]
-        if cancelled:
-            assert outputs[ids[0]].reason == "cancelled"
-            got = outputs[ids[0]].tokens
-            assert got == expected[0][: len(got)]
-        assert [outputs[i].tokens for i in ids[1:]] == expected[1:3]
-        assert [outputs[i].tokens for i in late] == expected[3:]
-
-
-def test_more_requests_than_slots(engine: Engine) -> None:
-    """Requests beyond the slots wait their turn and get what they get alone."""
-    requests = mixed_requests(9, seed=41)
-    together = [o.tokens for o in engine.generate(requests)]
-    assert together[:3] == [engine.generate([r])[0].tokens for r in requests[:3]]
-
-
-def test_same_id_twice(engine: Engine) -> None:
-    """Two running requests of one name are refused, since their events could not be told apart."""
-    request = replace(mixed_requests(1)[0], id="twin")
-    engine.submit(request)
-    with pytest.raises(RequestError, match="twin"):
-        engine.submit(request)
-    while engine.busy:
-        engine.step()
-
-
 def test_stochastic_is_reproducible(engine: Engine) -> None:
     """A seed names an output; the seed of an unseeded request is reported and repeats it."""
     request = replace(mixed_requests(1)[0], temperature=1.0)
@@ -256,10 +212,12 @@ def test_outputs_are_valid_json(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "option",
     [{"draft_length": 0}, {"max_batch_size": 0}, {"verify": "x"}, {"max_length": 10**9},
-     {"page_size": 0}, {"grammar_transport": "pigeon"}],
+     {"page_size": 0}, {"grammar_transport": "pigeon"}, {"grammar_transport": "python"},
+     {"draft_legality": "guess"}, {"draft_legality": "probe", "mask_drafts": False},
+     {"grammar_threads": 0}, {"grammar_budget_us": 0.0}, {"grammar_budget_us": "some"}],
     ids=str,
 )  # fmt: skip
 def test_bad_engine_option(option: dict[str, object]) -> None:
-    """An engine that cannot work is refused by the option's name."""
+    """An engine that cannot work is refused by the option's name, before anything is loaded."""
     with pytest.raises(OptionError, match=next(iter(option))):
         demo_engine(**option)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_util import demo_engine, mixed_requests
+from guide_util import run_work
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError, OptionError
+from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
+from graft.cudagraph.hostwork import NativeWork, PythonWork
 from graft.cudagraph.lanes import StreamLane
+from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
 from graft.models import replay
 from graft.models.engine import Engine
@@ -238,6 +248,202 @@ def test_a_driver_error_while_a_request_joins(
         engine.step()
     engine.close()
     assert live() == before
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
+def test_a_failed_round_is_told_once(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """The step that meets it raises it; later ones say that the engine has failed; none hangs."""
+    ran = itertools.count(1)
+
+    def burn(work: NativeWork) -> None:
+        if next(ran) == 7:
+            raise RuntimeError("the grammar is on fire")
+        run_work(work)
+
+    plain = GuidedDecoder.commit_work
+    monkeypatch.setattr(GuidedDecoder, "commit_work", lambda self: PythonWork(burn, plain(self)))
+    engine = demo_engine(max_batch_size=2, grammar_transport="native", overlap=overlap)
+    for request in mixed_requests(2):
+        engine.submit(request)
+    with pytest.raises(HostWorkError, match=r"in replay 7: RuntimeError: .* on fire") as caught:
+        while engine.busy:
+            engine.step()
+    assert caught.value.replay == 7, "the engine's number, not that of one of its graphs"
+    for call in (engine.step, engine.settle, lambda: engine.submit(mixed_requests(1)[0])):
+        with pytest.raises(EngineError, match=r"has failed: .*on fire"):
+            call()
+    engine.close()
+    engine.close()
+    with pytest.raises(OptionError, match="closed"):
+        engine.step()
+
+
+FAULT = """
+import contextlib, sys
+sys.path.insert(0, sys.argv[1])
+from engine_util import demo_engine
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
+from graft.models.errors import EngineError
+from graft.models.request import Request
+engine = demo_engine(max_batch_size=2)
+stray = load_text(engine.device, '''
+extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
+''', "stray.cu")["stray"]
+data = engine.device.zeros((4,), "int32")
+for seed in range(2):
+    engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
+for _ in range(3):
+    engine.step()
+print("unread:", engine.counters()["held"]["unread_replays"])
+with contextlib.suppress(DeviceError):  # the fault may come before the call has returned
+    StreamLane(engine._built.stream).kernel(stray, 1, 1, [data, 1 << 40])
+try:
+    while engine.busy:
+        engine.step()
+except DeviceError as error:
+    print("typed:", error.code_name)
+try:
+    engine.step()
+except EngineError as error:
+    print("then:", str(error).split(":")[0])
+del data, stray
+engine.close()
+print("closed")
+"""
+
+
+def test_a_fault_with_rounds_in_flight() -> None:
+    """A device that faults under two rounds ends them: one error, then refusals, then the end."""
+    command = [sys.executable, "-c", FAULT, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "unread: 1", "typed: CUDA_ERROR_ILLEGAL_ADDRESS", "then: the engine has failed", "closed",
+    ]  # fmt: skip
+
+
+CHILD = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from engine_util import demo_engine, mixed_requests
+from graft.cudagraph.device import open_device
+engine = demo_engine(max_batch_size=4)
+outputs = engine.generate(mixed_requests(6))
+for request in mixed_requests(6):
+    engine.submit(request)
+while not engine.counters()["held"]["unread_replays"]:
+    engine.step()
+engine.close()
+device = open_device()
+live, leaked = device.stats()["live"], device.stats()["leaked"]
+held = {}
+if device.kind == "soft":
+    from graft.cudagraph import softstats
+    held = softstats.gil_held_by_name()
+with demo_engine(max_batch_size=4) as engine:
+    again = [o.tokens for o in engine.generate(mixed_requests(6))] == [o.tokens for o in outputs]
+print(json.dumps({
+    "kind": device.kind, "live": live, "leaked": leaked, "again": again, "gil_held": held,
+    "finished": sum(o.finished for o in outputs), "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def test_everything_is_given_back() -> None:
+    """close() with rounds in flight leaves nothing on the device, and no call held the GIL."""
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert report["finished"] == 6
+    assert report["again"]
+    assert not report["torch"]
+    if report["kind"] == "soft":
+        assert not any(report["live"].values()), report["live"]
+        assert not any(report["leaked"].values()), report["leaked"]
+        # cuda.bindings looks entry points up with the GIL; that is no call into the driver's work.
+        report["gil_held"].pop("cuGetProcAddress", None)
+        assert not report["gil_held"]
+
+
+# Ctrl-C ------------------------------------------------------------------------------------------
+
+
+def interrupt_after(delay_s: float) -> threading.Timer:
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_interrupted_generation_is_cancelled(engine: Engine) -> None:
+    """KeyboardInterrupt comes out of generate(), and the engine goes on as if nothing had been."""
+    requests = mixed_requests(24, seed=61)
+    begun = time.perf_counter()
+    expected = [o.tokens for o in engine.generate(requests)]
+    took = time.perf_counter() - begun
+    interrupted = 0
+    for part in range(1, 13):
+        timer = interrupt_after(took * part / 16)
+        try:
+            engine.generate(requests)
+            timer.join()
+            time.sleep(0.05)  # generation was faster than the timer: take the signal here
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert not engine.busy
+        again = engine.generate(requests[:3])
+        assert [o.tokens for o in again] == expected[:3]
+    assert interrupted > 0
+
+
+def test_interrupted_steps_lose_nothing(engine: Engine) -> None:
+    """A caller of step() that catches KeyboardInterrupt gets every token all the same."""
+    requests = mixed_requests(6, seed=62)
+    expected = [o.tokens for o in engine.generate(requests)]
+    ids = [engine.submit(r) for r in requests]
+    outputs = {}
+    stop = threading.Event()
+
+    def press() -> None:
+        while not stop.wait(0.003):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda *_: held.append(1))  # between steps: not ours
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        while engine.busy:
+            for event in engine.step():
+                if event.output is not None:
+                    outputs[event.id] = event.output
+    finally:
+        stop.set()
+        presser.join()
+        signal.signal(signal.SIGINT, before)
+    assert held, "no signal arrived"
+    assert [outputs[i].tokens for i in ids] == expected
+
+
+def test_shield_passes_the_signal_on() -> None:
+    """A held-back SIGINT reaches the handler that stood before, at check() or at the end."""
+    for at_check in (True, False):
+        reached = False
+        with pytest.raises(KeyboardInterrupt), Shield() as shield:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached = True
+            if at_check:
+                shield.check()
+                pytest.fail("check() let the signal pass")
+        assert reached
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # Time -------------------------------------------------------------------------------------------

@@ -40,8 +40,15 @@ def engine(lines):
     assert float(lines[-1].split()[0]) > 1
 
 
+def own_drafter(lines):
+    with_it, without = (re.fullmatch(r"'(.+)': (\d+) of (\d+) drafts accepted", line)
+                        for line in lines[:2])  # fmt: skip
+    assert with_it and without and with_it[1] == without[1] and lines[2] == "same text: True"
+    assert 0 < int(with_it[2]) < int(with_it[3]) and without[3] == "0"
+
+
 CHECKS = {check.__name__: check for check in (
-    graph_with_host_step, mask_logits, matcher_by_hand, engine)}  # fmt: skip
+    graph_with_host_step, mask_logits, matcher_by_hand, engine, own_drafter)}  # fmt: skip
 
 
 def test_each_example_has_a_check():

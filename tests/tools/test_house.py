@@ -38,7 +38,7 @@ def test_lines_are_counted_by_room_and_held_against_budgets(tmp_path):
 
 
 def test_the_way_of_a_round_does_not_grow(device):
-    """It has its scheduler, its worker and its verification, and no more files and lines than now."""
+    """It has its scheduler, worker and verification, and no more files and lines than now."""
     kinds = round_way.way()
     names = {str(path) for files in kinds.values() for path in files}
     assert {"models/engine.py", "models/scheduler.py", "native/guide/worker.cpp",

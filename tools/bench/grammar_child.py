@@ -115,7 +115,7 @@ class Auto:
         compiled = self._backend.compile(GrammarSpec(
             "json_schema", json.dumps(found.schema, ensure_ascii=False), whitespace=whitespace,
             partial=not found.exact, backend=found.backend, rules=found.rules))  # fmt: skip
-        return lambda: self._backend.matcher(compiled)
+        return lambda: compiled.matcher()
 
     def fill(self, matcher: Any) -> None:
         matcher.fill(self._mask)

@@ -70,7 +70,7 @@ def documents(folder: Path, backend: Any, stock: Any, name: str, tokenizer: Any,
             compiled, made = backend.compile(spec), stock.compile(json.loads(spec.text), False)
         except (GraftError, Refused):
             continue
-        ours, theirs = backend.matcher(compiled), made()
+        ours, theirs = compiled.matcher(), made()
         if all(ours.accept(t) and stock.accept(theirs, t) for t in tokens):
             found.append(Document(tokens, compiled, made))
         if len(found) == count:
@@ -84,7 +84,7 @@ def play_document(document: Document, start: int, backend: Any, rounds: int, len
                   wrong: float, rng: np.random.Generator) -> list[Move]:  # fmt: skip
     """Rounds of one slot from token ``start`` on; each draft is wrong, and legal, by chance."""
     tokens, at, drafts, moves = document.tokens, start, list[int](), []
-    matcher = backend.matcher(document.compiled)
+    matcher = document.compiled.matcher()
     row = np.zeros(backend.vocabulary.words, np.int32)
     for token in tokens[:at]:
         matcher.accept(token)
@@ -213,7 +213,7 @@ class Graft:
         """Matchers at the places where the slots begin."""
         epoch, self._requests = self._replay + 1, []
         for slot, (document, start) in enumerate(zip(documents, starts, strict=True)):
-            matcher = self._backend.matcher(document.compiled)
+            matcher = document.compiled.matcher()
             for token in document.tokens[:start]:
                 matcher.accept(token)
             self._requests.append(GuidedRequest(slot, epoch, matcher, start))

@@ -18,7 +18,7 @@ def main() -> None:
     tokenizer = Tokenizer(target)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, 2048, tokenizer.stop_ids)
     backend = make_backend("llguidance", vocabulary)
-    matcher = backend.matcher(backend.compile(GrammarSpec.regex("(yes|no), [0-9]{2}")))
+    matcher = backend.compile(GrammarSpec.regex("(yes|no), [0-9]{2}")).matcher()
     row = np.zeros(vocabulary.words, np.int32)
     text = b""
     while not matcher.is_terminated():

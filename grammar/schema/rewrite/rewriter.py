@@ -111,8 +111,8 @@ class Rewriter:
         """One schema and all below it; only values of the given types will be tried on it."""
         if isinstance(schema, bool):
             return schema
-        if not isinstance(schema, dict):
-            self.lose(at, "schema", f"{str(schema)[:40]!r} is neither an object nor a boolean")
+        if not isinstance(schema, dict):  # where a $ref alone leads
+            self.lose(at, "schema", f"{str(schema)[:40]!r} is no schema")
             return True
         site = Site(schema, at, meet(kinds, kinds_of(schema)))
         for keyword, value in sorted(schema.items(), key=lambda item: _LAST.get(item[0], 0)):
@@ -120,7 +120,7 @@ class Rewriter:
                 self._keyword(keyword, value, site)
             except Cannot as error:
                 self.lose(at, keyword, error.why)
-            except (TypeError, ValueError, AttributeError, KeyError):  # where a $ref alone leads
+            except (TypeError, ValueError, AttributeError, KeyError):
                 self.lose(at, keyword, f"cannot be read: {str(value)[:40]}")
         return _with(site.out, [part for part in site.extra if part is not True])
 
@@ -154,8 +154,6 @@ class Rewriter:
             if keyword == "patternProperties":
                 made = {ecma_pattern(pattern): part for pattern, part in made.items()}
             out[keyword] = made
-        elif keyword in _LISTS and not (isinstance(value, list) and value):
-            raise Cannot(keyword, "must be a list of schemas")
         elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
             inner = site.kinds if keyword in ("allOf", "anyOf") else KINDS
             out[keyword] = [self.schema(p, f"{here}/{i}", inner) for i, p in enumerate(value)]

@@ -25,8 +25,6 @@ _MOST_OVERLAPS = 40
 
 
 def _one_of(to: Rewriter, value: Any, site: Site) -> None:
-    if not isinstance(value, list) or not value:
-        raise Cannot("oneOf", "must be a list of schemas")
     here = f"{site.at}/oneOf"
     before = len(to.narrowed)
     made = [to.schema(part, f"{here}/{i}", site.kinds) for i, part in enumerate(value)]
