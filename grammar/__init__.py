@@ -33,13 +33,11 @@ __all__ = [
     "Reason",
     "Route",
     "Spec",
-    "Spec",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
     "check_output",
     "make_backend",
-    "resolved",
     "resolved",
     "route",
 ]
