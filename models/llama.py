@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
@@ -13,10 +14,6 @@ from graft.models.kv import PagedKV
 from graft.models.layers import Layers, expect
 from graft.models.rows import Rows
 from graft.models.weights import Weights
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.lanes import Lane
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
 
 
 class Weights:
