@@ -22,12 +22,14 @@ from typing import IO, Any, cast
 
 from graft.grammar.errors import GrammarError
 
-__all__ = ["LIMIT_S", "MEMORY_BYTES", "Child", "ChildLost", "Question", "TooSlow", "ask"]
+__all__ = [
+    "LIMIT_S", "MEMORY_BYTES", "Child", "ChildLost", "Question", "TooSlow", "ask", "leave", "take"
+]  # fmt: skip
 
 #: Seconds that one question may take, and bytes of address space that its process may add.
 LIMIT_S, MEMORY_BYTES = 30.0, 4 << 30
 _START_S = 120.0  # for a process to import graft, or to learn a vocabulary
-_IDLE = 2  # processes kept for questions asked outside an engine
+_IDLE = 2  # processes kept for whoever asks next: to start one costs a good part of a second
 _RUN = "import sys; from graft.grammar.compile.child import main; main(*map(int, sys.argv[1:]))"
 
 
@@ -66,7 +68,7 @@ class Child:
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES, doing: str = "compile"):
-        self._memory, self._doing = memory_bytes, doing
+        self.memory_bytes, self._doing = memory_bytes, doing
         self._name = f"the {doing.removesuffix('e')}ing process"
         self._turn = threading.Lock()
         self._guard = threading.Lock()  # guards the two below
@@ -103,6 +105,20 @@ class Child:
             except (TimeoutError, EOFError, OSError) as error:
                 raise self._lost(error, limit_s) from error
 
+    def warm(self) -> None:
+        """Start the process, if it is not there; one that will not start says so when asked."""
+        with self._turn, contextlib.suppress(ChildLost, TimeoutError, EOFError, OSError):
+            if self._process is None:
+                self._start()
+
+    @property
+    def resting(self) -> bool:
+        """Whether it has a process that nobody is asking."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        self._turn.release()
+        return self._process is not None and self._process.poll() is None
+
     def close(self) -> None:
         """Kill the process, from any thread; whoever waits for its answer gets `ChildLost`."""
         with self._guard:
@@ -116,7 +132,7 @@ class Child:
         with self._guard:
             if self._closed:
                 raise EOFError
-            self._process = _spawn(self._memory)
+            self._process = _spawn(self.memory_bytes)
         self._knows.clear()
         self._read(time.monotonic() + _START_S)
 
@@ -133,7 +149,7 @@ class Child:
         raise ChildLost(value)
 
     def _limit(self) -> str:
-        return f"{self._memory / (1 << 30):.3g} GiB of memory"
+        return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
 
     def _lost(self, error: Exception, limit_s: float) -> ChildLost:
         late = isinstance(error, TimeoutError)
@@ -219,19 +235,29 @@ def _spawn(memory_bytes: int) -> subprocess.Popen[bytes]:
         raise ChildLost("it is too late: Python ends") from None
 
 
+def take(memory_bytes: int = MEMORY_BYTES) -> Child:
+    """A process that somebody has left, or a new one."""
+    if memory_bytes == MEMORY_BYTES:
+        with contextlib.suppress(IndexError):
+            return _idle.pop()
+    return Child(memory_bytes)
+
+
+def leave(child: Child) -> None:
+    """Keep a process for the next one; what it is doing ends with it."""
+    if len(_idle) < _IDLE and child.resting and child.memory_bytes == MEMORY_BYTES:
+        _idle.append(child)
+    else:
+        child.close()
+
+
 def ask(question: Question, limit_s: float | None = None) -> Any:
     """`Child.ask` of a process shared by all who ask so: nobody waits for another's answer."""
-    try:
-        child = _idle.pop()
-    except IndexError:
-        child = Child()
+    child = take()
     try:
         return child.ask(question, LIMIT_S if limit_s is None else limit_s)
     finally:
-        if len(_idle) < _IDLE:
-            _idle.append(child)
-        else:
-            child.close()
+        leave(child)
 
 
 @atexit.register

@@ -25,7 +25,7 @@ from ..schema.enforcement import available_backends
 from ..spec import Spec
 from ..vocabulary import Vocabulary
 from .cache import CACHE_BYTES, GrammarCache
-from .process import LIMIT_S, MEMORY_BYTES, Child, ChildLost, Question, TooSlow
+from .process import LIMIT_S, MEMORY_BYTES, Child, ChildLost, Question, TooSlow, leave, take
 
 __all__ = ["GrammarService"]
 
@@ -145,7 +145,7 @@ class GrammarService:
             ("first", self._first, patience_s), ("second", self._second, timeout_s),
         ):  # fmt: skip
             for i in range(threads):
-                child = Child(memory_bytes)
+                child = take(memory_bytes)
                 thread = threading.Thread(
                     target=self._serve, args=(lane, child, limit_s),
                     name=f"graft-compile-{name}-{i}", daemon=True,
@@ -200,7 +200,7 @@ class GrammarService:
         with self._lock:
             self._closed = True
         for child in self._children:
-            child.close()
+            leave(child)
         half = len(self._threads) // 2
         # the first lane passes work on to the second, which therefore ends last
         for lane, threads in (
@@ -212,6 +212,8 @@ class GrammarService:
                 thread.join()
 
     def _serve(self, lane: queue.SimpleQueue[_Job | None], child: Child, limit_s: float) -> None:
+        if lane is self._first and isinstance(self.backend, BoundedBackend):
+            child.warm()  # while the engine loads its models
         while (job := lane.get()) is not None:
             kind = job.spec.kind
             try:
