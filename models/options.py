@@ -78,8 +78,8 @@ class Options:
     overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
         greedy and coupled requests are the same either way.
     limits : what one request may cost the host, and how many may wait.
-    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
-        a risky one may take in its process.
+    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
+        seconds that one may take in its process, whatever its backend.
     grammar_cache_bytes : bound of compiled grammars kept in memory.
     device, ordinal : "cuda", "soft" or None for the environment's choice, and which one.
 
