@@ -92,7 +92,7 @@ def test_broken_model(
 def test_shapes_are_checked_before_a_vocabulary_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A config of four million ids, which the weights do not have, costs neither time nor memory."""
+    """A config of four million ids that the weights do not have costs neither time nor memory."""
     monkeypatch.setattr(Vocabulary, "from_tokenizer", lambda *_: pytest.fail("was built"))
     shutil.copytree(TARGET, tmp_path / "target")
     edit_json(tmp_path / "target" / "config.json", vocab_size=1 << 22)
