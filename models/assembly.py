@@ -68,6 +68,7 @@ def assemble(
     CheckpointError, ConfigError, OptionError, TokenizerError
         Naming the file, tensor, field or option that does not fit.
     """
+    target = _target(device, options, model, config)  # first: a config that lies costs nothing
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
     with ExitStack() as undo:
         compiler = GrammarService(
@@ -78,7 +79,6 @@ def assemble(
             cache_bytes=options.grammar_cache_bytes,
         )
         undo.callback(compiler.close)
-        target = _target(device, options, model, config)
         made = _drafter(device, options, drafter, target)
         parts = _parts(device, options, target, made, tokenizer, vocabulary)
         undo.pop_all()

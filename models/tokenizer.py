@@ -56,9 +56,9 @@ class Tokenizer:
         if not file.is_file():
             raise TokenizerError(f"{file}: is missing")
         try:
-            self.backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file}: cannot be read ({error})") from error
+            self.backend = _safely(lambda: tokenizers.Tokenizer.from_file(str(file)))
+        except TokenizerError as error:
+            raise TokenizerError(f"{file}: cannot be read ({error.__cause__})") from error
         self.backend.no_truncation()
         self.backend.no_padding()
         if getattr(self.backend.model, "dropout", None):

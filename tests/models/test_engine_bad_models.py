@@ -11,6 +11,7 @@ import pytest
 from engine_util import DRAFTER, TARGET, demo_engine, mixed_requests
 
 from graft.cudagraph.errors import GraftError
+from graft.grammar.vocabulary import Vocabulary
 from graft.models.engine import Engine
 from graft.models.errors import CheckpointError, ConfigError, TokenizerError
 from graft.models.request import Request
@@ -86,6 +87,17 @@ def test_broken_model(
     assert "\n" not in str(caught.value)
     (output,) = running.generate(mixed_requests(1))
     assert output.reason == "stop"
+
+
+def test_shapes_are_checked_before_a_vocabulary_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config of four million ids that the weights do not have costs neither time nor memory."""
+    monkeypatch.setattr(Vocabulary, "from_tokenizer", lambda *_: pytest.fail("was built"))
+    shutil.copytree(TARGET, tmp_path / "target")
+    edit_json(tmp_path / "target" / "config.json", vocab_size=1 << 22)
+    with pytest.raises(CheckpointError, match="embed_tokens"):
+        Engine(tmp_path / "target")
 
 
 def test_missing_folder(tmp_path: Path) -> None:
