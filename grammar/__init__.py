@@ -1,6 +1,5 @@
 """Grammars, matchers and the guided decoder."""
 
-from .backends.base import GrammarBackend
 from .backends.llguidance import LLGuidanceBackend
 from .backends.registry import BACKENDS, make_backend
 from .backends.xgrammar import XGrammarBackend
@@ -8,12 +7,11 @@ from .compile.service import GrammarService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
 from .judge import check_output
-from .marker import Marker
-from .matcher import CompiledGrammar, Matcher
+from .matcher import CompiledGrammar, GrammarBackend, Matcher
 from .resolve import resolved
 from .schema.router import Route, route
 from .schema.terms import Reason
-from .spec import Spec
+from .spec import Marker, Spec
 from .statement import GrammarSpec, StructuralTag
 from .vocabulary import Vocabulary
 
@@ -33,13 +31,11 @@ __all__ = [
     "Reason",
     "Route",
     "Spec",
-    "Spec",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
     "check_output",
     "make_backend",
-    "resolved",
     "resolved",
     "route",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from graft.native import _native
 
-from .errors import GrammarError
+from .errors import GrammarError, clean_message
 from .marker import Marker
 from .spec import Spec
 from .vocabulary import Vocabulary
@@ -193,7 +193,7 @@ def _typed(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*arguments)
         except RuntimeError as error:
-            raise GrammarError(f"matcher: {error}") from None
+            raise GrammarError(f"matcher: {clean_message(error)}") from None
 
     return call
 
@@ -212,6 +212,7 @@ class NativeBackedMatcher(Matcher):
     @_typed
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
+        self._require_row(row)
         return bool(self.native.fill(row))
 
     @_typed

@@ -9,9 +9,9 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.transports import TRANSPORTS
-from graft.grammar.backends.base import GrammarBackend
 from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES
+from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.request import VERIFY_MODES, Limits
 

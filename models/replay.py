@@ -12,9 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from graft.cudagraph.errors import DeviceError, HostWorkError
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
@@ -22,9 +23,6 @@ from graft.models.running import Running
 from graft.models.stamps import Part
 from graft.models.stats import EngineStats
 from graft.sampling.sampler import ROUND_ROW
-
-if TYPE_CHECKING:
-    from graft.cudagraph.pinned import PinnedSlots, Ring
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1

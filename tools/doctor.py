@@ -303,8 +303,3 @@ def run(options: argparse.Namespace) -> int:
             print(f"{'':<{width}}  {'':<7}  -> {finding.advice}")
     return 0 if healthy else 1
 
-
-if __name__ == "__main__":
-    from graft.tools import cli
-
-    sys.exit(cli.main(["doctor", *sys.argv[1:]]))

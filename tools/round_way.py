@@ -89,8 +89,8 @@ def way() -> dict[str, dict[Path, int]]:
         Device.load = load  # type: ignore[method-assign]
     native = root / "native"
     kernels = with_includes(loaded, [root / "cudagraph" / "kernels", root / "sampling" / "kernels"])
-    kinds = {"Python": called, "kernels": kernels,
-             "native": with_includes([native / name for name in NATIVE], [native])}
+    worker = with_includes([native / name for name in NATIVE], [native])
+    kinds = {"Python": called, "kernels": kernels, "native": worker - kernels}
     return {kind: {path.relative_to(root): len(path.read_bytes().splitlines())
                    for path in sorted(paths)} for kind, paths in kinds.items()}
 

@@ -1,4 +1,4 @@
-"""What a grammar backend is."""
+"""What the backends that graft brings have in common."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..matcher import CompiledGrammar, GrammarBackend
 from ..spec import Spec
 from ..vocabulary import Vocabulary
 
-__all__ = ["BoundedBackend", "GrammarBackend", "ending_ids", "require_release"]
+__all__ = ["BoundedBackend", "ending_ids", "require_release"]
 
 
 @runtime_checkable
 class BoundedBackend(GrammarBackend, Protocol):
     """A backend that does what may run away in another process, which can be killed."""
 
-    def question(self, spec: Spec) -> Question:
-        """What that process is asked for a grammar."""
+    def question(self, spec: Spec, routed: bool) -> Question:
+        """What that process is asked for a grammar; ``routed``: which it has just routed itself."""
 
     def load(self, spec: Spec, answer: Any) -> CompiledGrammar:
         """The grammar from the answer, for an equal vocabulary."""

@@ -69,14 +69,16 @@ def grammar_text(spec: Spec) -> str:
     GrammarError
         If the grammar cannot be stated to LLGuidance.
     """
-    head = '%llguidance {"no_forcing": true}'
-    return json.dumps({"grammars": [{"lark_grammar": f"{head}\n{_lark(spec)}"}]})
+    spec = resolved(spec, "llguidance")
+    if spec.kind == "json_schema" and not spec.rules:  # reading Lark takes a millisecond
+        grammar: dict[str, Any] = {"json_schema": _document(json.loads(spec.text), spec.whitespace)}
+    else:
+        head = '%llguidance {"no_forcing": true}'
+        grammar = {"lark_grammar": f"{head}\n{spec.rules or _lark(spec)}"}
+    return json.dumps({"grammars": [grammar]})
 
 
 def _lark(spec: Spec) -> str:
-    spec = resolved(spec, "llguidance")
-    if spec.kind == "json_schema":
-        return _json_schema(spec)
     if spec.kind == "regex":
         # Slashes end a regex in Lark unless they are escaped.
         return "start: /" + _escape_slashes(spec.text) + "/"
@@ -103,9 +105,9 @@ def _said(text: str, kind: str) -> tuple[bool, str]:
     failed, lines = library().LLMatcher.validate_grammar_with_warnings(
         text, limits=parser_limits()
     )
-    # Special tokens are the vocabulary's, which is not asked here: it has them or refuses them.
-    lines = [line for line in lines if "no tokenizer" not in line]
-    return failed, _objection("\n".join(lines), kind)
+    # special tokens are known with the vocabulary: an unknown one is refused by `load`
+    heard = [line for line in lines if not line.startswith("no tokenizer")]
+    return failed, _objection("\n".join(heard), kind)
 
 
 def read(spec: Spec) -> str:
@@ -134,6 +136,11 @@ def readable_text(spec: Spec) -> str:
     return text
 
 
+def _is_read(spec: Spec) -> bool:
+    """Whether LLGuidance has taken this very schema when it was routed."""
+    return bool(spec.source) and not spec.partial
+
+
 def _objection(message: str, kind: str) -> str:
     """LLGuidance's reason in one sentence, with the place only where it is one of the user's."""
     lines = message.strip().split("\n")
@@ -156,13 +163,13 @@ def _escape_slashes(pattern: str) -> str:
     return "".join(out)
 
 
-def _json_schema(spec: Spec) -> str:
-    return spec.rules or f"start: {_json(json.loads(spec.text), spec.whitespace)}"
+def _document(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
+    document = schema if isinstance(schema, dict) else {}
+    return {**document, "x-guidance": json_options(whitespace)}
 
 
 def _json(schema: Any, whitespace: Whitespace) -> str:
-    document = schema if isinstance(schema, dict) else {}
-    return "%json " + json.dumps({**document, "x-guidance": json_options(whitespace)})
+    return "%json " + json.dumps(_document(schema, whitespace))
 
 
 def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
@@ -222,11 +229,13 @@ class LLGuidanceBackend:
         GrammarError
             With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
         """
-        return self.load(spec, readable_text(spec))
+        found = resolved(spec, "llguidance")
+        return self.load(spec, grammar_text(found) if _is_read(found) else readable_text(found))
 
-    def question(self, spec: Spec) -> Question:
+    def question(self, spec: Spec, routed: bool) -> Question:
         """See `BoundedBackend`."""
-        return Question(f"{__name__}:readable_text", (spec,))
+        name = "grammar_text" if routed and _is_read(spec) else "readable_text"
+        return Question(f"{__name__}:{name}", (spec,))
 
     def load(self, spec: Spec, answer: str) -> CompiledGrammar:
         """The grammar from its text as LLGuidance reads it, without the GIL.

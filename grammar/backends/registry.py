@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from graft.cudagraph.errors import OptionError
 
+from ..matcher import GrammarBackend
 from ..vocabulary import Vocabulary
-from .base import GrammarBackend
 from .llguidance import LLGuidanceBackend
 from .xgrammar import XGrammarBackend
 

@@ -19,7 +19,7 @@ from graft.native import _native
 
 from ..compile.process import Question
 from ..errors import GrammarError, clean_message
-from ..matcher import CompiledGrammar, Matcher
+from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from ..resolve import resolved
 from ..schema.options import Whitespace
 from ..spec import Spec
@@ -238,7 +238,7 @@ class XGrammarBackend:
         """
         return self._grammar(spec, _compile(self._info, spec))
 
-    def question(self, spec: Spec) -> Question:
+    def question(self, spec: Spec, routed: bool) -> Question:
         """See `BoundedBackend`."""
         v = self.vocabulary
         learn = Question(_HERE + "learn", (v.fingerprint, v.tokens, v.size, v.stop_ids))
@@ -273,8 +273,7 @@ class XGrammarBackend:
         ending = ending_ids(self.vocabulary, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
-        matcher = XGrammarMatcher(compiled, ending, handle, self._acceptable(ending))
-        return matcher
+        return _Matcher(compiled, ending, handle, self._acceptable(ending))
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """A bit per id that XGrammar may be handed: text, or a stop id."""
@@ -287,43 +286,16 @@ class XGrammarBackend:
         return self._acceptable_by_stops[stops]
 
 
-class XGrammarMatcher(Matcher):
-    """XGrammar's matcher; the Python methods and ``native`` drive one and the same."""
+class _Matcher(NativeBackedMatcher):
+    """XGrammar's matcher, driven natively alone."""
 
     def __init__(
-        self,
-        compiled: CompiledGrammar,
-        stop_ids: tuple[int, ...],
-        handle: Any,
+        self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], handle: Any,
         acceptable: np.ndarray,
-    ):
-        super().__init__(compiled, stop_ids)
-        self._handle = handle  # the native side borrows its reference, and the table's memory
-        self._acceptable = acceptable  # bit per id that is text or a stop id, uint32 words
-        self.native = _native.guide.XGrammarMatcher(
-            handle.__chandle__(), acceptable.ctypes.data, self.size
+    ):  # fmt: skip
+        size = compiled.backend.vocabulary.size
+        native = _native.guide.XGrammarMatcher(
+            handle.__chandle__(), acceptable.ctypes.data, size
         )
-
-    def accept(self, token: int) -> bool:
-        # XGrammar would refuse these as well, and print a warning.
-        if not self._is_acceptable(token) or self.is_terminated():
-            return False
-        return bool(self._handle.accept_token(int(token), False))
-
-    def _is_acceptable(self, token: int) -> bool:
-        words = self._acceptable
-        return 0 <= token < self.size and bool(int(words[token >> 5]) >> (token & 31) & 1)
-
-    def fill(self, row: np.ndarray) -> bool:
-        self._require_running()
-        self._require_row(row)
-        self._handle.fill_next_token_bitmask(row, 0, False)
-        # XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
-        row &= self._acceptable.view(np.int32)
-        return True
-
-    def rollback(self, tokens: int) -> None:
-        self._handle.rollback(int(tokens))
-
-    def is_terminated(self) -> bool:
-        return bool(self._handle.is_terminated())
+        super().__init__(compiled, stop_ids, native)
+        self._borrowed = handle, acceptable  # by the native side

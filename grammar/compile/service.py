@@ -17,10 +17,10 @@ import numpy as np
 
 from graft.cudagraph.errors import OptionError
 
-from ..backends.base import BoundedBackend, GrammarBackend
+from ..backends.base import BoundedBackend
 from ..backends.registry import make_backend
 from ..errors import GrammarError, clean_message
-from ..matcher import CompiledGrammar
+from ..matcher import CompiledGrammar, GrammarBackend
 from ..schema.enforcement import available_backends
 from ..spec import Spec
 from ..vocabulary import Vocabulary
@@ -241,7 +241,8 @@ class GrammarService:
 
     def _compile(self, spec: Spec, child: Child, limit_s: float) -> CompiledGrammar:
         deadline = time.monotonic() + limit_s
-        if spec.kind == "json_schema" and not spec.backend and self._choice:
+        routed = spec.kind == "json_schema" and not spec.backend and bool(self._choice)
+        if routed:
             question = Question("graft.grammar.resolve:resolved", (spec, self._choice))
             spec = child.ask(question, limit_s)
         elif spec.kind == "ebnf" and not spec.backend and self._ebnf:
@@ -250,7 +251,7 @@ class GrammarService:
         if not isinstance(backend, BoundedBackend):
             return backend.compile(spec)
         left_s = max(0.0, deadline - time.monotonic())
-        return backend.load(spec, child.ask(backend.question(spec), left_s))
+        return backend.load(spec, child.ask(backend.question(spec, routed), left_s))
 
     def _finish(
         self, job: _Job, result: CompiledGrammar | GrammarError, how: str, *, keep: bool = True

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "hostwork/gate.h"
 #include "llguidance_abi.h"
 #include "marked.h"
 #include "python_matcher.h"
@@ -73,7 +74,7 @@ bool yes(Answer answer, const ErrorText& error) {
 using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void bind_matchers(nb::module_& guide) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<graft::hostwork::GilRelease>;
   nb::class_<Pace>(guide, "Pace").def(nb::init<>()).def_prop_ro("trusted", &Pace::trusted);
   nb::class_<NativeMatcher>(guide, "NativeMatcher")
       .def_rw("pace", &NativeMatcher::pace, nb::arg().none())
@@ -121,7 +122,7 @@ void bind_matchers(nb::module_& guide) {
           [](llguidance::Tokenizer* self, const std::vector<uint32_t>& lengths,
              const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids) {
             const std::string text(bytes.c_str(), bytes.size());
-            nb::gil_scoped_release release;
+            graft::hostwork::GilRelease release;
             new (self) llguidance::Tokenizer(lengths, text, stop_ids);
           },
           nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"));
@@ -202,7 +203,7 @@ void bind_guide(nb::module_& module) {
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)
-      .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_idle", &Worker::wait_idle, nb::call_guard<graft::hostwork::GilRelease>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(

@@ -16,7 +16,7 @@ namespace {
 constexpr char kRelease[] = "llguidance@1.9.";
 // Expressions a matcher may construct at its start, and in one step. LLGuidance's own limits (a
 // million, 200 thousand) are too low for patterns that meet long length bounds: texts would fail in
-// the middle. `graft.grammar.preflight` states the same limits.
+// the middle. `graft.grammar.schema.trial` states the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
 // Items of the parser in a row, and in a step. LLGuidance's own limits (2,000, 50 thousand) end
 // texts of large choices in the middle; what a grammar may cost is bounded by time.

@@ -52,7 +52,6 @@ void bind_records(nb::module_& m) {
         return std::make_shared<GraphState>(pointer<std::int32_t>(status));
       }))
       .def_prop_ro("failed", &GraphState::failed)
-      .def_prop_ro("failures", &GraphState::failures)
       .def_prop_ro("overrun", &GraphState::overrun, nb::call_guard<GilRelease>())
       .def("pending",
            [](const GraphState& self) -> nb::object {

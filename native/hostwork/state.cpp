@@ -147,7 +147,6 @@ void GraphState::fail(StatusCode code, Failure failure) noexcept {
 // True for the first failure.
 bool GraphState::note(StatusCode code, Failure failure) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ++failures_;
   if (failed_.load(std::memory_order_relaxed)) {
     drop_later(failure.exception);
     return false;
@@ -171,17 +170,11 @@ bool GraphState::pending(Failure* out) const {
   return true;
 }
 
-std::int64_t GraphState::failures() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failures_;
-}
-
 void GraphState::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
   tell(id_);
   drop_later(first_.exception);
   first_ = Failure{};
-  failures_ = 0;
   store_status(kStatusOk, 0);
   failed_.store(false, std::memory_order_release);
 }

@@ -67,13 +67,12 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   // Called with each first failure of a state without a parent, on the failing thread.
   void report_to(void (*report)(GraphState&)) { report_ = report; }
 
-  // Takes ownership of failure.exception. The first failure wins; later ones are counted.
+  // Takes ownership of failure.exception. The first failure wins.
   void fail(StatusCode code, Failure failure) noexcept;
 
   // A copy of the first failure; its exception is a new reference (GIL held). Somebody was told
   // then.
   bool pending(Failure* out) const;
-  std::int64_t failures() const;
   void clear();
 
   // What is added to a record's count of runs to give the replay number of the executable.
@@ -107,7 +106,6 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::vector<std::weak_ptr<LaunchListener>> listeners_;
   mutable std::mutex mutex_;  // never held while taking the GIL
   Failure first_;
-  std::int64_t failures_ = 0;
 };
 
 // First failures that no pending() gave out yet, without their exceptions; empties the list.

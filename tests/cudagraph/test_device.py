@@ -5,24 +5,16 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from process_util import run_python
 
 import graft.cudagraph
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
 from graft.cudagraph.lanes import StreamLane
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process."""
-    env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120
-    )
 
 
 def test_second_open_returns_the_same_device(device: Device) -> None:

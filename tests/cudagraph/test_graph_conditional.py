@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from process_util import run_python
 
 from graft.cudagraph.conditional import condition, if_, if_else, switch, while_
 from graft.cudagraph.device import Device, Stream
@@ -163,9 +164,6 @@ def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> Non
 
 def test_a_wrong_handle_is_a_fault_of_the_kernel(device: Device) -> None:
     """(Checked in a child process: it costs the context.)"""
-    import subprocess
-    import sys
-
     if device.kind != "soft":
         pytest.skip("hardware does not check conditional handles")
     script = f"""
@@ -184,9 +182,7 @@ try:
 except DeviceError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(script)
     assert "no conditional handle" in done.stdout and "below" in done.stdout, done.stderr
     assert done.returncode == 0
 

@@ -6,13 +6,12 @@ import ctypes
 import functools
 import gc
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from process_util import compiled, run_python
 
 from graft.cudagraph import hostwork
 from graft.cudagraph.device import Device, Stream
@@ -53,14 +52,7 @@ class Api(ctypes.Structure):
 def native_functions(tmp_path_factory) -> ctypes.CDLL:
     """C functions with the signature of native work, compiled here."""
     folder: Path = tmp_path_factory.mktemp("native")
-    (folder / "work.cpp").write_text(SOURCE)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(folder / "work.so"),
-               str(folder / "work.cpp")]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip(f"no C++ compiler ({command[0]})")
-    return ctypes.CDLL(str(folder / "work.so"))
+    return compiled(SOURCE, folder)
 
 
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
@@ -373,7 +365,7 @@ def test_a_stuck_callback_does_not_block_the_exit() -> None:
         "atexit.unregister(_native.close_gate)\n"
         "print('leaving', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.stdout.strip() == "leaving", done.stderr
     assert done.returncode == 0, done.stderr
 
@@ -397,7 +389,7 @@ def test_steps_after_the_gate_closed_stand_down() -> None:
         "except HostWorkError as error:\n"
         "    print(graph.status.array[0], error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.stdout.startswith("3 ") and "shutting down" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
 

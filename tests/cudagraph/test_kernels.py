@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from process_util import run_python
 
 from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.device import Device, Stream
@@ -263,10 +262,7 @@ print(out.to_host()[0])
 
 def run_cached(folder: Path) -> str:
     """Run a kernel in a process that keeps compiled kernels in ``folder``; what it warned of."""
-    done = subprocess.run(
-        [sys.executable, "-c", CACHED], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "GRAFT_CACHE": str(folder)},
-    )  # fmt: skip
+    done = run_python(CACHED, GRAFT_CACHE=str(folder))
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     return done.stderr
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cu
 from lifetime_util import Step, add_steps, released, resident_kib
+from process_util import run_python
 
 from graft import native
 from graft.cudagraph import nodes
@@ -49,13 +48,6 @@ def wait_until(reached: Callable[[], bool]) -> None:
             f"{native.live_resources()} handles"
         )
         time.sleep(0.005)
-
-
-def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
 
 
 @everything
@@ -215,7 +207,7 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 def test_a_forked_child_is_told_and_ends() -> None:
     """The child's driver call is refused by name, it ends well, the parent goes on (L10)."""
-    done = run_script(FORKED)
+    done = run_python(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
     assert "parent: 7 8" in done.stdout and done.stderr == ""
@@ -250,7 +242,7 @@ hostfunc(stream, print, "never or later")
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
 def test_the_process_ends_with_replays_in_flight(ending: str) -> None:
     """Whatever is dropped first, the exit code is the script's and there is no noise (L11)."""
-    done = run_script(LEAVING + ending)
+    done = run_python(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
 
@@ -278,7 +270,7 @@ print("leaving", flush=True)
 @pytest.mark.parametrize("_", range(4))
 def test_the_process_ends_beside_daemon_threads(_: int) -> None:
     """Threads inside launch() and synchronize() when the interpreter ends are parked (L11)."""
-    done = run_script(THREADS)
+    done = run_python(THREADS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
@@ -310,7 +302,7 @@ hostfunc(stream, lambda: 1 / 0)
 
 def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
     """The node, its replay and what was raised, once; what was told before is not repeated."""
-    done = run_script(UNTOLD)
+    done = run_python(UNTOLD)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
     assert "'<lambda>' failed, and nobody asked: ZeroDivisionError" in lines[0]
@@ -410,7 +402,7 @@ print("raised:", len(set(raised)), len(raised))
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
     """One typed error; later host steps never run, eager ones are given up; exit is quiet (L13)."""
-    done = run_script(FAULTY + ending)
+    done = run_python(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from mailbox_util import LIMIT_S, TRANSPORTS, USLEEP, add, answered
+from process_util import run_python
 
 from graft.cudagraph.conditional import condition, if_
 from graft.cudagraph.errors import HostWorkError, OptionError
@@ -211,10 +209,7 @@ print(len(seen))
 
 
 def child(transport: str, **env: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, transport], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "GRAFT_DEVICE": "soft", **env},
-    )  # fmt: skip
+    done = run_python(CHILD, transport, GRAFT_DEVICE="soft", **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split(maxsplit=1)
 

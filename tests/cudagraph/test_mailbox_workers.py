@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 
 import pytest
 from mailbox_util import LIMIT_S, answered, until
+from process_util import compiled
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
@@ -36,14 +36,7 @@ extern "C" void answer(void* data) {
 
 def test_native_work_writes_the_output(device, stream, tmp_path):
     """C++ asks where its results go, and what it wrote there is published."""
-    (tmp_path / "work.cpp").write_text(SOURCE)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(tmp_path / "work.so"),
-               str(tmp_path / "work.cpp")]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip(f"no C++ compiler ({command[0]})")
-    library, offered = ctypes.CDLL(str(tmp_path / "work.so")), _native.native_api()
+    library, offered = compiled(SOURCE, tmp_path), _native.native_api()
     api = Api(output=offered["current_output"])
     address = ctypes.cast(library.answer, ctypes.c_void_p).value or 0
     work = NativeWork(address, ctypes.addressof(api), keep=(library, api), name="answer")

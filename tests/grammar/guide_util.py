@@ -114,6 +114,15 @@ def bits(row: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
+def mix(*values: int) -> int:
+    """A number that looks random and depends on the values alone."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
+        state ^= state >> 29
+    return state
+
+
 def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:
     """The mask row after ``tokens``, of a matcher that has just met them; None if there is none.
 
@@ -227,6 +236,7 @@ class Rig:
 class SlotTruth:
     """What the simulated device knows about one slot."""
 
+    name: int  # what it generates depends on it
     epoch: int
     start: Callable[[], Matcher] | None  # None: unconstrained
     position: int  # n when it joined
@@ -290,17 +300,20 @@ class Device:
 
     # The host's side.
 
-    def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
+    def join(
+        self, slot: int, compiled: CompiledGrammar | None, *, limit: int, name: int | None = None
+    ) -> None:
         """Put a new request into a slot; it takes part from the next published replay on."""
         self.epoch += 1
-        position = int(self.rng.integers(0, 50))
+        name = self.epoch if name is None else name
+        position = mix(name) % 50
         start = None
         if compiled is not None:
             if compiled.spec not in self.oracle_grammars:
                 self.oracle_grammars[compiled.spec] = self.oracle.compile(compiled.spec)
             known = self.oracle_grammars[compiled.spec]
             start = lambda: known.matcher()  # noqa: E731
-        self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
+        self.slots[slot] = SlotTruth(name, self.epoch, start, position, position, position + limit)
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
             matchers[slot] = compiled and KINDS[kind](compiled.matcher())
 
@@ -377,8 +390,9 @@ class Device:
         """The row's state as a kernel reads it; a foreign stamp counts as none."""
         truth = self.slots[slot]
         assert truth is not None
-        state, epoch, position, _ = self.exchanges[0].stamps[slot, j].tolist()
-        if epoch != truth.epoch or (state != FREE and position != truth.n + j):
+        state, epoch, position, more = self.exchanges[0].stamps[slot, j].tolist()
+        anywhere = state == FREE and more == 1  # a request without a grammar
+        if epoch != truth.epoch or (position != truth.n + j and not anywhere):
             return NOT_READY
         return int(state)
 
@@ -403,6 +417,9 @@ class Device:
             assert state == FREE, (slot, j, state)
         else:
             assert state == (READY if row.any() else DEAD_END), (slot, j, state)
+            if self.forced is not None and state == READY:
+                more = self.exchanges[0].stamps["more"][slot, j]
+                assert more == 1 + self.forced.token(row)
             np.testing.assert_array_equal(self.exchanges[0].masks[slot, j], row)
 
     def _check_open(self, rows: Sequence[int]) -> None:
@@ -444,45 +461,35 @@ class Device:
     def _walk(self, slot: int, truth: SlotTruth) -> list[int]:
         tokens: list[int] = []
         for j in range(len(truth.drafts) + 1):
-            if truth.n + j + 1 >= truth.limit:
+            if truth.n + j + 1 >= truth.limit or self._state(slot, j) not in (FREE, READY):
                 break
-            state = self._state(slot, j)
-            if state not in (FREE, READY):
-                break
-            legal = (
-                bits(self.exchanges[0].masks[slot, j])
-                if state == READY
-                else np.arange(self.size)
-            )
-            if j < len(truth.drafts):
-                draft = truth.drafts[j]
-                if draft in legal and self.rng.random() < 0.7:
-                    tokens.append(draft)
-                    if draft in (STOP, OTHER_STOP):
-                        break
-                    continue
+            legal = self._legal(slot, j)
             if truth.start and self.rng.random() < self.wrong:
                 illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
                 tokens.append(int(self.rng.choice(illegal)))
                 truth.confused = True
-            else:
-                tokens.append(self._choose(legal))
-            break
+                break
+            tokens.append(self._wanted(truth, truth.n + j + 1, legal))
+            if [tokens[-1]] != truth.drafts[j : j + 1] or tokens[-1] in (STOP, OTHER_STOP):
+                break
         return tokens
 
-    def _choose(self, legal: np.ndarray) -> int:
-        """One of the legal ids; often one that a marker is made of, where those are legal."""
+    def _legal(self, slot: int, j: int) -> np.ndarray:
+        ready = self._state(slot, j) == READY
+        return bits(self.exchanges[0].masks[slot, j]) if ready else np.arange(self.size)
+
+    def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
+        """One of the legal ids, by request and position alone; often one that a marker is made of,
+        where those are legal."""
         likely = np.intersect1d(MARKER_TOKENS, legal)
-        if len(likely) and len(legal) > 200:
-            return int(self.rng.choice(likely if self.rng.random() < 0.8 else legal))
-        return int(self.rng.choice(legal))
+        if len(likely) and len(legal) > 200 and mix(truth.name, position) % 10 < 8:
+            legal = likely
+        return max(legal.tolist(), key=lambda token: mix(truth.name, position, token))
 
     def _draft(self, slot: int, j: int) -> None:
         truth = self.slots[slot]
         assert truth is not None
-        if len(truth.drafts) != j - 1 or truth.n + j >= truth.limit:
-            return
-        if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
+        if not self._drafts_on(slot, j):
             return
         if self.forced is not None:
             more = int(self.exchanges[0].stamps["more"][slot, j - 1])
@@ -493,16 +500,17 @@ class Device:
                 return
         choices = np.arange(self.size)
         if self.masked:
-            state = self._state(slot, j - 1)
-            if state not in (FREE, READY):
+            if self._state(slot, j - 1) not in (FREE, READY):
                 return
-            if state == READY:
-                choices = bits(self.exchanges[0].masks[slot, j - 1])
+            choices = self._legal(slot, j - 1)
         elif truth.start:  # a drafter that mostly knows what is legal
             row = oracle_row(truth.start, truth.history + truth.drafts)
             if row is not None and row.any():
                 choices = bits(row)
-        token = self._choose(choices)
+        choices = choices[choices < self.size]
+        token = self._wanted(truth, truth.n + j, choices)
+        if self.rng.random() < 0.25:
+            token = int(self.rng.choice(choices))
         if self.rng.random() < self.illegal:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
         self._keep(slot, j, token)
@@ -515,7 +523,7 @@ class Device:
             truth = self.slots[s]
             assert truth is not None
             if truth.start is None:
-                self._keep(s, j, self._choose(np.arange(self.size)))
+                self._keep(s, j, self._wanted(truth, truth.n + j, np.arange(self.size)))
                 continue
             row = oracle_row(truth.start, truth.history + truth.drafts)
             replay, draft, token = self.exchanges[0].answer[s].tolist()
@@ -531,7 +539,7 @@ class Device:
             assert token == (expected[0] if expected else -1)
             if token < 0:
                 self._check_row(s, j - 1)
-                token = self._choose(legal[legal < self.size])
+                token = self._wanted(truth, truth.n + j, legal[legal < self.size])
             self._keep(s, j, token)
 
     def _drafts_on(self, slot: int, j: int) -> bool:
@@ -544,11 +552,15 @@ class Device:
         truth = self.slots[slot]
         assert truth is not None
         likely = [-1, self.size, 2**31 - 1, *range(self.size)]
+        row = None
         if truth.start and self.rng.random() < 0.8:
             row = oracle_row(truth.start, truth.history + truth.drafts)
             likely = likely if row is None or not row.any() else likely[:3] + bits(row).tolist()
         count = int(self.rng.integers(0, 5))
         offer = [int(id) for id in self.rng.choice(likely, count)]
+        if count and row is not None and row.any():
+            legal = bits(row)
+            offer[-1] = self._wanted(truth, truth.n + j, legal[legal < self.size])
         for exchange in self.exchanges:
             exchange.candidates[slot, : 3 + count] = [self.replay, j, count, *offer]
         return offer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +67,11 @@ class StockLLGuidance:
             initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL,
             max_items_in_row=_ITEMS, step_max_items=_ITEMS,
         )
-        text = grammar_text(spec)
+        grammar = json.loads(grammar_text(spec))["grammars"][0]
+        if "json_schema" in grammar:  # as which LLGuidance would spell forced text its own way
+            rules = "start: %json " + json.dumps(grammar["json_schema"])
+            grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
+        text = json.dumps({"grammars": [grammar]})
         handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if handle.is_error():
             raise ValueError(handle.get_error())

@@ -172,6 +172,15 @@ def test_grammars_that_a_backend_refuses(backend):
         service.close()
 
 
+def test_an_unknown_special_token_is_one_sentence():
+    """Named tokens are known with the vocabulary; another one is refused without a backtrace."""
+    backend = make_backend("llguidance", vocabulary())
+    assert accepts(backend, GrammarSpec.lark('start: "a" </think> "b"'), "a", THINK, "b")
+    with pytest.raises(GrammarError, match=r"unknown special token: \"<\|nope\|>\"") as caught:
+        backend.compile(GrammarSpec.lark('start: "a" <|nope|>'))
+    assert len(str(caught.value)) < 120 and "\n" not in str(caught.value)
+
+
 def test_unknown_backends_and_names_are_refused():
     """A backend that is not there, and a named token that is text or out of range."""
     service = GrammarService(vocabulary())

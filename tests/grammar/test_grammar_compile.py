@@ -109,10 +109,10 @@ def test_partial_takes_a_grammar_with_ignored_features(service):
 class Slow(LLGuidanceBackend):
     """What a compiling process is asked sleeps as long as a pattern says."""
 
-    def question(self, spec):
+    def question(self, spec, routed):
         if spec.text.startswith("sleep"):
             return Question("time:sleep", (float(spec.text[5:]),))
-        return super().question(spec)
+        return super().question(spec, routed)
 
 
 def slow_service(**limits: Any) -> GrammarService:

@@ -128,6 +128,21 @@ def test_a_doctored_xgrammar_is_refused_by_what_differs(tmp_path, text, said):
     assert said in load("xgrammar", build(tmp_path, text))
 
 
+def test_loading_xgrammar_keeps_the_handler_of_faults():
+    """A fault stays the soft device's to name: TVM-FFI's handler does not replace its own."""
+    code = (
+        "import ctypes\nfrom graft.grammar.backends.xgrammar import library\n"
+        "def handler():\n"
+        "    action = (ctypes.c_void_p * 32)()\n"
+        "    ctypes.CDLL(None).sigaction(11, None, action)\n"
+        "    return action[0]\n"
+        "import faulthandler\nfaulthandler.enable()\n"
+        "before = handler()\nlibrary()\nprint(before is not None and before == handler())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.fixture
 def fresh_rooms(monkeypatch):
     """Both rooms as in a process that has loaded nothing, now and afterwards."""

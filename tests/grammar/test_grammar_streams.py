@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
 from stock_llguidance import StockLLGuidance
+from stock_xgrammar import StockXGrammar
 
 from graft.grammar import (
     GrammarSpec,
@@ -20,6 +21,7 @@ from graft.grammar import (
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
+STOCK = {"xgrammar": StockXGrammar, "llguidance": StockLLGuidance}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -128,7 +130,7 @@ def vocabulary() -> Vocabulary:
 def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> tuple[int, int]:
     """Random streams over the grammars with both matchers of a backend; endings and rows."""
     native = BACKENDS[name](vocabulary())
-    stock = StockLLGuidance(vocabulary()) if name == "llguidance" else native
+    stock = STOCK[name](vocabulary())
     rng = np.random.default_rng(seed)
     ends, rows = 0, 0
     for kind, spec in specs.items():

@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 from guide_util import (
     BUDGET_NS,
-    FREE,
     NOT_READY,
-    OTHER_STOP,
     READY,
     SPECS,
-    STOP,
     Device,
     Gated,
     Rig,
-    bits,
     budgets_by,
     byte_vocabulary,
     exchange_for,
-    oracle_row,
+    mix,
     run_work,
 )
 from test_guide_rounds import play
@@ -56,17 +52,8 @@ def test_several_threads_make_the_same_rows(backend, draft_length, masked):
     assert native["late_rows"] == native["budget_stalls"] == 0
 
 
-def mix(*values: int) -> int:
-    """A number that looks random and depends on the values alone."""
-    state = 0x9E3779B97F4A7C15
-    for value in values:
-        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
-        state ^= state >> 29
-    return state
-
-
 class HeldDevice(Device):
-    """Slots whose matchers wait at gates, and tokens that depend on the request and position only.
+    """Slots whose matchers wait at gates.
 
     A step with a budget waits for a clock that stands still. It is moved past the budget when every
     slot that is not done waits at its gate: so exactly the held slots are late, on any machine.
@@ -83,18 +70,12 @@ class HeldDevice(Device):
             super().__init__(backend, slots=slots, seed=seed, kinds=["native"], options=options,
                              **more)  # fmt: skip
         self.holder = np.random.default_rng(seed + 1)
-        self.names: dict[int, int] = {}  # request of each epoch
         self.results: dict[int, tuple[int, list[int]]] = {}
         self.sat_out = 0
 
     def take(self, slot: int, number: int, grammar) -> None:
-        """Join request ``number``; what it generates depends on the number alone."""
-        rng, self.rng = self.rng, np.random.default_rng(number)
-        self.join(slot, grammar, limit=int(self.rng.integers(3, 24)))
-        self.rng = rng
-        truth = self.slots[slot]
-        assert truth is not None
-        self.names[truth.epoch] = number
+        """Join request ``number``."""
+        self.join(slot, grammar, limit=3 + mix(number) % 21, name=number)
         matcher = self.matchers[0][slot]
         if matcher is not None:
             self.matchers[0][slot] = Gated(matcher, self.gates[slot])
@@ -135,51 +116,6 @@ class HeldDevice(Device):
             return
         super()._check_row(slot, j)
 
-    def _wanted(self, slot: int, position: int, legal: np.ndarray) -> int:
-        truth = self.slots[slot]
-        assert truth is not None
-        keys = [mix(self.names[truth.epoch], position, int(token)) for token in legal]
-        return int(legal[int(np.argmax(keys))])
-
-    def _legal(self, slot: int, j: int) -> np.ndarray:
-        mask = self.exchanges[0].masks
-        return bits(mask[slot, j]) if self._state(slot, j) == READY else np.arange(self.size)
-
-    def _walk(self, slot, truth):
-        tokens: list[int] = []
-        for j in range(len(truth.drafts) + 1):
-            if truth.n + j + 1 >= truth.limit or self._state(slot, j) not in (FREE, READY):
-                break
-            tokens.append(self._wanted(slot, truth.n + j + 1, self._legal(slot, j)))
-            if j == len(truth.drafts) or tokens[-1] != truth.drafts[j]:
-                break
-            if tokens[-1] in (STOP, OTHER_STOP):
-                break
-        return tokens
-
-    def _draft(self, slot, j):
-        """Mostly what verification will want."""
-        truth = self.slots[slot]
-        if len(truth.drafts) != j - 1 or truth.n + j >= truth.limit:
-            return
-        if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
-            return
-        choices = np.arange(self.size)
-        if self.masked:
-            if self._state(slot, j - 1) not in (FREE, READY):
-                return
-            choices = self._legal(slot, j - 1)
-        elif truth.start:
-            row = oracle_row(truth.start, truth.history + truth.drafts)
-            choices = bits(row) if row is not None and row.any() else choices
-        choices = choices[choices < self.size]
-        token = self._wanted(slot, truth.n + j, choices)
-        if self.holder.random() < 0.2:
-            token = int(self.holder.choice(choices))
-        truth.drafts.append(token)
-        drafted = self.exchanges[0].drafted[slot]
-        drafted[0], drafted[1], drafted[1 + j] = self.replay, j, token
-
     def serve(self, requests: int) -> dict[int, tuple[int, list[int]]]:
         """Run requests 0 .. requests-1; the reason and tokens of each."""
         grammars = [self.backend.compile(spec) for spec in SPECS.values()] + [None]
@@ -194,7 +130,7 @@ class HeldDevice(Device):
             self.run()
             self.clear_ended()
             for truth in self.ended:
-                self.results[self.names[truth.epoch]] = (truth.reason, truth.history)
+                self.results[truth.name] = (truth.reason, truth.history)
             self.ended.clear()
         self.release()
         return self.results

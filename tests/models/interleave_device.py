@@ -284,8 +284,9 @@ class ToyDevice:
     def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
         """State of a mask row and the ids it allows, by the kernels' rules."""
         s = self.slots[slot]
-        state, epoch, stamped = self.exchange.stamps[slot, j].tolist()[:3]
-        if epoch != s.epoch or (state != FREE and stamped != position):
+        state, epoch, stamped, more = self.exchange.stamps[slot, j].tolist()
+        anywhere = state == FREE and more == 1  # a request without a grammar
+        if epoch != s.epoch or (stamped != position and not anywhere):
             return NOT_READY, ()
         if state == FREE:
             return READY, ALL_IDS

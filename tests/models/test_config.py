@@ -48,14 +48,8 @@ def test_absent_fields_take_the_formats_defaults():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    ],
-)
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
+)  # fmt: skip
 @pytest.mark.parametrize("value", [None, 0, -4, 1 << 40, "48", 4.5, True, [3]])
 def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
     """A size that is missing, not an integer or out of range raises, naming field and value."""
@@ -66,37 +60,19 @@ def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("architectures", ["MistralForCausalLM"]),
-        ("architectures", []),
-        ("model_type", "qwen3"),
-        ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("mlp_bias", True),
-        ("pretraining_tp", 2),
-        ("sliding_window", 4096),
-        ("quantization_config", {"bits": 4}),
-        ("head_dim", 7),
-        ("head_dim", 512),
-        ("num_key_value_heads", 4),
-        ("rms_norm_eps", -1.0),
-        ("rms_norm_eps", float("nan")),
-        ("rope_theta", 0.0),
-        ("max_position_embeddings", 0),
-        ("torch_dtype", "float64"),
-        ("tie_word_embeddings", "yes"),
-        ("layer_types", ["sliding_attention"]),
-        ("partial_rotary_factor", 0.5),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
-        ("rope_scaling", {"rope_type": "linear"}),
-        ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
-        ("rope_scaling", "linear"),
-        ("eos_token_id", "end"),
-        ("rms_norm_eps", 10**400),
-        ("torch_dtype", ["float32"]),
-    ],
-)
+    [("architectures", ["MistralForCausalLM"]), ("architectures", []), ("model_type", "qwen3"),
+     ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("pretraining_tp", 2),
+     ("sliding_window", 4096), ("quantization_config", {"bits": 4}), ("head_dim", 7),
+     ("head_dim", 512), ("num_key_value_heads", 4), ("rms_norm_eps", -1.0),
+     ("rms_norm_eps", float("nan")), ("rope_theta", 0.0), ("max_position_embeddings", 0),
+     ("torch_dtype", "float64"), ("tie_word_embeddings", "yes"),
+     ("layer_types", ["sliding_attention"]), ("partial_rotary_factor", 0.5),
+     ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+     ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+     ("rope_scaling", {"rope_type": "linear"}),
+     ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}), ("rope_scaling", "linear"),
+     ("eos_token_id", "end"), ("rms_norm_eps", 10**400), ("torch_dtype", ["float32"])],
+)  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(name, value):
     """A field with a value graft does not implement raises an error that names it."""
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
@@ -150,14 +126,11 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "rope",
-    [
-        {"rope_theta": 500000.0},
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
-        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
-        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    ],
-)
+    [{"rope_theta": 500000.0}, {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+     {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+     {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
+     {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}],
+)  # fmt: skip
 def test_rotary_frequencies_follow_the_formula(rope):
     """Frequencies of every kind, in both config spellings, equal the oracle's loop."""
     data = llama_config(head_dim=64, **rope)
@@ -247,20 +220,11 @@ def test_feature_layers_beyond_the_target_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("norm_output", True),
-        ("norm_before_fc", True),
-        ("fc_norm", True),
-        ("bias", True),
-        ("num_hidden_layers", 2),
-        ("num_aux_hidden_states", 5),
-        ("draft_vocab_size", 0),
-        ("draft_vocab_size", 100000),
-        ("architectures", ["EagleLlamaForCausalLM"]),
-        ("target_hidden_size", -1),
-        ("norm_before_residual", "true"),
-    ],
-)
+    [("norm_output", True), ("norm_before_fc", True), ("fc_norm", True), ("bias", True),
+     ("num_hidden_layers", 2), ("num_aux_hidden_states", 5), ("draft_vocab_size", 0),
+     ("draft_vocab_size", 100000), ("architectures", ["EagleLlamaForCausalLM"]),
+     ("target_hidden_size", -1), ("norm_before_residual", "true")],
+)  # fmt: skip
 def test_heads_graft_does_not_implement_are_refused_by_name(tmp_path, name, value):
     """Extras of other head versions, and absurd sizes, raise an error that names the field."""
     eagle(tmp_path)

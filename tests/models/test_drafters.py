@@ -21,7 +21,8 @@ def requests() -> list[Request]:
     greedy = [Request(prompt=p.text, grammar=p.grammar, max_tokens=60) for p in demo_prompts()]
     sampled = [Request(prompt=p.text, grammar=p.grammar, max_tokens=60, temperature=0.8, seed=i,
                        verify="coupled") for i, p in enumerate(demo_prompts())]  # fmt: skip
-    sevens = Request(prompt="code: 7777777\nGive only the code.", grammar=GrammarSpec.regex("7{9,12}"))
+    sevens = Request(prompt="code: 7777777\nGive only the code.",
+                     grammar=GrammarSpec.regex("7{9,12}"))  # fmt: skip
     return [*greedy, *sampled, sevens]
 
 

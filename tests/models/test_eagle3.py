@@ -238,18 +238,16 @@ def test_two_draft_ids_for_one_token_are_refused(device, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (lambda t: t.pop("d2t"), "d2t is missing"),
-        (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
-        (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
-        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
-        (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
-        (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
-        (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
-        (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
-        (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
-    ],
-)
+    [(lambda t: t.pop("d2t"), "d2t is missing"),
+     (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
+     (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
+     (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+     (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
+     (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
+     (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
+     (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
+     (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm")],
+)  # fmt: skip
 def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
     """Missing, misshapen, mistyped and leftover tensors raise by name."""
     model, _, _, _ = pair(device, tmp_path, draft_vocab=70)

@@ -22,35 +22,17 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
 
 
-def truncate(target: Path, _: Path) -> None:
-    data = (target / "model.safetensors").read_bytes()
-    (target / "model.safetensors").write_bytes(data[: len(data) // 2])
+def broken_weights(data: bytes) -> Callable[[Path, Path], None]:
+    def change(target: Path, _: Path) -> None:
+        (target / "model.safetensors").write_bytes(data)
 
-
-def cut_header(target: Path, _: Path) -> None:
-    (target / "model.safetensors").write_bytes(b"\xff\xff\xff\xff\xff\xff\xff\x7f{}")
-
-
-def wrong_shape(target: Path, _: Path) -> None:
-    edit_json(target / "config.json", intermediate_size=544)
+    return change
 
 
 def missing_shard(target: Path, _: Path) -> None:
     (target / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def no_hidden_size(target: Path, _: Path) -> None:
-    edit_json(target / "config.json", hidden_size=None)
-
-
-def absurd_heads(target: Path, _: Path) -> None:
-    edit_json(target / "config.json", num_attention_heads=-6)
-
-
-def other_architecture(target: Path, _: Path) -> None:
-    edit_json(target / "config.json", model_type="mamba", architectures=["MambaForCausalLM"])
 
 
 def tokenizer_too_large(target: Path, _: Path) -> None:
@@ -60,26 +42,28 @@ def tokenizer_too_large(target: Path, _: Path) -> None:
     (target / "tokenizer.json").write_text(json.dumps(value))
 
 
-def other_drafter(_: Path, drafter: Path) -> None:
-    edit_json(drafter / "config.json", hidden_size=256, vocab_size=50000)
+def target_config(**changes: object) -> Callable[[Path, Path], None]:
+    return lambda target, _: edit_json(target / "config.json", **changes)
 
 
-def draft_vocab_lies(_: Path, drafter: Path) -> None:
-    edit_json(drafter / "config.json", draft_vocab_size=64)
+def drafter_config(**changes: object) -> Callable[[Path, Path], None]:
+    return lambda _, drafter: edit_json(drafter / "config.json", **changes)
 
 
-BREAKAGES: dict[Callable[[Path, Path], None], type[GraftError] | tuple[type[GraftError], ...]] = {
-    truncate: CheckpointError,
-    cut_header: CheckpointError,
-    wrong_shape: CheckpointError,
-    missing_shard: CheckpointError,
-    no_hidden_size: ConfigError,
-    absurd_heads: ConfigError,
-    other_architecture: ConfigError,
-    tokenizer_too_large: TokenizerError,
-    other_drafter: (ConfigError, CheckpointError),
-    draft_vocab_lies: (ConfigError, CheckpointError),
-}
+WEIGHTS = (TARGET / "model.safetensors").read_bytes()
+BREAKAGES: dict[str, tuple[Callable[[Path, Path], None], type[GraftError]]] = {
+    "truncated": (broken_weights(WEIGHTS[: len(WEIGHTS) // 2]), CheckpointError),
+    "cut header": (broken_weights(b"\xff\xff\xff\xff\xff\xff\xff\x7f{}"), CheckpointError),
+    "wrong shape": (target_config(intermediate_size=544), CheckpointError),
+    "missing shard": (missing_shard, CheckpointError),
+    "no hidden size": (target_config(hidden_size=None), ConfigError),
+    "absurd heads": (target_config(num_attention_heads=-6), ConfigError),
+    "other architecture": (
+        target_config(model_type="mamba", architectures=["MambaForCausalLM"]), ConfigError),
+    "tokenizer too large": (tokenizer_too_large, TokenizerError),
+    "other drafter": (drafter_config(hidden_size=256, vocab_size=50000), ConfigError),
+    "draft vocabulary lies": (drafter_config(draft_vocab_size=64), CheckpointError),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +72,16 @@ def running() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("break_it", BREAKAGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("break_it", "error"), BREAKAGES.values(), ids=BREAKAGES)
 def test_broken_model(
-    break_it: Callable[[Path, Path], None], tmp_path: Path, running: Engine
+    break_it: Callable[[Path, Path], None], error: type[GraftError], tmp_path: Path, running: Engine
 ) -> None:
     """Each breakage raises its own kind of error in one line; the running engine still serves."""
     target, drafter = tmp_path / "target", tmp_path / "drafter"
     shutil.copytree(TARGET, target)
     shutil.copytree(DRAFTER, drafter)
     break_it(target, drafter)
-    with pytest.raises(BREAKAGES[break_it]) as caught:
+    with pytest.raises(error) as caught:
         Engine(target, drafter, max_batch_size=1)
     assert "\n" not in str(caught.value)
     (output,) = running.generate(mixed_requests(1))

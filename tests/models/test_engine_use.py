@@ -12,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,19 +28,18 @@ from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
 from graft.cudagraph.hostwork import NativeWork, PythonWork
 from graft.cudagraph.lanes import StreamLane
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
 from graft.models import replay
 from graft.models.engine import Engine
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.interrupt import Shield
-from graft.models.outbox import Outbox
-from graft.models.replay import Replays
+from graft.models.kv import PagedKV
 from graft.models.request import Limits, Output, Request
 from graft.models.running import Running
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
-from graft.models.stats import EngineStats
 
 FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 #: Runs to its end: nothing stops it.
@@ -402,35 +403,6 @@ def test_interrupted_generation_is_cancelled(engine: Engine) -> None:
     assert interrupted > 0
 
 
-def test_interrupted_steps_lose_nothing(engine: Engine) -> None:
-    """A caller of step() that catches KeyboardInterrupt gets every token all the same."""
-    requests = mixed_requests(6, seed=62)
-    expected = [o.tokens for o in engine.generate(requests)]
-    ids = [engine.submit(r) for r in requests]
-    outputs = {}
-    stop = threading.Event()
-
-    def press() -> None:
-        while not stop.wait(0.003):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda *_: held.append(1))  # between steps: not ours
-    presser = threading.Thread(target=press)
-    presser.start()
-    try:
-        while engine.busy:
-            for event in engine.step():
-                if event.output is not None:
-                    outputs[event.id] = event.output
-    finally:
-        stop.set()
-        presser.join()
-        signal.signal(signal.SIGINT, before)
-    assert held, "no signal arrived"
-    assert [outputs[i].tokens for i in ids] == expected
-
-
 def test_shield_passes_the_signal_on() -> None:
     """A held-back SIGINT reaches the handler that stood before, at check() or at the end."""
     for at_check in (True, False):
@@ -531,43 +503,51 @@ def test_costly_requests_are_refused_by_the_limits_name() -> None:
             Limits(**wrong)
 
 
-class Calls:
-    """Counts how often each method of an object is called."""
+def calls(work: Callable[[], object]) -> int:
+    """How many Python functions it calls in this thread."""
+    count = 0
 
-    def __init__(self, of: Any):
-        self._of, self.count = of, 0
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
 
-    def __getattr__(self, name: str) -> Any:
-        self.count += 1
-        return getattr(self._of, name)
+    sys.setprofile(called)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
-def test_a_step_costs_the_same_whoever_waits() -> None:
-    """Neither submitting nor a step looks at the thousands who wait for a slot or a grammar."""
-    nothing: Any = None
+def test_costs_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of submitting and of a step with those who wait for a slot or a grammar; of a round with the
+    length of the text, whose tokens and pages nobody looks at as a whole after joining."""
+    looked: Counter[str] = Counter()
+    plain, pages_of = Running.tokens.fget, PagedKV.pages_of  # type: ignore[attr-defined]
 
-    class Lazy(list[int]):
-        looked = 0
+    def tokens(self: Running) -> list[int]:
+        looked["tokens"] += 1
+        return plain(self)
 
-        def __len__(self) -> int:
-            Lazy.looked += 1
-            return super().__len__()
+    def pages(self: PagedKV, slot: int) -> tuple[int, ...]:
+        looked["pages"] += 1
+        return pages_of(self, slot)
 
-    def running(name: str, grammar: Future[Any] | None) -> Running:
-        return Running(FREE, Output(name), Lazy([1]), 4, (2,), nothing, grammar)
-
-    replays: Any = Calls(Replays.__new__(Replays))
-    replays._of.unread, replays._of.retired, replays._of.number = [1, 1], 0, 0
-    seating = Seating(0, 0, (), nothing, nothing, nothing)
-    scheduler = Scheduler(replays, seating, {}, EngineStats(), depth=2, width=1)
-    futures = [Future[Any]() for _ in range(2000)]
-    for i, future in enumerate(futures):
-        scheduler.submit(running(f"guided {i}", future))
-        scheduler.submit(running(f"free {i}", None))
-    Lazy.looked = 0
-    scheduler.admit()
-    assert Lazy.looked <= 2 and "free 1999" in scheduler.unfinished
-    assert isinstance(scheduler.outbox, Outbox) and not scheduler.outbox.pending
+    monkeypatch.setattr(Running, "tokens", property(tokens))
+    monkeypatch.setattr(PagedKV, "pages_of", pages)
+    monkeypatch.setattr(GrammarService, "submit", lambda self, spec: Future())
+    with demo_engine(max_batch_size=1) as engine:
+        engine.submit(LONG)
+        engine.step()
+        costs = []
+        for count in (10, 1000):
+            for _ in range(count):
+                engine.submit(replace(FREE, grammar=GrammarSpec.regex("held+")))
+                engine.submit(FREE)
+            costs.append((calls(lambda: engine.submit(FREE)), calls(engine.step)))
+        assert looked == {"tokens": 1, "pages": 2}
+    (submit, step), (submit_late, step_late) = costs
+    assert submit_late < 1.5 * submit and step_late < 1.5 * step
 
 
 def test_the_log_tells_of_refusals_and_failures(

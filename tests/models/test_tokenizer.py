@@ -233,18 +233,12 @@ def test_a_templates_own_refusal_reaches_the_user(folder):
 
 @pytest.mark.parametrize(
     "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages.nothing.deeper }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[0]['content'] }}",
-        "{{ ('x' * 2000000000) | length }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 'x' * 2000 }}",
-    ],
-)
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages.nothing.deeper }}",
+     "{{ 1 / 0 }}", "{{ messages[0]['content'] }}", "{{ ('x' * 2000000000) | length }}",
+     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+     "{{ 'x' * 2000 }}"],
+)  # fmt: skip
 def test_templates_run_in_a_sandbox(folder, template, monkeypatch):
     """Reaching for Python's insides, changing the messages, failing, eating memory or time, or
     making too much text raises TokenizerError; the next template is rendered."""

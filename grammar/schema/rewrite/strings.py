@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -24,6 +25,7 @@ def quote(text: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else code_point(ord(c)) for c in text)
 
 
+@functools.lru_cache(maxsize=256)
 def ecma_pattern(pattern: str) -> str:
     """The same pattern for an engine with Unicode's idea of white space and stricter syntax.
 
