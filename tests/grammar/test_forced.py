@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
 from guide_util import SPECS, Device, byte_vocabulary
-from numpy_sampling import COUPLED
-from sampling_round import pack_bits
+from reference_round import COUPLED, pack_bits
 from table_model import COLD, MIXED, PLAIN, Case, wrong_twice
 
 from graft.cudagraph.errors import OptionError

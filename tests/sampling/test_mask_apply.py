@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sampling_round import pack_bits
+from reference_round import pack_bits
 
 from graft.cudagraph.dtypes import from_float32
 from graft.cudagraph.errors import OptionError, ShapeError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy_sampling as ref
 import pytest
-from sampling_round import TableRound, pack_bits
+import reference_round as ref
+from sampling_round import TableRound
 
 FILTERS = [
     ref.Filter(1.0), ref.Filter(0.2), ref.Filter(5.0), ref.Filter(1.0, top_k=1),
@@ -16,38 +16,27 @@ FILTERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=[1, 64], ids=["block1", "block64"])
-def block(request):
-    """Both shapes of the row kernels."""
-    return request.param
-
-
-def ready(slot: ref.Slot, j: int, legal: np.ndarray) -> ref.MaskRow:
-    """A ready mask row with the stamp the slot wants."""
-    return ref.MaskRow(ref.READY, slot.epoch, slot.n + j, pack_bits(legal))
-
-
-def simple(f: ref.Filter, seed: int = 5, **more) -> ref.Slot:
+def simple(f: ref.Filter) -> ref.Slot:
     """A slot with nothing special."""
-    return ref.Slot(n=10, last=0, limit=100, seed=seed, filter=f, **more)
+    return ref.Slot(n=10, tree=ref.chain(0), limit=100, seed=5, filter=f)
 
 
 def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np.ndarray):
     """One round without drafts; returns (output, probs of row 0 of each slot)."""
     for i, s in enumerate(slots):
         r.put(i, s)
-        r.write_mask(i, 0, ready(s, 0, legal[i]))
+        r.write_mask(i, 0, ref.MaskRow(ref.READY, s.epoch, s.n, legal[i]))
     out = r.verify(logits[:, None, :])
     return out, r.sampler.probs.to_host()[: len(slots)]
 
 
 @pytest.mark.parametrize("vocab", [8, 70, 500, 4097])
-def test_distribution_equals_the_oracle(device, stream, block, vocab):
+def test_distribution_equals_the_oracle(make_round, block, vocab):
     """For every filter mix, zeros are the oracle's zeros and the rest agrees to fp32 rounding."""
     rng = np.random.default_rng(vocab)
     count = len(FILTERS)
     limit = vocab - vocab // 7 - 1
-    r = TableRound(device, stream, slots=count, draft_length=0, vocab=vocab, token_limit=limit,
+    r = make_round(slots=count, draft_length=0, vocab=vocab, token_limit=limit,
                    block=block)  # fmt: skip
     for density in (1.0, 0.4):
         logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
@@ -63,7 +52,7 @@ def test_distribution_equals_the_oracle(device, stream, block, vocab):
             assert out["tokens"][i, 0] == ref.draw(wanted, 5, 11, ref.NOISE)
 
 
-def test_blocks_of_any_size_give_the_same_bits(device, stream):
+def test_blocks_of_any_size_give_the_same_bits(make_round):
     """Probabilities and tokens do not depend on how many threads share a row."""
     rng = np.random.default_rng(11)
     count, vocab = len(FILTERS), 700
@@ -72,13 +61,13 @@ def test_blocks_of_any_size_give_the_same_bits(device, stream):
     legal = rng.random((count, vocab)) < 0.5
     seen = []
     for threads in (1, 64, 256):
-        r = TableRound(device, stream, slots=count, draft_length=0, vocab=vocab, block=threads)
+        r = make_round(slots=count, draft_length=0, vocab=vocab, block=threads)
         out, probs = run_rows(r, logits, [simple(f) for f in FILTERS], legal)
         seen.append((out["tokens"].tobytes(), probs.tobytes()))
     assert len(set(seen)) == 1
 
 
-def test_ties_go_to_the_smaller_id(device, stream, block):
+def test_ties_go_to_the_smaller_id(make_round, block):
     """Greedy, top-k and top-p at a tie keep the smaller ids; -0 and +0 are one value."""
     vocab = 70
     logits = np.full((4, vocab), -5.0, np.float32)
@@ -88,7 +77,7 @@ def test_ties_go_to_the_smaller_id(device, stream, block):
     filters = [ref.Filter(0.0), ref.Filter(1.0, top_k=2), ref.Filter(1.0, top_p=0.6), ref.Filter(0)]
     legal = np.ones((4, vocab), bool)
     legal[0, 9] = False
-    r = TableRound(device, stream, slots=4, draft_length=0, vocab=vocab, block=block)
+    r = make_round(slots=4, draft_length=0, vocab=vocab, block=block)
     out, probs = run_rows(r, logits, [simple(f) for f in filters], legal)
     assert out["tokens"][0, 0] == 40
     assert set(np.flatnonzero(probs[1])) == {9, 40}
@@ -96,7 +85,7 @@ def test_ties_go_to_the_smaller_id(device, stream, block):
     assert out["tokens"][3, 0] == 30
 
 
-def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(device, stream, block):
+def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_round, block):
     """No bit, only bits beyond the bound, or only -inf logits: dead end; NaN or +inf: error."""
     vocab, limit = 64, 40
     logits = np.zeros((8, vocab), np.float32)
@@ -110,7 +99,7 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(device,
     logits[6, 50] = np.nan  # beyond the bound
     logits[7, 7] = -np.float32(np.nan)
     for f in (ref.Filter(0.0), ref.Filter(1.0)):
-        r = TableRound(device, stream, slots=8, draft_length=0, vocab=vocab, token_limit=limit,
+        r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit,
                        block=block)  # fmt: skip
         out, _ = run_rows(r, logits, [simple(f)] * 8, legal)
         reasons = [ref.DEAD, ref.DEAD, ref.DEAD, ref.FAULT, ref.FAULT, 0, 0, ref.FAULT]
@@ -121,31 +110,31 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(device,
         np.testing.assert_array_equal(after["n"], [10, 10, 10, 10, 10, 11, 11, 10])
 
 
-def test_free_rows_ignore_the_mask_but_not_the_bound(device, stream, block):
+def test_free_rows_ignore_the_mask_but_not_the_bound(make_round, block):
     """An unconstrained row never reads its mask bits; ids beyond the bound stay illegal."""
     logits = np.arange(64, dtype=np.float32)[None]
-    r = TableRound(device, stream, slots=1, draft_length=0, vocab=64, token_limit=50, block=block)
+    r = make_round(slots=1, draft_length=0, vocab=64, token_limit=50, block=block)
     s = simple(ref.Filter(0.0))
     r.put(0, s)
     none = np.zeros(64, bool)
-    r.write_mask(0, 0, ref.MaskRow(ref.FREE, s.epoch, 999, pack_bits(none), more=1))
+    r.write_mask(0, 0, ref.MaskRow(ref.FREE, s.epoch, 999, none, more=1))
     assert r.verify(logits[:, None, :])["tokens"][0, 0] == 49
 
 
-def test_rows_that_nobody_tests_are_not_touched(device, stream, block):
+def test_rows_that_nobody_tests_are_not_touched(make_round, block):
     """Padding, inactive slots, rows behind the drafts or without a stamp leave probs alone."""
     vocab, width = 40, 3
-    r = TableRound(device, stream, slots=4, draft_length=2, vocab=vocab, block=block)
+    r = make_round(slots=4, draft_length=2, vocab=vocab, block=block)
     marker = np.full(r.sampler.probs.shape, 7.0, np.float32)
     r.sampler.probs.copy_from(marker)
     slots = [simple(ref.Filter(1.0)) for _ in range(4)]
-    slots[1] = ref.replace(slots[1], active=False)
+    slots[1].active = False
     everything = np.ones(vocab, bool)
     for i, s in enumerate(slots):
         r.put(i, s)
         for j in range(width):
             epoch = s.epoch + (i == 2)
-            r.write_mask(i, j, ref.MaskRow(ref.READY, epoch, s.n + j, pack_bits(everything)))
+            r.write_mask(i, j, ref.MaskRow(ref.READY, epoch, s.n + j, everything))
     r.rows([0, 1, 2, -1])
     r.verify(np.zeros((4, width, vocab), np.float32))
     probs = r.sampler.probs.to_host().reshape(4, width, vocab)

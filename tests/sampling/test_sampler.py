@@ -1,13 +1,15 @@
-"""Refusals of the sampling wrappers, by name and before anything is launched."""
+"""The sampler's wrappers: the same on stream and graph; refusals by name, before any launch."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import reference_round as ref
 from sampling_round import TableRound
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.exchange import Exchange
+from graft.cudagraph.graph import Graph
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SLOT
 
@@ -15,9 +17,9 @@ GOOD = {"position": 5, "last": 1, "epoch": 1, "limit": 20}
 
 
 @pytest.fixture
-def small(device, stream):
+def small(make_round) -> TableRound:
     """Four slots, two drafts, forty tokens."""
-    return TableRound(device, stream, slots=4, draft_length=2, vocab=40)
+    return make_round(slots=4, draft_length=2, vocab=40)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,8 @@ def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
         sampler.target(lane, device.zeros((4, 40), "float32"), device.zeros((4,), "int64"), 1)
     with pytest.raises(OptionError, match="j must be"):
         sampler.draft(lane, device.zeros((4, 40), "float32"), rows, 3, True)
+    with pytest.raises(OptionError, match="without candidates"):
+        small.candidates(1, np.zeros((4, 40), np.float32))
     with pytest.raises(ShapeError, match="draft_logits"):
         sampler.draft(lane, device.zeros((3, 40), "float32"), rows, 1, True)
 
@@ -116,3 +120,54 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
     ):
         with pytest.raises(OptionError, match=word):
             small.sampler.verify(small.lane, small.row_slot, 1, ring)
+
+
+def test_a_replayed_graph_produces_the_tokens_of_the_stream(device, stream, make_round):
+    """Target, verify and two drafts as one graph: twelve replays equal twelve eager rounds."""
+    vocab, most, count, rounds = 30, 2, 6, 12
+    rng = np.random.default_rng(8)
+    logits = rng.normal(0, 1.5, (rounds, count, most + 1, vocab)).astype(np.float32)
+    draft_logits = rng.normal(0, 1.5, (rounds, most, count, vocab)).astype(np.float32)
+
+    def joined() -> TableRound:
+        r = make_round(slots=count, draft_length=most, vocab=vocab)
+        for i in range(count):
+            f = ref.Filter(0.0 if i == 5 else 1.0, top_k=12)
+            r.put(i, ref.Slot(n=3, tree=ref.chain(1), limit=400, seed=i, filter=f, verify=i % 2))
+            for j in range(most + 1):
+                r.write_mask(i, j, ref.MaskRow(ref.FREE, 1, 0, more=1))
+        return r
+
+    eager, wanted = joined(), []
+    for i in range(rounds):
+        wanted.append(eager.verify(logits[i]))
+        for j in range(1, most + 1):
+            eager.draft(j, draft_logits[i, j - 1], masked=True)
+
+    r = joined()
+    on_device = device.zeros((count * (most + 1), vocab), "float32")
+    drafts_on_device = [device.zeros((count, vocab), "float32") for _ in range(most)]
+    graph = Graph(device, "sampling")
+    lane = graph.lane("model")
+    r.sampler.target(lane, on_device, r.row_slot, most + 1)
+    r.sampler.verify(lane, r.row_slot, most + 1, r.ring)
+    for j in range(1, most + 1):
+        r.sampler.draft(lane, drafts_on_device[j - 1], r.row_slot, j, True)
+    run = graph.instantiate()
+    for i in range(rounds):
+        on_device.copy_from(logits[i].reshape(-1, vocab))
+        for array, values in zip(drafts_on_device, draft_logits[i], strict=True):
+            array.copy_from(values)
+        r.replay_ptr.copy_from(np.array([i + 1], np.int32))
+        run.launch(stream)
+        r.ring.poll(i + 1, 30.0)
+        stream.synchronize()
+        out, kept = r.results(i + 1), np.arange(most + 1) < wanted[i]["count"][:, None]
+        np.testing.assert_array_equal(out.pop("tokens")[kept], wanted[i].pop("tokens")[kept])
+        for name, values in wanted[i].items():
+            np.testing.assert_array_equal(out[name], values, err_msg=f"replay {i + 1}: {name}")
+    run.close()
+    graph.close()
+    assert max(int(w["accepted"].max()) for w in wanted) == most
+    state = r.state.to_host()
+    assert state["n"].all() and state["last"].all()
