@@ -183,8 +183,9 @@ def test_refusals_for_lack_of_time_are_not_kept(spec, kept):
 
 def working(service: GrammarService) -> int:
     """Id of the process of the second lane, where a slow grammar has gone."""
-    wait_until(lambda: service._children[1].pid is not None)
-    return service._children[1].pid
+    child = service._children[1]
+    wait_until(lambda: child.pid is not None and not child.resting)
+    return child.pid
 
 
 def test_a_process_that_dies_fails_one_grammar():
