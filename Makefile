@@ -49,7 +49,7 @@ else
 endif
 
 demo: setup ## guided, speculating generation of a batch of prompts, each with its own schema
-	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.demo
+	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo
 
 test: setup ## every test of at most a minute, on the soft device; under 10 minutes on 2 cores
 	@GRAFT_DEVICE=soft $(RUN_TESTS)
@@ -66,7 +66,8 @@ test-sanitize: setup ## stress tests of the native parts under address, undefine
 test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=python3 VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS)
 
-lint: packages ## ruff, mypy and clang-format, changing nothing
+lint: packages ## ruff, mypy, clang-format and line budgets, changing nothing
+	@$(PY) tools/budget.py
 	@$(PY) -m ruff check .
 	@$(PY) tools/tree.py
 	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft

@@ -1,4 +1,72 @@
-"""Device, memory, kernels, lanes, graphs and the host work in them.
+"""CUDA graphs with host work in them: devices, memory, kernels, lanes, graphs. See README.md.
 
-Start at :func:`graft.cudagraph.device.open_device`. Importing this package loads no driver.
+Importing this package loads no driver; :func:`open_device` does.
 """
+
+from graft.cudagraph.conditional import (
+    Condition,
+    GraphBody,
+    condition,
+    if_,
+    if_else,
+    switch,
+    while_,
+)
+from graft.cudagraph.device import Device, open_device
+from graft.cudagraph.errors import (
+    DeadlineError,
+    DeviceError,
+    GraftError,
+    HostWorkError,
+    KernelError,
+    OptionError,
+    ShapeError,
+)
+from graft.cudagraph.events import Event
+from graft.cudagraph.graph import Graph, GraphExec, GraphLane
+from graft.cudagraph.hostwork import NativeWork, PythonWork, check_captured, hostfunc
+from graft.cudagraph.kernels import Kernel, KernelModule, load_text
+from graft.cudagraph.lanes import Lane, StreamLane
+from graft.cudagraph.mailbox import MailboxWorker
+from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.pinned import PinnedField, PinnedSlots, Ring
+from graft.cudagraph.streams import Stream
+
+__all__ = [
+    "Condition",
+    "DeadlineError",
+    "Device",
+    "DeviceArray",
+    "DeviceError",
+    "Event",
+    "GraftError",
+    "Graph",
+    "GraphBody",
+    "GraphExec",
+    "GraphLane",
+    "HostWorkError",
+    "Kernel",
+    "KernelError",
+    "KernelModule",
+    "Lane",
+    "MailboxWorker",
+    "NativeWork",
+    "OptionError",
+    "PinnedArray",
+    "PinnedField",
+    "PinnedSlots",
+    "PythonWork",
+    "Ring",
+    "ShapeError",
+    "Stream",
+    "StreamLane",
+    "check_captured",
+    "condition",
+    "hostfunc",
+    "if_",
+    "if_else",
+    "load_text",
+    "open_device",
+    "switch",
+    "while_",
+]

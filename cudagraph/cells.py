@@ -8,13 +8,8 @@ nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from graft.cudagraph.errors import OptionError
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.graph import Graph
 
 __all__ = ["Cell"]
 
@@ -26,9 +21,9 @@ class Cell:
     or the host address of pinned memory.
     """
 
-    def __init__(self, graph: Graph, value: object, name: str) -> None:
+    def __init__(self, state: _native.GraphState, value: object, name: str) -> None:
         self.name = name
-        self.graph_state = graph.state
+        self.state = state
         self.native = _native.PayloadCell(value, address_of(value))
 
     @property

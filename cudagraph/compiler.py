@@ -5,18 +5,22 @@ This is the one place where the two devices differ above the driver.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import os
+import shutil
+import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
+from graft.native.softcuda.compile import KernelCompileError, compile_cpu
 
 __all__ = ["cache_folder", "compile_text", "nvrtc_options"]
 
@@ -24,9 +28,35 @@ KERNELS = Path(__file__).parent / "kernels"
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: $GRAFT_CACHE, else ~/.cache/graft."""
+    """Return where compiled kernels are kept: $GRAFT_CACHE, else ~/.cache/graft.
+
+    What lies there is loaded and run. So a folder of somebody else's, one that others may write to
+    or one that cannot be written is not used: a private one takes its place until the process ends,
+    and a warning says so.
+    """
     named = os.environ.get("GRAFT_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "graft"
+    return _usable(Path(named) if named else Path(os.path.expanduser("~/.cache/graft")))
+
+
+@functools.cache
+def _usable(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+        if state.st_uid != os.geteuid():
+            raise PermissionError(f"it belongs to user {state.st_uid}")
+        if state.st_mode & 0o022:
+            mode = state.st_mode & 0o777
+            raise PermissionError(f"others may write to it (mode {mode:o}; chmod go-w)")
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels are not kept, as {folder} cannot be used: {error}", stacklevel=4
+        )
+        private = tempfile.mkdtemp(prefix="graft-kernels-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        return Path(private)
 
 
 def nvrtc_options(
@@ -55,19 +85,17 @@ def include_folders(folder: Path | None) -> list[Path]:
 
 
 def compile_text(
-    device: Device, text: str, name: str, defines: Mapping[str, str], folder: Path | None
+    context: Context, text: str, name: str, defines: Mapping[str, str], folder: Path | None
 ) -> tuple[Any, object]:
     """Compile and load; returns the CUmodule and what keeps it loaded."""
-    if device.kind == "soft":
+    if context.kind == "soft":
         return _compile_soft(text, name, defines, folder)
-    return _compile_cuda(device, text, name, defines, folder)
+    return _compile_cuda(context, text, name, defines, folder)
 
 
 def _compile_soft(
     text: str, name: str, defines: Mapping[str, str], folder: Path | None
 ) -> tuple[Any, object]:
-    from graft.native.softcuda.compile import KernelCompileError, compile_cpu
-
     try:
         image = compile_cpu(
             text,
@@ -84,7 +112,7 @@ def _compile_soft(
 
 
 def _compile_cuda(
-    device: Device, text: str, name: str, defines: Mapping[str, str], folder: Path | None
+    context: Context, text: str, name: str, defines: Mapping[str, str], folder: Path | None
 ) -> tuple[Any, object]:
     os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder() / "cupy"))
     try:
@@ -96,13 +124,13 @@ def _compile_cuda(
     # CuPy's cache key does not see included files, so their digest becomes part of the text.
     digest = hashlib.sha256()
     for place in include_folders(folder):
-        for header in sorted(place.glob("*.cuh")):
+        for header in sorted((*place.glob("*.cuh"), *place.glob("*.h"))):
             digest.update(header.read_bytes())
     stamped = f'// includes: {digest.hexdigest()}\n#line 1 "{name}"\n{text}'
     path = None if folder is None else folder / name
     options = tuple(nvrtc_options(path, defines))
     try:
-        with cupy.cuda.Device(device.ordinal):
+        with cupy.cuda.Device(context.ordinal):
             # Keep the Module itself: RawModule only finds it in a cache that can be emptied.
             module = cupy.RawModule(code=stamped, options=options, backend="nvrtc").module
     except cupy.cuda.compiler.CompileException as error:

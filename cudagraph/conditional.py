@@ -8,36 +8,79 @@ meets the host is refused here when it is added, by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graft.cudagraph import nodes
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph import Graph, GraphExec, GraphLane, keep
 
-if TYPE_CHECKING:
-    from graft.cudagraph.exec import GraphExec
+__all__ = ["Condition", "GraphBody", "condition", "if_", "if_else", "switch", "while_"]
 
-__all__ = ["Condition", "GraphBody", "add_conditional", "make_condition"]
-
+MOST_CASES = 1024
 #: Kinds of nodes that the driver allows in a body, at any depth.
 ALLOWED = frozenset({"kernel", "copy", "fill", "child", "if", "while", "switch"})
 
 
 class Condition(int):
-    """The handle of one conditional node; an argument for kernels that decide.
-
-    Attributes
-    ----------
-    name : str
-    used : bool
-        Does it steer a node yet?
-    """
+    """The handle of one conditional node; an argument for kernels that decide."""
 
     name: str
-    used: bool
     owner: int
+
+
+def condition(graph: Graph, default: int | None = None, *, name: str = "condition") -> Condition:
+    """Make the condition of one conditional node in a graph or in a body of it.
+
+    Parameters
+    ----------
+    graph : Graph
+    default : int, optional
+        Value it has when a replay begins; without it, what the last replay left.
+    name : str
+        Name for errors.
+    """
+    if default is not None and not 0 <= default < 1 << 32:
+        raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")
+    root = graph.root
+    context = call(cu.cuCtxGetCurrent)
+    flags = 0 if default is None else int(cu.CU_GRAPH_COND_ASSIGN_DEFAULT)
+    with root.editing() as handle:
+        made = call(cu.cuGraphConditionalHandleCreate, handle, context, default or 0, flags)
+        out = Condition(int(made))
+        out.name, out.owner = name, handle
+        root.unused_conditions[out] = name
+    return out
+
+
+def if_(lane: GraphLane, condition: Condition, *, name: str = "if") -> GraphBody:
+    """Add an IF node and return its body, which runs when the condition is not 0."""
+    return _add(lane, "if", condition, 1, name)[0]
+
+
+def if_else(
+    lane: GraphLane, condition: Condition, *, name: str = "if"
+) -> tuple[GraphBody, GraphBody]:
+    """Add an IF node with two bodies; the second runs when the condition is 0."""
+    then, otherwise = _add(lane, "if", condition, 2, name)
+    return then, otherwise
+
+
+def while_(lane: GraphLane, condition: Condition, *, name: str = "while") -> GraphBody:
+    """Add a WHILE node and return its body, which runs as long as the condition is not 0."""
+    return _add(lane, "while", condition, 1, name)[0]
+
+
+def switch(
+    lane: GraphLane, condition: Condition, cases: int, *, name: str = "switch"
+) -> list[GraphBody]:
+    """Add a SWITCH node and return its bodies: body i runs when the condition is i.
+
+    None of them runs for a condition of ``cases`` or more.
+    """
+    if not isinstance(cases, int) or not 1 <= cases <= MOST_CASES:
+        raise OptionError(f"switch {name!r} must have 1 to {MOST_CASES} cases, not {cases!r}")
+    return _add(lane, "switch", condition, cases, name)
 
 
 class GraphBody(Graph):
@@ -48,9 +91,8 @@ class GraphBody(Graph):
 
     def __init__(self, root: Graph, name: str, handle: int) -> None:
         # The driver owns the body; the root owns the records of its nodes.
-        self._init_definition(root.device, name, root.status, root.state)
-        self._root = root
-        self._body = handle
+        self._begin(root.context, name, root.status, root.state)
+        self._root, self._body = root, handle
 
     @property
     def root(self) -> Graph:
@@ -79,47 +121,24 @@ class GraphBody(Graph):
             below = inner.child_at(node.index) if inner is not None else None
             self.refuse(node.kind, f"{name}/{node.name}", below)
 
-    def condition(self, default: int | None = None, *, name: str = "condition") -> Condition:
-        """Make a condition for a conditional inside this body."""
-        return self.root.condition(default, name=name)
-
     def instantiate(self, *, priorities: bool = False) -> GraphExec:
         """Refused: the graph around it is what runs."""
         raise OptionError(f"{self.name!r} is the body of a conditional and runs with its graph")
-
-    def clone(self, name: str | None = None) -> Graph:
-        """Refused: the driver copies no conditionals."""
-        raise OptionError(f"{self.name!r} is the body of a conditional and cannot be cloned")
 
     def close(self) -> None:
         """Do nothing: the body goes with its graph."""
 
 
-def make_condition(graph: Graph, default: int | None, name: str) -> Condition:
-    """Create a condition for one conditional of ``graph`` or of a body in it."""
-    if default is not None and not 0 <= default < 1 << 32:
-        raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")
-    context = call(cu.cuCtxGetCurrent)
-    flags = 0 if default is None else int(cu.CU_GRAPH_COND_ASSIGN_DEFAULT)
-    with graph.editing() as handle:
-        made = call(cu.cuGraphConditionalHandleCreate, handle, context, default or 0, flags)
-    condition = Condition(int(made))
-    condition.name, condition.used, condition.owner = name, False, graph.handle
-    return condition
-
-
-def add_conditional(
-    graph: Graph, lane: str, kind: str, condition: Condition, bodies: int, name: str
+def _add(
+    lane: GraphLane, kind: str, condition: Condition, bodies: int, name: str
 ) -> list[GraphBody]:
-    """Add an IF (one or two bodies), WHILE or SWITCH (any number) node to a lane."""
-    root = graph.root if isinstance(graph, GraphBody) else graph
+    graph, root = lane.graph, lane.graph.root
     if not isinstance(condition, Condition):
-        raise OptionError(f"{kind} {name!r} needs a condition made by Graph.condition()")
-    if condition.owner != root.handle or condition.used:
-        raise OptionError(
-            f"condition {condition.name!r} "
-            + ("steers a node already" if condition.used else f"is not of graph {root.name!r}")
-        )
+        raise OptionError(f"{kind} {name!r} needs a condition made by condition()")
+    if condition.owner != root.handle:
+        raise OptionError(f"condition {condition.name!r} is not of graph {root.name!r}")
+    if condition not in root.unused_conditions:
+        raise OptionError(f"condition {condition.name!r} steers a node already")
     handles: list[int] = []
 
     def make(handle: int, after: list[Any], _: tuple) -> Any:
@@ -127,9 +146,8 @@ def add_conditional(
         handles.extend(made)
         return node
 
-    attach: Callable[[int], tuple] = graph.keep(())
-    graph.add(kind, name, lane, attach, make)
-    condition.used = True
+    graph.add(kind, name, lane.name, keep(()), make)
+    del root.unused_conditions[condition]
     if kind == "switch":
         titles = [f"{name}/{case}" for case in range(bodies)]
     else:

@@ -6,10 +6,6 @@ Layout of DLManagedTensor as published in dlpack.h (version 0.x, which every con
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from graft.cudagraph.memory import DeviceArray
 
 __all__ = ["DL_CUDA", "export"]
 
@@ -77,29 +73,16 @@ def _capsule_dropped(capsule: int) -> None:
         _delete(_pointer(capsule, _NAME))
 
 
-def export(array: DeviceArray, **options: Any) -> object:
-    """Return a ``dltensor`` capsule that shares ``array``'s memory; the device is idle then.
-
-    Raises
-    ------
-    BufferError
-        On the soft device, whose addresses mean nothing to other libraries, and when a copy or
-        another device is asked for.
-    """
-    if array.device.kind == "soft":
-        raise BufferError("soft-device memory cannot be exported: use DeviceArray.to_host()")
-    wanted = options.get("dl_device")
-    if options.get("copy") or (wanted is not None and tuple(wanted) != array.__dlpack_device__()):
-        raise BufferError("graft exports device memory as it lies: no copy, no other device")
-    array.device.synchronize()
-    ndim = len(array.shape)
-    shape = (ctypes.c_int64 * ndim)(*array.shape)
-    code, bits = _TYPES[array.dtype]
+def export(
+    address: int, shape: tuple[int, ...], dtype: str, ordinal: int, owner: object
+) -> object:
+    """Return a ``dltensor`` capsule of contiguous device memory, which keeps ``owner``."""
+    ndim = len(shape)
+    sizes = (ctypes.c_int64 * ndim)(*shape)
+    code, bits = _TYPES[dtype]
     managed = _Managed()
-    managed.tensor = _Tensor(
-        array.ptr, DL_CUDA, array.device.ordinal, ndim, code, bits, 1, shape, None, 0
-    )
+    managed.tensor = _Tensor(address, DL_CUDA, ordinal, ndim, code, bits, 1, sizes, None, 0)
     managed.deleter = _delete
-    address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, array.owner)
-    return _new(address, _NAME, ctypes.cast(_capsule_dropped, ctypes.c_void_p))
+    key = ctypes.addressof(managed)
+    _exported[key] = (managed, sizes, owner)
+    return _new(key, _NAME, ctypes.cast(_capsule_dropped, ctypes.c_void_p))

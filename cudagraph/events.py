@@ -7,16 +7,12 @@ the rest of the replay still runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import capture_of, describe_running, keep_captured
+from graft.cudagraph.hostwork import capture_of, keep_captured
+from graft.cudagraph.stacks import describe_running
+from graft.cudagraph.streams import Stream
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.streams import Stream
 
 __all__ = ["Event"]
 
@@ -32,17 +28,16 @@ class Event:
 
     Parameters
     ----------
-    device : Device
     name : str
         Name for errors and drawings.
     timing : bool
         Whether :meth:`elapsed_s` can be asked; costs a little at each record.
     """
 
-    def __init__(self, device: Device, name: str = "event", *, timing: bool = False) -> None:
+    def __init__(self, name: str = "event", *, timing: bool = False) -> None:
         flags = cu.CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        self.device, self.name, self.timing = device, name, timing
+        self.name, self.timing = name, timing
         self._resource = _native.Resource(
             _native.ResourceKind.EVENT, int(call(cu.cuEventCreate, flag))
         )

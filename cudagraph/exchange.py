@@ -6,13 +6,15 @@ What lies in it is stated in ``kernels/exchange.h``; here are its size and its a
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graft.cudagraph.context import Context
 from graft.cudagraph.cstruct import read_numbers, read_struct
-from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.memory import PinnedArray
 
 __all__ = ["HEADER", "NUMBERS", "Exchange"]
 
@@ -27,7 +29,7 @@ class Exchange:
 
     Parameters
     ----------
-    device : where the memory is pinned.
+    context : the device.
     slots : how many slots.
     drafts : most drafts of a slot; it has one mask row more.
     vocab_size : ids that a mask row covers.
@@ -51,7 +53,7 @@ class Exchange:
     """
 
     def __init__(
-        self, device: Device, slots: int, drafts: int, vocab_size: int, candidates: int = 0
+        self, context: Context, slots: int, drafts: int, vocab_size: int, candidates: int = 0
     ) -> None:
         sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
                  ("candidates", candidates, 0))  # fmt: skip
@@ -79,9 +81,9 @@ class Exchange:
             "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
         }.items() | at.items():  # fmt: skip
             layout[name] = value
-        self.layout: np.void = layout[()]
+        self.layout: Any = layout[()]
         self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size
-        self.memory = device.pinned((slots, end), "int32")
+        self.memory = PinnedArray(context, (slots, end), "int32")
         whole = self.memory.array
 
         def part(name: str) -> NDArray:

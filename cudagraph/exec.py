@@ -5,37 +5,26 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from graft.cudagraph.cells import Cell, address_of
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
-from graft.cudagraph.hostwork import describe_running, raise_failure
-from graft.cudagraph.memory import check_byte
-from graft.cudagraph.nodes import fill_params
-from graft.cudagraph.nodeupdate import (
-    COPY,
-    EVENT_RECORD,
-    EVENT_WAIT,
-    FILL,
-    KERNEL,
-    Kept,
-    find_node,
-    kernel_change,
-    set_copy,
-)
+from graft.cudagraph.hostwork import raise_failure
+from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.lanes import Dims, check_launch
+from graft.cudagraph.memory import PinnedArray
+from graft.cudagraph.nodes import Node, kernel_params
+from graft.cudagraph.stacks import describe_running
+from graft.cudagraph.streams import Stream
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.events import Event
-    from graft.cudagraph.graph import Graph, Node
-    from graft.cudagraph.kernels import Kernel
-    from graft.cudagraph.lanes import Array, Dims
-    from graft.cudagraph.streams import Stream
 
 __all__ = ["GraphExec"]
 
-CLOSED = -1
+CLOSED, NOT_READY = -1, 600
+#: Replaced operand sets that may wait for launches in flight before an update waits for these.
+MOST_REPLACED = 256
 UPDATE_FAILURE = 910
 #: Names of CUgraphExecUpdateResult.
 _UPDATE_RESULTS = {
@@ -51,6 +40,39 @@ _UPDATE_RESULTS = {
 }
 
 
+@runtime_checkable
+class Definition(Protocol):
+    """What an executable needs of a graph."""
+
+    name: str
+    nodes: list[Node]
+    status: PinnedArray
+    state: _native.GraphState
+    cells: list[Cell]
+    lent: list[PinnedArray]
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def executable(self) -> GraphExec | None: ...
+    def editing(self) -> AbstractContextManager[int]: ...
+    def node_index(self, handle: int) -> int | None: ...
+    def find(self, node: Node | str, what: str, kind: str) -> int: ...
+    def adopted_by(self, executable: GraphExec) -> None: ...
+
+
+class _Operands:
+    """Operands of changed nodes: the present ones by node, and those that were replaced.
+
+    The driver copies new parameters and takes no ownership of what they refer to. So the executable
+    holds it, and lets go of replaced operands when it is seen idle.
+    """
+
+    def __init__(self) -> None:
+        self.present: dict[int, object] = {}
+        self.replaced: list[object] = []
+
+
 class GraphExec:
     """What is launched. Made by :meth:`Graph.instantiate`; it may outlive the Graph object.
 
@@ -64,9 +86,8 @@ class GraphExec:
         The status words of the definition that runs now; see :class:`Graph`.
     """
 
-    def __init__(self, graph: Graph, priorities: bool = False) -> None:
+    def __init__(self, graph: Definition, priorities: bool = False) -> None:
         self.name = graph.name
-        self.device = graph.device
         self._state = graph.state
         self.status = graph.status
         flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
@@ -79,11 +100,10 @@ class GraphExec:
         self._native = _native.Exec(int(handle), int(event), graph.state)
         self._closed = False
         self._definition = weakref.ref(graph)
-        self._cells = graph.cells
-        self._lent = graph._lent
+        self._cells, self._lent = graph.cells, graph.lent
         for cell in self._cells:
             cell.native.restart()  # replays of this executable count from 1
-        self._kept: Kept | None = None
+        self._operands: _Operands | None = None
 
     @property
     def closed(self) -> bool:
@@ -126,32 +146,35 @@ class GraphExec:
         enter("cuGraphLaunch")
         self._check(self._native.launch(stream.handle))
 
-    def update(self, graph: Graph) -> None:
+    def update(self, graph: Definition, timeout_s: float | None = None) -> None:
         """Let this executable run another definition of the same topology.
 
-        Waits for launches in flight, since records of both definitions are numbered by replay.
-        The old definition's records are released, and ``graph`` counts as instantiated.
+        Waits for what was launched before, since records of both definitions are numbered by
+        replay. The old definition's records are released, and ``graph`` counts as instantiated.
 
         Raises
         ------
         OptionError
             The definition runs in another executable, or cannot be updated to; names the node.
+        DeadlineError
+            After ``timeout_s`` seconds; nothing is updated.
         """
         self._require_open()
+        if not isinstance(graph, Definition):
+            raise OptionError(f"executable {self.name!r} is updated to a Graph, not {graph!r}")
         if graph.executable not in (None, self):
             raise OptionError(f"graph {graph.name!r} has an open executable of its own")
-        self.synchronize()
+        self.synchronize(timeout_s)
         enter("cuGraphExecUpdate")
         with graph.editing() as handle:
-            code, result, node = self._native.update(handle)
+            code, result, node = self._native.update(handle, graph.state)
         if code == UPDATE_FAILURE:
             index = graph.node_index(node)
             where = "" if index is None else f" at node {index} {graph.nodes[index].name!r}"
             why = _UPDATE_RESULTS.get(result, f"update result {result}")
             raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
         self._check((code, "cuGraphExecUpdate"))
-        self._native.adopt(graph.state)
-        self._cells, self._lent = graph.cells, graph._lent
+        self._cells, self._lent = graph.cells, graph.lent
         self._state, self.status, self.name = graph.state, graph.status, graph.name
         graph.adopted_by(self)
 
@@ -171,7 +194,7 @@ class GraphExec:
         args: Iterable[object],
         *,
         shared: int = 0,
-        within: Graph | None = None,
+        within: Definition | None = None,
     ) -> None:
         """Change a kernel node of the definition (or of a body, ``within``) for later launches.
 
@@ -182,90 +205,77 @@ class GraphExec:
         KernelError
             The arguments do not fit the kernel.
         """
-        handle = find_node(within or self._definition(), node, "update the", ("kernel",))
-        params, during, owners = kernel_change(kernel, grid, block, args, shared)
-        self._set(KERNEL, handle, params, owners)
-        del during
-
-    def update_copy(
-        self, node: Node | str, dst: Array, src: Array, *, within: Graph | None = None
-    ) -> None:
-        """Change a copy node for later launches; see :meth:`update_kernel`."""
-        handle = find_node(within or self._definition(), node, "update the", ("copy",))
-        self._set(COPY, handle, *set_copy(dst, src))
-
-    def update_fill(
-        self, node: Node | str, dst: Array, byte: int = 0, *, within: Graph | None = None
-    ) -> None:
-        """Change a fill node for later launches; see :meth:`update_kernel`."""
-        handle = find_node(within or self._definition(), node, "update the", ("fill",))
-        self._set(FILL, handle, fill_params(dst.ptr, check_byte(byte), dst.nbytes), (dst.owner,))
-
-    def update_event(self, node: Node | str, event: Event, *, within: Graph | None = None) -> None:
-        """Let an event node record, or wait for, another event in later launches.
-
-        Raises
-        ------
-        OptionError
-            There is no such event node, or the definition was dropped.
-        """
-        graph = within or self._definition()
-        kinds = ("event record", "event wait")
-        handle = find_node(graph, node, "update the", kinds)
-        assert graph is not None
-        found = next(n for n in graph.nodes if graph.node_handle(n.index) == handle)
-        kind = EVENT_RECORD if found.kind == "event record" else EVENT_WAIT
-        self._set_address(kind, handle, event.handle, (event.owner,))
+        handle = self._find(node, within)
+        dims = check_launch(kernel, grid, block, shared)
+        packed = kernel.pack(args)
+        kernel.allow_shared(shared)
+        params = kernel_params(kernel.function, *dims, shared, packed)
+        # Held before the change is made, so that a launch from another thread is safe.
+        self._hold(handle, packed.owners)
+        enter("cuGraphExecKernelNodeSetParams")
+        self._check(self._native.set_kernel(handle, params.getPtr()))
+        del packed, params  # not before the call has returned
+        self._let_go()
 
     def set_enabled(
-        self, node: Node | str, enabled: bool, *, within: Graph | None = None
+        self, node: Node | str, enabled: bool, *, within: Definition | None = None
     ) -> None:
-        """Let a kernel, copy or fill node do its work in later launches, or nothing.
+        """Let a kernel node do its work in later launches, or nothing.
 
-        The driver knows no such switch for other nodes: a host step that should rest reads a flag
-        in its cell.
+        The driver knows no such switch for host steps: one that should rest reads a flag in its
+        cell.
         """
-        kinds = ("kernel", "copy", "fill")
-        handle = find_node(within or self._definition(), node, "enable or disable the", kinds)
-        self._require_open()
+        handle = self._find(node, within)
         enter("cuGraphNodeSetEnabled")
         self._check(self._native.set_enabled(handle, enabled))
 
-    def is_enabled(self, node: Node | str, *, within: Graph | None = None) -> bool:
-        """Return whether a kernel, copy or fill node works in later launches."""
-        kinds = ("kernel", "copy", "fill")
-        handle = find_node(within or self._definition(), node, "ask about the", kinds)
-        self._require_open()
+    def is_enabled(self, node: Node | str, *, within: Definition | None = None) -> bool:
+        """Return whether a kernel node works in later launches."""
+        handle = self._find(node, within)
         enter("cuGraphNodeGetEnabled")
         code, api, enabled = self._native.get_enabled(handle)
         self._check((code, api))
         return bool(enabled)
 
-    def _set(self, kind: int, node: int, params: Any, owners: object) -> None:
-        self._set_address(kind, node, params.getPtr(), owners)
-
-    def _set_address(self, kind: int, node: int, params: int, owners: object) -> None:
+    def _find(self, node: Node | str, within: Definition | None) -> int:
         self._require_open()
-        enter("cuGraphExecNodeSetParams")
-        if self._kept is None:
-            self._kept = Kept()
-            self._native.keep(self._kept)
-        # Held before the change is made, so that a launch from another thread is safe.
-        self._kept.put(node, owners, self.query, lambda: self._wait(None))
-        self._check(self._native.set_node(kind, node, params))
+        graph = within or self._definition()
+        if graph is None:
+            raise OptionError(
+                f"cannot change a node of {self.name!r}: the definition, which names it, is gone"
+            )
+        return graph.find(node, "change the", "kernel")
+
+    def _hold(self, node: int, owners: object) -> None:
+        if self._operands is None:
+            self._operands = _Operands()
+            self._native.keep(self._operands)
+        present, replaced = self._operands.present, self._operands.replaced
+        if node in present:
+            replaced.append(present[node])
+        present[node] = owners
+
+    def _let_go(self) -> None:
+        """Drop replaced operands that no launch uses any more: later ones have the new."""
+        replaced = self._operands.replaced if self._operands is not None else []
+        if len(replaced) > MOST_REPLACED:
+            self._wait(None)
+            replaced.clear()
+        elif replaced and self.query():
+            replaced.clear()
 
     def query(self) -> bool:
         """Return whether every launch has finished."""
         self._require_open()
         enter("cuEventQuery")
         code, api = self._native.query()
-        if code == 600:
+        if code == NOT_READY:
             return False
         self._check((code, api))
         return True
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait until every launch has finished, and raise what their host steps raised.
+        """Wait for what was launched before the call, and raise what host steps raised.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Graphs, built explicitly node by node, never by capture.
+"""Graphs, built explicitly node by node on lanes, never by capture.
 
 Lifetime: whatever a node's address or handle belongs to is kept by a CUDA user object that is
 retained on the graph before the node is added. It lives with the definition, its executable and
@@ -12,45 +12,28 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graft.cudagraph import drawing
+from graft.cudagraph import drawing, nodes
 from graft.cudagraph.cells import Cell
-from graft.cudagraph.children import Recipe, rebuild
+from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.events import Event
 from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.graphlane import Again, GraphLane, GraphMark
-from graft.cudagraph.mailbox import MailboxWorker
-from graft.cudagraph.memory import PinnedArray
+from graft.cudagraph.hostwork import HostWork, Spin, as_work, use_spin
+from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
+from graft.cudagraph.mailbox import Limits, Mailbox, MailboxWorker
+from graft.cudagraph.memory import PinnedArray, check_byte
+from graft.cudagraph.nodes import Node
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.conditional import Condition
-    from graft.cudagraph.device import Device
 
 __all__ = ["Graph", "GraphExec", "GraphLane", "GraphMark", "Node"]
 
 STATUS_WORDS = 16
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node of a graph.
-
-    Attributes
-    ----------
-    name : str
-    kind : {"kernel", "copy", "fill", "host", "child", "if", "event wait", ...}
-    lane : str
-    index : int
-        Position in ``Graph.nodes``.
-    """
-
-    name: str
-    kind: str
-    lane: str
-    index: int
+#: The driver that can move a graph into another one: CUDA 12.9.
+MOVES_SINCE = 12090
 
 
 class Graph:
@@ -58,7 +41,8 @@ class Graph:
 
     Parameters
     ----------
-    device : Device
+    context : Context
+        The device.
     name : str
         Name for errors and drawings.
 
@@ -76,37 +60,30 @@ class Graph:
 
     _resource: _native.Resource | None
 
-    def __init__(
-        self, device: Device, name: str = "graph", *, part_of: Graph | None = None
-    ) -> None:
-        if part_of is None:
-            status = device.pinned((STATUS_WORDS,), "int32")
-            self._init_definition(device, name, status, _native.GraphState(status.host_ptr))
-        else:  # a child graph: its host steps count and fail with the parent's
-            self._init_definition(device, name, part_of.status, part_of.state)
+    def __init__(self, context: Context, name: str = "graph") -> None:
+        status = PinnedArray(context, (STATUS_WORDS,), "int32")
+        self._begin(context, name, status, _native.GraphState(status.host_ptr))
         handle = int(call(cu.cuGraphCreate, 0))
         self._resource = _native.Resource(_native.ResourceKind.GRAPH, handle)
 
-    def _init_definition(
-        self, device: Device, name: str, status: PinnedArray, state: _native.GraphState
+    def _begin(
+        self, context: Context, name: str, status: PinnedArray, state: _native.GraphState
     ) -> None:
-        self.device = device
-        self.name = name
+        self.context, self.name = context, name
         self.nodes: list[Node] = []
         self.edges: list[tuple[int, int]] = []
         self.status, self.state = status, state
-        self._resource = None
-        self._conditions: list[Condition] = []
         self.cells: list[Cell] = []
+        self.lent: list[PinnedArray] = []  # status words of children
+        self.unused_conditions: dict[int, str] = {}
+        self._resource = None
         # Lane name -> nodes that its next node depends on. Lanes are handles on this, so that a
         # graph is freed as soon as it is dropped, with no reference cycle to be collected.
         self._ends: dict[str, tuple[int, ...]] = {}
         self._handles: list[Any] = []
-        self._recipes: dict[int, Recipe] = {}
         self._worker: MailboxWorker | None = None
-        self._lent: list[PinnedArray] = []  # status words of moved children
         self._moved_into: str | None = None
-        self._moved: dict[int, Graph] = {}  # child graphs that became nodes, by index
+        self._children: dict[int, Graph] = {}  # by node
         # Serialises edits of the definition; never held while waiting for host work.
         self._lock = threading.RLock()
         self._exec: weakref.ref[GraphExec] | None = None
@@ -124,6 +101,11 @@ class Graph:
     def records(self) -> int:
         """The CUgraph that keeps what the nodes use."""
         return self.handle
+
+    @property
+    def root(self) -> Graph:
+        """The whole graph that this one is part of: itself, or what is around a body."""
+        return self
 
     def refuse(self, kind: str, name: str, inner: Graph | None = None) -> None:
         """Raise for a node that may not stand here; every kind may stand in a whole graph."""
@@ -147,20 +129,35 @@ class Graph:
 
     def node_index(self, handle: int) -> int | None:
         """Return the index of the node with this CUgraphNode handle."""
-        for index, node in enumerate(self._handles):
-            if int(node) == handle:
-                return index
-        return None
+        return next((i for i, node in enumerate(self._handles) if int(node) == handle), None)
 
-    def node_handle(self, index: int) -> int:
-        """Return the CUgraphNode of a node as an integer."""
+    def find(self, node: Node | str, what: str, kind: str) -> int:
+        """Return the CUgraphNode of a node of one kind, by name or as listed in ``nodes``.
+
+        Raises
+        ------
+        OptionError
+            There is no such node or several, or it is of another kind; says ``what`` it was for.
+        """
+        if isinstance(node, str):
+            found = [n for n in self.nodes if n.name == node]
+            if len(found) != 1:
+                raise OptionError(f"graph {self.name!r} has {len(found)} nodes called {node!r}")
+            node = found[0]
+        if node.index >= len(self.nodes) or self.nodes[node.index] != node:
+            raise OptionError(f"{node} is no node of graph {self.name!r}")
+        if node.kind != kind:
+            raise OptionError(
+                f"cannot {what} {node.kind} node {node.name!r} of graph {self.name!r}: only {kind} "
+                "nodes"
+            )
         if self._moved_into is None:
             self.handle  # noqa: B018  (raises when the graph is closed)
-        return int(self._handles[index])
+        return int(self._handles[node.index])
 
     def cell(self, value: object = None, *, name: str = "cell") -> Cell:
         """Make a payload that changes between replays, for host steps of this graph."""
-        made = Cell(self, value, name)
+        made = Cell(self.state, value, name)
         self.cells.append(made)
         return made
 
@@ -171,14 +168,11 @@ class Graph:
         lane: str,
         attach: Callable[[int], tuple],
         make: Callable[[int, list[Any], tuple], Any],
-        again: Again | None = None,
     ) -> int:
         """Add one node: attach what it needs, then make it, undoing the first if that fails.
 
         Used by lanes. ``attach(graph)`` returns (code, api, user object, ...); ``make(graph,
-        dependencies, attached)`` makes the driver's node. ``again`` is the lane's method, arguments
-        and options that add such a node to another graph; without it the graph has no copies.
-        Returns the node's index.
+        dependencies, attached)`` makes the driver's node. Returns the node's index.
         """
         self.refuse(kind, name)
         with self.editing() as graph:
@@ -198,9 +192,66 @@ class Graph:
             self.nodes.append(Node(name, kind, lane, index))
             self.edges.extend((i, index) for i in depends)
             self._ends[lane] = (index,)
-            if again is not None:
-                self._recipes[index] = Recipe(*again, depends)
             return index
+
+    def add_pair(
+        self,
+        lane: str,
+        first: tuple[str, str, Callable[[int], tuple], Callable[[int, list[Any], tuple], Any]],
+        second: tuple[str, str, Callable[[int], tuple], Callable[[int, list[Any], tuple], Any]],
+    ) -> None:
+        """Add two nodes, (kind, name, attach, make) each, or none."""
+        with self._lock:
+            ends = self._ends[lane]
+            self.add(first[0], first[1], lane, *first[2:])
+            try:
+                self.add(second[0], second[1], lane, *second[2:])
+            except BaseException:
+                call(cu.cuGraphDestroyNode, self._handles.pop())
+                index = self.nodes.pop().index
+                self.edges = [edge for edge in self.edges if edge[1] != index]
+                self._ends[lane] = ends
+                raise
+
+    def add_child(self, child: Graph, lane: str, name: str | None) -> None:
+        """Do what :meth:`GraphLane.child` says."""
+        if not isinstance(child, Graph):
+            raise OptionError(f"{child!r} is no Graph")
+        name = name or child.name
+        self.refuse("child", name, child)
+        if child.records == self.records or child.executable is not None:
+            why = "has an open executable" if child.executable is not None else "holds that graph"
+            raise OptionError(f"graph {child.name!r} cannot be moved into {self.name!r}: it {why}")
+        known = hasattr(cu, "CUgraphChildGraphNodeOwnership")
+        if not known or int(call(cu.cuDriverGetVersion)) < MOVES_SINCE:
+            raise OptionError(
+                f"graph {child.name!r} cannot be moved into {self.name!r}: that needs CUDA 12.9, "
+                "driver and bindings"
+            )
+        child.settle()
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return nodes.move_child(graph, after, child.handle)
+
+        with child.editing(), self.editing():
+            # The child's kernels read its status, which tells of the parent's failures from now on.
+            index = self.add("child", name, lane, keep((child.status.owner,)), make)
+            child._give_away(self, index)
+
+    def _give_away(self, parent: Graph, index: int) -> None:
+        root = parent.root
+        if self._resource is not None:
+            self._resource.disown()
+        _native.adopt_state(self.state, root.state)
+        root.cells.extend(self.cells)
+        root.unused_conditions.update(self.unused_conditions)
+        root.lent.extend((self.status, *self.lent))
+        parent._children[index] = self
+        self._resource, self._moved_into = None, parent.name
+
+    def child_at(self, index: int) -> Graph | None:
+        """Return the child graph that a node is; None for other nodes."""
+        return self._children.get(index)
 
     def end(self, lane: str) -> tuple[int, ...]:
         """Return what the next node of a lane will depend on."""
@@ -211,118 +262,10 @@ class Graph:
         with self._lock:
             self._ends[lane] = tuple(sorted({*self._ends[lane], *nodes}))
 
-    def keep(self, owners: tuple[object, ...]) -> Callable[[int], tuple]:
-        """Return what keeps objects for a node, as :meth:`add` wants it."""
-
-        def attach(graph: int) -> tuple:
-            return _native.attach_keep(graph, owners)
-
-        return attach
-
-    def condition(self, default: int | None = None, *, name: str = "condition") -> Condition:
-        """Make the condition of one IF or WHILE node in this graph or in a body of it.
-
-        Parameters
-        ----------
-        default : int, optional
-            Value it has when a replay begins; without it, what the last replay left.
-        name : str
-            Name for errors.
-
-        Returns
-        -------
-        Condition
-            Pass it to kernels as an ``unsigned long long``; they set it with
-            ``cudaGraphSetConditional`` (``conditional.cuh``).
-        """
-        from graft.cudagraph.conditional import make_condition
-
-        made = make_condition(self, default, name)
-        self._conditions.append(made)
-        return made
-
-    def depend(self, lane: str, nodes: tuple[int, ...]) -> None:
-        """Let the next node of a lane depend on these nodes and no others."""
-        with self._lock:
-            self._ends[lane] = nodes
-
-    def recipes(self) -> list[Recipe | None]:
-        """Return how each node was added; OptionError when the graph is closed."""
-        with self._lock:
-            if self._moved_into is not None or (self._resource is None and not self._recipes):
-                self.handle  # noqa: B018  (raises)
-            return [self.recipe(index) for index in range(len(self.nodes))]
-
-    def recipe(self, index: int) -> Recipe | None:
-        """Return how a node was added; None for one that cannot be added a second time."""
-        return self._recipes.get(index)
-
-    def add_child(
-        self,
-        child: Graph | object,
-        *,
-        lane: str = "main",
-        name: str = "child",
-        move: bool = False,
-    ) -> None:
-        """Add another graph as one node of a lane; see :meth:`GraphLane.child`."""
-        self.lane(lane).child(child, name=name, move=move)
-
-    def child_at(self, index: int) -> Graph | None:
-        """Return the child graph that a node is; None for other nodes and captured graphs."""
-        recipe = self.recipe(index)
-        if recipe is not None and self.nodes[index].kind == "child":
-            part: Graph = recipe.args[0]
-            return part
-        return self._moved.get(index)
-
-    def give_away(self, parent: Graph, index: int | None) -> None:
-        """Become the parent's: node ``index`` of it, or (None) nothing, as it was copied."""
-        root = parent.root
-        if index is not None and self._resource is not None:
-            self._resource.disown()
-            _native.adopt_state(self.state, root.state)
-            root.cells.extend(self.cells)
-            root._conditions.extend(self._conditions)
-            root._lent.extend((self.status, *self._lent))
-            parent._moved[index] = self
-        self._resource = None
-        self._recipes.clear()
-        self._moved_into = parent.name
-
     def settle(self) -> None:
         """Wait until launches of an earlier executable, which count in the records, are over."""
         if self._exec is not None:
-            self.device.synchronize()
-
-    @property
-    def root(self) -> Graph:
-        """The whole graph that this one is part of: itself, or what is around a body."""
-        return self
-
-    def clone(self, name: str | None = None) -> Graph:
-        """Return a copy with host steps, replay numbers and failures of its own.
-
-        It outlives this graph. Kernels that were given this graph's ``status`` get the copy's.
-
-        Raises
-        ------
-        OptionError
-            A node (a conditional, a captured child) allows no copy; names it.
-        """
-        made = Graph(self.device, name or f"{self.name} copy")
-        rebuild(self, made, "cloned")
-        for lane in self.lanes:
-            made.depend(lane, self.end(lane))
-        return made
-
-    def undo(self, ends: tuple[int, ...]) -> None:
-        """Take the last node out again; its lane then ends in ``ends``. Used by lanes."""
-        with self._lock:
-            call(cu.cuGraphDestroyNode, self._handles.pop())
-            node = self.nodes.pop()
-            self.edges = [edge for edge in self.edges if edge[1] != node.index]
-            self._ends[node.lane] = ends
+            self.context.synchronize()
 
     @property
     def worker(self) -> MailboxWorker:
@@ -348,18 +291,19 @@ class Graph:
         DeviceError
             The driver refused.
         """
+        self._require_no_executable()
+        self.settle()  # without the lock: host work may take as long as it likes
         with self._lock:
-            if self.executable is not None:
-                raise OptionError(f"graph {self.name!r} has an open executable; close it first")
-            self.settle()
-            for condition in self._conditions:
-                if not condition.used:
-                    raise OptionError(
-                        f"condition {condition.name!r} of graph {self.name!r} steers no node"
-                    )
+            self._require_no_executable()
+            for name in self.unused_conditions.values():
+                raise OptionError(f"condition {name!r} of graph {self.name!r} steers no node")
             made = GraphExec(self, priorities)
             self._exec = weakref.ref(made)
             return made
+
+    def _require_no_executable(self) -> None:
+        if self.executable is not None:
+            raise OptionError(f"graph {self.name!r} has an open executable; close it first")
 
     def adopted_by(self, executable: GraphExec) -> None:
         """Note that an executable was updated to this definition."""
@@ -375,21 +319,257 @@ class Graph:
         """Return the graph in Graphviz's DOT language, lanes as clusters."""
         return drawing.dot(self.name, self.lanes, self.nodes, self.edges)
 
-    def svg(self) -> str:
-        """Return a drawing as an SVG document, lanes as columns."""
-        return drawing.svg(self.name, self.lanes, self.nodes, self.edges)
-
     def close(self) -> None:
         """Drop the definition; executables and launches in flight go on."""
         with self._lock:
-            self._recipes.clear()
             self._resource = None
         _native.flush(1.0)
 
-    def release(self) -> None:
-        """Drop the driver's definition and keep the recipes, from which it can be built again."""
-        with self._lock:
-            self._resource = None
-
     def __repr__(self) -> str:
         return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._ends)} lanes>"
+
+
+def keep(owners: tuple[object, ...]) -> Callable[[int], tuple]:
+    """Return what keeps objects for a node, as :meth:`Graph.add` wants it."""
+
+    def attach(graph: int) -> tuple:
+        return _native.attach_keep(graph, owners)
+
+    return attach
+
+
+@dataclass(frozen=True)
+class GraphMark:
+    """A point in a graph lane: the nodes that what waits for it will depend on."""
+
+    graph: Graph
+    name: str
+    nodes: tuple[int, ...]
+
+
+class GraphLane:
+    """A lane that adds nodes to a graph. Made by :meth:`Graph.lane`."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph = graph
+        self.name = name
+
+    def kernel(
+        self,
+        kernel: Kernel,
+        grid: Dims,
+        block: Dims,
+        args: Iterable[object],
+        *,
+        shared: int = 0,
+        name: str | None = None,
+        priority: int | None = None,
+    ) -> None:
+        """Add a kernel node; argument values are copied now.
+
+        ``priority`` (lower runs first, as for streams) counts in executables made with
+        ``instantiate(priorities=True)``.
+        """
+        dims = check_launch(kernel, grid, block, shared)
+        packed = kernel.pack(args)
+        kernel.allow_shared(shared)
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            node = nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
+            if priority is not None:
+                nodes.set_priority(node, priority)
+            return node
+
+        self._add("kernel", name or kernel.name, packed.owners, make)
+
+    def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
+        """Add a copy node between device and pinned arrays."""
+        to, source = check_copy(dst, src)
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return nodes.add_copy(graph, after, to, source)
+
+        self._add("copy", name or "copy", (to.owner, source.owner), make)
+
+    def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
+        """Add a node that sets every byte of an array."""
+        value, address, nbytes = check_byte(byte), dst.ptr, dst.nbytes
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return nodes.add_fill(graph, after, address, value, nbytes)
+
+        self._add("fill", name or "fill", (dst.owner,), make)
+
+    def child(self, child: Graph, *, name: str | None = None) -> None:
+        """Add another graph itself as one node: it belongs to this graph from now on.
+
+        Its host steps count, fail and stand down with this graph's; it is neither edited nor
+        instantiated any more.
+
+        Raises
+        ------
+        OptionError
+            It is no graph, has an open executable or is part of another graph; or driver or
+            bindings are older than CUDA 12.9.
+        DeviceError
+            The driver refused.
+        """
+        self.graph.add_child(child, self.name, name)
+
+    def host(
+        self,
+        work: HostWork,
+        *,
+        name: str | None = None,
+        spin: Spin = False,
+        cell: Cell | None = None,
+    ) -> None:
+        """Add a host node; see :mod:`graft.cudagraph.hostwork`, and hostfunc() for ``spin``.
+
+        With a ``cell`` of this graph the work gets that cell's value of the replay: a callable
+        before its arguments, native work in place of its ``data``.
+        """
+        item = as_work(work)
+        spinning = use_spin(spin)
+        graph = self.graph
+        if cell is not None and cell.state is not graph.state:
+            raise OptionError(f"{cell.name!r} is no cell of graph {graph.name!r}")
+        title, payload = name or item.title, None if cell is None else cell.native
+        owners = (graph.status.owner, item.keep)
+
+        def attach(handle: int) -> tuple:
+            return _native.attach_host(handle, graph.state, title, item.native, owners, payload)
+
+        def make(handle: int, after: list[Any], attached: tuple) -> Any:
+            return nodes.add_host(handle, after, attached[3], attached[4], spinning)
+
+        graph.add("host", title, self.name, attach, make)
+
+    def mailbox(
+        self,
+        work: HostWork,
+        *,
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None,
+        output: PinnedArray | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Add host work that a worker of ours answers: a request node and the wait for its answer.
+
+        The wait is a node of memory operations; see :meth:`spin` where there are none.
+
+        Parameters
+        ----------
+        work : callable, PythonWork or NativeWork
+            As for :meth:`host`.
+        worker : MailboxWorker, optional
+            Who answers; default one thread of this graph's own.
+        deadline_s : float
+            Seconds from the moment the request is seen. Then the wait is released, the replay
+            fails with this step's name, and no launch is taken before the work has returned.
+        replay_deadline_s : float, optional
+            Seconds from the launch to the request; the replay fails when they have passed.
+        output : PinnedArray, optional
+            Where results go. The work fills a private array instead (the last argument of a
+            callable, ``current_output()`` of native work), which is copied here only if it answers
+            in time.
+        name : str, optional
+
+        Raises
+        ------
+        DeviceError
+            The driver has no memory operations.
+        OptionError
+            A deadline is out of range, or the worker is none.
+        """
+        limits = Limits(deadline_s, replay_deadline_s, deadline_s)
+        self._mailbox(work, worker, limits, output, name, spinning=False)
+
+    def spin(
+        self,
+        work: HostWork,
+        *,
+        worker: MailboxWorker | None = None,
+        deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None,
+        device_deadline_s: float | None = None,
+        output: PinnedArray | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Add host work as :meth:`mailbox` does, with a one-thread kernel that spins as the wait.
+
+        The kernel ends by itself after ``device_deadline_s`` of the device's own clock (default
+        twice ``deadline_s``), even when no host thread runs any more. It occupies a place on a
+        multiprocessor meanwhile.
+        """
+        device_s = 2.0 * deadline_s if device_deadline_s is None else device_deadline_s
+        limits = Limits(deadline_s, replay_deadline_s, device_s)
+        self._mailbox(work, worker, limits, output, name, spinning=True)
+
+    def _mailbox(
+        self,
+        work: HostWork,
+        worker: MailboxWorker | None,
+        limits: Limits,
+        output: PinnedArray | None,
+        name: str | None,
+        *,
+        spinning: bool,
+    ) -> None:
+        graph = self.graph
+        answers = graph.worker if worker is None else worker
+        box = Mailbox(graph.context, work, answers, limits, output, spinning=spinning)
+        title = name or box.item.title
+        owners = (graph.status.owner, *box.owners)
+        graph.add_pair(
+            self.name,
+            ("request", f"request: {title}", box.port(graph.state, title, owners), box.request),
+            ("wait", f"answer: {title}", keep(owners), box.wait),
+        )
+
+    def record_event(self, event: Event, *, name: str | None = None) -> None:
+        """Add a node that records an event in every replay, for who waits outside of this graph."""
+        self._event("event record", event, nodes.add_event_record, name)
+
+    def wait_event(self, event: Event, *, name: str | None = None) -> None:
+        """Add a node that waits for what an event named when the replay was launched."""
+        self._event("event wait", event, nodes.add_event_wait, name)
+
+    def _event(
+        self, kind: str, event: Event, add: Callable[..., Any], name: str | None
+    ) -> None:
+        if not isinstance(event, Event):
+            raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
+        handle = event.handle
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            return add(graph, after, handle)
+
+        self._add(kind, name or event.name, (event.owner,), make)
+
+    def record(self, name: str | None = None) -> GraphMark:
+        """Mark this point; on an empty lane it is the start of the graph."""
+        return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.end(self.name))
+
+    def wait(self, mark: Any) -> None:
+        """Let the next node of this lane depend on a mark of this graph too."""
+        if not isinstance(mark, GraphMark) or mark.graph is not self.graph:
+            name = getattr(mark, "name", mark)
+            raise OptionError(
+                f"lane {self.name!r} of graph {self.graph.name!r} cannot wait for {name!r}, "
+                "which is no mark of this graph"
+            )
+        self.graph.join(self.name, mark.nodes)
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        owners: tuple[object, ...],
+        make: Callable[[int, list[Any], tuple], Any],
+    ) -> None:
+        self.graph.add(kind, name, self.name, keep(owners), make)
+
+    def __repr__(self) -> str:
+        return f"<GraphLane {self.name!r} of {self.graph!r}>"

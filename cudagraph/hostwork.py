@@ -7,19 +7,18 @@ the driver, and must not wait for another host function.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from graft.cudagraph.driver import check_code, enter
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.streams import Stream
 
 __all__ = [
     "HostWork",
@@ -28,7 +27,6 @@ __all__ = [
     "Spin",
     "as_work",
     "check_captured",
-    "describe_running",
     "hostfunc",
     "keep_captured",
 ]
@@ -50,13 +48,41 @@ class PythonWork:
     """
 
     __slots__ = ("args", "fn", "title")
+    keep: object = None
 
     def __init__(self, fn: Callable[..., object], *args: object) -> None:
         if not callable(fn):
             raise OptionError(f"host work must be callable, not {type(fn).__name__}")
+        if _only_begins(fn):
+            raise OptionError(
+                f"host work {fn!r} would never run: calling a coroutine or generator function only "
+                "makes an object that somebody must drive"
+            )
         self.fn = fn
         self.args = args
         self.title = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+    @property
+    def native(self) -> tuple[object, tuple[object, ...], int, int]:
+        """The work as the native side takes it."""
+        return (self.fn, self.args, 0, 0)
+
+
+def _only_begins(fn: object) -> bool:
+    """Does calling it run none of its body?"""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    called = type(fn).__dict__.get("__call__")
+    return any(kind(one) for kind in kinds for one in (fn, called))
+
+
+class StreamLike(Protocol):
+    """A stream: graft's own, or anything that has a CUstream as ``handle``."""
+
+    @property
+    def handle(self) -> int:
+        """The CUstream as an integer."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +118,11 @@ class NativeWork:
         """The name, or the address."""
         return self.name or f"native {self.address:#x}"
 
+    @property
+    def native(self) -> tuple[object, tuple[object, ...], int, int]:
+        """The work as the native side takes it."""
+        return (None, (), self.address, self.data)
+
 
 HostWork = PythonWork | NativeWork | Callable[..., object]
 
@@ -105,7 +136,7 @@ def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
     return PythonWork(work, *args)
 
 
-def hostfunc(stream: Stream | int, work: HostWork, *args: object, spin: Spin = False) -> None:
+def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin = False) -> None:
     """Enqueue host work on a stream, to run once after what is enqueued there already.
 
     On a stream that captures a graph, whoever began the capture, the work becomes a host node of
@@ -131,11 +162,13 @@ def hostfunc(stream: Stream | int, work: HostWork, *args: object, spin: Spin = F
     HostWorkError
         Earlier host work on this stream, or in a captured graph, failed and nobody was told yet.
     OptionError
-        ``spin`` with too few cores.
+        ``spin`` with too few cores, or no stream was given.
     DeviceError
         The driver refused, or the capture was invalidated; the work will not run.
     """
-    handle = stream if isinstance(stream, int) else stream.handle
+    handle = getattr(stream, "handle", stream)
+    if not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+        raise OptionError(f"hostfunc() needs a Stream or a CUstream handle, not {stream!r}")
     enqueue(handle, as_work(work, *args), None, use_spin(spin))
 
 
@@ -149,17 +182,11 @@ def enqueue(
     title = name or item.title
     api = "cuLaunchHostFunc"
     capture = capture_of(handle)
-    if capture is not None and isinstance(item, NativeWork):
-        code, api = _native.captured_native(
-            handle, *capture, title, item.address, item.data, item.keep, spin
-        )
-    elif capture is not None:
-        assert isinstance(item, PythonWork)
-        code, api = _native.captured_python(handle, *capture, title, item.fn, item.args, spin)
-    elif isinstance(item, NativeWork):
-        code = _native.eager_native(handle, title, item.address, item.data, item.keep, spin)
+    work = (title, item.native, item.keep, spin)
+    if capture is not None:
+        code, api = _native.captured_host(handle, *capture, *work)
     else:
-        code = _native.eager_python(handle, title, item.fn, item.args, None, spin)
+        code = _native.eager_host(handle, *work)
     check_code(api, code)
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from graft.cudagraph.compiler import compile_text, nvrtc_options
+from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, check, cu, enter
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.pinned import PinnedField
 from graft.cudagraph.signature import FLOAT, INT, OTHER, POINTER, kernel_kinds
-from graft.cudagraph.slots import PinnedField
 
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-
-__all__ = ["Kernel", "KernelModule", "PackedArgs", "load_module", "load_text", "nvrtc_options"]
+__all__ = ["Kernel", "KernelModule", "PackedArgs", "load", "load_text", "nvrtc_options"]
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
@@ -223,17 +223,41 @@ class KernelModule:
         return f"<KernelModule {self.name!r}>"
 
 
-def load_module(device: Device, path: Path, defines: Mapping[str, str]) -> KernelModule:
-    """Compile and load a file; use :meth:`Device.load`, which does so once."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise KernelError(f"kernel text {path} cannot be read: {error}") from error
-    return load_text(device, text, path.name, defines, path.parent)
+# Weak: what nobody's kernels use is unloaded. A process has one device.
+_modules: weakref.WeakValueDictionary[tuple, KernelModule] = weakref.WeakValueDictionary()
+_modules_lock = threading.Lock()
+
+
+def load(
+    context: Context, path: str | Path, defines: Mapping[str, object] | None = None
+) -> KernelModule:
+    """Compile and load a kernel text, once per path and defines in this process."""
+    macros = tuple(sorted((key, str(value)) for key, value in (defines or {}).items()))
+    given = (os.fspath(path), macros)
+    with _modules_lock:
+        found = _modules.get(given)
+    if found is not None:
+        return found
+    source = Path(path).resolve()
+    key = (os.fspath(source), macros)
+    with _modules_lock:
+        found = _modules.get(key)
+    if found is None:
+        try:
+            text = source.read_text()
+        except OSError as error:
+            raise KernelError(f"kernel text {source} cannot be read: {error}") from error
+        found = load_text(context, text, source.name, dict(macros), source.parent)
+    with _modules_lock:
+        found = _modules.setdefault(key, found)
+        if os.path.isabs(path):
+            # The next look-up resolves no path, which takes longer than a launch.
+            _modules[given] = found
+    return found
 
 
 def load_text(
-    device: Device,
+    context: Context,
     text: str,
     name: str,
     defines: Mapping[str, str] | None = None,
@@ -243,7 +267,8 @@ def load_text(
 
     Parameters
     ----------
-    device : Device
+    context : Context
+        The device.
     text : str
         CUDA C++ with ``extern "C" __global__`` entries; it includes no CUDA header.
     name : str
@@ -259,7 +284,7 @@ def load_text(
         The text does not compile; the compiler's words follow.
     """
     enter("cuModuleLoadData")
-    handle, keep = compile_text(device, text, name, defines or {}, folder)
+    handle, keep = compile_text(context, text, name, defines or {}, folder)
     return KernelModule(name, handle, keep, kernel_kinds(text))
 
 

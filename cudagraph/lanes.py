@@ -11,13 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graft.cudagraph.captured_mailbox import spin_captured
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
 from graft.cudagraph.events import Event
 from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_captured, use_spin
 from graft.cudagraph.kernels import Kernel
-from graft.cudagraph.mailbox import MailboxWorker
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.streams import Stream
 from graft.native import _native
@@ -135,38 +133,6 @@ class StreamLane:
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
         """Enqueue host work; what it raises is raised by the stream's synchronize()."""
         enqueue(self.stream.handle, as_work(work), name, use_spin(spin))
-
-    def spin(
-        self,
-        work: HostWork,
-        *,
-        worker: MailboxWorker | None = None,
-        deadline_s: float = 10.0,
-        device_deadline_s: float | None = None,
-        output: PinnedArray | None = None,
-        name: str | None = None,
-    ) -> PinnedArray:
-        """Add host work that a worker of ours answers to the graph that the stream captures.
-
-        Returns its status words; see :func:`graft.cudagraph.captured_mailbox.spin_captured`.
-        """
-        return spin_captured(
-            self.stream.device, self.stream, work, worker=worker, deadline_s=deadline_s,
-            device_deadline_s=device_deadline_s, output=output, name=name,
-        )  # fmt: skip
-
-    def mailbox(self, work: HostWork, *, name: str | None = None, **_: object) -> None:
-        """Refuse: a wait of memory operations cannot tell which executable an answer is for.
-
-        Raises
-        ------
-        OptionError
-            Always; names the work and what to use.
-        """
-        raise OptionError(
-            f"mailbox {name or as_work(work).title!r} cannot stand on a stream: executables of a "
-            "captured graph would take each other's answers; use spin(), or a graph's own lane"
-        )
 
     def record_event(self, event: Event) -> None:
         """Record an event; in a capture as a node that records it in every replay."""

@@ -1,36 +1,35 @@
-"""Mailboxes: the device posts a request, a persistent worker of ours answers, the device goes on.
+"""Mailboxes: the device posts a request, a persistent thread of ours answers, the device goes on.
 
 No thread of the driver's takes part, so host work is neither serialised with other host functions
 nor woken through the driver; and a wait that nobody answers is released at a deadline. The rules
-stand in ``native/hostwork/INVARIANTS.md`` (M1 to M12).
+stand in ``native/hostwork/INVARIANTS.md`` (M1 to M10).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from graft.cudagraph import nodes
+from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import HostWork, NativeWork, as_work
-from graft.cudagraph.memory import PinnedArray
+from graft.cudagraph.hostwork import HostWork, as_work
+from graft.cudagraph.kernels import load
+from graft.cudagraph.memory import PinnedArray, zeros
 from graft.native import _native
 
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.memory import DeviceArray
-
-__all__ = ["Mailbox", "MailboxWorker", "current_part", "usable_cores"]
+__all__ = ["Limits", "Mailbox", "MailboxWorker", "usable_cores"]
 
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
 LINE_WORDS = 16
-REQUEST, ACK, GAVE_UP, COUNTER, LEASE, REFUSED = range(6)
-MOST_THREADS = 64
+REQUEST, ACK, GAVE_UP = range(3)
+ONE = (1, 1, 1)
 LONGEST_LIMIT_S = 86400.0
 #: Fewer cores than this: a spinning worker would take one away from the work it waits for.
 SPIN_CORES = 4
@@ -41,28 +40,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def current_part() -> tuple[int, int]:
-    """Which part of how many the calling worker thread does; (0, 1) outside of a worker."""
-    part: tuple[int, int] = _native.current_part()
-    return part
-
-
 class MailboxWorker:
-    """Threads that answer mailboxes, and how they wait.
+    """A thread that answers mailboxes, and how it waits.
 
     Parameters
     ----------
-    threads : int
-        Threads that share each request: every one runs the work, which asks
-        :func:`current_part` for its part; the last to finish answers.
     cpus : iterable of int, optional
-        Cores the threads may run on; default any.
+        Cores the thread may run on; default any.
     wait : {"auto", "spin", "park"}
-        While a replay is in flight: "spin" burns a core per thread; "park" spins for ``spin_us``
-        microseconds and then sleeps ``sleep_us`` between looks. "auto" spins where 4 cores or more
-        are usable. With no replay in flight the threads sleep either way.
+        While a replay is in flight: "spin" burns a core; "park" spins for ``spin_us`` microseconds
+        and then sleeps ``sleep_us`` between looks. "auto" spins where 4 cores or more are usable.
+        With no replay in flight the thread sleeps either way.
     name : str
-        Prefix of the threads' names.
+        The thread's name.
 
     Raises
     ------
@@ -73,15 +63,12 @@ class MailboxWorker:
     def __init__(
         self,
         *,
-        threads: int = 1,
         cpus: Iterable[int] | None = None,
         wait: Literal["auto", "spin", "park"] = "auto",
         spin_us: float = 50.0,
         sleep_us: float = 50.0,
         name: str = "mailbox",
     ) -> None:
-        if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
-            raise OptionError(f"threads must be 1 to {MOST_THREADS}, not {threads!r}")
         allowed = os.sched_getaffinity(0)
         places = sorted(allowed if cpus is None else set(cpus))
         if not places or not set(places) <= allowed:
@@ -91,11 +78,10 @@ class MailboxWorker:
         for label, value in (("spin_us", spin_us), ("sleep_us", sleep_us)):
             if not 0.0 <= value <= 1e6:
                 raise OptionError(f"{label} must be 0 to 1e6 microseconds, not {value!r}")
-        self.threads = threads
         self.cpus = tuple(places) if cpus is not None else ()
         self.wait = wait if wait != "auto" else "spin" if len(places) >= SPIN_CORES else "park"
-        self._native = _native.MailboxThreads(
-            threads, list(self.cpus), self.wait == "spin", spin_us * 1e-6, sleep_us * 1e-6, name
+        self._native = _native.MailboxThread(
+            list(self.cpus), self.wait == "spin", spin_us * 1e-6, sleep_us * 1e-6, name
         )
 
     @property
@@ -109,17 +95,17 @@ class MailboxWorker:
         return int(self._native.served)
 
     @property
-    def parked(self) -> int:
-        """Threads that sleep until the next launch."""
-        return int(self._native.parked)
+    def parked(self) -> bool:
+        """Does the thread sleep until the next launch?"""
+        return bool(self._native.parked)
 
     @property
     def stuck(self) -> bool:
-        """Is a thread still inside work whose wait was released?"""
+        """Is the thread still inside work whose wait was released?"""
         return bool(self._native.stuck)
 
     def __repr__(self) -> str:
-        return f"<MailboxWorker {self.threads} threads, {self.wait}, {self.served} served>"
+        return f"<MailboxWorker {self.wait}, {self.served} served>"
 
 
 @dataclass(frozen=True)
@@ -141,81 +127,78 @@ class Limits:
 
 
 class Mailbox:
-    """One mailbox of a graph: its words, its work and who answers. Made by lanes.
+    """One mailbox of a graph: its words, its work, its two nodes. Made by lanes.
 
-    Attributes
-    ----------
-    words : PinnedArray
-        int32 [6, 16]: request, ack and gave_up, a cache line each; then counter, lease and refused
-        of a captured mailbox.
-    counter : DeviceArray or None
-        uint32 [1], the number of the last request; of a captured mailbox a line of ``words``.
-    status : PinnedArray or None
-        int32 [16], status words of a captured mailbox; as those of a graph.
+    The wait descends from its request, and the request from everything that is on the lane before:
+    a worker can then never be asked for something that stands behind its own answer.
     """
 
     def __init__(
         self,
-        device: Device,
+        context: Context,
         work: HostWork,
         worker: MailboxWorker,
         limits: Limits,
+        output: PinnedArray | None,
         *,
         spinning: bool,
-        output: PinnedArray | None,
-        captured: bool = False,
     ) -> None:
         if not isinstance(worker, MailboxWorker):
             raise OptionError(f"worker must be a MailboxWorker, not {type(worker).__name__}")
         if output is not None and not isinstance(output, PinnedArray):
             raise OptionError(f"output must be a PinnedArray, not {type(output).__name__}")
         self.item = as_work(work)
-        self.worker, self.limits, self.spinning, self.output = worker, limits, spinning, output
-        self.words: PinnedArray = device.pinned((6, LINE_WORDS), "int32")
-        self.status = device.pinned((LINE_WORDS,), "int32") if captured else None
-        # No device memory while a stream captures: zeroing it would be device work.
-        self.counter: DeviceArray | None = None if captured else device.zeros((1,), "uint32")
-        self.kernels = device.load(KERNELS)
-        self.scratch = None if output is None else np.zeros(output.shape, output.array.dtype)
+        self._worker, self._limits, self._output = worker, limits, output
+        self._spinning = spinning
+        self._words = PinnedArray(context, (3, LINE_WORDS), "int32")  # a cache line each
+        self._counter = zeros(context, (1,), "uint32")
+        self._kernels = load(context, KERNELS)
+        self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)
 
     @property
     def owners(self) -> tuple[object, ...]:
         """What must live as long as the graph can run."""
-        keep = self.item.keep if isinstance(self.item, NativeWork) else None
-        output = None if self.output is None else self.output.owner
-        arrays = (self.words, self.counter, self.status)
-        owners = (array.owner for array in arrays if array is not None)
-        return (*owners, self.kernels, self.scratch, output, keep)
+        output = None if self._output is None else self._output.owner
+        arrays = (self._words.owner, self._counter.owner)
+        return (*arrays, self._kernels, self._scratch, output, self.item.keep)
 
-    def device_address(self, word: int) -> int:
-        """Device address of a word."""
-        return self.words.ptr + 4 * LINE_WORDS * word
+    def request(self, graph: int, after: list[Any], _: tuple) -> Any:
+        """Add the node that posts a request."""
+        asks = self._kernels["mailbox_request"]
+        packed = asks.pack((self._counter, self._device_address(REQUEST)))
+        return nodes.add_kernel(graph, after, asks.function, ONE, ONE, 0, packed)
 
-    def host_address(self, word: int) -> int:
-        """Host address of a word."""
-        return self.words.host_ptr + 4 * LINE_WORDS * word
+    def wait(self, graph: int, after: list[Any], _: tuple) -> Any:
+        """Add the node that waits for its answer."""
+        if not self._spinning:
+            return nodes.add_answer_wait(graph, after, self._device_address(ACK))
+        waits = self._kernels["mailbox_wait"]
+        words = (self._device_address(ACK), self._device_address(GAVE_UP))
+        packed = waits.pack((self._counter, *words, int(self._limits.device_s * 1e9)))
+        return nodes.add_kernel(graph, after, waits.function, ONE, ONE, 0, packed)
 
-    def attach(self, graph: int, state: Any, title: str, keep: object) -> tuple:
-        """Hand the host's side to the graph: (code, api, user object)."""
-        fn: object = None
-        args: tuple[object, ...] = ()
-        native = (0, 0)
-        if isinstance(self.item, NativeWork):
-            native = (self.item.address, self.item.data)
-        else:
-            fn, args = self.item.fn, self.item.args
-            if self.scratch is not None:
-                args = (*args, self.scratch)
+    def port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
+        """Return what hands the host's side to a graph: (code, api, user object)."""
+        work = self.item.native
+        if self._scratch is not None:
+            work = (work[0], (*work[1], self._scratch), *work[2:])
         results = (0, 0, 0)
-        if self.scratch is not None and self.output is not None:
-            results = (self.scratch.ctypes.data, self.output.host_ptr, self.output.nbytes)
-        gave_up = self.host_address(GAVE_UP) if self.spinning else 0
-        leased = (0, 0)
-        if self.status is not None:
-            leased = (self.status.host_ptr, self.host_address(REFUSED))
-        words = (self.host_address(REQUEST), self.host_address(ACK), gave_up, *leased)
-        limits = (self.limits.answer_s, self.limits.replay_s or 0.0)
-        attached: tuple = _native.attach_mailbox(
-            graph, state, self.worker.native, title, fn, args, native, words, results, limits, keep
-        )
-        return attached
+        if self._scratch is not None and self._output is not None:
+            results = (self._scratch.ctypes.data, self._output.host_ptr, self._output.nbytes)
+        gave_up = self._host_address(GAVE_UP) if self._spinning else 0
+        words = (self._host_address(REQUEST), self._host_address(ACK), gave_up)
+        limits = (self._limits.answer_s, self._limits.replay_s or 0.0)
+
+        def attach(graph: int) -> tuple:
+            attached: tuple = _native.attach_mailbox(
+                graph, state, self._worker.native, title, work, words, results, limits, keep
+            )
+            return attached
+
+        return attach
+
+    def _device_address(self, word: int) -> int:
+        return self._words.ptr + 4 * LINE_WORDS * word
+
+    def _host_address(self, word: int) -> int:
+        return self._words.host_ptr + 4 * LINE_WORDS * word

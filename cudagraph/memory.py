@@ -10,32 +10,24 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graft.cudagraph import dlpack
+from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import dtype_name, from_float32, itemsize, numpy_dtype, to_float32
+from graft.cudagraph.dtypes import from_float32, itemsize, numpy_dtype
 from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
 
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-
-__all__ = [
-    "DeviceArray",
-    "PinnedArray",
-    "Span",
-    "dtype_name",
-    "from_float32",
-    "itemsize",
-    "numpy_dtype",
-    "to_float32",
-]
+__all__ = ["DeviceArray", "PinnedArray", "Span", "zeros"]
 
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
+#: Bytes of an array that no driver can be asked for.
+MOST_BYTES = 1 << 63
 
 
 class Span(NamedTuple):
@@ -54,6 +46,13 @@ def check_shape(shape: int | tuple[int, ...], what: str) -> tuple[int, ...]:
         if not isinstance(size, int | np.integer) or size < 1:
             raise ShapeError(f"{what}: dimension {axis} of shape {dims} must be a positive integer")
     return tuple(int(size) for size in dims)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str, what: str) -> int:
+    nbytes = math.prod(shape) * itemsize(dtype)
+    if nbytes >= MOST_BYTES:
+        raise ShapeError(f"{what} {shape} of {dtype} has {nbytes} bytes, more than any device")
+    return nbytes
 
 
 class Allocation:
@@ -105,14 +104,14 @@ class DeviceArray:
     ----------
     shape : tuple of int
     dtype : str
-    device : Device
+    context : Context
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "device", "dtype", "shape")
+    __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "context", "dtype", "shape")
 
     def __init__(
         self,
-        device: Device,
+        context: Context,
         shape: tuple[int, ...],
         dtype: str,
         allocation: Allocation | None = None,
@@ -120,8 +119,8 @@ class DeviceArray:
     ) -> None:
         self.shape = check_shape(shape, "DeviceArray")
         self.dtype = dtype
-        self.device = device
-        nbytes = math.prod(self.shape) * itemsize(dtype)
+        self.context = context
+        nbytes = _nbytes(self.shape, dtype, "DeviceArray")
         self._is_base = allocation is None
         self._allocation = allocation or Allocation(
             _native.ResourceKind.DEVICE_MEMORY, nbytes, f"DeviceArray {self.shape} {dtype}"
@@ -196,18 +195,18 @@ class DeviceArray:
         return self._view(tuple(dims), self._offset)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> DeviceArray:
-        return DeviceArray(self.device, shape, self.dtype, self._allocation, offset)
+        return DeviceArray(self.context, shape, self.dtype, self._allocation, offset)
 
     def to_host(self) -> NDArray:
         """Wait until the device is idle and return a copy in the storage dtype."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
-        self.device.synchronize()
+        self.context.synchronize()
         pointer = self.ptr
 
         def enqueue(stream: int) -> None:
             call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, stream)
 
-        self.device.transfer(enqueue, (self.owner, out))
+        self.context.transfer(enqueue, (self.owner, out))
         return out
 
     def copy_from(self, array: NDArray) -> None:
@@ -226,20 +225,20 @@ class DeviceArray:
                 f"host array is {source.dtype}; {self.dtype} is stored as {numpy_dtype(self.dtype)}"
             )
         contiguous = np.ascontiguousarray(source)
-        self.device.synchronize()
+        self.context.synchronize()
         pointer = self.ptr
 
         def enqueue(stream: int) -> None:
             call(cu.cuMemcpyHtoDAsync, pointer, contiguous.ctypes.data, self.nbytes, stream)
 
-        self.device.transfer(enqueue, (self.owner, contiguous))
+        self.context.transfer(enqueue, (self.owner, contiguous))
 
     def fill(self, byte: int = 0) -> None:
         """Wait until the device is idle and set every byte."""
         value = check_byte(byte)
-        self.device.synchronize()
+        self.context.synchronize()
         pointer = self.ptr
-        self.device.transfer(
+        self.context.transfer(
             lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,)
         )
 
@@ -256,15 +255,18 @@ class DeviceArray:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return (kDLCUDA, ordinal)."""
-        from graft.cudagraph.dlpack import DL_CUDA
-
-        return (DL_CUDA, self.device.ordinal)
+        return (dlpack.DL_CUDA, self.context.ordinal)
 
     def __dlpack__(self, **options: Any) -> object:
         """Export without a copy; the device is idle on return. BufferError on the soft device."""
-        from graft.cudagraph.dlpack import export
-
-        return export(self, **options)
+        if self.context.kind == "soft":
+            raise BufferError("soft-device memory cannot be exported: use DeviceArray.to_host()")
+        where = self.__dlpack_device__()
+        wanted = options.get("dl_device")
+        if options.get("copy") or (wanted is not None and tuple(wanted) != where):
+            raise BufferError("graft exports device memory as it lies: no copy, no other device")
+        self.context.synchronize()
+        return dlpack.export(self.ptr, self.shape, self.dtype, self.context.ordinal, self.owner)
 
     def close(self) -> None:
         """Free the memory now, for all views; memory that a graph carries goes with the graph.
@@ -277,6 +279,15 @@ class DeviceArray:
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.shape} {self.dtype}>"
+
+
+def zeros(context: Context, shape: int | tuple[int, ...], dtype: str) -> DeviceArray:
+    """Allocate an array of zeros."""
+    numpy_dtype(dtype)
+    made = DeviceArray(context, check_shape(shape, "zeros"), dtype)
+    pointer, nbytes = made.ptr, made.nbytes
+    context.transfer(lambda s: call(cu.cuMemsetD8Async, pointer, 0, nbytes, s), (made.owner,))
+    return made
 
 
 class _HostView:
@@ -303,14 +314,14 @@ class PinnedArray:
     dtype : str
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_device_pointer", "array", "device", "dtype",
+    __slots__ = ("__weakref__", "_allocation", "_device_pointer", "array", "context", "dtype",
                  "shape")  # fmt: skip
 
-    def __init__(self, device: Device, shape: int | tuple[int, ...], dtype: str) -> None:
-        self.device = device
+    def __init__(self, context: Context, shape: int | tuple[int, ...], dtype: str) -> None:
+        self.context = context
         self.shape = check_shape(shape, "PinnedArray")
         self.dtype = dtype
-        nbytes = math.prod(self.shape) * itemsize(dtype)
+        nbytes = _nbytes(self.shape, dtype, "PinnedArray")
         self._allocation = Allocation(
             _native.ResourceKind.PINNED_MEMORY, nbytes, f"PinnedArray {self.shape} {dtype}"
         )

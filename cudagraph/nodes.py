@@ -7,6 +7,7 @@ during the call.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from graft.cudagraph.driver import call, cu
@@ -14,8 +15,8 @@ from graft.cudagraph.kernels import PackedArgs
 from graft.cudagraph.memory import Span
 
 __all__ = [
+    "Node",
     "add_answer_wait",
-    "add_child",
     "add_conditional",
     "add_copy",
     "add_event_record",
@@ -23,12 +24,29 @@ __all__ = [
     "add_fill",
     "add_host",
     "add_kernel",
-    "copy_params",
-    "fill_params",
     "kernel_params",
     "move_child",
     "set_priority",
 ]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a graph.
+
+    Attributes
+    ----------
+    name : str
+    kind : {"kernel", "copy", "fill", "host", "child", "if", "event wait", ...}
+    lane : str
+    index : int
+        Position in ``Graph.nodes``.
+    """
+
+    name: str
+    kind: str
+    lane: str
+    index: int
 
 
 def add_kernel(
@@ -66,15 +84,6 @@ def kernel_params(
 
 def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
     """Add a one-dimensional copy node and return its CUgraphNode."""
-    params = copy_params(dst, src)
-    context = call(cu.cuCtxGetCurrent)
-    node = call(cu.cuGraphAddMemcpyNode, graph, after, len(after), params, context)
-    del params
-    return node
-
-
-def copy_params(dst: Span, src: Span) -> Any:
-    """Return the structure of a one-dimensional copy."""
     params = cu.CUDA_MEMCPY3D()
     host, device = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
     params.srcMemoryType = host if src.pinned else device
@@ -90,27 +99,20 @@ def copy_params(dst: Span, src: Span) -> Any:
     params.WidthInBytes = dst.nbytes
     params.Height = 1
     params.Depth = 1
-    return params
+    context = call(cu.cuCtxGetCurrent)
+    return call(cu.cuGraphAddMemcpyNode, graph, after, len(after), params, context)
 
 
 def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int) -> Any:
-    """Add a fill node and return its CUgraphNode."""
-    params = fill_params(address, byte, nbytes)
-    context = call(cu.cuCtxGetCurrent)
-    node = call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
-    del params
-    return node
-
-
-def fill_params(address: int, byte: int, nbytes: int) -> Any:
-    """Return the structure of a fill with one byte."""
+    """Add a node that sets bytes and return its CUgraphNode."""
     params = cu.CUDA_MEMSET_NODE_PARAMS()
     params.dst = cu.CUdeviceptr(address)
     params.value = byte
     params.elementSize = 1
     params.width = nbytes
     params.height = 1
-    return params
+    context = call(cu.cuCtxGetCurrent)
+    return call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
 
 
 def set_priority(node: Any, priority: int) -> None:
@@ -119,11 +121,6 @@ def set_priority(node: Any, priority: int) -> None:
     value.priority = priority
     which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
     call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
-
-
-def add_child(graph: int, after: list[Any], child: int) -> Any:
-    """Add a copy of another graph as one node and return its CUgraphNode."""
-    return call(cu.cuGraphAddChildGraphNode, graph, after, len(after), child)
 
 
 def move_child(graph: int, after: list[Any], child: int) -> Any:

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from graft.cudagraph import softstats
 from graft.cudagraph.chooser import SONAME, soft_library
 from graft.native import _native
 
@@ -66,7 +67,5 @@ def _soft_device() -> list[str]:
     loaded = _native.loaded_library(SONAME)
     if not loaded or Path(loaded).resolve() != soft_library().resolve():
         return []
-    from graft.cudagraph import softstats
-
     said = softstats.describe()
     return ["the soft device says:", *(f"  {line}" for line in said.splitlines())] if said else []

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
+from graft.cudagraph.context import Context, wait_streams
 from graft.cudagraph.driver import call, check_code, cu, enter
-from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import check_captured, describe_running, raise_eager_failure
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.hostwork import check_captured, raise_eager_failure
 from graft.native import _native
 
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-
-__all__ = ["Stream", "wait_streams"]
+__all__ = ["Stream"]
 
 NOT_READY = 600
 
@@ -24,13 +21,13 @@ class Stream:
     Made by :meth:`Device.stream`. Dropping it lets enqueued work finish.
     """
 
-    def __init__(self, device: Device, name: str = "") -> None:
+    def __init__(self, context: Context, name: str = "") -> None:
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         handle = int(call(cu.cuStreamCreate, flags))
         self._resource: _native.Resource | None = _native.Resource(
             _native.ResourceKind.STREAM, handle
         )
-        self.device = device
+        context.streams.add(self)
         stale = _native.take_eager_failure(handle)
         if stale is not None:  # the driver may use a handle again
             warnings.warn(f"host step {stale[0]!r} failed on a dropped stream", stacklevel=3)
@@ -92,12 +89,3 @@ class Stream:
     def __repr__(self) -> str:
         state = " (closed)" if self._resource is None else ""
         return f"<Stream {self.name!r}{state}>"
-
-
-def wait_streams(handles: list[int], timeout_s: float | None, what: str) -> None:
-    """Poll until each stream was seen idle once."""
-    enter("cuStreamQuery")
-    finished, code = _native.wait_streams(handles, timeout_s)
-    if not finished:
-        raise DeadlineError(f"{what} was busy for {timeout_s:g} s{describe_running()}")
-    check_code("cuStreamQuery", code)

@@ -6,13 +6,11 @@ import functools
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.mailbox import SPIN_CORES, usable_cores
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
 
 __all__ = ["TRANSPORTS", "Transport", "choose_transport", "probe_transport"]
 
@@ -75,7 +73,7 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
     return said or (done.stderr.strip().splitlines() or ["the probe died"])[-1]
 
 
-def choose_transport(wanted: str, device: Device) -> tuple[str, str]:
+def choose_transport(wanted: str, device: Context) -> tuple[str, str]:
     """Turn "auto" into a transport that works here, and say why in one line.
 
     "auto" takes the mailbox where 4 cores or more are usable and the probe passes, then the

@@ -1,21 +1,22 @@
 """Grammars, matchers and the guided decoder."""
 
-from .backend import BACKENDS, GrammarBackend, make_backend
-from .compile import CompileService
+from .backends.llguidance import LLGuidanceBackend
+from .backends.registry import BACKENDS, make_backend
+from .backends.xgrammar import XGrammarBackend
+from .compile.service import GrammarService
 from .decoder import GuidedDecoder, GuidedRequest
 from .errors import GrammarError, GuideError
-from .llguidance import LLGuidanceBackend
-from .marker import Marker
-from .matcher import CompiledGrammar, Matcher
-from .router import Reason, Route, check_output, route
-from .service import GrammarService
-from .spec import GrammarSpec, StructuralTag
+from .judge import check_output
+from .matcher import CompiledGrammar, GrammarBackend, Matcher
+from .resolve import resolved
+from .schema.router import Route, route
+from .schema.terms import Reason
+from .spec import Marker, Spec
+from .statement import GrammarSpec, StructuralTag
 from .vocabulary import Vocabulary
-from .xgrammar import XGrammarBackend
 
 __all__ = [
     "BACKENDS",
-    "CompileService",
     "CompiledGrammar",
     "GrammarBackend",
     "GrammarError",
@@ -29,10 +30,12 @@ __all__ = [
     "Matcher",
     "Reason",
     "Route",
+    "Spec",
     "StructuralTag",
     "Vocabulary",
     "XGrammarBackend",
     "check_output",
     "make_backend",
+    "resolved",
     "route",
 ]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
 
-import numpy as np
-
-from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.mailbox import MailboxWorker
@@ -67,12 +65,6 @@ class Span:
     end_ns: int
 
 
-class Exchange(Protocol):
-    """Pinned rows per slot: ``PinnedSlots``, or anything with the same ``field``."""
-
-    def field(self, name: str) -> Any: ...
-
-
 def default_threads(batch: int, cores: int | None = None) -> int:
     """Threads for steps of so many requests: one per 8, at most half the usable cores.
 
@@ -88,18 +80,11 @@ class GuidedDecoder:
     Parameters
     ----------
     exchange
-        Fields ``mask`` int32 ``[slots, K+1, W]``, ``row_state`` int32 ``[slots, K+1, 4]``,
-        ``committed`` int32 ``[slots, K+3]`` and ``drafted`` int32 ``[slots, K+2]``, where
-        ``K = draft_length`` and ``W = ceil(vocab_size / 32)``; to probe also ``candidates`` int32
-        ``[slots, 3 + c]`` (``{replay, j, count, ids}``) and ``answers`` int32 ``[slots, 4]``
-        (``{replay, j, id or -1, 0}``).
-    slots, draft_length, vocab_size
-        The sizes above; ``vocab_size`` is the number of logit columns.
+        Where it meets the device. With room for candidates they are probed: the first legal one is
+        the draft, and the next round's open step fills all rows. Without, each masked draft is
+        drawn under its row.
     masked_drafts
         Whether the graph has draft steps, so that each draft is legal when it is drawn.
-    draft_legality
-        ``"fill"``: each masked draft is drawn under its row; ``"probe"``: the first legal one of
-        the drafter's candidates is the draft, and the next round's open step fills all rows.
     forced
         Says of each filled row which token it forces, for the device to draft. Without draft steps
         the commit step follows forced tokens on its own and fills the rows behind them.
@@ -122,8 +107,6 @@ class GuidedDecoder:
 
     Raises
     ------
-    ShapeError
-        If a field of the exchange has another shape or dtype.
     OptionError
         If an option is out of range.
     """
@@ -132,11 +115,7 @@ class GuidedDecoder:
         self,
         exchange: Exchange,
         *,
-        slots: int,
-        draft_length: int,
-        vocab_size: int,
         masked_drafts: bool,
-        draft_legality: Literal["fill", "probe"] = "fill",
         forced: ForcedText | None = None,
         transport: str = "native",
         worker: MailboxWorker | None = None,
@@ -145,49 +124,24 @@ class GuidedDecoder:
         threads: int | None = None,
         budget_us: float | None = None,
     ):
-        threads = default_threads(slots) if threads is None else threads
+        threads = default_threads(exchange.slots) if threads is None else threads
         for name, value, low in (
-            ("slots", slots, 1),
-            ("draft_length", draft_length, 0),
-            ("vocab_size", vocab_size, 1),
             ("ring", ring, 2),
             ("threads", threads, 1),
             ("budget_us", 1 if budget_us is None else budget_us, 1),
         ):
             if not value >= low:
                 raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
-        for name, choice, choices in (
-            ("draft_legality", draft_legality, LEGALITIES),
-            ("transport", transport, STEP_TRANSPORTS),
-        ):
-            if choice not in choices:
-                raise OptionError(
-                    f"guided decoder: {name} is {choice!r}, must be one of {', '.join(choices)}"
-                )
-        self.probes = draft_legality == "probe" and draft_length > 0
+        if transport not in STEP_TRANSPORTS:
+            raise OptionError(
+                f"guided decoder: transport is {transport!r}, must be one of "
+                f"{', '.join(STEP_TRANSPORTS)}"
+            )
+        self.slots, self.draft_length = exchange.slots, exchange.drafts
+        self.vocab_size = exchange.vocab_size
+        self.probes = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
         if self.probes and not masked_drafts:
-            raise OptionError("guided decoder: draft_legality 'probe' needs masked_drafts=True")
-        if worker is not None and worker.threads != 1:
-            raise OptionError(f"guided decoder: steps run in order, on one thread, not {worker!r}")
-        rows, words = draft_length + 1, (vocab_size + 31) // 32
-        shapes = {
-            "mask": (slots, rows, words),
-            "row_state": (slots, rows, 4),
-            "committed": (slots, draft_length + 3),
-            "drafted": (slots, draft_length + 2),
-        }
-        candidates = 0
-        if self.probes:
-            candidates = exchange.field("candidates").array.shape[-1] - 3
-            shapes |= {"candidates": (slots, max(candidates, 1) + 3), "answers": (slots, 4)}
-        for name, shape in shapes.items():
-            array = exchange.field(name).array
-            if array.shape != shape or array.dtype != np.int32:
-                raise ShapeError(
-                    f"exchange field {name}: expected int32 {shape}, "
-                    f"got {array.dtype} {tuple(array.shape)}"
-                )
-        self.slots, self.draft_length, self.vocab_size = slots, draft_length, vocab_size
+            raise OptionError("guided decoder: candidates are probed for masked drafts only")
         self.masked_drafts, self.transport, self.ring = masked_drafts, transport, ring
         self.threads, self.budget_us = threads, budget_us
         self._exchange = exchange  # its memory is written by steps as long as they can run
@@ -200,13 +154,10 @@ class GuidedDecoder:
         self._answers = worker
         if worker is None and transport != "native":
             self._answers = MailboxWorker(name="grammar")
-        fields = (exchange.field(name) for name in shapes)
         self._worker = _native.guide.Worker(
-            *((field.host_ptr, field.stride) for field in fields),
-            slots=slots,
-            draft_length=draft_length,
-            vocab_size=vocab_size,
-            most_candidates=candidates,
+            exchange.host_ptr,
+            exchange.layout.tobytes(),
+            vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
             chain=forced is not None and not masked_drafts,
             ring=ring,

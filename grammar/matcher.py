@@ -1,23 +1,55 @@
-"""One request's place in its grammar, whichever backend stands behind it."""
+"""What a grammar backend is, what it compiles, and the matchers that it makes.
+
+A matcher is one request's place in its grammar, whichever backend stands behind it.
+"""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from graft.native import _native
 
-from .errors import GrammarError
+from .errors import GrammarError, clean_message
+from .marker import Marker
+from .spec import Spec
+from .vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from .backend import GrammarBackend
-    from .spec import GrammarSpec
+__all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"]
 
-__all__ = ["CompiledGrammar", "Matcher", "NativeBackedMatcher"]
+
+@runtime_checkable
+class GrammarBackend(Protocol):
+    """Compiles grammars for one vocabulary and makes matchers.
+
+    A backend may be written in Python alone: see `Matcher`. A JSON schema that names no backend
+    comes as it stands (unless `resolved` knows the backend): enforce all of it, or
+    refuse it.
+
+    Attributes
+    ----------
+    name
+        For messages.
+    vocabulary
+        Token bytes, logit columns and stop ids.
+    """
+
+    name: str
+    vocabulary: Vocabulary
+
+    def compile(self, spec: Spec) -> CompiledGrammar:
+        """Compile on the calling thread; ``GrammarError`` with the reason if it is refused."""
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """A new matcher at the start; ``stop_ids`` end it, the vocabulary's if absent.
+
+        It is independent of every other: matchers of one grammar run on different threads. Free
+        text before the grammar is no business of it, see `CompiledGrammar.matcher`.
+        """
 
 
 class CompiledGrammar:
@@ -40,7 +72,7 @@ class CompiledGrammar:
         What the native worker knows of its matchers' speed.
     """
 
-    def __init__(self, backend: GrammarBackend, spec: GrammarSpec, native: Any, nbytes: int):
+    def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
         self.backend = backend
         self.spec = spec
         self.native = native
@@ -50,14 +82,23 @@ class CompiledGrammar:
     def matcher(
         self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()
     ) -> Matcher:
-        """A new matcher that has taken some tokens; ``stop_ids``: the vocabulary's if absent.
+        """A new matcher that has taken some tokens, behind free text where the spec says so.
+
+        Parameters
+        ----------
+        stop_ids
+            What ends it; the vocabulary's if absent.
+        tokens
+            Those of an output that is to go on.
 
         Raises
         ------
         GrammarError
-            If the grammar refuses a token.
+            If the grammar refuses a token, or a stop id is the marker too.
         """
         matcher = self.backend.matcher(self, stop_ids)
+        if self.spec.marker is not None:
+            matcher = MarkedMatcher(matcher, self.spec.marker)
         for index, token in enumerate(tokens):
             if not matcher.accept(token):
                 raise GrammarError(f"matcher: the grammar refuses token {token}, number {index}")
@@ -144,6 +185,19 @@ class Matcher(ABC):
             raise GrammarError("mask row: must be contiguous")
 
 
+def _typed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A failure inside a backend is a GrammarError, with the backend's words."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except RuntimeError as error:
+            raise GrammarError(f"matcher: {clean_message(error)}") from None
+
+    return call
+
+
 class NativeBackedMatcher(Matcher):
     """A matcher whose Python methods call the native one."""
 
@@ -151,16 +205,47 @@ class NativeBackedMatcher(Matcher):
         super().__init__(compiled, stop_ids)
         self.native = native
 
+    @_typed
     def accept(self, token: int) -> bool:
         return -(2**31) <= token < 2**31 and bool(self.native.accept(int(token)))
 
+    @_typed
     def fill(self, row: np.ndarray) -> bool:
         self._require_running()
+        self._require_row(row)
         return bool(self.native.fill(row))
 
+    @_typed
     def rollback(self, tokens: int) -> None:
         self.native.rollback(int(tokens))
 
+    @_typed
     def is_terminated(self) -> bool:
         return bool(self.native.is_terminated())
+
+
+@functools.lru_cache(maxsize=32)
+def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
+    return _native.guide.Marker(
+        marker.ids(vocabulary),
+        marker.text.encode("utf-8"),
+        vocabulary.tokens,
+        vocabulary.size,
+        marker.required,
+    )
+
+
+class MarkedMatcher(NativeBackedMatcher):
+    """The native scanner in front of a matcher."""
+
+    def __init__(self, inner: Matcher, marker: Marker):
+        if set(marker.ids(inner.compiled.backend.vocabulary)) & set(inner.stop_ids):
+            raise GrammarError("marker: its token is one of the request's stop ids")
+        native = _native.guide.MarkedMatcher(
+            inner.native,
+            _native_marker(inner.compiled.backend.vocabulary, marker),
+            inner.stop_ids,
+        )
+        super().__init__(inner.compiled, inner.stop_ids, native)
+        self._inner = inner  # its native side is borrowed
 

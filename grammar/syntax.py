@@ -3,63 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
-from .errors import GrammarError, clean_message
-from .preflight import BACKENDS, parser_limits
-
-if TYPE_CHECKING:
-    from .spec import GrammarSpec
+from .backends import llguidance, xgrammar
+from .errors import GrammarError
+from .resolve import resolved
+from .spec import Spec
 
 __all__ = ["check_syntax"]
 
 
-def check_syntax(spec: GrammarSpec) -> GrammarSpec:
-    """The specification, if some installed backend can read it; takes about a millisecond.
-
-    What XGrammar might run away with is not asked of it here (`compile_risk`): such a grammar is
-    read when it is compiled, in a process that can be killed.
+def check_syntax(spec: Spec) -> None:
+    """Refuses a grammar that no installed backend can read; takes about a millisecond.
 
     Raises
     ------
     GrammarError
-        With the reason, if every backend in question refuses the grammar.
+        With the reason, if every backend refuses the grammar.
     """
-    names = [spec.backend] if spec.backend else list(BACKENDS)
-    asked = {"llguidance": _llguidance, "xgrammar": _xgrammar}
-    said = {name: asked[name](spec) for name in names if importlib.util.find_spec(name)}
-    if said and all(said.values()):
-        first = said.get("xgrammar" if spec.kind in ("ebnf", "regex") else "llguidance")
-        raise GrammarError(f"{spec.kind}: {first or next(iter(said.values()))}")
-    return spec
+    asked = [_llguidance, _xgrammar]
+    if spec.kind == "ebnf":  # which is XGrammar's notation
+        asked.reverse()
+    said = [ask(spec) for ask in asked if importlib.util.find_spec(ask.__name__[1:])]
+    if said and all(said):
+        raise GrammarError(f"{spec.kind}: {said[0]}")
 
 
-def _llguidance(spec: GrammarSpec) -> str:
-    from llguidance import LLMatcher
+def _llguidance(spec: Spec) -> str:
+    return llguidance.read(spec)
 
-    from .llguidance import grammar_text, objection
 
+def _xgrammar(spec: Spec) -> str:
     try:
-        text = grammar_text(spec)
-    except GrammarError as error:
-        return str(error).removeprefix(f"{spec.kind}: ").removeprefix("structural tag ")
-    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    return objection("\n".join(messages), spec.kind) or "is refused" if failed else ""
-
-
-def _xgrammar(spec: GrammarSpec) -> str:
-    from .compile_child import read_native
-    from .compile_risk import risk
-    from .xgrammar import library
-
-    try:
-        spec = spec.resolved("xgrammar")
+        return xgrammar.read(resolved(spec, "xgrammar"))
     except GrammarError as error:
         return str(error).removeprefix("structural tag ")
-    if spec.kind != "lark" and risk(spec):
-        return ""
-    try:
-        read_native(library(), spec.kind, spec.text, spec.root)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return clean_message(error) or "is refused"
-    return ""

@@ -1,1 +1,46 @@
+"""Models, drafters, and the engine that runs them in rounds."""
 
+from graft.models.drafters import (
+    Drafter,
+    DrafterRoom,
+    DraftVocab,
+    Eagle3,
+    Feed,
+    TreeShape,
+)
+from graft.models.engine import Engine
+from graft.models.errors import (
+    CheckpointError,
+    ConfigError,
+    DrafterError,
+    EngineError,
+    EngineUseError,
+    QueueFullError,
+    RequestError,
+    TokenizerError,
+)
+from graft.models.options import Options
+from graft.models.request import Event, Limits, Output, Request
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DraftVocab",
+    "Drafter",
+    "DrafterError",
+    "DrafterRoom",
+    "Eagle3",
+    "Engine",
+    "EngineError",
+    "EngineUseError",
+    "Event",
+    "Feed",
+    "Limits",
+    "Options",
+    "Output",
+    "QueueFullError",
+    "Request",
+    "RequestError",
+    "TokenizerError",
+    "TreeShape",
+]

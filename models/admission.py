@@ -5,13 +5,11 @@ from __future__ import annotations
 import secrets
 from concurrent.futures import Future
 
+from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.service import GrammarService
-from graft.models.assembly import Options
 from graft.models.errors import RequestError, TokenizerError
+from graft.models.options import Options
 from graft.models.request import (
-    MAX_STOP_IDS,
-    Limits,
     Output,
     Request,
     check_ids,
@@ -19,6 +17,7 @@ from graft.models.request import (
 )
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.state import MAX_STOP_IDS
 
 
 class Admission:
@@ -29,7 +28,6 @@ class Admission:
     options : the engine's shape; a request must fit its positions and pages.
     vocab_size : ids the target knows.
     compiler : compiles grammars while the request waits outside the batch.
-    limits : what one request may cost.
 
     Raises
     ------
@@ -43,14 +41,15 @@ class Admission:
         tokenizer: Tokenizer,
         vocab_size: int,
         compiler: GrammarService,
-        limits: Limits,
     ):
         if len(tokenizer.stop_ids) > MAX_STOP_IDS:
             raise TokenizerError(
                 f"{tokenizer.path}: {len(tokenizer.stop_ids)} stop ids, at most {MAX_STOP_IDS}"
             )
-        self._options, self._tokenizer = options, tokenizer
-        self._vocab_size, self._compiler, self._limits = vocab_size, compiler, limits
+        self._length = options.positions
+        self._tokenizer = tokenizer
+        self._vocab_size, self._compiler = vocab_size, compiler
+        self._limits = options.limits
 
     def take(self, request: Request, output: Output) -> Running:
         """Check `request` and begin compiling its grammar.
@@ -83,10 +82,7 @@ class Admission:
 
     def _room(self, prompt: int, asked: int | None) -> int:
         """Tokens the request may generate; positions and pages for all of them exist."""
-        length, page, pages = (
-            self._options.max_length, self._options.page_size, self._options.pages
-        )  # fmt: skip
-        length = min(length, page * pages)
+        length = self._length
         room = length - prompt
         if prompt < 1 or room < 1:
             raise RequestError(f"the prompt has {prompt} tokens; from 1 to {length - 1} fit")

@@ -2,66 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.slots import PinnedSlots, Ring
-from graft.cudagraph.transports import TRANSPORTS
-from graft.grammar.backend import BACKENDS, GrammarBackend
-from graft.grammar.decoder import CANDIDATES, LEGALITIES, GuidedDecoder, default_threads
+from graft.cudagraph.exchange import Exchange
+from graft.cudagraph.pinned import Ring
+from graft.grammar.compile.service import GrammarService
+from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText
-from graft.grammar.service import GrammarService
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
-from graft.models.eagle3 import Eagle3Drafter
+from graft.models.drafters import DrafterChoice, Eagle3, Forced
+from graft.models.drafters.base import Drafter, DrafterRoom
 from graft.models.kv import PagedKV
+from graft.models.legality import Blind, Fill, Legality, Probe
 from graft.models.llama import LlamaModel
+from graft.models.options import Options
 from graft.models.prefill import Prefill
 from graft.models.round import RoundParts
-from graft.models.timing import RoundTiming
+from graft.models.stamps import make_timeline
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.sampler import Sampler
+from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SlotState
 
 #: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
 RING_ENTRIES = 4
 PREFILL_ROWS = 256
-#: Processor time that a grammar step waits for one request: more than any usual mask row takes.
-BUDGET_US = 5000.0
-#: Positions per request unless the user asks for more: caches are reserved for every slot.
-DEFAULT_LENGTH = 4096
-
-
-@dataclass(frozen=True)
-class Options:
-    """An engine's shape, checked by `Engine`."""
-
-    max_batch_size: int
-    draft_length: int
-    max_length: int
-    page_size: int
-    pages: int
-    mask_drafts: bool
-    draft_legality: str
-    forced_drafts: bool
-    grammar_threads: int | None
-    grammar_budget_us: float | str | None
-    grammar_backend: str | Callable[[Vocabulary], GrammarBackend]
-    grammar_transport: str
-    compile_threads: int
-    compile_timeout_s: float
-    grammar_cache_bytes: int
-    grammar_cache_dir: str | Path | None
-    overlap: bool
-
-    @property
-    def slots(self) -> int:
-        """Two per row: a row is taken over while a replay still names its last owner's slot."""
-        return 2 * self.max_batch_size
 
 
 @dataclass(frozen=True)
@@ -78,222 +49,178 @@ class Assembly:
     compiler: GrammarService
 
 
-def read_configs(model: Path, drafter: Path | None) -> tuple[LlamaConfig, Eagle3Config | None]:
-    """Both configurations, and whether the drafter was made for this target."""
-    config = LlamaConfig.from_dir(model)
-    return config, None if drafter is None else Eagle3Config.from_dir(drafter)
+def assemble(
+    device: Device,
+    options: Options,
+    model: Path,
+    drafter: DrafterChoice | None,
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+) -> Assembly:
+    """Load the models and lay out everything a round needs.
+
+    Parameters
+    ----------
+    options : sized for the target, and its transport chosen.
+
+    Raises
+    ------
+    CheckpointError, ConfigError, OptionError, TokenizerError
+        Naming the file, tensor, field or option that does not fit.
+    """
+    target = _target(device, options, model, config)  # first: a config that lies costs nothing
+    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
+    with ExitStack() as undo:
+        compiler = GrammarService(
+            vocabulary,
+            options.grammar_backend,
+            threads=options.compile_threads,
+            timeout_s=options.compile_timeout_s,
+            cache_bytes=options.grammar_cache_bytes,
+        )
+        undo.callback(compiler.close)
+        made = _drafter(device, options, drafter, target)
+        parts = _parts(device, options, target, made, tokenizer, vocabulary)
+        undo.pop_all()
+    return Assembly(
+        device=device,
+        stream=device.stream("rounds"),
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        parts=parts,
+        prefill=Prefill(
+            device, target, made,
+            slots=options.slots, chunk=PREFILL_ROWS, max_length=options.sizes[0],
+        ),
+        caches=(target.kv, *(made.caches if made else ())),
+        compiler=compiler,
+    )  # fmt: skip
 
 
-def _cache(device: Device, options: Options, *, layers: int, heads: int, dim: int, dtype: str):
+def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):
+    length, pages = options.sizes
     return PagedKV(
         device,
         layers=layers,
-        pages=options.pages,
+        pages=pages,
         page_size=options.page_size,
         kv_heads=heads,
         head_dim=dim,
         dtype=dtype,
         slots=options.slots,
-        max_pages_per_slot=-(-options.max_length // options.page_size),
+        max_pages_per_slot=-(-length // options.page_size),
     )
 
 
-def assemble(
-    device: Device,
-    options: Options,
-    model: Path,
-    drafter_path: Path | None,
-    config: LlamaConfig,
-    drafter_config: Eagle3Config | None,
-    tokenizer: Tokenizer,
-) -> Assembly:
-    """Load both models and lay out everything a round needs.
+def _max_rows(options: Options) -> int:
+    return max(options.max_batch_size * (options.draft_length + 1), PREFILL_ROWS)
 
-    Raises
-    ------
-    CheckpointError, ConfigError, TokenizerError
-        Naming the file, tensor or field that does not fit.
-    """
-    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
-    compiler = GrammarService(
-        vocabulary,
-        options.grammar_backend,
-        threads=options.compile_threads,
-        timeout_s=options.compile_timeout_s,
-        cache_bytes=options.grammar_cache_bytes,
-        cache_dir=options.grammar_cache_dir,
+
+def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:
+    cache = _cache(
+        device, options, config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
+        config.dtype,
+    )  # fmt: skip
+    return LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options))
+
+
+def _drafter(
+    device: Device, options: Options, choice: DrafterChoice | None, target: LlamaModel
+) -> Drafter | None:
+    """What drafts, told to the target; None decodes without speculation."""
+    if choice is None:
+        return Forced(options.draft_length) if options.forced_drafts else None
+    room = DrafterRoom(
+        device,
+        target,
+        options.draft_length,
+        _max_rows(options),
+        lambda *shape: _cache(device, options, *shape),
     )
-    try:
-        return _assemble(
-            device, options, model, drafter_path, config, drafter_config, tokenizer,
-            vocabulary, compiler,
-        )  # fmt: skip
-    except BaseException:
-        compiler.close()
-        raise
+    name = str(choice)
+    if callable(choice):
+        drafter = choice(room)
+    elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
+        module, _, attribute = choice.partition(":")
+        try:
+            drafter = getattr(importlib.import_module(module), attribute)(room)
+        except (ImportError, AttributeError) as error:
+            raise OptionError(f"drafter {choice!r}: {error}") from error
+    else:
+        folder = Path(name)
+        drafter = Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
+    if not isinstance(drafter, Drafter):
+        raise OptionError(f"drafter {name}: made a {type(drafter).__name__}, which is no Drafter")
+    drafter.shape.require_chain()
+    if drafter.shape.levels and drafter.vocab is None:
+        raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
+    if drafter.taps:
+        target.set_feature_layers(drafter.taps)
+    return drafter
 
 
-def _assemble(
+def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:
+    """How this drafter's drafts come to be legal."""
+    if drafter is None or not drafter.shape.levels or not options.mask_drafts:
+        return Blind
+    return Probe if options.draft_legality == "probe" else Fill
+
+
+def _parts(
     device: Device,
     options: Options,
-    model: Path,
-    drafter_path: Path | None,
-    config: LlamaConfig,
-    drafter_config: Eagle3Config | None,
+    target: LlamaModel,
+    drafter: Drafter | None,
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
-    compiler: GrammarService,
-) -> Assembly:
-    width, slots, batch = options.draft_length + 1, options.slots, options.max_batch_size
-    max_rows = max(batch * width, PREFILL_ROWS)
-    checkpoint = Checkpoint(model)
-    caches = [
-        _cache(
-            device, options, layers=config.num_hidden_layers, heads=config.num_key_value_heads,
-            dim=config.head_dim, dtype=config.dtype,
+) -> RoundParts:
+    slots, batch = options.slots, options.max_batch_size
+    drafts = drafter.shape.nodes if drafter else 0
+    vocab_size = target.config.vocab_size
+    legality = _legality(options, drafter)
+    vocab = drafter.vocab if drafter else None
+    alone = isinstance(drafter, Forced)
+    if options.forced_drafts and not (alone or legality.masked):
+        raise OptionError(
+            "forced_drafts needs mask_drafts, and a drafter whose drafts come level by level: "
+            "others fill no mask rows while they draft"
         )
-    ]  # fmt: skip
-    target = LlamaModel(device, config, checkpoint, caches[0], max_rows=max_rows)
-    drafter = None
-    if drafter_path is not None and drafter_config is not None:
-        caches.append(
-            _cache(
-                device, options, layers=1, heads=drafter_config.num_key_value_heads,
-                dim=drafter_config.head_dim, dtype=drafter_config.dtype,
-            )
-        )  # fmt: skip
-        draft_checkpoint = Checkpoint(drafter_path)
-        drafter = Eagle3Drafter(
-            device, drafter_config, draft_checkpoint, target, caches[1], max_rows=max_rows
-        )
-
-    words = -(-config.vocab_size // 32)
-    draft_vocab = 1 if drafter is None else drafter.draft_vocab
-    masked = options.mask_drafts and not (options.forced_drafts and drafter is None)
-    candidates = 0
-    if options.draft_legality == "probe" and drafter is not None:
-        candidates = min(CANDIDATES, draft_vocab)
-    exchange = PinnedSlots(
-        device,
-        slots,
-        {
-            "mask": ("int32", (width, words)),
-            "row_state": ("int32", (width, 4)),
-            "committed": ("int32", (width + 2,)),
-            "drafted": ("int32", (width + 1,)),
-            "candidates": ("int32", (3 + candidates,)),
-            "answers": ("int32", (4,)),
-        },
-    )
-    state = SlotState(device, slots, options.draft_length, draft_vocab)
+    candidates = min(CANDIDATES, vocab.size) if legality is Probe and vocab else 0
+    exchange = Exchange(device, slots, drafts, vocab_size, candidates)
+    state = SlotState(device, slots)
+    replay = device.zeros((1,), "int32")
     sampler = Sampler(
         device,
         state,
         exchange,
-        vocab_size=config.vocab_size,
-        token_limit=min(tokenizer.vocab_size, config.vocab_size),
-        draft_length=options.draft_length,
-        draft_vocab=draft_vocab,
-        candidates=candidates,
-        d2t=None if drafter is None else drafter.d2t,
-        t2d=None if drafter is None else drafter.t2d,
+        replay,
+        token_limit=min(tokenizer.vocab_size, vocab_size),
         max_batch=batch,
+        draft_vocab=vocab.size if vocab else 0,
+        d2t=vocab.d2t if vocab else None,
+        t2d=vocab.t2d if vocab else None,
     )
     decoder = GuidedDecoder(
         exchange,
-        slots=slots,
-        draft_length=options.draft_length,
-        vocab_size=config.vocab_size,
-        masked_drafts=masked,
-        draft_legality="probe" if candidates else "fill",
-        forced=None if not options.forced_drafts
-        else ForcedText(vocabulary, certain=drafter is not None),
+        masked_drafts=legality.masked or drafter is None,
+        forced=ForcedText(vocabulary, certain=not alone) if options.forced_drafts else None,
         threads=options.grammar_threads or default_threads(batch),
-        budget_us=BUDGET_US if options.grammar_budget_us == "auto" else options.grammar_budget_us,  # type: ignore[arg-type]  # checked
+        budget_us=options.grammar_budget_us,
         transport=options.grammar_transport,
         ring=2 * RING_ENTRIES,
     )
-    inputs = Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))})
-    outputs = Ring(
-        device,
-        RING_ENTRIES,
-        {name: ("int32", (batch,)) for name in ("slot", "count", "reason", "accepted", "draft_len")}
-        | {"tokens": ("int32", (batch, width))},
-    )
-    columns = len(RoundTiming(options.draft_length, masked).columns)
-    stream = device.stream("rounds")
-    parts = RoundParts(
+    return RoundParts(
         device=device,
         target=target,
         drafter=drafter,
+        legality=legality,
         sampler=sampler,
         state=state,
         decoder=decoder,
         exchange=exchange,
-        inputs=inputs,
-        outputs=outputs,
-        timeline=PinnedSlots(device, RING_ENTRIES, {"ns": ("int64", (columns,))}),
-        replay=device.zeros((1,), "int32"),
-        draft_length=options.draft_length,
-        masked_drafts=masked,
+        inputs=Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))}),
+        outputs=output_ring(device, RING_ENTRIES, batch, drafts),
+        timeline=make_timeline(device, RING_ENTRIES, drafts),
+        replay=replay,
+        draft_length=drafts,
     )
-    return Assembly(
-        device=device,
-        stream=stream,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        parts=parts,
-        prefill=Prefill(
-            device, target, drafter,
-            slots=slots, chunk=PREFILL_ROWS, max_length=options.max_length,
-        ),
-        caches=tuple(caches),
-        compiler=compiler,
-    )  # fmt: skip
-
-
-def check_options(options: Options, drafter: Path | None) -> None:
-    """Refuse a shape that cannot work.
-
-    Raises
-    ------
-    OptionError
-        Naming the option and its value.
-    """
-    for name in ("max_batch_size", "page_size", "max_length", "pages", "compile_threads"):
-        if getattr(options, name) < 1:
-            raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
-    if drafter is not None and not 1 <= options.draft_length <= 16:
-        raise OptionError(
-            f"draft_length must be from 1 to 16 with a drafter, got {options.draft_length}; "
-            "to decode without speculation give no drafter"
-        )
-    if options.forced_drafts and not 1 <= options.draft_length <= 16:
-        raise OptionError(
-            f"draft_length must be from 1 to 16 with forced_drafts, got {options.draft_length}"
-        )
-    if options.forced_drafts and drafter is not None and not options.mask_drafts:
-        raise OptionError("forced_drafts needs mask_drafts: blind drafting fills no rows")
-    names = ("auto", *BACKENDS)
-    if not callable(options.grammar_backend) and options.grammar_backend not in names:
-        raise OptionError(
-            f"grammar_backend must be one of {names} or make a GrammarBackend, "
-            f"got {options.grammar_backend!r}"
-        )
-    if options.draft_legality not in LEGALITIES:
-        raise OptionError(
-            f"draft_legality must be one of {', '.join(LEGALITIES)}, "
-            f"got {options.draft_legality!r}"
-        )
-    if options.draft_legality == "probe" and not options.mask_drafts:
-        raise OptionError("draft_legality 'probe' needs mask_drafts: blind drafts are not probed")
-    if options.grammar_threads is not None and options.grammar_threads < 1:
-        raise OptionError(f"grammar_threads must be at least 1, got {options.grammar_threads}")
-    budget = options.grammar_budget_us
-    if budget not in (None, "auto") and (isinstance(budget, str) or not budget >= 1):
-        raise OptionError(f"grammar_budget_us must be auto, None or at least 1, got {budget!r}")
-    if options.grammar_transport not in TRANSPORTS:
-        raise OptionError(
-            f"grammar_transport must be one of {', '.join(TRANSPORTS)}, "
-            f"got {options.grammar_transport!r}"
-        )

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from graft.models.errors import CheckpointError
+from graft.models.errors import CheckpointError, ConfigError
+from graft.models.fields import read_json
 
 FLOATS = ("float32", "float16", "bfloat16")
 _HEADER_LIMIT = 100_000_000
@@ -159,15 +160,17 @@ class Checkpoint:
 
 def _read_shards(index: Path) -> dict[str, _Entry]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except ConfigError as error:
+        raise CheckpointError(f"{error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: is not a shard index ({error!r})") from error
     shards: dict[str, dict[str, _Entry]] = {}
     entries: dict[str, _Entry] = {}
     for name, file in pairs:
-        if Path(file).name != file:
-            raise CheckpointError(f"{index}: shard name {file!r} is not a plain file name")
+        if Path(file).name != file or len(file) > 255 or "\0" in file:
+            raise CheckpointError(f"{index}: shard name {file[:80]!r} is not a plain file name")
         if file not in shards:
             if not (index.parent / file).is_file():
                 raise CheckpointError(f"{index.parent}: shard {file} is missing")
@@ -190,7 +193,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
             header = json.loads(stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: header is not an object")
@@ -212,8 +215,9 @@ def _read_entry(file: Path, name: str, spec: Any, base: int) -> _Entry:
     try:
         kind, shape, (begin, end) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
         numbers = (*shape, begin, end)
-        if not all(type(x) is int and x >= 0 for x in numbers) or begin > end:
-            raise ValueError(f"shape {shape}, offsets {begin}..{end}")
+        whole = all(type(x) is int and 0 <= x < 1 << 63 for x in numbers)
+        if not whole or begin > end or type(kind) is not str:
+            raise ValueError(f"dtype {kind!r:.20}, shape {shape!s:.80}, offsets {begin}..{end}")
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file}: header entry of {name} is malformed ({error})") from error
     if kind in _DTYPES and math.prod(shape) * _DTYPES[kind][2] != end - begin:

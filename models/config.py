@@ -131,8 +131,12 @@ class Eagle3Config(LlamaConfig):
             for extra in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
                 source.refuse(extra, False)
             source.refuse("num_aux_hidden_states", 3)
+        if (layers := decoder.get("num_hidden_layers", 1)) != 1:
+            raise ConfigError(
+                f"{decoder.where}: num_hidden_layers = {layers!r}: an EAGLE-3 head has one layer; "
+                "this looks like a target model, not like a drafter"
+            )
         layer = _decoder(decoder)
-        decoder.refuse("num_hidden_layers", 1)
         vocab, hidden = layer["vocab_size"], layer["hidden_size"]
         return Eagle3Config(
             **layer,
@@ -141,7 +145,7 @@ class Eagle3Config(LlamaConfig):
                 "target_hidden_size", low=1, high=MAX_WIDTH, default=hidden
             ),
             norm_before_residual=fields.boolean("norm_before_residual", default=False),
-            feature_layers=_feature_layers(fields, speculators),
+            feature_layers=_feature_layers(fields),
         )
 
     def resolve_feature_layers(self, target_layers: int) -> tuple[int, int, int]:
@@ -236,12 +240,12 @@ def _decoder(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _feature_layers(fields: Fields, speculators: bool) -> tuple[int, int, int] | None:
+def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:
     """Explicit feature layers as OUTPUT ids.
 
-    Two conventions are in use. Under ``eagle_config`` an id means the layer's output; the
-    speculators format counts boundaries, so id j is the input of layer j, and j = n the
-    output of the last layer.
+    Two conventions are in use. Under ``eagle_config`` an id means the layer's output; on the top
+    level, in the speculators format and outside of it, boundaries are counted: id j is the input
+    of layer j, and j = n the output of the last layer.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = fields.section("eagle_config")
@@ -250,7 +254,7 @@ def _feature_layers(fields: Fields, speculators: bool) -> tuple[int, int, int] |
     ids = nested.integers(name) if nested is not None else None
     if ids is None:
         ids = fields.integers(name)
-        if ids is not None and speculators:
+        if ids is not None:
             ids = tuple(i - 1 for i in ids)
     if ids is None:
         return None

@@ -10,37 +10,31 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import os
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
-from graft.cudagraph.device import open_device
+from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.transports import Transport, choose_transport
-from graft.grammar.backend import GrammarBackend
-from graft.grammar.cache import CACHE_BYTES
-from graft.grammar.vocabulary import Vocabulary
+from graft.cudagraph.transports import choose_transport
 from graft.models.admission import Admission
-from graft.models.assembly import (
-    DEFAULT_LENGTH,
-    Options,
-    assemble,
-    check_options,
-    read_configs,
-)
+from graft.models.assembly import assemble
+from graft.models.config import LlamaConfig
+from graft.models.drafters import DrafterChoice
 from graft.models.errors import EngineError, EngineUseError, QueueFullError, RequestError
 from graft.models.interrupt import OneUser, Shield
+from graft.models.options import Options
 from graft.models.replay import Replays
-from graft.models.request import VERIFY_MODES, Event, Limits, Output, Request
-from graft.models.round import RoundGraph, RoundScratch
+from graft.models.request import Event, Output, Request
+from graft.models.round import RoundGraph
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
@@ -48,8 +42,8 @@ from graft.models.tokenizer import Tokenizer
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
-#: Seconds that close() waits for what was dropped and is still being freed.
-REST_S = 5.0
+#: Seconds within which something of what was dropped must have been freed, or close() goes on.
+REST_S = 0.25
 
 
 def buckets(max_batch_size: int) -> list[int]:
@@ -59,48 +53,15 @@ def buckets(max_batch_size: int) -> list[int]:
 
 
 class Engine:
-    """Guided speculative decoding of a Llama target with an EAGLE-3 drafter, or of a target alone.
+    """Guided speculative decoding of a Llama target.
 
     Parameters
     ----------
     model : directory of the target: config.json, safetensors, tokenizer.json.
-    drafter : directory of the EAGLE-3 checkpoint; None decodes without speculation.
-    max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 16; without drafter and `forced_drafts` it is 0 whatever
-        is given.
-    max_length : positions per request, prompt and output; default what the target allows, at
-        most 4096.
-    page_size, pages : shape of the paged caches; by default every row's request can be full-length.
-    mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
-    draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
-        grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
-        next target forward. A probed draft is a point mass under rejection sampling.
-    forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
-        forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
-        the token that is the one legal id (with "probe", where no candidate is). Such drafts are
-        verified like others, so the distribution of outputs stays what it is; where one id is legal
-        they are always accepted.
-    verify : "rejection" or "coupled", for requests that do not say.
-    grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
-        for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
-        every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
-    grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
-        "mailbox", "spinkernel", or "auto": the first of mailbox, spinkernel and native that works,
-        given 4 usable cores; else native.
-    grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
-    grammar_budget_us : microseconds of processor time that a grammar step waits for one request,
-        see `GuidedDecoder`; one that is late sits rounds out and resumes exactly. Greedy and
-        coupled outputs are the same whatever it is; rejection sampling is reproducible where nobody
-        was late (`counters()["grammar"]["late_rows"]`). "auto": 5000; None: a step waits
-        for all.
-    overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
-        greedy and coupled requests are the same either way.
-    limits : what one request may cost the host, and how many may wait.
-    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and what
-        a risky one may take in its process.
-    grammar_cache_bytes, grammar_cache_dir : bound of compiled grammars kept in memory, and a folder
-        for those kept between runs; default the environment's GRAFT_GRAMMAR_CACHE, else none.
-    device : "cuda", "soft" or None for the environment's choice.
+    drafter : directory of an EAGLE-3 checkpoint; or a `MakeDrafter`, such as the class of a
+        drafter of one's own, or its name as ``module:name``. None decodes without speculation, but
+        for forced drafts.
+    options : fields of `Options`.
 
     Raises
     ------
@@ -115,96 +76,43 @@ class Engine:
 
     Attributes
     ----------
+    options : as they were resolved.
     failure : why it has failed for good, or None while it works.
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        drafter: str | Path | None = None,
-        *,
-        max_batch_size: int = 8,
-        draft_length: int = 3,
-        max_length: int | None = None,
-        page_size: int = 16,
-        pages: int | None = None,
-        mask_drafts: bool = True,
-        draft_legality: str = "fill",
-        forced_drafts: bool = False,
-        verify: str = "rejection",
-        grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto",
-        grammar_transport: Transport = "auto",
-        grammar_threads: int | None = None,
-        grammar_budget_us: float | Literal["auto"] | None = "auto",
-        compile_threads: int = 2,
-        compile_timeout_s: float = 30.0,
-        overlap: bool = True,
-        limits: Limits | None = None,
-        grammar_cache_bytes: int = CACHE_BYTES,
-        grammar_cache_dir: str | Path | None = None,
-        device: str | None = None,
-        ordinal: int | None = None,
+        self, model: str | Path, drafter: DrafterChoice | None = None, **options: Any
     ):
-        if verify not in VERIFY_MODES:
-            raise OptionError(f"verify must be one of {VERIFY_MODES}, got {verify!r}")
-        model_dir = Path(model)
-        drafter_dir = None if drafter is None else Path(drafter)
-        config, drafter_config = read_configs(model_dir, drafter_dir)
-        tokenizer = Tokenizer(model_dir, vocab_size=config.vocab_size)
-        # An EAGLE-3 head's own max_position_embeddings is its training length and binds nobody.
-        longest = config.max_position_embeddings
-        length = min(longest, DEFAULT_LENGTH) if max_length is None else max_length
-        if length > longest:
-            raise OptionError(f"max_length {length} is above the model's {longest} positions")
-        drafts = draft_length if drafter_dir is not None or forced_drafts else 0
-        options = Options(
-            max_batch_size=max_batch_size,
-            draft_length=drafts,
-            max_length=length,
-            page_size=page_size,
-            pages=max_batch_size * -(-length // max(page_size, 1)) if pages is None else pages,
-            mask_drafts=mask_drafts,
-            draft_legality=draft_legality,
-            forced_drafts=forced_drafts,
-            grammar_threads=grammar_threads,
-            grammar_budget_us=grammar_budget_us,
-            grammar_backend=grammar_backend,
-            grammar_transport=grammar_transport,
-            compile_threads=compile_threads,
-            compile_timeout_s=compile_timeout_s,
-            overlap=overlap,
-            grammar_cache_bytes=grammar_cache_bytes,
-            grammar_cache_dir=grammar_cache_dir or os.environ.get("GRAFT_GRAMMAR_CACHE") or None,
-        )
-        check_options(options, drafter_dir)
-        self.verify = verify
-        self.device = open_device(device, ordinal)
-        transport, self.transport_reason = choose_transport(grammar_transport, self.device)
-        options = replace(options, grammar_transport=transport)
-        self.options = options
-        built = assemble(
-            self.device, options, model_dir, drafter_dir, config, drafter_config, tokenizer
-        )
+        known = {field.name for field in fields(Options)}
+        for name in options:
+            if name not in known:
+                raise OptionError(f"no option {name}; there are {', '.join(sorted(known))}")
+        asked, folder = Options(**options), Path(model)
+        config = LlamaConfig.from_dir(folder)
+        tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
+        # A draft head's own max_position_embeddings is its training length and binds nobody.
+        asked = asked.sized(config.max_position_embeddings)
+        self.device = open_device(asked.device, asked.ordinal)
+        transport, self.transport_reason = choose_transport(asked.grammar_transport, self.device)
+        self.options = replace(asked, grammar_transport=transport)
+        built = assemble(self.device, self.options, folder, drafter, config, tokenizer)
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
-        self._limits = Limits() if limits is None else limits
-        self._admission = Admission(
-            options, tokenizer, config.vocab_size, built.compiler, self._limits
-        )
-        self._replays = Replays(built.parts, built.stream, built.parts.timing)
+        self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
+        self._replays = Replays(built.parts, built.stream)
         self.rounds: dict[int, RoundGraph] = {}
-        self.stats = EngineStats(draft_length=options.draft_length)
+        self.stats = EngineStats(draft_length=built.parts.draft_length)
         self._forced_before = 0
         self._scheduler = Scheduler(
             self._replays,
             Seating(
-                options.slots, max_batch_size, built.caches, built.prefill, built.parts.state,
-                StreamLane(built.stream),
+                self.options.slots, self.options.max_batch_size, built.caches, built.prefill,
+                built.parts.state, StreamLane(built.stream),
             ),
             self.rounds,
             self.stats,
-            depth=2 if overlap else 1,
+            depth=2 if self.options.overlap else 1,
             width=built.parts.width,
-            verify=verify,
+            verify=self.options.verify,
         )  # fmt: skip
         self._ids = itertools.count()
         self._use = OneUser()
@@ -220,7 +128,7 @@ class Engine:
 
     def _build_rounds(self) -> None:
         """One graph per bucket, and one idle replay each: what loads lazily is loaded now."""
-        scratch = RoundScratch(self._parts, self.options.max_batch_size)
+        scratch = self._parts.scratch(self.options.max_batch_size)
         for size in buckets(self.options.max_batch_size):
             self.rounds[size] = RoundGraph(self._parts, scratch, size)
             self._replays.launch(self.rounds[size], [])
@@ -258,7 +166,7 @@ class Engine:
             name = next(n for n in free if n not in names and n not in scheduler.unfinished)
         output = Output(id=name)
         try:
-            most = self._limits.waiting
+            most = self.options.limits.waiting
             if most is not None and len(scheduler.waiting) >= most:
                 raise QueueFullError(f"{most} requests are waiting already (Limits.waiting)")
             scheduler.submit(self._admission.take(request, output))
@@ -329,7 +237,7 @@ class Engine:
             except Exception as failure:
                 self.failure = str(failure)  # no traceback: it would hold what close() gives back
                 self._faulted = isinstance(failure, DeviceError)
-                LOG.error("the engine has failed: %s", failure)
+                LOG.error("the engine has failed: %s", self.failure)  # a record may be kept too
                 raise
 
     def _require_working(self) -> None:
@@ -442,7 +350,7 @@ class Engine:
         """Begin counting anew."""
         self._require_working()
         self._forced_before = self._parts.decoder.counters()["forced_tokens"]
-        self.stats = self._scheduler.stats = EngineStats(draft_length=self.options.draft_length)
+        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.draft_length)
 
     def settle(self) -> None:
         """Wait until the device is idle and take back what finished requests held.
@@ -473,13 +381,12 @@ class Engine:
                 if self.failure is None:
                     raise
             finally:
-                # Frames of a traceback may still hold these two.
-                self._replays.close()
-                self._scheduler.close()
+                self._scheduler.close()  # frames of a traceback may still hold it
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
                 gc.collect()  # cycles must not keep device memory until some later collection
                 # What a faulted device was doing when it stopped never ends, nor is given back.
-                self.device.rest(0.0 if self._faulted else REST_S)
+                if not self._faulted:
+                    _rest(self.device)
 
     def _drain(self) -> None:
         with ExitStack() as stack:  # every one of them, last first, whatever another raises
@@ -502,6 +409,17 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _rest(device: Device) -> None:
+    """Wait while what was dropped gets less; another engine's things stay."""
+    left = math.inf
+    while not device.rest(REST_S):
+        live = device.stats()["live"]
+        now = sum(live.values()) if isinstance(live, dict) else live
+        if now >= left:
+            return
+        left = now
 
 
 def _has_name(request: Request) -> bool:

@@ -35,3 +35,7 @@ class EngineError(GraftError):
 
 class EngineUseError(EngineError):
     """An engine is called while another call of it runs, which goes on."""
+
+
+class DrafterError(GraftError):
+    """A drafter does not keep to what it declared of itself."""

@@ -24,8 +24,9 @@ class RoundScratch:
     """
 
     def __init__(
-        self, device: Device, max_batch: int, width: int, vocab: int, features: int, draft_vocab: int
-    ):
+        self, device: Device, max_batch: int, width: int, vocab: int, *, features: int,
+        draft_vocab: int,
+    ):  # fmt: skip
         rows = max_batch * width
 
         def ints(*shape: int) -> DeviceArray:

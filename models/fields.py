@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,29 @@ from typing import Any
 from graft.models.errors import ConfigError
 
 _REQUIRED: Any = object()
+#: Bytes of a JSON file beside a model; indexes of thousands of shards are well below.
+_MOST_BYTES = 1 << 26
+
+
+def read_json(path: Path) -> Any:
+    """Decode a JSON file.
+
+    Raises
+    ------
+    ConfigError
+        When it is missing, no plain file, too long or nested too deeply, or no JSON.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is no plain file")
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise ConfigError(f"{path}: has {size} bytes, more than {_MOST_BYTES}")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid JSON ({error})") from error
 
 
 class Fields:
@@ -30,13 +52,8 @@ class Fields:
 
     @staticmethod
     def from_file(path: Path) -> Fields:
-        """Read a JSON file; ConfigError when it is missing, unreadable or not an object."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise ConfigError(f"{path}: is not valid JSON ({error})") from error
+        """Read a JSON file; ConfigError when `read_json` refuses it or it holds no object."""
+        data = read_json(path)
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: holds a {type(data).__name__}, not an object")
         return Fields(data, str(path))
@@ -68,7 +85,7 @@ class Fields:
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.where}: {name} is {value!r}, not a number")
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # NaN neither
             raise ConfigError(f"{self.where}: {name} is {value}, outside {low}..{high}")
         return float(value)
 

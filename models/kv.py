@@ -14,17 +14,15 @@ Ownership of a slot's row in the page table
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.models.layers import STORAGE
 
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.lanes import Lane
+#: Storage dtypes of weights and caches, and the kernels' name of each.
+STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
 
 
 class PageAllocator:

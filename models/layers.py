@@ -8,21 +8,16 @@ forms may differ in the last bits; within a form a row's bits depend on that row
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.kernels import Kernel
-    from graft.cudagraph.lanes import Lane
-    from graft.models.kv import PagedKV
-    from graft.models.rows import Rows
+from graft.models.kv import STORAGE, PagedKV
+from graft.models.rows import Rows
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
-# Storage dtypes of weights and caches, and the kernels' name of each.
-STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
 FORMS = ("thread", "warp")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.

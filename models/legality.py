@@ -19,6 +19,7 @@ target forward, as they are for Blind, whose illegal drafts are refused there.
 from __future__ import annotations
 
 from graft.cudagraph.graph import GraphLane, GraphMark
+from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.memory import DeviceArray
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.feed import Feed
@@ -65,7 +66,7 @@ class Legality:
         self._stamps.end("drafter extend")
         self._wait("wait for row 0", self.commit)
 
-    def _ask(self, mark: str, work: object, name: str) -> GraphMark:
+    def _ask(self, mark: str, work: NativeWork, name: str) -> GraphMark:
         """A step of the grammar, once the model's lane is here; it is done at the mark."""
         self._grammar.wait(self._model.record(f"{mark}: asked"))
         self._guide.add(self._grammar, work, name=name)

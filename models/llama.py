@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
@@ -13,10 +14,6 @@ from graft.models.kv import PagedKV
 from graft.models.layers import Layers, expect
 from graft.models.rows import Rows
 from graft.models.weights import Weights
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
-    from graft.cudagraph.lanes import Lane
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,6 @@ class LlamaModel:
         Most rows of one forward.
     form : str, optional
         Kernel form, see `Layers`.
-    progress : bool
-        Show a progress bar while loading.
 
     Raises
     ------
@@ -146,7 +141,6 @@ class LlamaModel:
         *,
         max_rows: int,
         form: str | None = None,
-        progress: bool = False,
     ) -> None:
         check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
@@ -154,7 +148,7 @@ class LlamaModel:
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
         self.layers = Layers(device, form)
         hidden, vocab = config.hidden_size, config.vocab_size
-        weights = Weights(device, checkpoint, progress=progress)
+        weights = Weights(device, checkpoint)
         self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
             DecoderLayer.load(weights, f"model.layers.{i}", config, hidden)

@@ -12,21 +12,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from graft.cudagraph.errors import DeviceError, HostWorkError
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.running import Running
+from graft.models.stamps import Part
 from graft.models.stats import EngineStats
-from graft.models.timing import RoundTiming
-
-if TYPE_CHECKING:
-    from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.sampling.sampler import ROUND_ROW
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1
+_HEAD = ROUND_ROW.itemsize // 4
 
 
 class Launchable(Protocol):
@@ -34,6 +34,8 @@ class Launchable(Protocol):
 
     @property
     def exec(self) -> Any: ...
+    @property
+    def timed(self) -> tuple[Part, ...]: ...
 
 
 class Exchanged(Protocol):
@@ -95,7 +97,7 @@ class RowResult:
     Attributes
     ----------
     slot : who sat there, -1 for a padding row.
-    reason : REASON_* of cudagraph/kernels/graft.cuh; 0 goes on.
+    reason : REASON_* of cudagraph/kernels/exchange.h; 0 goes on.
     accepted, tested : drafts accepted and drafts there were.
     tokens : what was committed, in order.
     """
@@ -117,7 +119,6 @@ class Replays:
     ----------
     parts : rings, snapshots and timeline.
     stream : where replays run.
-    timing : what the timeline's columns are.
 
     Attributes
     ----------
@@ -125,17 +126,15 @@ class Replays:
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
     resting : set by the caller while it has nothing to launch; told to the next flight.
-    on_parts : told each replay that is over, and its stamps by name, on the device's clock.
+    on_parts : told each replay that is over, and its stamps in order, on the device's clock.
     """
 
     def __init__(
         self,
         parts: Exchanged,
         stream: InOrder,
-        timing: RoundTiming,
     ):
         self._parts, self._stream = parts, stream
-        self._columns, self._spans = timing.columns, timing.spans
         self._ended_ns = 0
         self.resting = True
         self.number = 0
@@ -143,7 +142,7 @@ class Replays:
         self.unread: deque[Flight] = deque()
         self._tails: deque[Flight] = deque()  # read, not retired
         self._launches: Counter[int] = Counter()  # by the id() of a graph
-        self.on_parts: Callable[[Flight, dict[str, int]], None] | None = None
+        self.on_parts: Callable[[Flight, list[int]], None] | None = None
 
     def launch(self, graph: Launchable, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -236,11 +235,9 @@ class Replays:
     def row(self, b: int) -> RowResult:
         """Read row `b` of the oldest unread replay, which was waited for."""
         outputs, replay = self._parts.outputs, self.unread[0].replay
-        slot, count, reason, accepted, tested = (
-            int(outputs.row(name, replay)[b])
-            for name in ("slot", "count", "reason", "accepted", "draft_len")
-        )
-        tokens = outputs.row("tokens", replay)[b, :count].tolist()
+        row = outputs.row("rows", replay)[b]
+        slot, count, reason, accepted, tested = row[:5].tolist()
+        tokens = row[_HEAD : _HEAD + count].tolist()
         return RowResult(slot, reason, accepted, tested, tokens)
 
     def finish(self) -> None:
@@ -288,12 +285,12 @@ class Replays:
 
     def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
         timeline, replay = self._parts.timeline, flight.replay
-        row: Sequence[int] = timeline.field("ns").array[replay % timeline.slots].tolist()
-        ns = dict(zip(self._columns, row, strict=True))
+        parts = flight.graph.timed
+        stamps = timeline.field("ns").array[replay % timeline.slots][: len(parts) + 1].tolist()
         if self.on_parts is not None:
-            self.on_parts(flight, ns)
-        before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(row)
-        stats.count_time(ns["begin"], self._ended_ns, before)
-        for name, start, end in self._spans:
-            if ns[start] > 0 and ns[end] > 0:
-                stats.part_ns[name] = stats.part_ns.get(name, 0) + ns[end] - ns[start]
+            self.on_parts(flight, stamps)
+        before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(stamps)
+        stats.count_time(stamps[0], self._ended_ns, before)
+        for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
+            if start > 0 and end > 0:
+                stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start

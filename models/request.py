@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.errors import RequestError
 from graft.sampling.state import MAX_STOP_IDS
 

@@ -39,8 +39,17 @@ class Rope:
 
     @staticmethod
     def from_fields(fields: Fields) -> Rope:
-        """Read ``rope_parameters``, or the older ``rope_theta`` with ``rope_scaling``."""
-        scaling = fields.section("rope_parameters") or fields.section("rope_scaling")
+        """Read ``rope_parameters``, or the older ``rope_theta`` with ``rope_scaling``.
+
+        Where both are given they must agree: libraries differ in which of them they read.
+        """
+        new, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+        if new is not None and scaling is not None and new.data != scaling.data:
+            raise ConfigError(
+                f"{fields.where}: rope_parameters {new.data!r} and rope_scaling {scaling.data!r} "
+                "differ; leave one of them out"
+            )
+        scaling = new or scaling
         theta = fields.number("rope_theta", default=10000.0, low=1.0)
         if scaling is None:
             return Rope(theta=theta)

@@ -18,7 +18,7 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.slots import PinnedSlots, Ring
+from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.errors import DrafterError

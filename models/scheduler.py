@@ -260,7 +260,9 @@ class Scheduler:
         self.seating.reclaim_idle()
 
     def close(self) -> None:
-        """Let go of the device's objects, whoever still holds this one."""
+        """Let go of the device's objects, whoever still holds this one; after `Replays.drain`."""
+        self.seating.close()
+        self.replays.close()
         del self.replays, self.seating, self.rounds
 
     # Leaving ------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ class Scheduler:
         output.total_s = total_s
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
-            LOG.warning("request %s %s: %s", output.id, output.reason, error)
+            LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
         self.outbox.post(Event(output.id, tokens, text, output))
 
     def _cause(self, running: Running) -> GraftError:
@@ -318,4 +320,4 @@ class Scheduler:
         if running.matcher is None:
             return GraftError(logits)
         said = self.replays.grammar_error(running.slot)
-        return GraftError(said or f"{logits}, or {REFUSED_TOKEN}")
+        return GraftError(said or f"{logits}, or the grammar refused what verification accepted")

@@ -230,6 +230,11 @@ class Seating:
                 f"a replay may write {needed}"
             )
 
+    def close(self) -> None:
+        """Let go of the device's objects, whoever still holds this one."""
+        self._joining.clear()
+        del self._caches, self._prompts, self._table, self._lane
+
     def _allocate(self, slot: int, positions: int) -> bool:
         for i, cache in enumerate(self._caches):
             if not cache.allocate(slot, positions):

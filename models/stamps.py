@@ -8,7 +8,7 @@ from pathlib import Path
 from graft.cudagraph.device import Device
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.slots import PinnedSlots
+from graft.cudagraph.pinned import PinnedSlots
 
 __all__ = ["KERNELS", "Part", "Stamps", "make_timeline"]
 

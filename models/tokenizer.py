@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from graft.models.chat import ChatTemplate
 from graft.models.errors import ConfigError, TokenizerError
 from graft.models.fields import Fields
 
@@ -60,9 +56,9 @@ class Tokenizer:
         if not file.is_file():
             raise TokenizerError(f"{file}: is missing")
         try:
-            self.backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file}: cannot be read ({error})") from error
+            self.backend = _safely(lambda: tokenizers.Tokenizer.from_file(str(file)))
+        except TokenizerError as error:
+            raise TokenizerError(f"{file}: cannot be read ({error.__cause__})") from error
         self.backend.no_truncation()
         self.backend.no_padding()
         if getattr(self.backend.model, "dropout", None):
@@ -171,10 +167,7 @@ class Tokenizer:
         if self._template is None:
             raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
         special = {name: text for name, text in self._special.items() if text is not None}
-        try:
-            return self._template.render(messages=list(messages), **{**special, **variables})
-        except Exception as error:  # a template is a program of the model's, it may raise anything
-            raise TokenizerError(f"{self.path}: the chat template failed: {error}") from error
+        return self._template.render({"messages": list(messages), **special, **variables})
 
     def _check(self, ids: Sequence[int]) -> None:
         for i in ids:
@@ -213,7 +206,7 @@ class Tokenizer:
         eos = self._special["eos_token"]
         return () if eos is None else (self._id_of("eos_token", eos),)
 
-    def _chat_template(self) -> jinja2.Template | None:
+    def _chat_template(self) -> ChatTemplate | None:
         file = self.path / "chat_template.jinja"
         source: Any = None
         if file.is_file():
@@ -235,10 +228,7 @@ class Tokenizer:
                 f"{self._config.where}: chat_template is neither a text nor a list that names one "
                 "'default'"
             )
-        try:
-            return _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
-            raise TokenizerError(f"{self.path}: chat template does not parse: {error}") from error
+        return ChatTemplate(source, str(self.path))
 
 
 class _Hidden:
@@ -331,35 +321,3 @@ def _safely(work: Callable[[], T]) -> T:
         raise
     except BaseException as error:
         raise TokenizerError(f"the tokenizer failed: {error}") from error
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates expect: block trimming, loop controls and three helpers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML escapes, unlike jinja's own filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

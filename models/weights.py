@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
-from tqdm import tqdm
 
-from graft.cudagraph.memory import DeviceArray, to_float32
+from graft.cudagraph.device import Device
+from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
 
 
 class Weights:
@@ -22,22 +18,17 @@ class Weights:
     ----------
     device : Device
     checkpoint : Checkpoint
-    progress : bool
-        Show a progress bar over the tensors.
     """
 
-    def __init__(self, device: Device, checkpoint: Checkpoint, *, progress: bool = False) -> None:
+    def __init__(self, device: Device, checkpoint: Checkpoint) -> None:
         self.device = device
         self.checkpoint = checkpoint
         self._used: set[str] = set()
-        total = len(checkpoint.names)
-        self._bar = tqdm(total=total, desc="loading", unit="tensor", disable=not progress)
 
     def read(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
         """One floating-point tensor on the host, as stored."""
         array = self.checkpoint.get(name, shape)
         self._used.add(name)
-        self._bar.update()
         return array
 
     def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
@@ -69,7 +60,6 @@ class Weights:
         describes, and its output would be silently wrong. Names that start or end with an
         entry of `ignored` are allowed.
         """
-        self._bar.close()
         left = [
             name
             for name in self.checkpoint.names

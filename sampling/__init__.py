@@ -1,1 +1,7 @@
 """Mask apply, sampling and chain verification on the device."""
+
+from graft.sampling.mask import MaskApply
+from graft.sampling.sampler import Sampler, output_ring
+from graft.sampling.state import COUPLED, REJECTION, SlotState
+
+__all__ = ["COUPLED", "MaskApply", "REJECTION", "Sampler", "SlotState", "output_ring"]

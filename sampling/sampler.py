@@ -10,7 +10,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import HEADER, Exchange
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.sampling.checks import check_array, check_range
 from graft.sampling.loading import load, row_block
 from graft.sampling.state import MAX_DRAFTS, SlotState

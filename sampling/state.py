@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.device import Device
-from graft.cudagraph.exchange import HEADER
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.exchange import HEADER
 from graft.cudagraph.lanes import Lane
 from graft.sampling.checks import check_range
 from graft.sampling.loading import load

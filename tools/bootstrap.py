@@ -132,19 +132,24 @@ def make_environment(folder: Path) -> Path:
 
 
 def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
-    """Install the pinned packages; those of ``tool.graft.no-deps`` without what they ask for."""
+    """Install what the project asks for, in the versions of constraints.txt.
+
+    What ``tool.graft.no-deps`` names comes without what it asks for.
+    """
     table = project["project"]
-    pins = [*table["dependencies"], *table["optional-dependencies"]["dev"]]
+    wanted = [*table["dependencies"], *table["optional-dependencies"]["dev"]]
     bare = project["tool"]["graft"]["no-deps"]
+    pins = ROOT / "constraints.txt"
     stamp = folder / ".graft-pins"
-    wanted = digest(*(p.encode() for p in [*pins, "--no-deps", *bare]))
-    if stamp.exists() and stamp.read_text() == wanted:
+    state = digest(pins.read_bytes(), *(p.encode() for p in [*wanted, "--no-deps", *bare]))
+    if stamp.exists() and stamp.read_text() == state:
         return
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    with step(f"installing {len(pins) + len(bare)} pinned packages (minutes the first time)"):
-        run([*pip, *pins], "installing packages")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+           "--constraint", str(pins)]
+    with step(f"installing {len(wanted) + len(bare)} pinned packages (minutes the first time)"):
+        run([*pip, *wanted], "installing packages")
         run([*pip, "--no-deps", *bare], "installing packages")
-    stamp.write_text(wanted)
+    stamp.write_text(state)
 
 
 def build_native(folder: Path, python: Path, force: bool) -> None:

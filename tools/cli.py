@@ -1,45 +1,69 @@
-"""The ``graft`` command: ``graft generate`` and ``graft doctor``."""
+"""The ``graft`` command and its subcommands."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import io
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
-from graft.tools import doctor, generate
+from graft.tools import demo, doctor, generate
 
-REFUSED = 2
+FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+
+
+def version() -> str:
+    """Of the installed package; else of the tree that these files stand in."""
+    try:
+        return importlib.metadata.version("graft-cuda")
+    except importlib.metadata.PackageNotFoundError:
+        text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+        return str(tomllib.loads(text)["project"]["version"])
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line; each subcommand sets ``run``, a function of the parsed options."""
     top = argparse.ArgumentParser(
         prog="graft", description="Guided, speculating generation in one CUDA graph.")
+    top.add_argument("--version", action="version", version=f"graft {version()}")
     commands = top.add_subparsers(dest="command", required=True)
     generate.add_arguments(commands.add_parser(
         "generate", help="generate text, guided by a schema, expression, grammar or choice"))
     doctor.add_arguments(commands.add_parser(
         "doctor", help="say what this machine has and what to do about what is missing"))
+    commands.add_parser("demo", help="ten requests, each with its own grammar, in one batch"
+                        ).set_defaults(run=lambda options: demo.main())
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; refusals are one line on stderr and exit status 2, Ctrl-C is 130."""
-    options = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the terminal's encoding does not have is written as an escape, never lost.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return int(options.run(options))
+        options = parser().parse_args(arguments)
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except GraftError as error:
         print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("graft: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader went away; nothing more can be said, and Python's own flush at exit must not.
+        return INTERRUPTED
+    except OSError as error:
+        # Nothing more can be written, and Python's own flush at exit must not try.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return UNREAD  # the reader went away
+        print(f"graft: {error}", file=sys.stderr)
+        return FAILED
 
 
 if __name__ == "__main__":

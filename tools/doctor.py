@@ -196,10 +196,12 @@ def check_xgrammar() -> Finding:
     """XGrammar, a grammar backend; its methods are probed as an engine would."""
     advice = ("pip install --no-deps xgrammar==0.2.8 (its wheel asks for torch, "
               "which graft does not use)")
+    if version_of("xgrammar") is None:
+        return Finding("xgrammar", "absent", "not installed; LLGuidance serves alone", advice)
     found = check_library("xgrammar", "xgrammar", advice)
     if found.status != "ok":
         return found
-    from graft.grammar.xgrammar import probe
+    from graft.grammar.backends.xgrammar import probe
 
     try:
         probe()
@@ -214,7 +216,7 @@ def check_llguidance() -> Finding:
     version = version_of("llguidance")
     if version is None:
         return Finding("llguidance", "missing", "not installed", advice)
-    from graft.grammar.llguidance import probe
+    from graft.grammar.backends.llguidance import probe
 
     try:
         said = probe()
@@ -301,8 +303,3 @@ def run(options: argparse.Namespace) -> int:
             print(f"{'':<{width}}  {'':<7}  -> {finding.advice}")
     return 0 if healthy else 1
 
-
-if __name__ == "__main__":
-    from graft.tools import cli
-
-    sys.exit(cli.main(["doctor", *sys.argv[1:]]))

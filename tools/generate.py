@@ -6,32 +6,24 @@ import argparse
 import dataclasses
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from graft.cudagraph.errors import OptionError
-from graft.grammar.errors import GrammarError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
-from graft.models.tracing import trace_rounds
 from graft.tools.demo_model import demo_model
-from graft.tools.grammar_options import (
-    GRAMMAR_KEYS,
-    GRAMMARS,
-    add_grammar_arguments,
-    given_grammar,
-    make_grammar,
-    read_text,
-)
-from graft.tools.timeline import check_trace_path, write_trace
-from graft.tools.validity import is_valid
+from graft.tools.grammar_options import add_grammar_arguments
+from graft.tools.prompt_rows import Asked, read_requests
+from graft.tools.trace.rounds import trace_rounds
+from graft.tools.trace.timeline import check_trace_path, write_trace
 
-#: Fields of a row of --prompts that go into the request as they are.
-PASSED = ("prompt", "messages", "tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p",
-          "seed", "verify", "stop", "stop_ids", "id")
+#: Seconds between two lines of progress on a terminal.
+PROGRESS_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
                         help="launch a round before the last one was read (default: yes)")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
+    models.add_argument("--max-length", type=int, metavar="N",
+                        help="positions of a request, prompt and output (default: the model's, at "
+                             "most 4096)")
 
     prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="the text to answer")
     prompts.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
-                         help="one request per line: prompt or messages, and optionally id, "
-                              "what the grammar and sampling flags say, by name, for example "
+                         help="one request per line (-: of standard input): prompt or messages, "
+                              "and optionally id, raw, tools and variables of the chat template, "
+                              "and what the grammar and sampling flags say, by name, for example "
                               "json_object or max_tokens; schemas and tags may be objects")
+    parser.add_argument("--raw", action="store_true",
+                        help="prompts stand as they are, without the chat template")
 
     add_grammar_arguments(parser)
 
@@ -78,82 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-class Asked(NamedTuple):
-    """A request with the choices it was given, which its grammar no longer shows."""
-
-    request: Request
-    choices: list[str] | None
-    refusal: str | None = None
-
-    def is_valid(self, text: str) -> bool | None:
-        """Whether an output obeys the grammar; None when nothing independent can tell."""
-        grammar = self.request.grammar
-        if grammar is not None and grammar.marker is not None:
-            _, marker, text = text.partition(grammar.marker.text or "\0")
-            if not marker:  # it is a token that is no text, or it never came
-                return None
-        if self.choices is not None:
-            return text in self.choices
-        return is_valid(grammar, text)
-
-
-def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Sampling options of the command line, as fields of a row of --prompts."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "verify")
-    sampling = {name: getattr(options, name) for name in names}
-    return sampling | {"stop": tuple(options.stop)}
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file, blank lines left out; names the line of what is no row."""
-    rows = []
-    for number, line in enumerate(read_text(path, "--prompts").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise OptionError(f"--prompts {path}, line {number}: {error}") from error
-        if not isinstance(row, dict):
-            raise OptionError(f"--prompts {path}, line {number}: a row must be an object")
-        unknown = sorted(set(row) - {*PASSED, *GRAMMAR_KEYS})
-        if unknown:
-            raise OptionError(f"--prompts {path}, line {number}: unknown {', '.join(unknown)}")
-        rows.append(row)
-    if not rows:
-        raise OptionError(f"--prompts {path} holds no prompt")
-    return rows
-
-
-def _with_defaults(own: dict[str, Any], grammar: dict[str, Any]) -> dict[str, Any]:
-    """A row's grammar in place of the options'; what goes with a grammar each by itself."""
-    if any(name in own for name in GRAMMARS):
-        order = {"key_order": grammar["key_order"]} if "schema" in own else {}
-        return {"after": grammar["after"]} | order | own
-    stated = any(grammar[name] is not None for name in GRAMMARS)
-    return (grammar if stated else {}) | own
-
-
-def read_requests(options: argparse.Namespace) -> list[Asked]:
-    """Requests of the command line; what a row of --prompts says wins over the options."""
-    sampling, grammar = _sampling(options), given_grammar(options)
-    rows = [{"prompt": options.prompt}] if options.prompts is None else read_rows(options.prompts)
-    asked = []
-    for index, row in enumerate(rows):
-        fields = sampling | {name: row[name] for name in PASSED if name in row}
-        if options.seed is not None:
-            fields.setdefault("seed", options.seed + index)
-        fields.setdefault("id", str(index))
-        own = {name: row[name] for name in GRAMMAR_KEYS if row.get(name) is not None}
-        try:
-            spec, choices = make_grammar(_with_defaults(own, grammar), options.partial)
-        except GrammarError as error:
-            asked.append(Asked(Request(**fields), None, str(error)))  # the other rows go on
-            continue
-        asked.append(Asked(Request(**fields, grammar=spec), choices))
-    return asked
-
-
 def open_engine(options: argparse.Namespace, batch: int) -> Engine:
     """The engine that the options describe, with no more slots than there are requests."""
     target, drafter = options.model, options.draft
@@ -167,7 +89,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
-                  verify=options.verify, overlap=options.overlap)
+                  verify=options.verify, overlap=options.overlap, max_length=options.max_length)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
@@ -189,14 +111,27 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
 
 
 @contextmanager
-def tracing(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Trace what runs inside, and write it when a path is given."""
-    if path is None:
+def progress(engine: Engine, requests: int) -> Iterator[None]:
+    """While open, say on a terminal now and then how far everything is."""
+    if not sys.stderr.isatty():
         yield
         return
-    with trace_rounds(engine) as trace:
+    done, begun, stats = threading.Event(), time.monotonic(), engine.stats
+
+    def tell() -> None:
+        while not done.wait(PROGRESS_S):
+            seconds = time.monotonic() - begun
+            print(f"\rgraft: {seconds:.0f} s, {requests} requests, {stats.prefills} prompts read, "
+                  f"{stats.tokens} tokens", end="", file=sys.stderr, flush=True)  # fmt: skip
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    thread.start()
+    try:
         yield
-    write_trace(trace, path)
+    finally:
+        done.set()
+        thread.join()
+        print(file=sys.stderr)
 
 
 def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
@@ -221,23 +156,35 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "exposed_share": stats.exposed_share,
         "options": {"draft_length": engine.options.draft_length,
                     "mask_drafts": engine.options.mask_drafts,
-                    "draft_legality": engine.options.draft_legality, "verify": engine.verify,
+                    "draft_legality": engine.options.draft_legality,
+                    "verify": engine.options.verify,
                     "overlap": engine.options.overlap},
     }
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate and print; returns 2 when a request was refused, 1 when one failed otherwise."""
+    """Generate and print.
+
+    Returns
+    -------
+    int
+        2 when a request was refused; else 1 when one failed, a guided output was cut, or the trace
+        could not be written; else 0.
+    """
     if options.json and options.stream:
         raise OptionError("--json prints once at the end; --stream prints on the way; use one")
     if options.trace is not None:
         check_trace_path(options.trace)
     asked = read_requests(options)
-    requests = [one.request for one in asked if one.refusal is None]
-    with open_engine(options, len(requests)) as engine:
-        begun = time.perf_counter()
-        with tracing(engine, options.trace):
-            served = iter(run_requests(engine, requests, options.stream))
+    with open_engine(options, sum(one.refusal is None for one in asked)) as engine:
+        asked, requests = make_prompts(asked, engine)
+        begun, trace = time.perf_counter(), None
+        with progress(engine, len(requests)):
+            if options.trace is None:
+                served = iter(run_requests(engine, requests, options.stream))
+            else:
+                with trace_rounds(engine) as trace:
+                    served = iter(run_requests(engine, requests, options.stream))
         outputs = [
             next(served) if one.refusal is None
             else Output(id=str(one.request.id), reason="refused", error=one.refusal)
@@ -245,23 +192,57 @@ def run(options: argparse.Namespace) -> int:
         ]  # fmt: skip
         figures = report(engine, asked, outputs, time.perf_counter() - begun)
     if options.json:
-        print(json.dumps(figures, indent=1, ensure_ascii=False))
+        escaped = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
+        print(json.dumps(figures, indent=1, ensure_ascii=escaped), flush=True)
     else:
-        for one, output, row in zip(asked, outputs, figures["outputs"], strict=True):
-            if not options.stream and not output.error:
-                print(output.text if len(outputs) == 1 else f"[{output.id}] {output.text}")
-            if output.error:
-                print(f"graft: request {output.id} {output.reason}: {output.error}",
-                      file=sys.stderr)
-            elif output.reason not in ("stop", "stop_string"):
-                print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
-            if one.request.grammar is not None and one.request.grammar.partial:
-                said = "satisfies" if row["valid"] else "DOES NOT satisfy"
-                print(f"graft: request {output.id}, not enforced in full, {said} its schema",
-                      file=sys.stderr)
-        if figures["tokens"]:
-            print(f"graft: {figures['device']}; {figures['tokens']} tokens in "
-                  f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round",
+        show(asked, outputs, figures, options.stream)
+    status = exit_status(asked, outputs)
+    if trace is not None:
+        try:
+            write_trace(trace, options.trace)
+        except OSError as error:
+            print(f"graft: --trace {options.trace}: {error}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+def make_prompts(asked: Sequence[Asked], engine: Engine) -> tuple[list[Asked], list[Request]]:
+    """Requests as the engine takes them; a row whose prompt cannot be made is refused alone."""
+    kept, requests = [], []
+    for one in asked:
+        if one.refusal is None:
+            try:
+                requests.append(one.for_engine(engine))
+            except GraftError as error:
+                one = dataclasses.replace(one, refusal=str(error))
+        kept.append(one)
+    return kept, requests
+
+
+def show(asked: Sequence[Asked], outputs: Sequence[Output], figures: dict[str, Any],
+         streamed: bool) -> None:
+    """Print the texts, and on stderr what there is to say of each."""
+    for one, output, row in zip(asked, outputs, figures["outputs"], strict=True):
+        if not streamed and not output.error:
+            text = output.text if len(outputs) == 1 else f"[{output.id}] {output.text}"
+            print(text, flush=True)
+        if output.error:
+            print(f"graft: request {output.id} {output.reason}: {output.error}", file=sys.stderr)
+        elif output.reason not in ("stop", "stop_string"):
+            print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
+        if one.request.grammar is not None and one.request.grammar.partial and not output.error:
+            said = "satisfies" if row["valid"] else "DOES NOT satisfy"
+            print(f"graft: request {output.id}, not enforced in full, {said} its schema",
                   file=sys.stderr)
+    if figures["tokens"]:
+        print(f"graft: {figures['device']}; {figures['tokens']} tokens in "
+              f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round",
+              file=sys.stderr)
+
+
+def exit_status(asked: Sequence[Asked], outputs: Sequence[Output]) -> int:
+    """The worst of what the requests came to."""
     reasons = {output.reason for output in outputs}
-    return 2 if "refused" in reasons else 1 if reasons & {"error", "dead_end"} else 0
+    cut = any(one.request.grammar is not None and output.reason not in ("stop", "refused")
+              for one, output in zip(asked, outputs, strict=True))
+    return 2 if "refused" in reasons else 1 if cut or reasons & {"error", "dead_end"} else 0

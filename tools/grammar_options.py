@@ -12,8 +12,8 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.router import KEY_ORDERS
-from graft.grammar.spec import GrammarSpec, StructuralTag
+from graft.grammar.schema.options import KEY_ORDERS
+from graft.grammar.statement import GrammarSpec, StructuralTag
 
 __all__ = [
     "BACKEND_CHOICES", "GRAMMARS", "GRAMMAR_KEYS", "add_grammar_arguments", "given_grammar",
@@ -39,14 +39,15 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--choice", metavar="A,B", help="one of these, separated by commas")
     one.add_argument("--structural-tag", type=Path, metavar="FILE",
                      help='free text with tagged parts, such as tool calls: {"tags": [{"begin", '
-                          '"schema", "end"}], "triggers": [...], "at_least_one": false}')
+                          '"schema", "end"}], "triggers": [...], "at_least_one": false, '
+                          '"at_once": false}')
     group.add_argument("--after", metavar="MARKER",
                        help="free text until this marker, then the grammar")
     group.add_argument("--backend", choices=BACKEND_CHOICES, default="auto",
                        help="who compiles grammars (default auto: chosen for each)")
     group.add_argument("--key-order", choices=KEY_ORDERS, default=None,
-                       help="order of an object's keys under --schema (default any where the "
-                            "backend can); schema: as it lists them, reasoning before answers")
+                       help="order of an object's keys under --schema (default schema: as it "
+                            "lists them, reasoning before answers)")
     group.add_argument("--partial", action="store_true",
                        help="take a schema of which a part cannot be enforced; the output is "
                             "checked against it then, and marked validated or not")
@@ -75,6 +76,8 @@ def given_grammar(options: argparse.Namespace) -> dict[str, Any]:
     stated = [key for key in GRAMMARS if given[key] is not None]
     if not stated and options.prompts is not None:
         return given  # --after is for rows that state a grammar
+    if options.partial and "schema" not in stated and options.prompts is None:
+        raise OptionError("--partial goes with --schema")
     try:
         make_grammar(given, options.partial)
     except (GrammarError, OptionError) as error:
@@ -101,24 +104,28 @@ def make_grammar(
     GrammarError, OptionError
         If the row states several grammars, or one that is none.
     """
-    named = [key for key in GRAMMARS if given.get(key) not in (None, False)]
+    named = [
+        key for key in GRAMMARS
+        if given.get(key) is not None and (key, given[key]) != ("json_object", False)
+    ]  # fmt: skip
     if len(named) > 1:
         raise OptionError(f"give at most one grammar, got {' and '.join(named)}")
     backend = given.get("backend") or ""
     if backend and backend not in BACKEND_CHOICES:
         raise OptionError(f"backend must be one of {', '.join(BACKEND_CHOICES)}, got {backend!r}")
     marker = given.get("after")
+    if given.get("key_order") is not None and named != ["schema"]:
+        beside = ", not with " + " and ".join(named) if named else ""
+        raise OptionError(f"key_order goes with a schema{beside}")
     if not named:
         if marker is not None:
             raise OptionError("after names the end of free text: give the grammar that follows")
         return None, None
     key = named[0]
-    if given.get("key_order") is not None and key != "schema":
-        raise OptionError(f"key_order goes with a schema, not with {key}")
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
             GrammarSpec.json_schema, partial=partial, backend=backend,
-            key_order=given.get("key_order") or "",
+            key_order=given.get("key_order") or "schema",
         ),
         "json_object": lambda _: GrammarSpec.json_object(),
         "regex": GrammarSpec.regex,
@@ -152,7 +159,7 @@ def _structural_tag(value: object) -> GrammarSpec:
             raise GrammarError(f"structural tag: the text is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise GrammarError(f"structural tag: must be an object, not {type(value).__name__}")
-    unknown = sorted(set(value) - {"tags", "triggers", "at_least_one"})
+    unknown = sorted(set(value) - {"tags", "triggers", "at_least_one", "at_once"})
     if unknown:
         raise GrammarError(f"structural tag: unknown {', '.join(unknown)}")
     tags, triggers = value.get("tags", []), value.get("triggers", [])
@@ -163,5 +170,7 @@ def _structural_tag(value: object) -> GrammarSpec:
         if not isinstance(tag, dict) or set(tag) != {"begin", "schema", "end"}:
             raise GrammarError(f"structural tag: a tag is {tag!r}, needs begin, schema and end")
         made.append(StructuralTag.of(tag["begin"], tag["schema"], tag["end"]))
-    least = value.get("at_least_one", False)
-    return GrammarSpec.structural_tag(made, triggers, at_least_one=bool(least))
+    return GrammarSpec.structural_tag(
+        made, triggers, at_least_one=value.get("at_least_one", False),
+        at_once=value.get("at_once", False),
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.judge import check_output, found_in
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 
 
 def check_schema(schema: Any, text: str) -> str | None:

@@ -55,25 +55,3 @@ extern "C" __global__ void mailbox_wait(const unsigned int* counter, const int* 
   const int number = static_cast<int>(*counter);
   if (!wait_for(ack, number, deadline_ns)) store_release_system(gave_up, number);
 }
-
-// One thread, for graphs that anybody may instantiate: request and wait in one kernel, under a
-// lease that one executable holds at a time. Whoever finds it taken asks nothing, stores 5 in
-// `status` and goes on: its answer is missing, and readers of the status know. `refused` tells the
-// host.
-extern "C" __global__ void mailbox_leased(unsigned int* counter, unsigned int* lease, int* request,
-                                          const int* ack, int* gave_up, int* refused, int* status,
-                                          unsigned long long deadline_ns) {
-  if (atomicCAS(lease, 0u, 1u) != 0u) {
-    store_release_system(status, 5);
-    store_release_system(refused, 1);
-    return;
-  }
-  const int number = next_number(counter);
-  store_release_system(request, number);
-  if (!wait_for(ack, number, deadline_ns)) {
-    store_release_system(status, 4);
-    store_release_system(gave_up, number);
-  }
-  __threadfence_system();
-  atomicExch(lease, 0u);
-}

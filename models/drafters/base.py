@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
+from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 from graft.sampling.state import MAX_DRAFTS
-
-if TYPE_CHECKING:
-    from graft.models.feed import Feed
 
 __all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
 

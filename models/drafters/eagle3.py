@@ -16,7 +16,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
-from graft.models.drafters.base import DrafterRoom, Drafter, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
@@ -75,7 +75,6 @@ class Eagle3Head:
         *,
         max_rows: int,
         feature_layers: tuple[int, int, int] | None = None,
-        progress: bool = False,
     ) -> None:
         check_target(config, target)
         check_cache(config, kv, 1)
@@ -86,7 +85,7 @@ class Eagle3Head:
         self.layers = Layers(device, target.layers.form)
         count = target.config.num_hidden_layers
         self.feature_layers = feature_layers or config.resolve_feature_layers(count)
-        self._load(Weights(device, checkpoint, progress=progress))
+        self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(device, config, max_rows, 2 * hidden)

@@ -7,7 +7,7 @@ from graft.models.drafters.base import Drafter, TreeShape
 from graft.models.feed import Feed
 
 
-class ForcedText(Drafter):
+class Forced(Drafter):
     """Drafts what mask rows 0, 1, .. force; the guide follows forced tokens at the commit."""
 
     reads_rows = True

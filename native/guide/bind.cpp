@@ -8,9 +8,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <cstring>
 #include <stdexcept>
 #include <tuple>
 
+#include "hostwork/gate.h"
 #include "llguidance_abi.h"
 #include "marked.h"
 #include "python_matcher.h"
@@ -22,19 +24,21 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-using FieldTuple = std::pair<uintptr_t, int64_t>;  // address, stride
 // slot, epoch, position, matcher or None
 using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
 
-Field field(const FieldTuple& tuple) {
-  return {reinterpret_cast<int32_t*>(tuple.first), tuple.second};
+Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {
+  Exchange exchange{reinterpret_cast<int32_t*>(address), {}, vocab_size};
+  if (layout.size() != sizeof exchange.layout) throw std::invalid_argument("layout");
+  std::memcpy(&exchange.layout, layout.c_str(), sizeof exchange.layout);
+  return exchange;
 }
 
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
   for (const auto& [slot, epoch, position, matcher] : tuples) {
-    if (slot < 0 || slot >= worker.shape().slots) throw std::out_of_range("slot");
+    if (slot < 0 || slot >= worker.exchange().layout.slots) throw std::out_of_range("slot");
     requests.push_back({slot, epoch, position, matcher});
   }
   return worker.publish(replay, requests);
@@ -70,7 +74,7 @@ bool yes(Answer answer, const ErrorText& error) {
 using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void bind_matchers(nb::module_& guide) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<graft::hostwork::GilRelease>;
   nb::class_<Pace>(guide, "Pace").def(nb::init<>()).def_prop_ro("trusted", &Pace::trusted);
   nb::class_<NativeMatcher>(guide, "NativeMatcher")
       .def_rw("pace", &NativeMatcher::pace, nb::arg().none())
@@ -118,11 +122,10 @@ void bind_matchers(nb::module_& guide) {
           [](llguidance::Tokenizer* self, const std::vector<uint32_t>& lengths,
              const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids) {
             const std::string text(bytes.c_str(), bytes.size());
-            nb::gil_scoped_release release;
+            graft::hostwork::GilRelease release;
             new (self) llguidance::Tokenizer(lengths, text, stop_ids);
           },
-          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"))
-      .def("judge", &llguidance::Tokenizer::judge, nb::arg("grammar"), Release());
+          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"));
   nb::class_<llguidance::Grammar>(guide, "LLGuidanceGrammar")
       .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&>(),
            nb::arg("tokenizer"), nb::arg("text"), Release());
@@ -187,27 +190,20 @@ void bind_guide(nb::module_& module) {
   nb::class_<Worker>(guide, "Worker")
       .def(
           "__init__",
-          [](Worker* self, const FieldTuple& mask, const FieldTuple& row_state,
-             const FieldTuple& committed, const FieldTuple& drafted, const FieldTuple& candidates,
-             const FieldTuple& answers, int slots, int draft_length, int vocab_size,
-             int most_candidates, int ring, int threads, int64_t budget_ns, uintptr_t clock,
-             std::shared_ptr<const Forced> forced, bool chain) {
-            new (self) Worker({field(mask), field(row_state), field(committed), field(drafted),
-                               field(candidates), field(answers)},
-                              {slots, draft_length, vocab_size, most_candidates}, ring, threads,
+          [](Worker* self, uintptr_t exchange, const nb::bytes& layout, int vocab_size, int ring,
+             int threads, int64_t budget_ns, uintptr_t clock, std::shared_ptr<const Forced> forced,
+             bool chain) {
+            new (self) Worker(exchange_of(exchange, layout, vocab_size), ring, threads,
                               {budget_ns, reinterpret_cast<const int64_t*>(clock)},
                               std::move(forced), chain);
           },
-          nb::arg("mask"), nb::arg("row_state"), nb::arg("committed"), nb::arg("drafted"),
-          nb::arg("candidates") = FieldTuple(0, 0), nb::arg("answers") = FieldTuple(0, 0),
-          nb::arg("slots"), nb::arg("draft_length"), nb::arg("vocab_size"),
-          nb::arg("most_candidates") = 0, nb::arg("ring"), nb::arg("threads") = 1,
-          nb::arg("budget_ns") = 0, nb::arg("clock") = 0, nb::arg("forced").none() = nb::none(),
-          nb::arg("chain") = false)
+          nb::arg("exchange"), nb::arg("layout"), nb::arg("vocab_size"), nb::arg("ring"),
+          nb::arg("threads") = 1, nb::arg("budget_ns") = 0, nb::arg("clock") = 0,
+          nb::arg("forced").none() = nb::none(), nb::arg("chain") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)
-      .def("wait_idle", &Worker::wait_idle, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_idle", &Worker::wait_idle, nb::call_guard<graft::hostwork::GilRelease>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(

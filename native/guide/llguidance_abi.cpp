@@ -16,8 +16,11 @@ namespace {
 constexpr char kRelease[] = "llguidance@1.9.";
 // Expressions a matcher may construct at its start, and in one step. LLGuidance's own limits (a
 // million, 200 thousand) are too low for patterns that meet long length bounds: texts would fail in
-// the middle. `graft.grammar.preflight` states the same limits.
+// the middle. `graft.grammar.schema.trial` states the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
+// Items of the parser in a row, and in a step. LLGuidance's own limits (2,000, 50 thousand) end
+// texts of large choices in the middle; what a grammar may cost is bounded by time.
+constexpr size_t kItems = 1'000'000;
 // How LLGuidance fails where no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
 
@@ -79,8 +82,6 @@ struct Api {
   int32_t (*compute_mask)(void*) = nullptr;
   const uint32_t* (*get_mask)(void*) = nullptr;
   bool (*is_accepting)(void*) = nullptr;
-  int32_t (*validate_grammar)(const MatcherOptions*, const char*, const char*, char*,
-                              size_t) = nullptr;
 };
 
 Api api;
@@ -119,6 +120,7 @@ MatcherOptions options_for(const void* tokenizer) {
   api.set_defaults(&options, tokenizer);
   options.log_buffer_level = options.log_stderr_level = 0;
   options.limits.initial_lexer_fuel = options.limits.step_lexer_fuel = kLexerFuel;
+  options.limits.max_items_in_row = options.limits.step_max_items = kItems;
   return options;
 }
 
@@ -151,7 +153,6 @@ std::string load(const char* library) {
   symbol(module, "llg_matcher_compute_mask", &loaded.compute_mask);
   symbol(module, "llg_matcher_get_mask", &loaded.get_mask);
   symbol(module, "llg_matcher_is_accepting", &loaded.is_accepting);
-  symbol(module, "llg_validate_grammar", &loaded.validate_grammar);
   check_layout(loaded);
   api = loaded;
   return version;
@@ -189,16 +190,6 @@ Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& by
 }
 
 Tokenizer::~Tokenizer() { api.free_tokenizer(tokenizer_); }
-
-std::string Tokenizer::judge(const std::string& grammar) const {
-  const MatcherOptions options = options_for(tokenizer_);
-  std::string message(4096, '\0');
-  const int32_t status =
-      api.validate_grammar(&options, "llguidance", grammar.c_str(), message.data(), message.size());
-  if (status == 0) return "";
-  message.resize(std::strlen(message.c_str()));
-  return (status < 0 ? "error: " : "warning: ") + message;
-}
 
 // Where the grammar has ended no text is legal.
 bool Tokenizer::is_kept(const uint32_t* mask) const noexcept {
@@ -245,8 +236,6 @@ Matcher::Matcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& 
       stop_ids_(stop_ids),
       live_(grammar_->start()) {
   path_.reserve(4096);
-  seen_.reserve(4096);
-  seen_.resize(1);
 }
 
 Matcher::~Matcher() { grammar_->hand_back(std::move(live_)); }
@@ -270,9 +259,8 @@ Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
     if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
     const Answer legal = is_legal(id, error);
     if (legal != Answer::kYes) return legal;
-    if (leave_path(error) == Answer::kFailed) return Answer::kFailed;
+    leave_path();
     path_.push_back(id);
-    seen_.emplace_back();
   }
   ++size_;
   return live_size_ < size_ ? move(size_, error) : Answer::kYes;
@@ -301,13 +289,11 @@ Answer Matcher::move(size_t size, ErrorText* error) noexcept {
 }
 
 // Forgets the undone tokens behind the accepted ones: another one follows.
-Answer Matcher::leave_path(ErrorText* error) noexcept {
-  if (size_ == path_.size()) return Answer::kYes;
+void Matcher::leave_path() noexcept {
+  if (size_ == path_.size()) return;
   path_.resize(size_);
-  seen_.resize(size_ + 1);
-  if (size_ >= kept_.depth) return Answer::kYes;
+  if (size_ >= kept_.depth) return;
   kept_.fork = std::min(kept_.fork, size_);
-  return kept_.fork == size_ && is_copy(kept_.ns) ? replace_kept(size_, error) : Answer::kYes;
 }
 
 Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
@@ -334,41 +320,28 @@ Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
 
 // Computes the mask that get_mask() gives, or finds the state dead.
 Answer Matcher::compute(ErrorText* error) noexcept {
-  if (!compute_once()) return dead_ ? Answer::kYes : failed(error);
-  if (kept_.fork < size_ && kept_.may_equal(seen_[size_]) &&
-      compute_again(error) == Answer::kFailed) {
-    return Answer::kFailed;
+  Seen seen;
+  if (!compute_once(&seen)) return dead_ ? Answer::kYes : failed(error);
+  if (kept_.fork < size_ && kept_.may_equal(seen)) {  // invariant 5
+    if (replace_kept(kept_.fork, error) == Answer::kFailed ||
+        move(size_, error) == Answer::kFailed) {
+      return Answer::kFailed;
+    }
+    if (!compute_once(&seen)) return failed(error);
   }
-  kept_.note(seen_[size_], size_);
+  kept_.note(seen, size_);
   return Answer::kYes;
-}
-
-// Invariant 5: the mask behind one that has surely taken the place of the kept one.
-Answer Matcher::compute_again(ErrorText* error) noexcept {
-  const size_t fork = kept_.fork;
-  const size_t back = is_copy(seen_[size_].ns) ? fork : cheapest(fork);
-  if (replace_kept(back, error) == Answer::kFailed || move(size_, error) == Answer::kFailed) {
-    return Answer::kFailed;
-  }
-  return compute_once() ? Answer::kYes : failed(error);
-}
-
-// Whether the mask at the fork seems to be the kept one; `ns` is what that took when it was asked
-// for last.
-bool Matcher::is_copy(int64_t ns) const noexcept {
-  const Seen& seen = seen_[kept_.fork];
-  const bool same = seen.state == Seen::State::kKept && kept_.some && seen.sum == kept_.sum;
-  return same && !kept_.unsure && ns < kCopyNs;
 }
 
 // Computes a mask that surely takes the place of the kept one, at `back` or else before: not behind
 // the fork.
 Answer Matcher::replace_kept(size_t back, ErrorText* error) noexcept {
   for (size_t tries = kSearch; tries-- > 0;) {
+    Seen seen;
     if (move(back, error) == Answer::kFailed) return Answer::kFailed;
-    if (!compute_once()) return failed(error);
-    if (seen_[back].state == Seen::State::kKept) {
-      kept_.note(seen_[back], back);
+    if (!compute_once(&seen)) return failed(error);
+    if (seen.sure) {
+      kept_.note(seen, back);
       return Answer::kYes;
     }
     if (back-- == 0) break;
@@ -379,24 +352,8 @@ Answer Matcher::replace_kept(size_t back, ErrorText* error) noexcept {
   return Answer::kYes;
 }
 
-// The place at or shortly before `last` whose mask replaces the kept one at the least cost; `last`
-// if no such place is known.
-size_t Matcher::cheapest(size_t last) const noexcept {
-  size_t best = last;
-  int64_t least = INT64_MAX;
-  for (size_t back = 0; back <= std::min(last, kSearch); ++back) {
-    const Seen& seen = seen_[last - back];
-    const int64_t ns = seen.ns + static_cast<int64_t>(back) * kTokenNs;
-    if (seen.state != Seen::State::kKept || ns >= least) continue;
-    least = ns;
-    best = last - back;
-  }
-  return best;
-}
-
 // Computes the mask where `live_` is, right or not.
-bool Matcher::compute_once() noexcept {
-  const int64_t start = monotonic_ns();
+bool Matcher::compute_once(Seen* seen) noexcept {
   if (api.compute_mask(live_.get()) != 0) {
     const char* message = api.get_error(live_.get());
     dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
@@ -404,17 +361,15 @@ bool Matcher::compute_once() noexcept {
   }
   const uint32_t* mask = api.get_mask(live_.get());
   const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
-  uint32_t sum = 0;
-  for (int64_t w = 0; w < words; ++w) sum += mask[w];
-  const bool kept = tokenizer_.is_kept(mask);
-  seen_[live_size_] = {kept ? Seen::State::kKept : Seen::State::kUnsure, sum,
-                       monotonic_ns() - start};
+  seen->sum = 0;
+  for (int64_t w = 0; w < words; ++w) seen->sum += mask[w];
+  seen->sure = tokenizer_.is_kept(mask);
   return true;
 }
 
 void Matcher::Kept::note(const Seen& seen, size_t size) noexcept {
-  if (seen.state == Seen::State::kKept) {
-    *this = {true, false, seen.sum, seen.ns, size, kNowhere};
+  if (seen.sure) {
+    *this = {true, false, seen.sum, size, kNowhere};
   } else {
     unsure = true;
     depth = std::max(depth, size);
@@ -422,7 +377,7 @@ void Matcher::Kept::note(const Seen& seen, size_t size) noexcept {
 }
 
 bool Matcher::Kept::may_equal(const Seen& seen) const noexcept {
-  return seen.state == Seen::State::kKept ? some && seen.sum == sum : unsure;
+  return seen.sure ? some && seen.sum == sum : unsure;
 }
 
 Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {

@@ -16,10 +16,8 @@
 //    the lexer's state have the same numbers. In release 1.9.1 its rollback does not drop that
 //    mask, so a row that was undone and made anew can get the mask of the undone one. On the path
 //    to the state of the kept mask it is always right: there an equal row is the same row.
-//    So where a path leaves that path, the mask is asked for at the fork if it seems to be the kept
-//    one, which then costs a copy. Behind a fork where it was not, a mask that equals the kept one
-//    is suspected: the kept one is replaced by one at or before the fork, and the mask computed
-//    again. What seems so is a guess by the clock, and only costs time where it is wrong. A mask
+//    Behind the place where a path leaves that path, a mask that equals the kept one is suspected:
+//    the kept one is replaced by one at or before the fork, and the mask computed again. A mask
 //    does not take the place of the kept one where the grammar has ended. Such a mask is told by
 //    the tokens it allows (`is_kept`). Where it is not sure, neither mask counts as gone.
 // 6. Where no token is legal LLGuidance gives up on the state for good: going back from there takes
@@ -55,10 +53,6 @@ class Tokenizer {
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
   // Whether a mask has surely taken the place of the kept one (invariant 5).
   bool is_kept(const uint32_t* mask) const noexcept;
-
-  // What LLGuidance says of a grammar without a matcher being made: empty if it takes it, else
-  // "error: " or "warning: " and its words.
-  std::string judge(const std::string& grammar) const;
 
  private:
   void* tokenizer_ = nullptr;
@@ -104,12 +98,10 @@ class Matcher final : public NativeMatcher {
   Answer is_terminated(ErrorText* error) noexcept override;
 
  private:
-  // What is known of the mask after so many tokens of the path.
+  // A computed mask: the sum of its words, and whether it surely became the kept one.
   struct Seen {
-    enum class State : uint8_t { kUnknown, kUnsure, kKept };
-    State state = State::kUnknown;
-    uint32_t sum = 0;  // of its words
-    int64_t ns = 0;    // that it took
+    uint32_t sum = 0;
+    bool sure = false;
   };
   // The mask that LLGuidance keeps: the last that it surely did, or an unsure one since.
   struct Kept {
@@ -117,35 +109,27 @@ class Matcher final : public NativeMatcher {
 
     bool some = false, unsure = false;
     uint32_t sum = 0;        // of the sure one
-    int64_t ns = 0;          // that it took
     size_t depth = 0;        // tokens before the deeper of them
     size_t fork = kNowhere;  // the first place where the path has left theirs
 
     void note(const Seen& seen, size_t size) noexcept;
     bool may_equal(const Seen& seen) const noexcept;
   };
-  // How far back a state is looked for whose mask replaces the kept one, and guesses of what it
-  // costs to go back and on again by a token, and of a mask that LLGuidance gives out again.
-  static constexpr size_t kSearch = 24;
-  static constexpr int64_t kTokenNs = 3000, kCopyNs = 5000;
+  static constexpr size_t kSearch = 24;  // tokens back, for a mask that replaces the kept one
 
   Answer failed(ErrorText* error) noexcept;
   Answer is_legal(uint32_t id, ErrorText* error) noexcept;
   Answer move(size_t size, ErrorText* error) noexcept;
-  Answer leave_path(ErrorText* error) noexcept;
+  void leave_path() noexcept;
   Answer compute(ErrorText* error) noexcept;
-  Answer compute_again(ErrorText* error) noexcept;
   Answer replace_kept(size_t back, ErrorText* error) noexcept;
-  bool is_copy(int64_t ns) const noexcept;
-  size_t cheapest(size_t last) const noexcept;
-  bool compute_once() noexcept;
+  bool compute_once(Seen* seen) noexcept;
 
   std::shared_ptr<Grammar> grammar_;
   const Tokenizer& tokenizer_;
   std::vector<uint32_t> stop_ids_;
   Handle live_;                 // LLGuidance's matcher: at `live_size_` tokens of the path
   std::vector<uint32_t> path_;  // accepted tokens; behind them those that were undone last
-  std::vector<Seen> seen_;      // by tokens of the path before the mask
   size_t size_ = 0;             // accepted tokens; undone ones stay in `live_` until they matter
   size_t live_size_ = 0;
   Kept kept_;

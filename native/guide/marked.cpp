@@ -21,34 +21,43 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
   for (const int32_t id : ids) {
     if (id < 0 || id >= vocab_size_) throw std::invalid_argument("a marker id is out of range");
   }
+  const auto at = [&](int32_t state) { return text[static_cast<size_t>(state)]; };
+  int32_t border = 0;  // longest proper prefix of the text before i that ends it
+  if (!text.empty()) fallback_[0] = -1;
   for (size_t i = 1; i < text.size(); ++i) {
-    int32_t length = fallback_[i - 1];
-    while (length > 0 && text[i] != text[static_cast<size_t>(length)]) {
-      length = fallback_[static_cast<size_t>(length - 1)];
-    }
-    fallback_[i] = length + (text[i] == text[static_cast<size_t>(length)] ? 1 : 0);
+    fallback_[i] = text[i] == at(border) ? fallback_[static_cast<size_t>(border)] : border;
+    while (border >= 0 && text[i] != at(border)) border = fallback_[static_cast<size_t>(border)];
+    ++border;
   }
-  const size_t states = std::max<size_t>(text.size(), 1);
-  rows_.resize(states);
-  for (size_t state = 0; state < states; ++state) {
-    std::vector<int32_t> row(static_cast<size_t>(words()));
-    bool all = true;
-    for (int32_t token = 0; token < vocab_size_; ++token) {
-      if (!step(static_cast<int32_t>(state), token).legal) {
-        all = false;
-        continue;
-      }
-      row[static_cast<size_t>(token >> 5)] |= static_cast<int32_t>(1u << (token & 31));
+  make_rows();
+}
+
+void Marker::make_rows() {
+  size_t longest = 1;
+  for (const std::string& token : tokens_) longest = std::max(longest, token.size());
+  const size_t states = text_.size(), most = std::min(states, longest - 1);
+  shared_ = states == 0 ? 1 : states - most;
+  std::vector<int32_t> all(static_cast<size_t>(words()), -1);
+  all.back() = last_word_bits(vocab_size_);
+  rows_.assign(1 + most, all);
+  for (int32_t token = 0; token < static_cast<int32_t>(tokens_.size()); ++token) {
+    const size_t size = std::max<size_t>(tokens_[static_cast<size_t>(token)].size(), 1);
+    for (size_t state = states - std::min(states, size - 1); state < states; ++state) {
+      if (step(static_cast<int32_t>(state), token).legal) continue;
+      rows_[1 + state - shared_][static_cast<size_t>(token >> 5)] &=
+          static_cast<int32_t>(~(1u << (token & 31)));
     }
-    if (!all || required) rows_[state] = std::move(row);
+  }
+  for (std::vector<int32_t>& row : rows_) {
+    if (row == all && !required_) row.clear();
   }
 }
 
 int32_t Marker::next(int32_t state, unsigned char byte) const noexcept {
-  while (state > 0 && static_cast<unsigned char>(text_[static_cast<size_t>(state)]) != byte) {
-    state = fallback_[static_cast<size_t>(state - 1)];
+  while (state >= 0 && static_cast<unsigned char>(text_[static_cast<size_t>(state)]) != byte) {
+    state = fallback_[static_cast<size_t>(state)];
   }
-  return state + (static_cast<unsigned char>(text_[static_cast<size_t>(state)]) == byte ? 1 : 0);
+  return state + 1;
 }
 
 Marker::Step Marker::step(int32_t state, int32_t token) const noexcept {
@@ -68,7 +77,8 @@ Marker::Step Marker::step(int32_t state, int32_t token) const noexcept {
 }
 
 const int32_t* Marker::row(int32_t state) const noexcept {
-  const std::vector<int32_t>& row = rows_[static_cast<size_t>(state)];
+  const size_t at = static_cast<size_t>(state);
+  const std::vector<int32_t>& row = rows_[at < shared_ ? 0 : 1 + at - shared_];
   return row.empty() ? nullptr : row.data();
 }
 

@@ -41,15 +41,21 @@ class Marker {
   bool required() const { return required_; }
 
  private:
+  void make_rows();
   int32_t next(int32_t state, unsigned char byte) const noexcept;
 
   std::vector<int32_t> ids_;
   std::string text_;
-  std::vector<int32_t> fallback_;  // Knuth-Morris-Pratt: longest proper prefix that is a suffix
+  // Knuth-Morris-Pratt: where to go on in the text if the next byte is not the one at a state. A
+  // state with the same byte is left out, so that a repetitive text takes few steps back too.
+  std::vector<int32_t> fallback_;
   std::vector<std::string> tokens_;
   int64_t vocab_size_;
   bool required_;
-  std::vector<std::vector<int32_t>> rows_;  // by state; empty: every id is legal
+  // A token can run over the marker's end in the last states only: each of those has a row, and the
+  // `shared_` states before them share row 0, where every id is legal. Empty: every id is.
+  size_t shared_ = 0;
+  std::vector<std::vector<int32_t>> rows_;
 };
 
 class MarkedMatcher final : public NativeMatcher {

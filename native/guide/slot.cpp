@@ -1,12 +1,27 @@
 #include "slot.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace graft::guide {
 
 namespace {
 size_t at(int index) { return static_cast<size_t>(index); }
 }  // namespace
+
+void Slot::size_for(const Exchange& exchange) {
+  const auto rows = static_cast<size_t>(exchange.layout.rows);
+  stamped.resize(rows);
+  closed.resize(rows);
+  forced.assign(rows, -1);
+  made = std::vector<std::atomic<int32_t>>(rows);
+  pending.tokens.resize(rows);
+  order.commit.tokens.resize(rows);
+  order.draft.resize(rows - 1);
+  order.parent.resize(rows);
+  std::iota(order.parent.begin(), order.parent.end(), -1);
+  order.candidate.resize(static_cast<size_t>(exchange.layout.candidates));
+}
 
 void SlotWork::serve(Slot& slot) const noexcept {
   if (slot.order.commit.given) commit(slot);
@@ -118,7 +133,7 @@ void SlotWork::step_to(Slot& slot, int j) const noexcept {
 
 // Takes forced tokens as drafts, one after the other; the row after the last of K is left to open.
 void SlotWork::follow(Slot& slot) const noexcept {
-  for (int j = 1; j < shape_.draft_length && is_made(slot, j - 1); ++j) {
+  for (int j = 1; j < exchange_.drafts() && is_made(slot, j - 1); ++j) {
     const int32_t token = slot.forced[at(j - 1)];
     slot.order.draft[at(j - 1)] = token;
     if (token < 0 || !make_row(slot, j)) return;
@@ -150,7 +165,7 @@ void SlotWork::probe(Slot& slot) const noexcept {
 }
 
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
-  if (slot.ended || slot.terminated || token < 0 || token >= shape_.vocab_size) return false;
+  if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
   slot.tally[count::accepts] += 1;
   const Answer accepted = slot.matcher->accept(token, &slot.error);
   if (accepted == Answer::kFailed) fail(slot);
@@ -165,8 +180,8 @@ bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
 }
 
 void SlotWork::fill(Slot& slot, int j) const noexcept {
-  const int64_t count = shape_.words();
-  int32_t* words = mask_.row(slot.index) + j * count;
+  const int64_t count = exchange_.layout.words;
+  int32_t* words = exchange_.mask(slot.index, j);
   slot.tally[count::fills] += 1;
   int32_t& forced = slot.forced[at(j)];
   forced = -1;

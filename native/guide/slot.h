@@ -49,6 +49,8 @@ struct Order {
 };
 
 struct Slot {
+  void size_for(const Exchange& exchange);  // its drafts are a chain then
+
   // The step's own.
   int index = 0;
   bool joined = false;
@@ -86,8 +88,8 @@ class SlotWork {
  public:
   // `forced`: says which rows force a token; null: nobody wants to know. With `chain` forced tokens
   // are followed as soon as they are found: there is no drafter to wait for.
-  SlotWork(const Field& mask, const Shape& shape, const Forced* forced, bool chain)
-      : mask_(mask), shape_(shape), forced_(forced), chain_(chain) {}
+  SlotWork(const Exchange& exchange, const Forced* forced, bool chain)
+      : exchange_(exchange), forced_(forced), chain_(chain) {}
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
@@ -106,8 +108,7 @@ class SlotWork {
   static bool is_made(const Slot& slot, int j) noexcept;
   static void make(Slot& slot, int j, RowState state) noexcept;
 
-  Field mask_;
-  Shape shape_;
+  Exchange exchange_;
   const Forced* forced_;
   bool chain_;
 };

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -14,48 +13,34 @@ namespace {
 size_t at(int index) { return static_cast<size_t>(index); }
 }  // namespace
 
-static_assert(kCommittedReplay == 0 && kDraftedReplay == 0 && kCandidatesReplay == 0,
-              "replay_of reads the first word");
-
-Worker::Worker(const Exchange& exchange, const Shape& shape, int ring, int threads,
-               const Budget& budget, std::shared_ptr<const Forced> forced, bool chain)
+Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
+               std::shared_ptr<const Forced> forced, bool chain)
     : exchange_(exchange),
-      shape_(shape),
       forced_(std::move(forced)),
-      work_(exchange.mask, shape, forced_.get(), chain),
-      slots_(static_cast<size_t>(shape.slots)),
-      snapshots_(ring, shape.slots),
-      timeline_(shape.draft_length + 2),
+      work_(exchange, forced_.get(), chain),
+      slots_(static_cast<size_t>(exchange.layout.slots)),
+      snapshots_(ring, exchange.layout.slots),
+      timeline_(exchange.drafts() + 2),
       threads_(threads),
       budget_(budget) {
-  const auto rows = static_cast<size_t>(shape_.rows());
-  for (int s = 0; s < shape_.slots; ++s) {
+  for (int s = 0; s < exchange_.layout.slots; ++s) {
     Slot& slot = slots_[static_cast<size_t>(s)];
     slot.index = s;
-    slot.stamped.resize(rows);
-    slot.forced.assign(rows, -1);
-    slot.made = std::vector<std::atomic<int32_t>>(rows);
-    slot.pending.tokens.resize(rows);
-    slot.order.commit.tokens.resize(rows);
-    slot.order.draft.resize(static_cast<size_t>(shape_.draft_length));
-    slot.order.parent.resize(rows);
-    std::iota(slot.order.parent.begin(), slot.order.parent.end(), -1);  // a chain
-    slot.closed.resize(rows);
-    slot.order.candidate.resize(static_cast<size_t>(shape_.candidates));
-    for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
+    slot.size_for(exchange_);
+    for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowNotReady, 0);
   }
   records_.push_back({this, Step::kOpen, 0});
   records_.push_back({this, Step::kCommit, 0});
-  for (int j = 1; j <= shape_.draft_length; ++j) records_.push_back({this, Step::kDraft, j});
-  given_.reserve(static_cast<size_t>(shape_.slots));
+  for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
+  given_.reserve(static_cast<size_t>(exchange_.layout.slots));
   // Under a budget a thread may be stuck in any slot: one for each, of which `threads` are woken.
-  const int helpers = budget_.ns > 0 ? shape_.slots : threads_ - 1;
-  if (helpers > 0) pool_.reset(new Pool(helpers, shape_.slots, &serve_posted, this));
+  const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
+  if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
 
-// The replay number a row starts with. The device counts in 32 bits: take the nearest number.
-int64_t Worker::replay_of(const int32_t* row) const noexcept {
-  const uint32_t word = static_cast<uint32_t>(__atomic_load_n(row, __ATOMIC_ACQUIRE));
+// The replay number of a record. The device counts in 32 bits: take the nearest number.
+int64_t Worker::replay_of(const int32_t& replay) const noexcept {
+  const uint32_t word = static_cast<uint32_t>(__atomic_load_n(&replay, __ATOMIC_ACQUIRE));
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
 }
 
@@ -137,8 +122,8 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
     order.task = Task::kRows;
     take_drafts(slot, slot.drafts_of);
   } else if (record.step == Step::kCommit) {
-    if (order.commit.given && shape_.candidates == 0) order.task = Task::kRow0;
-  } else if (shape_.candidates == 0) {
+    if (order.commit.given && exchange_.layout.candidates == 0) order.task = Task::kRow0;
+  } else if (exchange_.layout.candidates == 0) {
     take_drafts(slot, replay_);
     if (slot.drafts_of == replay_ && order.drafts >= order.j) order.task = Task::kDraft;
   } else {
@@ -234,16 +219,16 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.node = 0;
   std::fill(slot.closed.begin(), slot.closed.end(), 0);
   if (slot.matcher != nullptr) return;
-  for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowFree, 0);
+  for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowFree, 0);
 }
 
 // Notes what the device has committed for this slot since the last time. The stamp is that of a
 // replay up to `latest`; a later one means that worker and device count replays differently.
 void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
-  const int32_t* committed = exchange_.committed.row(slot.index);
-  const int64_t replay = replay_of(committed);
+  Committed* committed = exchange_.committed(slot.index);
+  const int64_t replay = replay_of(committed->replay);
   if (replay <= slot.applied || (idle && slot.ended)) return;
-  const int32_t count = committed[kCommittedCount];
+  const int32_t count = committed->count;
   const bool known = replay <= latest;
   slot.applied = replay;
   if (count == 0 && known) return;  // the slot sat the round out
@@ -255,40 +240,40 @@ void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   }
   slot.drafts_of = replay;
   // With one pending no row is ready, so the device cannot have committed again.
-  slot.pending.wrong = slot.pending.given || !known || count < 0 || count > shape_.rows();
+  slot.pending.wrong = slot.pending.given || !known || count < 0 || count > exchange_.layout.rows;
   slot.pending.given = true;
   if (slot.pending.wrong) return;
   slot.pending.count = count;
   slot.n += count;
-  std::copy_n(committed + kCommittedTokens, count, slot.pending.tokens.begin());
+  std::copy_n(Exchange::ids(committed), count, slot.pending.tokens.begin());
 }
 
 // The drafts of replay `of`, where they follow the slot's present state.
 void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
-  const int32_t* drafted = exchange_.drafted.row(slot.index);
+  Drafted* drafted = exchange_.drafted(slot.index);
   Order& order = slot.order;
   order.drafts = 0;
-  if (of == 0 || slot.drafts_of != of || replay_of(drafted) != of) return;
-  const int32_t count = drafted[kDraftedCount];
-  if (count < 0 || count > shape_.draft_length) {
+  if (of == 0 || slot.drafts_of != of || replay_of(drafted->replay) != of) return;
+  const int32_t count = drafted->count;
+  if (count < 0 || count > exchange_.drafts()) {
     work_.fail(slot);
     return;
   }
   order.drafts = count;
-  std::copy_n(drafted + kDraftedTokens, count, order.draft.begin());
+  std::copy_n(Exchange::ids(drafted), count, order.draft.begin());
 }
 
 bool Worker::take_candidates(Slot& slot) noexcept {
-  const int32_t* row = exchange_.candidates.row(slot.index);
+  Candidates* offered = exchange_.candidates(slot.index);
   Order& order = slot.order;
-  const int32_t count = row[kCandidatesCount];
-  if (replay_of(row) != replay_ || row[kCandidatesDraft] != order.j) return false;
-  if (count < 0 || count > shape_.candidates) {
+  const int32_t count = offered->count;
+  if (replay_of(offered->replay) != replay_ || offered->draft != order.j) return false;
+  if (count < 0 || count > exchange_.layout.candidates) {
     work_.fail(slot);
     return false;
   }
   order.candidates = count;
-  std::copy_n(row + kCandidatesIds, count, order.candidate.begin());
+  std::copy_n(Exchange::ids(offered), count, order.candidate.begin());
   return true;
 }
 
@@ -309,42 +294,39 @@ void Worker::take_result(Slot& slot) noexcept {
 }
 
 void Worker::answer(Slot& slot) noexcept {
-  int32_t* row = exchange_.answers.row(slot.index);
-  row[0] = static_cast<int32_t>(replay_);
-  row[1] = slot.order.j;
-  row[2] = slot.answer;
+  *exchange_.answer(slot.index) = {static_cast<int32_t>(replay_), slot.order.j, slot.answer};
   slot.answered = false;
 }
 
 void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   const bool mine = slot.epoch == request.epoch;
-  if (mine && slot.matcher == nullptr) counters_.of[count::free_rows].add(shape_.rows());
+  if (mine && slot.matcher == nullptr) counters_.of[count::free_rows].add(exchange_.layout.rows);
   const bool ready = mine && slot.stamped[0] != kRowNotReady;
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
 // Stamps the rows that were made since the last time.
 void Worker::stamp_rows(Slot& slot) noexcept {
-  for (int j = 0; j < shape_.rows(); ++j) {
+  for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t made = slot.made[static_cast<size_t>(j)].load(std::memory_order_acquire);
     if (made != slot.stamped[static_cast<size_t>(j)]) stamp(slot, j, made, slot.n + j);
   }
 }
 
 void Worker::withdraw(Slot& slot) noexcept {
-  for (int j = 0; j < shape_.rows(); ++j) stamp(slot, j, kRowNotReady, 0);
+  for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowNotReady, 0);
 }
 
 void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept {
   slot.stamped[static_cast<size_t>(j)] = state;
-  int32_t* row = exchange_.row_state.row(slot.index) + j * kRowStateWords;
-  __atomic_store_n(row, kRowNotReady, __ATOMIC_RELEASE);
-  row[1] = slot.epoch;
-  row[2] = position;
-  row[3] = 0;
-  if (state == kRowFree && slot.matcher == nullptr) row[3] = 1;
-  if (state == kRowReady) row[3] = 1 + slot.forced[static_cast<size_t>(j)];
-  __atomic_store_n(row, state, __ATOMIC_RELEASE);
+  RowStamp* row = exchange_.stamp(slot.index, j);
+  __atomic_store_n(&row->state, kRowNotReady, __ATOMIC_RELEASE);
+  row->epoch = slot.epoch;
+  row->position = position;
+  row->more = 0;
+  if (state == kRowFree && slot.matcher == nullptr) row->more = 1;
+  if (state == kRowReady) row->more = 1 + slot.forced[static_cast<size_t>(j)];
+  __atomic_store_n(&row->state, state, __ATOMIC_RELEASE);
 }
 
 }  // namespace graft::guide

@@ -64,7 +64,7 @@ class Worker {
  public:
   // `threads` serve a step's slots, the step's own among them unless there is a budget.
   // `forced`, or null, and `chain`: see SlotWork.
-  Worker(const Exchange& exchange, const Shape& shape, int ring, int threads, const Budget& budget,
+  Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool chain);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -81,7 +81,7 @@ class Worker {
   // Called by the step functions.
   void run(const StepRecord& record) noexcept;
 
-  const Shape& shape() const { return shape_; }
+  const Exchange& exchange() const { return exchange_; }
   const Counters& counters() const { return counters_; }
   const Timeline& timeline() const { return timeline_; }
   std::string first_error() const;
@@ -92,7 +92,7 @@ class Worker {
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:
-  int64_t replay_of(const int32_t* row) const noexcept;
+  int64_t replay_of(const int32_t& replay) const noexcept;
   void step(const StepRecord& record) noexcept;
   bool give_order(Slot& slot, const StepRecord& record) noexcept;
   void serve() noexcept;
@@ -112,7 +112,6 @@ class Worker {
   static void serve_posted(void* worker, int slot);
 
   Exchange exchange_;
-  Shape shape_;
   std::shared_ptr<const Forced> forced_;
   SlotWork work_;
   std::vector<Slot> slots_;

@@ -1,6 +1,26 @@
+// Python face of the host-work room. Rules of INVARIANTS.md: arguments are converted with the GIL
+// held, every driver call is made with the GIL released, and native code returns the driver's codes
+// for Python to raise. Handles and addresses are plain integers.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+
 // Adds the host-work part of graft.native._native.
 void bind_hostwork(nanobind::module_& m);
+
+namespace graft::hostwork {
+
+void bind_work(nanobind::module_& m);  // bind_work.cpp: records, eager work, captures, mailboxes
+
+template <typename T>
+T* pointer(std::uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+inline std::uint64_t address_of(const void* pointer) {
+  return reinterpret_cast<std::uint64_t>(pointer);
+}
+
+}  // namespace graft::hostwork

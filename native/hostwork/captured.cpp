@@ -68,16 +68,6 @@ Attached launch_captured(std::uint64_t stream, const CaptureInfo& capture, HostR
   return {result, "cuLaunchHostFunc", nullptr};
 }
 
-bool link_captured(Handle graph, const std::shared_ptr<GraphState>& parent) {
-  std::shared_ptr<GraphState> state;
-  {
-    const std::lock_guard<std::mutex> lock(captures().mutex);
-    const auto found = captures().graphs.find(graph);
-    if (found != captures().graphs.end()) state = found->second.state.lock();
-  }
-  return state == nullptr || state->set_parent(parent);
-}
-
 bool take_captured_failure(Failure* out) {
   for (;;) {
     std::shared_ptr<GraphState> state;

@@ -25,10 +25,6 @@ std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture);
 Attached launch_captured(std::uint64_t stream, const CaptureInfo& capture, HostRecord* record,
                          bool spin);
 
-// Lets failures of a captured graph's host functions count as `parent`'s, whose child graph it
-// becomes. False: it has another parent already. True also when it has no host functions.
-bool link_captured(Handle graph, const std::shared_ptr<GraphState>& parent);
-
 // The oldest failure in a captured graph that nobody was told yet; its graph may run on then. The
 // caller owns the failure. GIL held.
 bool take_captured_failure(Failure* out);

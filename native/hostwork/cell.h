@@ -41,9 +41,12 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
  private:
   struct Entry {
     std::int64_t first;
-    PyObject* value;
+    ReferenceEnd* value;  // made with the entry: letting go of it allocates nothing
     std::uint64_t address;
   };
+  // Takes out the values before entry `kept`. The mutex is held.
+  void drop_before(std::size_t kept) noexcept;
+
   std::mutex mutex_;  // never held while taking the GIL
   std::deque<Entry> entries_;
 };

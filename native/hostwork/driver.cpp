@@ -69,6 +69,7 @@ void bind_driver(const std::string& path, Handle context) {
   }
   resolve(get, "cuStreamQuery", 2000, &d.stream_query);
   resolve(get, "cuStreamDestroy", 4000, &d.stream_destroy);
+  resolve(get, "cuEventCreate", 2000, &d.event_create);
   resolve(get, "cuEventQuery", 2000, &d.event_query);
   resolve(get, "cuEventRecord", 2000, &d.event_record);
   resolve(get, "cuEventDestroy", 4000, &d.event_destroy);
@@ -78,10 +79,6 @@ void bind_driver(const std::string& path, Handle context) {
   resolve(get, "cuGraphDestroy", 10000, &d.graph_destroy);
   resolve(get, "cuGraphExecDestroy", 10000, &d.graph_exec_destroy);
   resolve(get, "cuGraphExecKernelNodeSetParams", 12000, &d.graph_exec_kernel_set);
-  resolve(get, "cuGraphExecMemcpyNodeSetParams", 10020, &d.graph_exec_memcpy_set);
-  resolve(get, "cuGraphExecMemsetNodeSetParams", 10020, &d.graph_exec_memset_set);
-  resolve(get, "cuGraphExecEventRecordNodeSetEvent", 11010, &d.graph_exec_record_set);
-  resolve(get, "cuGraphExecEventWaitNodeSetEvent", 11010, &d.graph_exec_wait_set);
   resolve(get, "cuGraphNodeSetEnabled", 11060, &d.graph_node_set_enabled);
   resolve(get, "cuGraphNodeGetEnabled", 11060, &d.graph_node_get_enabled);
   resolve(get, "cuGraphLaunch", 10000, &d.graph_launch);

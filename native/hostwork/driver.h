@@ -35,6 +35,7 @@ struct Driver {
   Result (*thread_exchange_capture_mode)(int* mode);
   Result (*stream_query)(Handle stream);
   Result (*stream_destroy)(Handle stream);
+  Result (*event_create)(Handle* event, unsigned int flags);
   Result (*event_query)(Handle event);
   Result (*event_record)(Handle event, Handle stream);
   Result (*event_destroy)(Handle event);
@@ -44,10 +45,6 @@ struct Driver {
   Result (*graph_destroy)(Handle graph);
   Result (*graph_exec_destroy)(Handle exec);
   Result (*graph_exec_kernel_set)(Handle exec, Handle node, const void* params);
-  Result (*graph_exec_memcpy_set)(Handle exec, Handle node, const void* params, Handle context);
-  Result (*graph_exec_memset_set)(Handle exec, Handle node, const void* params, Handle context);
-  Result (*graph_exec_record_set)(Handle exec, Handle node, Handle event);
-  Result (*graph_exec_wait_set)(Handle exec, Handle node, Handle event);
   Result (*graph_node_set_enabled)(Handle exec, Handle node, unsigned int enabled);
   Result (*graph_node_get_enabled)(Handle exec, Handle node, unsigned int* enabled);
   Result (*graph_launch)(Handle exec, Handle stream);

@@ -76,6 +76,16 @@ bool take_eager_failure(std::uint64_t stream, Failure* out) {
   return true;
 }
 
+std::vector<Failure> take_eager_failures() {
+  std::vector<Failure> out;
+  const std::lock_guard<std::mutex> lock(eager().mutex);
+  for (auto& [stream, failures] : eager().failures) {
+    for (Failure& failure : failures) out.push_back(std::move(failure));
+  }
+  eager().failures.clear();
+  return out;
+}
+
 std::int64_t abandon_eager() {
   const std::lock_guard<std::mutex> lock(eager().mutex);
   std::int64_t count = 0;

@@ -27,6 +27,9 @@ class EagerRecord final : public HostRecord {
 // The oldest unreported failure on this stream, which the caller then owns. GIL held.
 bool take_eager_failure(std::uint64_t stream, Failure* out);
 
+// All of them, of every stream.
+std::vector<Failure> take_eager_failures();
+
 // After a context fault host functions are not called any more: gives up every pending record.
 // Their Python references are released; the small native part stays, in case one does run.
 std::int64_t abandon_eager();

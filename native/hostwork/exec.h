@@ -4,20 +4,19 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "hostwork/cell.h"
 #include "hostwork/driver.h"
 #include "hostwork/reaper.h"
+#include "hostwork/resource.h"
 #include "hostwork/state.h"
 
 namespace graft::hostwork {
 
 class ExecEnd;
 
-struct Outcome {
-  Result result;
-  const char* api;  // the call that was made last
-};
+using Outcome = std::pair<Result, const char*>;  // and the call that was made last
 
 constexpr Result kClosed = -1;  // the executable was closed
 
@@ -25,7 +24,7 @@ constexpr Result kClosed = -1;  // the executable was closed
 // its calls. It is taken without the GIL and never held while taking the GIL.
 class Exec {
  public:
-  // Owns both handles. `event` is recorded after every launch.
+  // Owns both handles. `event` is recorded after each launch.
   Exec(std::uint64_t exec, std::uint64_t event, std::shared_ptr<GraphState> state);
   ~Exec();
   Exec(const Exec&) = delete;
@@ -35,15 +34,19 @@ class Exec {
   Outcome upload(std::uint64_t stream);
   // Success when no launch is in flight, kNotReady otherwise.
   Outcome query();
+  // The event behind what was launched so far: later launches record another one, so that who waits
+  // for it waits for no launch of others. Null when nothing was launched, or it is closed.
+  std::shared_ptr<Resource> launched_so_far();
+  bool closed();
   void close();
 
-  // cuGraphExecUpdate; `info` says which node is to blame when it fails.
-  Result update(std::uint64_t graph, UpdateInfo* info);
+  // cuGraphExecUpdate; `info` says which node is to blame when it fails. Launches from now on count
+  // in `state`, the other definition's.
+  Result update(std::uint64_t graph, std::shared_ptr<GraphState> state, UpdateInfo* info);
 
-  // Changes one node for later launches; launches in flight keep what they had. `params` is the
-  // driver's structure of that kind of node; of an event node the event.
-  enum class NodeKind : int { kKernel, kCopy, kFill, kEventRecord, kEventWait };
-  Outcome set_node(NodeKind kind, std::uint64_t node, std::uint64_t params);
+  // Changes a kernel node for later launches; launches in flight keep what they had. `params` is
+  // the driver's structure.
+  Outcome set_kernel(std::uint64_t node, std::uint64_t params);
   Outcome set_enabled(std::uint64_t node, bool enabled);
   Outcome get_enabled(std::uint64_t node, bool* enabled);
 
@@ -54,17 +57,17 @@ class Exec {
   // The value that launches from now on see. Takes over a reference, and may give one back.
   [[nodiscard]] PyObject* set_payload(PayloadCell& cell, PyObject* value, std::uint64_t address);
 
-  // Takes over the state of the definition that the executable runs from now on.
-  void adopt(std::shared_ptr<GraphState> state);
-
   std::int64_t launches();
   std::uint64_t handle() const { return reinterpret_cast<std::uint64_t>(exec_); }
 
  private:
+  void adopt(std::shared_ptr<GraphState> state);
+
   std::mutex mutex_;
   const Handle exec_;
-  const Handle event_;
-  ExecEnd* end_;  // null once closed
+  ExecEnd* end_;                     // null once closed
+  std::shared_ptr<Resource> event_;  // behind the last launch; null once closed
+  bool waited_for_ = false;          // is somebody waiting for that event?
   std::shared_ptr<GraphState> state_;
   std::int64_t launches_ = 0;
 };

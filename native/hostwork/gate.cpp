@@ -70,6 +70,14 @@ PythonEntry::~PythonEntry() {
   leave();
 }
 
+GilRelease::~GilRelease() {
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (abi::__forced_unwind&) {
+    park_for_good();
+  }
+}
+
 void park_for_good() {
   while (true) pause();
 }

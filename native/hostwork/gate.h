@@ -30,6 +30,19 @@ class PythonEntry {
 // the process.
 [[noreturn]] void park_for_good();
 
+// Releases the GIL for its scope, as nanobind's guard does, but parks the thread where the ending
+// interpreter makes it exit when it wants the GIL back (P5): a daemon thread that launches, say.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease();
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 // Closes the gate for good and waits until every entered thread has left, at most timeout_s.
 // Called with the GIL held (it is released while waiting). Returns whether all have left.
 bool close_gate(double timeout_s);

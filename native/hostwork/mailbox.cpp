@@ -12,7 +12,7 @@ namespace graft::hostwork {
 namespace {
 
 std::atomic<bool> abandoned{false};
-thread_local CurrentPart part_now;
+thread_local void* output_now = nullptr;
 
 // While it lives the calling thread owes the device an answer; the soft device then refuses every
 // driver call of this thread (M6).
@@ -48,29 +48,22 @@ std::int64_t monotonic_ns() {
   return static_cast<std::int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
 }
 
-CurrentPart current_part() { return part_now; }
-void* current_output() { return part_now.scratch; }
+void* current_output() { return output_now; }
 
 void abandon_mailboxes() { abandoned.store(true); }
 bool mailboxes_abandoned() { return abandoned.load(std::memory_order_relaxed); }
 
 Port::Port(HostRecord* record, std::shared_ptr<GraphState> state, std::shared_ptr<Worker> worker,
-           MailboxWords words, MailboxOutput output, MailboxLimits limits, int parts)
+           MailboxWords words, MailboxOutput output, MailboxLimits limits)
     : record_(record),
       state_(std::move(state)),
       worker_(std::move(worker)),
       words_(words),
       output_(output),
       limits_(limits),
-      parts_(static_cast<std::uint64_t>(parts)),
-      before_(captured() ? 0 : state_->launched()) {
-  if (captured()) state_->add_status(words_.status);
-}
+      before_(state_->launched()) {}
 
-Port::~Port() {
-  if (captured()) state_->remove_status(words_.status);  // before the record lets go of them
-  retire(record_);
-}
+Port::~Port() { retire(record_); }
 
 std::uint32_t Port::closed() const {
   const std::uint64_t owner = owner_.load(std::memory_order_acquire);
@@ -79,7 +72,6 @@ std::uint32_t Port::closed() const {
 
 bool Port::expecting(std::uint32_t last) const {
   if (mailboxes_abandoned()) return false;
-  if (captured()) return true;
   const auto launched = static_cast<std::uint32_t>(state_->launched() - before_);
   const std::uint32_t done = closed();
   return newer(launched, newer(last, done) ? last : done);
@@ -109,49 +101,34 @@ bool Port::claim(std::uint32_t seq, Who who) noexcept {
 // Only the winner of the claim comes here, once per request: the request is taken back before the
 // device can go on and post the next one.
 void Port::acknowledge(std::uint32_t seq) noexcept {
-  if (!captured() && expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
+  if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   __atomic_store_n(words_.request, 0u, __ATOMIC_RELAXED);
   __atomic_store_n(words_.ack, words_.gave_up == nullptr ? 1u : seq, __ATOMIC_RELEASE);
 }
 
-bool Port::last_part(std::uint32_t seq) noexcept {
-  std::uint64_t before = arrived_.load(std::memory_order_acquire);
-  std::uint64_t after = 0;
-  do {
-    const auto counted = static_cast<std::uint32_t>(before >> 16);
-    if (newer(counted, seq)) return false;  // overrun, while others do a later request
-    const bool same = counted == seq;
-    after = same ? before + 1 : (std::uint64_t{seq} << 16 | 1);
-  } while (!arrived_.compare_exchange_weak(before, after, std::memory_order_acq_rel));
-  return (after & 0xffff) == parts_;
-}
-
-void Port::serve(std::uint32_t seq, int part) noexcept {
-  check_lease();
-  inside_.fetch_add(1);  // before the claim is read: the watchdog then sees this thread (M8)
+void Port::serve(std::uint32_t seq) noexcept {
+  inside_.store(true);  // before the claim is read: the watchdog then sees this thread (M8)
   open(seq);
   if (owner_.load() == pack(seq, kOpen)) {
-    part_now = {part, static_cast<int>(parts_), output_.scratch};
+    output_now = output_.scratch;
     {
       const OwesAnswer owes;
       record_->run_as(replay_of(seq));
     }
-    part_now = {};
-    if (last_part(seq)) {
-      if (words_.gave_up != nullptr && __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE) == seq) {
-        if (claim(seq, kWatchdog)) {
-          fail(seq, "the waiting kernel gave up before the answer came");
-          acknowledge(seq);
-        }
-      } else if (claim(seq, kWorker)) {
-        if (output_.bytes != 0 && !state_->failed()) {
-          std::memcpy(output_.output, output_.scratch, output_.bytes);
-        }
+    output_now = nullptr;
+    if (words_.gave_up != nullptr && __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE) == seq) {
+      if (claim(seq, kWatchdog)) {
+        fail(seq, "the waiting kernel gave up before the answer came");
         acknowledge(seq);
       }
+    } else if (claim(seq, kWorker)) {
+      if (output_.bytes != 0 && !state_->failed()) {
+        std::memcpy(output_.output, output_.scratch, output_.bytes);
+      }
+      acknowledge(seq);
     }
   }
-  inside_.fetch_sub(1);
+  inside_.store(false);
 }
 
 void Port::launched() noexcept {
@@ -164,11 +141,11 @@ void Port::launched() noexcept {
 
 bool Port::overrun() const {
   const bool released = (owner_.load() & 3) == kWatchdog;
-  return released && inside_.load() > 0;
+  return released && inside_.load();
 }
 
-void Port::fail(std::uint32_t seq, std::string why, StatusCode code) noexcept {
-  state_->fail(code, Failure{record_->name(), replay_of(seq), nullptr, std::move(why)});
+void Port::fail(std::uint32_t seq, std::string why) noexcept {
+  state_->fail(kStatusDeadline, Failure{record_->name(), replay_of(seq), nullptr, std::move(why)});
 }
 
 // Status first, then the answer (M5); who loses the claim writes nothing.
@@ -178,17 +155,7 @@ void Port::release(std::uint32_t seq, const std::string& why) {
   acknowledge(seq);
 }
 
-// The device stored it before it went on without an answer (M11).
-void Port::check_lease() noexcept {
-  if (!captured() || __atomic_load_n(words_.refused, __ATOMIC_ACQUIRE) == 0) return;
-  if (__atomic_exchange_n(words_.refused, 0, __ATOMIC_ACQ_REL) == 0) return;  // one tells
-  fail(closed() + 1,
-       "another executable of the captured graph was running, and its words are for one at a time",
-       kStatusLease);
-}
-
 void Port::hear_device() {
-  check_lease();
   if (words_.gave_up == nullptr) return;
   const std::uint32_t seq = __atomic_load_n(words_.gave_up, __ATOMIC_ACQUIRE);
   if (seq == 0 || newer(closed(), seq)) return;

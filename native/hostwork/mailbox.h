@@ -1,6 +1,6 @@
 // A mailbox: the device posts a request, a worker of ours answers, the device goes on.
 //
-// INVARIANTS.md states the rules: M1 to M12.
+// INVARIANTS.md states the rules: M1 to M10.
 #pragma once
 
 #include <atomic>
@@ -16,16 +16,11 @@ namespace graft::hostwork {
 
 class Worker;
 
-// Pinned words of one mailbox, each on a cache line of its own, private to one executable, or of a
-// captured graph, whose executables a lease keeps apart (M11).
+// Pinned words of one mailbox, each on a cache line of its own, private to one executable.
 struct MailboxWords {
   std::uint32_t* request = nullptr;  // written by the device: number of the request; 0: none
   std::uint32_t* ack = nullptr;      // written by the host: 1, or the number with `gave_up`
   std::uint32_t* gave_up = nullptr;  // written by a spinning kernel at its own deadline; or null
-  // Of a captured mailbox, else null: its status words, and a word that the device sets (the status
-  // being kStatusLease then) when it finds the mailbox in use by another executable.
-  std::int32_t* status = nullptr;
-  std::int32_t* refused = nullptr;
 };
 
 // Where results go: the work fills `scratch`, whoever wins the answer copies it to `output`.
@@ -40,12 +35,12 @@ struct MailboxLimits {
   double replay_s = 0;  // from the launch to the request; 0: none
 };
 
-// The host's side of one mailbox. Shared by its worker's threads and the watchdog.
+// The host's side of one mailbox. Shared by its worker and the watchdog.
 class Port final : public LaunchListener, public std::enable_shared_from_this<Port> {
  public:
   // Owns `record`.
   Port(HostRecord* record, std::shared_ptr<GraphState> state, std::shared_ptr<Worker> worker,
-       MailboxWords words, MailboxOutput output, MailboxLimits limits, int parts);
+       MailboxWords words, MailboxOutput output, MailboxLimits limits);
   ~Port() override;
   Port(const Port&) = delete;
   Port& operator=(const Port&) = delete;
@@ -54,10 +49,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
   // Is a request coming that is newer than `last` and than the last one answered?
   bool expecting(std::uint32_t last) const;
-  // In a captured graph, which anybody may launch: nobody says when a request is coming.
-  bool captured() const { return words_.status != nullptr; }
-  // Does part `part` of a request; the last part to come answers. Called by worker threads.
-  void serve(std::uint32_t seq, int part) noexcept;
+  // Does the work of a request and answers it. Called by the worker.
+  void serve(std::uint32_t seq) noexcept;
   // Called by the watchdog only: releases what is overdue. Returns whether it must look again.
   bool check(std::int64_t now_ns);
   // Notes what the device stored when it went on without an answer. Any thread.
@@ -79,10 +72,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   void open(std::uint32_t seq) noexcept;
   bool claim(std::uint32_t seq, Who who) noexcept;
   void acknowledge(std::uint32_t seq) noexcept;
-  bool last_part(std::uint32_t seq) noexcept;
   void release(std::uint32_t seq, const std::string& why);
-  void fail(std::uint32_t seq, std::string why, StatusCode code = kStatusDeadline) noexcept;
-  void check_lease() noexcept;
+  void fail(std::uint32_t seq, std::string why) noexcept;
   std::uint32_t closed() const;
   std::int64_t replay_of(std::uint32_t seq) const { return state_->base() + before_ + seq; }
 
@@ -92,11 +83,9 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxWords words_;
   const MailboxOutput output_;
   const MailboxLimits limits_;
-  const std::uint64_t parts_;
   const std::int64_t before_;  // launches of the definition before this step was part of it
   std::atomic<std::uint64_t> owner_{kWorker};  // (request 0, answered)
-  std::atomic<std::uint64_t> arrived_{0};      // (request, parts done)
-  std::atomic<int> inside_{0};                 // worker threads in serve()
+  std::atomic<bool> inside_{false};            // is the worker in serve()?
   std::atomic<std::int64_t> due_since_ns_{0};  // since when the next request is expected
   // The watchdog's own notes.
   std::uint32_t watched_ = 0;
@@ -113,13 +102,7 @@ class PortHold final : public Record {
   std::shared_ptr<Port> port_;
 };
 
-// Which part of how many the calling worker thread does, and its scratch; {0, 1, null} elsewhere.
-struct CurrentPart {
-  int index = 0;
-  int count = 1;
-  void* scratch = nullptr;
-};
-CurrentPart current_part();
+// Where work that this thread runs for a mailbox with an output puts its results; null elsewhere.
 void* current_output();
 
 // The one thread that keeps deadlines (no GIL, no driver call).

@@ -22,20 +22,17 @@ struct Worker::Core {
   std::condition_variable wake;
   std::uint64_t wakes = 0;  // guarded by the mutex, like the three below
   std::vector<std::shared_ptr<Port>> ports;
-  int parked = 0;
+  bool parked = false;
   bool stop = false;
   std::atomic<std::uint64_t> version{1};  // of `ports` and `stop`
   std::atomic<std::uint64_t> kicks{0};
   std::atomic<std::int64_t> served{0};
-  std::atomic<int> affinity_error{0};
 };
 
 namespace {
 
 using Core = Worker::Core;
 
-// Only captured graphs could ask, and none has for kPatience seconds: look every kPatientSleep.
-constexpr double kPatience = 20e-3, kPatientSleep = 500e-6;
 constexpr unsigned long kTimerSlackNs = 1000;  // the default of 50 us would double a short sleep
 
 struct Served {
@@ -43,17 +40,15 @@ struct Served {
   std::uint32_t last = 0;
 };
 
-void place(Core& core, int index) {
-  const std::string name = core.options.name.substr(0, 12) + std::to_string(index);
-  pthread_setname_np(pthread_self(), name.c_str());
+void place(Core& core) {
+  pthread_setname_np(pthread_self(), core.options.name.substr(0, 15).c_str());
   ask_for_short_slice();
   prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
   if (core.options.cpus.empty()) return;
   cpu_set_t set;
   CPU_ZERO(&set);
   for (int cpu : core.options.cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  const int error = pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-  if (error != 0) core.affinity_error.store(error);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // Python has checked the places
 }
 
 // Takes over the list of ports; false when the thread must end.
@@ -73,51 +68,46 @@ bool refresh(Core& core, std::vector<Served>* mine, std::uint64_t* version) {
 // Sleeps until something changed since `kicks` was read.
 void park(Core& core, std::uint64_t kicks) {
   std::unique_lock<std::mutex> lock(core.mutex);
-  ++core.parked;
+  core.parked = true;
   core.wake.wait(lock, [&] { return core.kicks.load() != kicks; });
-  --core.parked;
+  core.parked = false;
 }
 
-// `patient`: a request may come, but nobody said so.
-void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns, bool patient) {
+void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
   const double idle = static_cast<double>(monotonic_ns() - idle_since_ns) * 1e-9;
   if (options.spin || idle < options.spin_s) {
     for (int i = 0; i < 16; ++i) cpu_relax();
     return;
   }
-  const double sleep =
-      patient && idle > kPatience ? std::max(options.sleep_s, kPatientSleep) : options.sleep_s;
-  const double whole = std::floor(sleep);
-  timespec t{static_cast<time_t>(whole), static_cast<long>((sleep - whole) * 1e9)};
+  const double whole = std::floor(options.sleep_s);
+  timespec t{static_cast<time_t>(whole), static_cast<long>((options.sleep_s - whole) * 1e9)};
   nanosleep(&t, nullptr);
 }
 
-void serve_forever(const std::shared_ptr<Core>& shared, int index) {
+void serve_forever(const std::shared_ptr<Core>& shared) {
   Core& core = *shared;
-  place(core, index);
+  place(core);
   std::vector<Served> mine;
   std::uint64_t version = 0;
   std::int64_t idle_since = monotonic_ns();
   while (true) {
     const std::uint64_t kicks = core.kicks.load();
     if (version != core.version.load() && !refresh(core, &mine, &version)) return;
-    bool any = false, expecting = false, patient = true;
+    bool any = false, expecting = false;
     for (Served& s : mine) {
       const std::uint32_t seq = s.port->request();
       if (seq != 0 && seq != s.last) {
         s.last = seq;
-        s.port->serve(seq, index);
-        if (index == 0) core.served.fetch_add(1, std::memory_order_relaxed);
+        s.port->serve(seq);
+        core.served.fetch_add(1, std::memory_order_relaxed);
         any = true;
       }
-      const bool soon = s.port->expecting(s.last);
-      expecting = expecting || soon;
-      patient = patient && (!soon || s.port->captured());
+      expecting = expecting || s.port->expecting(s.last);
     }
     if (any) {
       idle_since = monotonic_ns();
     } else if (expecting) {
-      pause_briefly(core.options, idle_since, patient);
+      pause_briefly(core.options, idle_since);
     } else {
       park(core, kicks);
       idle_since = monotonic_ns();
@@ -137,9 +127,7 @@ void kick(Core& core, bool changed) {
 }  // namespace
 
 Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(options))) {
-  for (int i = 0; i < core_->options.threads; ++i) {
-    std::thread([core = core_, i] { serve_forever(core, i); }).detach();
-  }
+  std::thread([core = core_] { serve_forever(core); }).detach();
 }
 
 Worker::~Worker() {
@@ -173,11 +161,9 @@ void Worker::remove(const Port* port) noexcept {
 }
 
 void Worker::wake() noexcept { kick(*core_, false); }
-int Worker::threads() const { return core_->options.threads; }
 std::int64_t Worker::served() const { return core_->served.load(); }
-int Worker::affinity_error() const { return core_->affinity_error.load(); }
 
-std::int64_t Worker::parked() const {
+bool Worker::parked() const {
   const std::lock_guard<std::mutex> lock(core_->mutex);
   return core_->parked;
 }

@@ -1,4 +1,4 @@
-// Persistent threads of ours that answer mailboxes.
+// A persistent thread of ours that answers mailboxes.
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,17 @@ namespace graft::hostwork {
 class Port;
 
 struct WorkerOptions {
-  int threads = 1;         // they share every request: each does one part
-  std::vector<int> cpus;   // cores the threads may run on; empty: any
+  std::vector<int> cpus;   // cores the thread may run on; empty: any
   bool spin = false;       // never sleep while a replay is in flight
   double spin_s = 50e-6;   // otherwise spin so long,
   double sleep_s = 50e-6;  // then sleep so long between looks
   std::string name;
 };
 
-// One or more threads and the ports they serve. The threads park while no launch of any of their
-// graphs is in flight (M7), and end when the last owner of this object is gone.
+// A thread and the ports it serves. It parks while no launch of any of its graphs is in flight
+// (M7), and ends when the last owner of this object is gone.
 //
-// Made by std::make_shared only, like GraphState: whoever drops the last owner, a worker's own
+// Made by std::make_shared only, like GraphState: whoever drops the last owner, the worker's own
 // thread too, then takes no GIL.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
@@ -37,14 +36,12 @@ class Worker : public std::enable_shared_from_this<Worker> {
   void add(const std::shared_ptr<Port>& port);
   void remove(const Port* port) noexcept;
   void wake() noexcept;
-  int threads() const;
   std::int64_t served() const;
-  std::int64_t parked() const;  // threads that wait for a launch now
-  // Is a thread inside a request that the watchdog has released?
+  bool parked() const;  // does it wait for a launch now?
+  // Is the thread inside a request that the watchdog has released?
   bool stuck() const;
-  int affinity_error() const;  // errno of the last failed placement; 0: none
 
-  struct Core;  // shared with the threads
+  struct Core;  // shared with the thread
 
  private:
   const std::shared_ptr<Core> core_;

@@ -10,6 +10,7 @@
 #include <optional>
 #include <thread>
 
+#include "hostwork/gate.h"
 #include "hostwork/relax.h"
 
 namespace graft::hostwork {
@@ -48,7 +49,7 @@ bool poll_until(Done&& done, std::optional<double> timeout_s) {
   while (true) {
     bool finished;
     {
-      const nanobind::gil_scoped_release release;
+      const GilRelease release;
       const auto slice = PollClock::now() + std::chrono::milliseconds(20);
       finished = poll_slice(done, begin, std::min(slice, end));
     }

@@ -107,6 +107,10 @@ Reaper& reaper() {
 
 }  // namespace
 
+void ReferenceEnd::reap(std::vector<PyObject*>& references) noexcept {
+  if (reference != nullptr) references.push_back(reference);
+}
+
 void retire(Reapable* item) noexcept { reaper().push(item); }
 
 bool flush(double timeout_s) {

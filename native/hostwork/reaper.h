@@ -25,6 +25,13 @@ class Reapable {
   Reapable* next_ = nullptr;
 };
 
+// Drops one Python reference. Made where the reference is taken, for destructors (L1).
+class ReferenceEnd final : public Reapable {
+ public:
+  void reap(std::vector<PyObject*>& references) noexcept override;
+  PyObject* reference = nullptr;
+};
+
 // Hands `item` to the reaper, which reaps and deletes it. Lock-free, from any thread.
 void retire(Reapable* item) noexcept;
 

@@ -43,6 +43,18 @@ PyObject* take_exception() {
 #endif
 }
 
+// What an exception says, for reports that have no exception to show (GIL held).
+std::string words_of(PyObject* exception) {
+  std::string out = Py_TYPE(exception)->tp_name;
+  PyObject* const text = PyObject_Str(exception);
+  Py_ssize_t size = 0;
+  const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
+  if (said == nullptr) PyErr_Clear();
+  if (said != nullptr && size > 0) out.append(": ").append(said, static_cast<std::size_t>(size));
+  Py_XDECREF(text);
+  return out;
+}
+
 // callable(payload, *arguments), or callable(*arguments) where payload is null. The GIL is held
 // from pick() on; the reference taken here keeps the payload when the callable changes the cell. Up
 // to kFew arguments nothing is allocated.
@@ -123,7 +135,8 @@ void HostRecord::run_python(std::int64_t replay) {
     park_for_good();
   }
   if (result == nullptr) {
-    fail(kStatusPython, replay, take_exception(), "");
+    PyObject* const raised = take_exception();
+    fail(kStatusPython, replay, raised, words_of(raised));
   } else {
     Py_DECREF(result);
   }

@@ -1,6 +1,7 @@
 #include "hostwork/state.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "hostwork/reaper.h"
@@ -8,16 +9,23 @@
 namespace graft::hostwork {
 namespace {
 
-class ReferenceEnd final : public Reapable {
- public:
-  explicit ReferenceEnd(PyObject* reference) : reference_(reference) {}
-  void reap(std::vector<PyObject*>& references) noexcept override {
-    references.push_back(reference_);
-  }
+std::atomic<std::uint64_t> states{0};
 
- private:
-  PyObject* const reference_;
+// Failures that may outlive their states, so that they can be told at exit. Leaked on purpose:
+// driver threads may still use it while static objects are being destroyed.
+struct Untold {
+  std::mutex mutex;  // never held while taking the GIL
+  std::map<std::uint64_t, Failure> failures;
 };
+Untold& untold() {
+  static Untold* const instance = new Untold;
+  return *instance;
+}
+
+void tell(std::uint64_t state) {
+  const std::lock_guard<std::mutex> lock(untold().mutex);
+  untold().failures.erase(state);
+}
 
 void store_release(std::int32_t* word, std::int32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
@@ -26,7 +34,22 @@ void store_release(std::int32_t* word, std::int32_t value) {
 }  // namespace
 
 void drop_later(PyObject* reference) noexcept {
-  if (reference != nullptr) retire(new ReferenceEnd(reference));
+  if (reference == nullptr) return;
+  auto* const end = new ReferenceEnd;
+  end->reference = reference;
+  retire(end);
+}
+
+std::vector<Failure> take_untold() {
+  std::vector<Failure> out;
+  const std::lock_guard<std::mutex> lock(untold().mutex);
+  for (auto& [state, failure] : untold().failures) out.push_back(std::move(failure));
+  untold().failures.clear();
+  return out;
+}
+
+GraphState::GraphState(std::int32_t* status) : id_(states.fetch_add(1)), end_(new ReferenceEnd) {
+  if (status != nullptr) status_.push_back(status);
 }
 
 void GraphState::count_launch() noexcept {
@@ -58,7 +81,10 @@ bool GraphState::overrun() const {
   return false;
 }
 
-GraphState::~GraphState() { drop_later(first_.exception); }
+GraphState::~GraphState() {
+  end_->reference = first_.exception;
+  retire(end_);
+}
 
 bool GraphState::set_parent(const std::shared_ptr<GraphState>& parent) {
   std::vector<std::int32_t*> words;
@@ -87,14 +113,6 @@ void GraphState::add_status(std::int32_t* words) {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   status_.push_back(words);
-}
-
-void GraphState::remove_status(std::int32_t* words) noexcept {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    status_.erase(std::remove(status_.begin(), status_.end(), words), status_.end());
-  }
-  if (GraphState* parent = parent_.load(std::memory_order_acquire)) parent->remove_status(words);
 }
 
 std::int64_t GraphState::launched() const {
@@ -129,12 +147,15 @@ void GraphState::fail(StatusCode code, Failure failure) noexcept {
 // True for the first failure.
 bool GraphState::note(StatusCode code, Failure failure) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ++failures_;
   if (failed_.load(std::memory_order_relaxed)) {
     drop_later(failure.exception);
     return false;
   }
   store_status(code, failure.replay);
+  {
+    const std::lock_guard<std::mutex> untold_lock(untold().mutex);
+    untold().failures[id_] = Failure{failure.node, failure.replay, nullptr, failure.message};
+  }
   first_ = std::move(failure);
   failed_.store(true, std::memory_order_release);
   return true;
@@ -143,21 +164,17 @@ bool GraphState::note(StatusCode code, Failure failure) noexcept {
 bool GraphState::pending(Failure* out) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!failed_.load(std::memory_order_relaxed)) return false;
+  tell(id_);
   *out = first_;
   Py_XINCREF(out->exception);
   return true;
 }
 
-std::int64_t GraphState::failures() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failures_;
-}
-
 void GraphState::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  tell(id_);
   drop_later(first_.exception);
   first_ = Failure{};
-  failures_ = 0;
   store_status(kStatusOk, 0);
   failed_.store(false, std::memory_order_release);
 }

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "hostwork/reaper.h"
+
 namespace graft::hostwork {
 
 // Values of status word 0; word 1 holds the low 31 bits of the replay that failed first.
@@ -19,7 +21,6 @@ enum StatusCode : std::int32_t {
   kStatusNative = 2,    // a native function reported failure or threw
   kStatusShutdown = 3,  // the interpreter is shutting down: Python is not entered any more
   kStatusDeadline = 4,  // a mailbox was not answered, or not reached, in time
-  kStatusLease = 5,     // two executables of one captured graph asked a mailbox at the same time
 };
 
 struct Failure {
@@ -38,7 +39,8 @@ class LaunchListener {
   virtual bool overrun() const = 0;
 };
 
-// Drops a Python reference from any thread, with or without the GIL.
+// Drops a Python reference from any thread, with or without the GIL. Allocates: not for
+// destructors.
 void drop_later(PyObject* reference) noexcept;
 
 // The status stays set until clear(), so every later replay stands down as well.
@@ -48,9 +50,7 @@ void drop_later(PyObject* reference) noexcept;
 class GraphState : public std::enable_shared_from_this<GraphState> {
  public:
   // `status` points to two pinned int32 words that outlive this object, or is null.
-  explicit GraphState(std::int32_t* status) {
-    if (status != nullptr) status_.push_back(status);
-  }
+  explicit GraphState(std::int32_t* status);
   ~GraphState();
   GraphState(const GraphState&) = delete;
   GraphState& operator=(const GraphState&) = delete;
@@ -64,18 +64,15 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   // Failures count as the parent's too, its failures stop the host steps here, and its launches are
   // launches of this state's graph, which became a child graph. False: it has another parent.
   bool set_parent(const std::shared_ptr<GraphState>& parent);
-  // More words like `status`; whoever adds them takes them away again before they are freed.
-  void add_status(std::int32_t* words);
-  void remove_status(std::int32_t* words) noexcept;
   // Called with each first failure of a state without a parent, on the failing thread.
   void report_to(void (*report)(GraphState&)) { report_ = report; }
 
-  // Takes ownership of failure.exception. The first failure wins; later ones are counted.
+  // Takes ownership of failure.exception. The first failure wins.
   void fail(StatusCode code, Failure failure) noexcept;
 
-  // A copy of the first failure; its exception is a new reference (GIL held).
+  // A copy of the first failure; its exception is a new reference (GIL held). Somebody was told
+  // then.
   bool pending(Failure* out) const;
-  std::int64_t failures() const;
   void clear();
 
   // What is added to a record's count of runs to give the replay number of the executable.
@@ -91,9 +88,12 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   bool overrun() const;
 
  private:
+  void add_status(std::int32_t* words);
   bool note(StatusCode code, Failure failure) noexcept;
   void store_status(std::int32_t code, std::int64_t replay) noexcept;
 
+  const std::uint64_t id_;             // among all states there ever were
+  ReferenceEnd* const end_;            // allocated up front: the destructor must not allocate
   std::vector<std::int32_t*> status_;  // guarded by the mutex
   std::atomic<bool> failed_{false};
   std::atomic<std::int64_t> base_{0};
@@ -106,7 +106,9 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::vector<std::weak_ptr<LaunchListener>> listeners_;
   mutable std::mutex mutex_;  // never held while taking the GIL
   Failure first_;
-  std::int64_t failures_ = 0;
 };
+
+// First failures that no pending() gave out yet, without their exceptions; empties the list.
+std::vector<Failure> take_untold();
 
 }  // namespace graft::hostwork

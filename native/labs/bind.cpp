@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "hostwork/gate.h"
 #include "labs/launch_loop.h"
 
 namespace nb = nanobind;
@@ -16,7 +17,8 @@ void bind_labs(nb::module_& m) {
   labs.def("tick", &labs::tick, "Say that the calling thread keeps the GIL busy.");
   labs.def("gaps", &labs::gaps,
            "Spans (first, last) in ns of CLOCK_MONOTONIC without a tick; forgets them.");
-  labs.def("wake_ups", &labs::wake_ups, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>(),
+  labs.def("wake_ups", &labs::wake_ups, nb::arg("count"),
+           nb::call_guard<graft::hostwork::GilRelease>(),
            "Nanoseconds that a sleeping thread takes to wake up, `count` times.");
   labs.def(
       "replay",
@@ -26,7 +28,7 @@ void bind_labs(nb::module_& m) {
         labs::Samples out;
         int code;
         {
-          const nb::gil_scoped_release release;
+          const graft::hostwork::GilRelease release;
           code = labs::replay(
               {exec, handle, stream, callbacks, reinterpret_cast<const std::uint64_t*>(stamps),
                hops, reinterpret_cast<const std::uint64_t*>(said), busy},

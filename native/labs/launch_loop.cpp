@@ -63,7 +63,7 @@ int replay(const Replays& what, std::size_t count, Samples* out) {
     out->launched.push_back(now_ns());
     const auto stream = reinterpret_cast<void*>(what.stream);
     int code = what.exec != nullptr
-                   ? what.exec->launch(what.stream).result
+                   ? what.exec->launch(what.stream).first
                    : hostwork::driver().graph_launch(reinterpret_cast<void*>(what.handle), stream);
     if (code == 0) code = wait(stream);
     out->launched.push_back(now_ns());

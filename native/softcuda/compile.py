@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 
 #: Bytes of statically declared shared memory a block may have on any GPU.
 MAX_STATIC_SHARED = 48 * 1024
+#: An image is kept with its SHA-256 behind it.
+DIGEST_BYTES = 32
 INCLUDE = Path(__file__).resolve().parent / "include"
 
 # No -ffast-math: a multiply-add is what the text writes as fmaf, and nothing is reassociated.
@@ -179,16 +182,41 @@ def compile_cpu(
     for path, text in sorted(included.items()):
         parts += [str(path), text]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
-    image = Path(cache_dir) / f"{key}.so"
+    kept = Path(cache_dir) / f"{key}.so"
+    image = _read_kept(kept)
+    if image is None:
+        with tempfile.TemporaryDirectory(prefix="graft-build-") as scratch:
+            image = _build(source, name, macros, folders, flags, Path(scratch)).read_bytes()
+        _keep(kept, image)
+    return image
+
+
+def _read_kept(path: Path) -> bytes | None:
+    """Return a kept image; None when there is none, or not all of it."""
     try:
-        return image.read_bytes()
-    except FileNotFoundError:
-        pass
-    image.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=image.parent) as scratch:
-        built = _build(source, name, macros, folders, flags, Path(scratch))
-        os.replace(built, image)  # atomic: another process sees the whole image or none
-    return image.read_bytes()
+        data = path.read_bytes()
+    except OSError:
+        return None
+    image, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    return image if hashlib.sha256(image).digest() == digest else None
+
+
+def _keep(path: Path, image: bytes) -> None:
+    """Keep an image with its digest: another process, and the next start, see all of it or none."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(prefix="keep-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(image + hashlib.sha256(image).digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        except BaseException:
+            os.unlink(scratch)
+            raise
+    except OSError as error:
+        warnings.warn(f"a compiled kernel cannot be kept in {path.parent}: {error}", stacklevel=3)
 
 
 def _build(

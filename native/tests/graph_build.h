@@ -16,7 +16,7 @@ struct Kernels {
   CUmodule module = nullptr;
   CUfunction plain = nullptr, barrier = nullptr, warp = nullptr, stray = nullptr;
   CUfunction decide = nullptr, turn = nullptr;
-  CUfunction request = nullptr, wait = nullptr, leased = nullptr;
+  CUfunction request = nullptr, wait = nullptr;
   uint64_t post = 0, look = 0;  // functions that request and wait take; 0: they need none
   bool barriers = true;
   std::shared_ptr<graft::hostwork::Worker> worker;
@@ -143,20 +143,16 @@ class Builder {
   }
 
   // The host's side of a mailbox, retained on the graph.
-  const Box& port(const Definition& made, size_t i, bool spinning, bool leased) const {
+  const Box& port(const Definition& made, size_t i, bool spinning) const {
     auto own = std::make_unique<Box>(kBytes);
     const Box& box = *own;
     HostStep* const step = host_step(made, i, std::move(own));
     graft::hostwork::MailboxWords words{box.word(Box::kRequest), box.word(Box::kAck)};
     if (spinning) words.gave_up = box.word(Box::kGaveUp);
-    if (leased) {
-      words.status = reinterpret_cast<int32_t*>(box.word(Box::kStatus));
-      words.refused = reinterpret_cast<int32_t*>(box.word(Box::kRefused));
-    }
     const graft::hostwork::MailboxOutput output{box.scratch(), cells + i * kWords, kBytes};
-    auto port = std::make_shared<graft::hostwork::Port>(
-        step, made.state, kernels_.worker, words, output, graft::hostwork::MailboxLimits{kNever, 0},
-        kernels_.worker->threads());
+    auto port =
+        std::make_shared<graft::hostwork::Port>(step, made.state, kernels_.worker, words, output,
+                                                graft::hostwork::MailboxLimits{kNever, 0});
     kernels_.worker->add(port);
     made.state->add_listener(port);
     graft::hostwork::watch(port);
@@ -165,7 +161,7 @@ class Builder {
   }
 
   CUgraphNode mailbox(const Definition& made, size_t i, const After& after, bool spinning) const {
-    const Box& box = port(made, i, spinning, false);
+    const Box& box = port(made, i, spinning);
     const auto address = [&](Box::Line line) { return box.alias(line); };
     const CUgraphNode asked =
         kernel(made.graph, after,
@@ -328,15 +324,6 @@ class Builder {
       case Kind::hold:
         CALL(cuStreamWaitEvent(stream_, held, 1));
         break;
-      case Kind::spin: {
-        if (kernels_.leased == nullptr) return nullptr;
-        const Box& box = port(made, i, true, true);
-        run(Launch(kernels_.leased, 1, 1,
-                   {box.alias(Box::kCounter), box.alias(Box::kLease), box.alias(Box::kRequest),
-                    box.alias(Box::kAck), box.alias(Box::kGaveUp), box.alias(Box::kRefused),
-                    box.alias(Box::kStatus), kNeverNs}));
-        break;
-      }
       default:
         return nullptr;
     }

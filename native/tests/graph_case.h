@@ -77,7 +77,7 @@ class GraphCase {
     const CUstream other = streams_[1 - which];
     for (unsigned times = 1 + below(random_, 3); times > 0; --times) {
       if (below(random_, 2) == 0) CALL(cuEventRecord(builder_.held, other));
-      CALL(exec.launch(reinterpret_cast<uint64_t>(streams_[which])).result);
+      CALL(exec.launch(reinterpret_cast<uint64_t>(streams_[which])).first);
       model->replay(spec_);
       for (CUevent mark : builder_.marks) {
         if (below(random_, 2) == 0) CALL(cuStreamWaitEvent(other, mark, 0));
@@ -132,8 +132,7 @@ class GraphCase {
     }
     Definition next = builder_.build();
     graft::hostwork::UpdateInfo info{};
-    CALL(exec.update(reinterpret_cast<uint64_t>(next.graph), &info));
-    exec.adopt(next.state);
+    CALL(exec.update(reinterpret_cast<uint64_t>(next.graph), next.state, &info));
     model->new_definition();
     definition->drop();
     *definition = next;

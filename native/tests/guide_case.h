@@ -183,10 +183,13 @@ class GuidedCase {
   GuidedCase(uint32_t seed, const GuidedSetting& setting)
       : random_(seed),
         setting_(setting),
-        shape_{kGuidedSlots, setting.drafts, kVocab, setting.candidates},
-        memory_(kGuidedSlots * 6 * kStride),
-        worker_({field(0), field(1), field(2), field(3), field(4), field(5)}, shape_, kAhead + 2,
-                setting.threads, {setting.budget_ns, nullptr}, forced_text(setting.forcing),
+        memory_(kGuidedSlots * 6 * kPart),
+        exchange_{memory_.data(),
+                  {kGuidedSlots, 6 * kPart, setting.drafts + 1, (kVocab + 31) / 32,
+                   setting.candidates, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart, 5 * kPart},
+                  kVocab},
+        worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
+                forced_text(setting.forcing),
                 setting.forcing != Forcing::kNone && !setting.masked) {}
 
   // Runs requests one after another in every slot; returns how many ended, all of them rightly.
@@ -237,12 +240,7 @@ class GuidedCase {
   long forced() const { return forced_; }
 
  private:
-  static constexpr int kAhead = 2, kStride = 64;
-
-  guided::Field field(int which) {
-    return {memory_.data() + which * kGuidedSlots * kStride, kStride};
-  }
-  int32_t* row(int which, int slot) { return field(which).row(slot); }
+  static constexpr int kAhead = 2, kPart = 64;
 
   std::unique_ptr<Stay> begin(int number) {
     auto stay = std::make_unique<Stay>();
@@ -278,8 +276,8 @@ class GuidedCase {
       for (int s = 0; s < kGuidedSlots; ++s) {
         if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, replay);
       }
-      if (shape_.draft_length > 0) step(guided::Step::kCommit, 0);
-      for (int j = 1; j <= shape_.draft_length; ++j) draw(plan, moved, j, replay);
+      if (exchange_.drafts() > 0) step(guided::Step::kCommit, 0);
+      for (int j = 1; j <= exchange_.drafts(); ++j) draw(plan, moved, j, replay);
       for (int s = 0; s < kGuidedSlots; ++s) {
         if (plan[s] != nullptr && !plan[s]->active) plan[s]->over.store(true);
       }
@@ -289,16 +287,17 @@ class GuidedCase {
 
   // The row's mask, if it is ready for this stay at this position.
   const int32_t* ready(const Stay& stay, int s, int j) {
-    const int32_t* state = row(1, s) + j * guided::kRowStateWords;
-    if (state[0] != guided::kRowReady || state[1] != stay.epoch || state[2] != stay.n + j) {
+    const RowStamp& stamp = *exchange_.stamp(s, j);
+    if (stamp.state != guided::kRowReady || stamp.epoch != stay.epoch ||
+        stamp.position != stay.n + j) {
       return nullptr;
     }
-    const int32_t* mask = row(0, s) + j * shape_.words();
+    const int32_t* mask = exchange_.mask(s, j);
     std::vector<int32_t> legal;
     for (int32_t token = 0; token < kVocab; ++token) {
       if (bit(mask, token)) legal.push_back(token);
     }
-    WANT(state[3] == 1 + forced_by(setting_.forcing, legal));
+    WANT(stamp.more == 1 + forced_by(setting_.forcing, legal));
     return mask;
   }
   static bool bit(const int32_t* mask, int32_t token) {
@@ -315,13 +314,11 @@ class GuidedCase {
       WANT(tokens.back() >= 0);
       if (tokens.back() == kStop || j == stay.drafts || tokens.back() != stay.draft[j]) break;
     }
-    int32_t* committed = row(2, s);
-    committed[0] = static_cast<int32_t>(replay);
-    committed[1] = static_cast<int32_t>(tokens.size());
-    std::copy(tokens.begin(), tokens.end(), committed + 2);
+    Committed* committed = exchange_.committed(s);
+    *committed = {static_cast<int32_t>(replay), static_cast<int32_t>(tokens.size())};
+    std::copy(tokens.begin(), tokens.end(), guided::Exchange::ids(committed));
     if (tokens.empty()) return false;
-    row(3, s)[0] = static_cast<int32_t>(replay);
-    row(3, s)[1] = 0;
+    *exchange_.drafted(s) = {static_cast<int32_t>(replay), 0};
     stay.n += static_cast<int32_t>(tokens.size());
     stay.drafts = 0;
     stay.tokens.insert(stay.tokens.end(), tokens.begin(), tokens.end());
@@ -337,15 +334,15 @@ class GuidedCase {
   }
 
   void draw(const std::array<Stay*, kGuidedSlots>& plan, const bool* moved, int j, int64_t replay) {
-    const bool probing = shape_.candidates > 0;
+    const bool probing = exchange_.layout.candidates > 0;
     for (int s = 0; probing && s < kGuidedSlots; ++s) {
       if (!moved[s] || !drafting(*plan[s], j)) continue;
-      int32_t* record = row(4, s);
-      record[0] = static_cast<int32_t>(replay);
-      record[1] = j;
-      record[2] = static_cast<int32_t>(random_device_() % (kMostCandidates + 1));
-      for (int i = 0; i < record[2]; ++i) {
-        record[3 + i] = static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
+      Candidates* offered = exchange_.candidates(s);
+      *offered = {static_cast<int32_t>(replay), j,
+                  static_cast<int32_t>(random_device_() % (kMostCandidates + 1))};
+      for (int i = 0; i < offered->count; ++i) {
+        guided::Exchange::ids(offered)[i] =
+            static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
       }
     }
     if (probing) step(guided::Step::kDraft, j);
@@ -353,10 +350,12 @@ class GuidedCase {
       if (!moved[s] || !drafting(*plan[s], j)) continue;
       Stay& stay = *plan[s];
       int32_t token = -1;
-      const int32_t* answer = row(5, s);
-      if (probing && answer[0] == static_cast<int32_t>(replay) && answer[1] == j) token = answer[2];
+      const Answer& answer = *exchange_.answer(s);
+      if (probing && answer.replay == static_cast<int32_t>(replay) && answer.draft == j) {
+        token = answer.id;
+      }
       const int32_t* mask = ready(stay, s, j - 1);
-      const int32_t forced = row(1, s)[(j - 1) * guided::kRowStateWords + 3] - 1;
+      const int32_t forced = exchange_.stamp(s, j - 1)->more - 1;
       if (token < 0 && mask != nullptr && forced >= 0) {
         token = forced;
       } else if (token < 0 && worker_chains()) {
@@ -368,18 +367,17 @@ class GuidedCase {
       }
       if (token < 0 && setting_.masked) continue;
       stay.draft[stay.drafts++] = token;
-      row(3, s)[0] = static_cast<int32_t>(replay);
-      row(3, s)[1] = j;
-      row(3, s)[1 + j] = token;
+      *exchange_.drafted(s) = {static_cast<int32_t>(replay), j};
+      guided::Exchange::ids(exchange_.drafted(s))[j - 1] = token;
     }
-    if (!probing && setting_.masked && j < shape_.draft_length) step(guided::Step::kDraft, j);
+    if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }
 
   std::minstd_rand random_, random_device_;
   const GuidedSetting setting_;
   const std::shared_ptr<guided::Pace> pace_ = std::make_shared<guided::Pace>();
-  const guided::Shape shape_;
   std::vector<int32_t> memory_;
+  const guided::Exchange exchange_;
   guided::Worker worker_;
   std::array<std::unique_ptr<Stay>, kGuidedSlots> seated_;
   std::array<int64_t, kGuidedSlots> last_named_{};
@@ -387,6 +385,75 @@ class GuidedCase {
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
   long late_ = 0, probes_ = 0, forced_ = 0;
 };
+
+// Trees of drafts, legal and not, in one slot: rows are those of the paths to their nodes, and what
+// is committed down one of them stands.
+inline int trees(uint32_t seed) {
+  std::minstd_rand random(seed);
+  const int nodes = 1 + static_cast<int>(random() % 63);
+  constexpr int kWords = (kVocab + 31) / 32;
+  std::vector<int32_t> mask(static_cast<size_t>((nodes + 1) * kWords));
+  const guided::Exchange exchange{
+      mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
+  const guided::SlotWork work(exchange, nullptr, false);
+  HashMatcher matcher(seed, false);
+  guided::Slot slot;
+  slot.size_for(exchange);
+  slot.matcher = &matcher;
+  using Path = std::vector<uint32_t>;
+  const auto favoured = [&](const Path& path) {
+    return favourite(static_cast<uint32_t>(random()), 0,
+                     [&](int32_t t) { return may_follow(path.back(), t, path.size()); });
+  };
+  const auto follow = [](Path path, int32_t token) {
+    const bool legal = !path.empty() && may_follow(path.back(), token, path.size());
+    if (!legal || token == kStop) return Path();
+    path.push_back(blend(path.back(), static_cast<uint32_t>(token)));
+    return path;
+  };
+  const auto want_row = [&](int j, const Path& path) {
+    WANT(slot.made[j].load() == (path.empty() ? guided::kRowNotReady : guided::kRowReady));
+    for (int32_t t = 0; !path.empty() && t < kWords * 32; ++t) {
+      const auto word = static_cast<uint32_t>(mask[j * kWords + t / 32]);
+      WANT((word >> (t % 32) & 1u) == may_follow(path.back(), t, path.size()));
+    }
+  };
+  guided::Order& order = slot.order;
+  std::vector<Path> paths{{seed}};  // to each node; empty where none leads there, or on
+  for (int round = 0;; ++round) {
+    paths.resize(1);
+    order.drafts = static_cast<int>(random() % (nodes + 1));
+    for (int j = 1; j <= order.drafts; ++j) {
+      const auto parent = static_cast<int32_t>(random() % j);
+      const bool known = !paths[parent].empty() && random() % 4 != 0;
+      order.parent[j] = parent;
+      order.draft[j - 1] = known ? favoured(paths[parent]) : static_cast<int32_t>(random() % 90);
+      paths.push_back(follow(paths[parent], order.draft[j - 1]));
+    }
+    order.task = guided::Task::kRows;
+    work.serve(slot);
+    for (int j = 0; j <= order.drafts; ++j) want_row(j, paths[j]);
+    WANT(slot.node == 0);
+    int node = static_cast<int>(random() % (order.drafts + 1));
+    while (paths[node].empty()) node = order.parent[node];
+    std::vector<int32_t> tokens;
+    for (int up = node; up != 0; up = order.parent[up]) tokens.push_back(order.draft[up - 1]);
+    std::reverse(tokens.begin(), tokens.end());
+    tokens.push_back(favoured(paths[node]));
+    order.commit.given = true;
+    order.commit.count = static_cast<int>(tokens.size());
+    std::copy(tokens.begin(), tokens.end(), order.commit.tokens.begin());
+    order.task = guided::Task::kRow0;
+    work.forget_rows(slot);
+    work.serve(slot);
+    order.commit.given = false;
+    WANT(slot.tally[guided::count::errors] == 0);
+    WANT(slot.ended == (tokens.back() == kStop));
+    if (slot.ended || round == 20) return round;
+    paths[0] = follow(paths[node], tokens.back());
+    want_row(0, paths[0]);
+  }
+}
 
 // Random settings until the time is over; every request's tokens are those of a sequential run.
 inline int guide(unsigned seed, int cases) {
@@ -405,6 +472,7 @@ inline int guide(unsigned seed, int cases) {
     late += one.late();
     probes += one.probes();
     forced += one.forced();
+    trees(static_cast<uint32_t>(random()));
   }
   std::printf("%ld requests, %ld late, %ld probes, %ld forced\n", requests, late, probes, forced);
   return 0;

@@ -15,7 +15,7 @@ namespace stress {
 // The pinned words of one mailbox, a line each, and the buffer its results go through.
 class Box {
  public:
-  enum Line { kRequest, kAck, kGaveUp, kCounter, kLease, kRefused, kStatus, kLines };
+  enum Line { kRequest, kAck, kGaveUp, kCounter, kLines };
   explicit Box(size_t results) {
     CALL(cuMemHostAlloc(&memory_, kLines * kLine + results, 3));
     CALL(cuMemHostGetDevicePointer_v2(&alias_, memory_, 0));
@@ -42,7 +42,7 @@ class HostStep : public graft::hostwork::HostRecord {
     unsigned* cells;
     NodeSpec node;
     int out;
-    int runs;                  // one run at a time; of shared requests the first part's
+    int runs;                  // one run at a time
     std::unique_ptr<Box> box;  // of a mailbox
   };
   HostStep(const std::string& name, Data* data)
@@ -52,14 +52,14 @@ class HostStep : public graft::hostwork::HostRecord {
   static void run(void* raw) {
     Data& data = *static_cast<Data*>(raw);
     if (graft::hostwork::current_replay() <= 0) std::abort();
-    const graft::hostwork::CurrentPart part = graft::hostwork::current_part();
-    if (part.index == 0 && ++data.runs == data.node.fails_in_run) {
+    if (++data.runs == data.node.fails_in_run) {
       graft::hostwork::fail_current("told to fail");
       return;
     }
     unsigned* cell = data.cells + data.out * kWords;
-    unsigned* to = part.scratch != nullptr ? static_cast<unsigned*>(part.scratch) : cell;
-    for (int w = part.index; w < kWords; w += part.count) {
+    void* const output = graft::hostwork::current_output();
+    unsigned* to = output != nullptr ? static_cast<unsigned*>(output) : cell;
+    for (int w = 0; w < kWords; ++w) {
       to[w] = gather_word(data.cells, data.out, data.node.salt, data.node.reads(0),
                           data.node.reads(1), data.node.reads(2), w);
     }

@@ -61,7 +61,6 @@ Kernels load(const char* path) {
 #else
   CALL(cuModuleGetFunction(&kernels.request, kernels.module, "mailbox_request"));
   CALL(cuModuleGetFunction(&kernels.wait, kernels.module, "mailbox_wait"));
-  CALL(cuModuleGetFunction(&kernels.leased, kernels.module, "mailbox_leased"));
 #endif
   return kernels;
 }
@@ -71,7 +70,6 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads, b
   Kernels kernels = load(image);
   kernels.barriers = barriers;
   graft::hostwork::WorkerOptions options;
-  options.threads = 2;
   options.name = "stress";
   kernels.worker = std::make_shared<graft::hostwork::Worker>(options);
   std::vector<std::thread> running;

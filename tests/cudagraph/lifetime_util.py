@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 
 from graft import native
+from graft.cudagraph.conditional import condition, if_, switch
+from graft.cudagraph.device import Device
 from graft.cudagraph.driver import call, cu, is_current
 from graft.cudagraph.graph import Graph
 from graft.native import _native
@@ -59,7 +61,9 @@ def released(count: int) -> None:
         time.sleep(0.002)
 
 
-def add_steps(graph: Graph, step: Callable[..., object], everything: bool) -> int:
+def add_steps(
+    device: Device, graph: Graph, step: Callable[..., object], everything: bool
+) -> int:
     """Put a host step on a graph's lane, or one of each kind between events and conditionals.
 
     Returns how often a replay calls the step.
@@ -68,13 +72,13 @@ def add_steps(graph: Graph, step: Callable[..., object], everything: bool) -> in
     lane.host(step)
     if not everything:
         return 1
-    event, data = graph.device.event("lifetime"), graph.device.zeros((4,), "int32")
+    event, data = device.event("lifetime"), device.zeros((4,), "int32")
     lane.wait_event(event)
     lane.mailbox(step)
-    lane.if_(graph.condition(1), name="if").lane("inside").fill(data)
+    if_(lane, condition(graph, 1), name="if").lane("inside").fill(data)
     lane.record_event(event)
     lane.spin(step)
-    bodies = lane.switch(graph.condition(1), 2, name="switch")
+    bodies = switch(lane, condition(graph, 1), 2, name="switch")
     bodies[1].lane("inside").fill(data, 1)
     return 3
 

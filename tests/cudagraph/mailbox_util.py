@@ -9,7 +9,6 @@ from collections.abc import Callable
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import HostWorkError
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane
-from graft.cudagraph.mailbox import MailboxWorker
 
 TRANSPORTS = ("mailbox", "spin")
 LIMIT_S = 60.0
@@ -25,10 +24,6 @@ def until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     while not done():
         assert time.monotonic() < end, "what was waited for did not happen"
         time.sleep(0.001)
-
-
-def asleep(worker: MailboxWorker, threads: int) -> bool:
-    return worker.parked == threads
 
 
 def answered(device: Device, transport: str, work: object, **options: object):

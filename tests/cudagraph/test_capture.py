@@ -7,15 +7,13 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from cuda.bindings import driver as cu
 from lifetime_util import released, settled
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.errors import DeviceError, HostWorkError
 from graft.cudagraph.hostwork import check_captured, hostfunc
 from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
@@ -169,74 +167,3 @@ def test_an_invalidated_capture_is_refused(stream: Stream) -> None:
     stream.synchronize(60)
     hostfunc(stream, list)
     stream.synchronize(60)
-
-
-def test_a_captured_graph_joins_as_a_child(device: Device, foreign: Foreign) -> None:
-    """A capture becomes one node; its host steps fail and stand down with the parent's."""
-    log: list[str] = []
-    fail = [False]
-
-    def inner() -> None:
-        log.append("inner")
-        if fail[0]:
-            raise ValueError("inside")
-
-    foreign.begin()
-    hostfunc(foreign.stream, inner)
-    foreign.end()
-    graph = Graph(device, "parent")
-    lane = graph.lane("main")
-    lane.host(lambda: log.append("before"))
-    graph.add_child(foreign.graph, lane="main", name="captured")
-    lane.host(lambda: log.append("after"))
-    assert [n.kind for n in graph.nodes] == ["host", "child", "host"]
-    foreign.drop()
-    executable = graph.instantiate()
-    executable.launch(foreign.stream)
-    executable.synchronize(60)
-    assert log == ["before", "inner", "after"]
-    log.clear()
-    fail[0] = True
-    executable.launch(foreign.stream)
-    with pytest.raises(HostWorkError, match=r"inner.*'parent'.*inside"):
-        executable.synchronize(60)
-    assert log == ["before", "inner"] and graph.status.array[0] == 1
-    executable.clear(60)
-    fail[0] = False
-    executable.launch(foreign.stream)
-    executable.synchronize(60)
-    assert log == ["before", "inner", "before", "inner", "after"]
-    check_captured()
-    executable.close()
-
-
-def test_captured_host_work_has_one_parent(device: Device, foreign: Foreign) -> None:
-    """Joining the same capture to a second graph is refused: both would share its records."""
-    foreign.begin()
-    hostfunc(foreign.stream, list)
-    foreign.end()
-    first, second = Graph(device, "first"), Graph(device, "second")
-    first.add_child(foreign.graph)
-    with pytest.raises(OptionError, match=r"second.*another graph"):
-        second.add_child(foreign.graph)
-    with pytest.raises(OptionError, match="no graph"):
-        second.add_child("nonsense")  # type: ignore[arg-type]
-    foreign.drop()
-
-
-def test_results_of_a_captured_child_are_the_captures(device: Device, foreign: Foreign) -> None:
-    """A captured kernel computes the same inside a parent as it does alone."""
-    kernel = load_text(device, TEXT, "capture.cu")["add"]
-    data = device.from_host(np.arange(4, dtype=np.int32))
-    foreign.begin()
-    StreamLane(foreign.stream).kernel(kernel, 1, 4, [data, 10])
-    foreign.end()
-    graph = Graph(device, "twice")
-    graph.add_child(foreign.graph, lane="a")
-    graph.lane("a").kernel(kernel, 1, 4, [data, 1])
-    graph.add_child(foreign.graph, lane="a")
-    executable = graph.instantiate()
-    executable.launch(foreign.stream)
-    executable.synchronize(60)
-    assert data.to_host().tolist() == [21, 22, 23, 24]
-    foreign.drop()

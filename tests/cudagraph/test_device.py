@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import pytest
+from process_util import run_python
 
+import graft.cudagraph
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
 from graft.cudagraph.lanes import StreamLane
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process."""
-    env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120
-    )
 
 
 def test_second_open_returns_the_same_device(device: Device) -> None:
@@ -198,3 +193,36 @@ def test_closed_streams_are_refused(device: Device) -> None:
     stream.close()
     with pytest.raises(OptionError, match="gone"):
         stream.synchronize()
+
+
+def test_no_import_of_the_room_goes_in_a_circle() -> None:
+    """Modules stand above what they import; nothing imports the device, or inside a function."""
+    room = Path(graft.cudagraph.__file__).parent
+    above: dict[str, set[str]] = {}
+    for path in room.glob("*.py"):
+        if path.stem == "__init__":
+            continue
+        tree = ast.parse(path.read_text())
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        own = [node for node in found if (node.module or "").startswith("graft.cudagraph")]
+        assert all(node in tree.body for node in own), path.name
+        above[path.stem] = {
+            name
+            for node in own
+            for name in ([a.name for a in node.names] if node.module == "graft.cudagraph"
+                         else [str(node.module).rpartition(".")[2]])
+        }  # fmt: skip
+    assert not [name for name, below in above.items() if "device" in below]
+    while above:
+        bottom = [name for name, below in above.items() if not below & set(above)]
+        assert bottom, f"a circle among {sorted(above)}"
+        for name in bottom:
+            del above[name]
+
+
+def test_the_rooms_readme_says_what_happens() -> None:
+    """The README's example runs and prints what its comment says."""
+    text = (Path(graft.cudagraph.__file__).parent / "README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    done = run_python(code)
+    assert done.stdout.strip() == code.strip().rpartition("# ")[2], done.stderr

@@ -186,9 +186,8 @@ def test_a_foreign_thread_gives_its_state_back(device: Device) -> None:
     """A thread that ran a Python step and ends leaves no thread state behind."""
     seen: list[int] = []
     graph = Graph(device, "foreign thread")
-    attached = _native.attach_python(
-        graph.handle, graph.state, "step", lambda: seen.append(threading.get_ident()), (), None
-    )
+    work = (lambda: seen.append(threading.get_ident()), (), 0, 0)
+    attached = _native.attach_host(graph.handle, graph.state, "step", work, None, None)
     function, data = attached[3:]
     before = native.live_thread_states()
     libc = ctypes.CDLL(None)
@@ -222,7 +221,7 @@ def test_polls_release_the_gil(device: Device) -> None:
     seen: list[bool] = []
 
     def wait() -> None:
-        seen.append(_native.poll_i32_ge(pinned.host_ptr, 5, 30.0))
+        seen.append(_native.poll_i32_eq(pinned.host_ptr, 5, 30.0))
 
     thread = threading.Thread(target=wait)
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 
 import numpy as np
@@ -148,6 +149,8 @@ def test_update_to_another_topology_is_refused(device: Device, stream: Stream, m
     with pytest.raises(OptionError, match="of its own"):
         executable.update(large)
     other.close()
+    with pytest.raises(OptionError, match="is updated to a Graph, not None"):
+        executable.update(None)  # type: ignore[arg-type]
 
 
 def test_launches_from_many_threads_are_serialised(device: Device, module) -> None:
@@ -175,6 +178,61 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
     device.synchronize()
     assert not failures and executable.launches == 150
     assert (data.to_host() == 150).all()
+
+
+def test_waiting_ends_although_others_go_on_launching(device: Device, module) -> None:
+    """synchronize() and update() wait for what was launched before, not for what follows."""
+    data = device.zeros((8,), "int32")
+    graph, other = Graph(device, "busy"), Graph(device, "next")
+    for value, made in enumerate((graph, other), start=1):
+        made.lane("main").kernel(module["add"], 1, 8, [data, value, 8])
+    executable = graph.instantiate()
+    over = threading.Event()
+
+    def work() -> None:
+        stream = device.stream()
+        while not over.is_set():
+            executable.launch(stream)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            before = executable.launches
+            executable.synchronize(30)
+            assert data.to_host()[0] >= before  # to_host() waits for the streams: some went on
+        executable.update(other, 30)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    executable.synchronize(60)
+    assert executable.launches <= data.to_host()[0] < 2 * executable.launches
+
+
+def test_instantiating_again_leaves_the_definition_unlocked(device: Device) -> None:
+    """While instantiate() waits for launches of an earlier executable others use the graph."""
+    gate, entered = threading.Event(), threading.Event()
+    stream = device.stream()
+    graph = Graph(device, "waits")
+    graph.lane("main").host(lambda: (entered.set(), gate.wait(60)))
+    first = graph.instantiate()
+    first.launch(stream)
+    first.close()
+    assert entered.wait(60)
+    made: list[object] = []
+    waiting = threading.Thread(target=lambda: made.append(graph.instantiate()))
+    waiting.start()
+    named = threading.Thread(target=lambda: made.append(graph.lane("other")))
+    named.start()
+    named.join(30)
+    assert len(made) == 1
+    gate.set()
+    waiting.join(60)
+    named.join(60)
+    assert len(made) == 2
+    stream.close()
 
 
 def test_graphs_are_built_from_many_threads(device: Device, module) -> None:
@@ -209,3 +267,18 @@ def test_closed_graphs_are_refused(device: Device) -> None:
         graph.lane("main").fill(data)
     with pytest.raises(OptionError, match="'over'"):
         graph.instantiate()
+
+
+def test_dot_names_every_node_and_edge(device: Device) -> None:
+    """The DOT text of a graph has its nodes by name, its lanes as clusters and its edges."""
+    graph = Graph(device, 'a "round"')
+    data = device.zeros((1,), "int32")
+    graph.lane("model").fill(data, name="clear")
+    graph.lane("grammar").wait(graph.lane("model").record())
+    graph.lane("grammar").host(lambda: None, name="fill row 0")
+    text = graph.dot()
+    assert text.startswith('digraph "a \\"round\\"" {')
+    assert 'n0 [label="clear"' in text and 'n1 [label="fill row 0"' in text
+    assert 'label="model"' in text and 'label="grammar"' in text
+    assert re.search(r"n0 -> n1 \[", text), "edges between lanes are highlighted"
+    assert text.count("{") == text.count("}")

@@ -1,4 +1,4 @@
-"""Child graphs that are moved, not copied: mailboxes, conditionals, cells and all."""
+"""Child graphs, which are moved: mailboxes, conditionals, cells and all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from lifetime_util import Step, released, settled
 
-from graft.cudagraph import children
+from graft.cudagraph import graph
+from graft.cudagraph.conditional import condition, if_
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.graph import Graph
@@ -23,7 +24,7 @@ extern "C" __global__ void unless(const int* status, int* data) { if (!status[0]
 
 
 def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream: Stream) -> None:
-    """What cannot be copied runs in the parent, is answered there, and lives with it."""
+    """A child's steps run in the parent, are answered there, and live with it."""
     answers = [0]
 
     def work(out: np.ndarray) -> None:
@@ -35,14 +36,12 @@ def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream:
     child = Graph(device, "child")
     lane = child.lane("grammar")
     lane.mailbox(work, output=output, worker=MailboxWorker())
-    lane.if_(child.condition(1), name="always").lane("inside").fill(result, 0)
+    if_(lane, condition(child, 1), name="always").lane("inside").fill(result, 0)
     lane.copy(result, output)
     parent = Graph(device, "parent")
     before, after = Step(), Step()
     parent.lane("main").host(before)
-    with pytest.raises(OptionError, match="'child' cannot be"):
-        parent.add_child(child)
-    parent.add_child(child, name="moved", move=True)
+    parent.lane("main").child(child, name="moved")
     parent.lane("main").host(after)
     run = parent.instantiate()
     del child, lane, parent, work, output
@@ -61,27 +60,28 @@ def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream:
 
 
 def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> None:
-    """Editing, instantiating, cloning or moving it again is refused by both names."""
+    """Editing, instantiating or moving it again is refused by both names."""
     child, parent = Graph(device, "small"), Graph(device, "large")
     child.lane("x").fill(device.zeros((1,), "int32"))
-    parent.add_child(child, move=True)
+    parent.lane("main").child(child)
     for attempt in (
         lambda: child.lane("x").host(print),
         child.instantiate,
-        child.clone,
-        lambda: parent.add_child(child, move=True),
-        lambda: Graph(device, "third").add_child(child),
+        lambda: parent.lane("main").child(child),
+        lambda: Graph(device, "third").lane("main").child(child),
     ):
         with pytest.raises(OptionError, match=r"'small'.*'large'"):
             attempt()
     with pytest.raises(OptionError, match=r"'large'.*holds that graph"):
-        parent.add_child(parent, move=True)
+        parent.lane("main").child(parent)
     busy = Graph(device, "busy")
     busy.lane("x").fill(device.zeros((1,), "int32"))
     run = busy.instantiate()
     with pytest.raises(OptionError, match=r"'busy'.*open executable"):
-        parent.add_child(busy, move=True)
+        parent.lane("main").child(busy)
     run.close()
+    with pytest.raises(OptionError, match="'nonsense' is no Graph"):
+        parent.lane("main").child("nonsense")  # type: ignore[arg-type]
 
 
 def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Stream) -> None:
@@ -105,7 +105,7 @@ def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Str
     early.close()
     child.lane("x").kernel(kernel, 1, 1, [child.status, good[0]])
     parent = Graph(device, "parent")
-    parent.add_child(child, move=True)
+    parent.lane("main").child(child)
     parent.lane("main").kernel(kernel, 1, 1, [parent.status, good[1]])
     run = parent.instantiate()
     run.launch(stream)
@@ -128,26 +128,18 @@ def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Str
     run.close()
 
 
-def test_without_moves_a_child_is_copied_or_refused(
+def test_without_moves_a_child_is_refused(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older driver: the child is copied and given up all the same, or refused by the node."""
-    monkeypatch.setattr(children, "can_move", lambda: False)
+    """An older driver: refused by what it needs; the child is still its owner's and runs."""
     step = Step()
-    before = settled()
     child, parent = Graph(device, "child"), Graph(device, "parent")
     child.lane("x").host(step)
-    parent.add_child(child, move=True)
-    released(before + 1)  # the original's record; the copy has one of its own
-    with pytest.raises(OptionError, match="'child' was moved into 'parent'"):
-        child.instantiate()
-    run = parent.instantiate()
+    with monkeypatch.context() as patch:
+        patch.setattr(graph, "MOVES_SINCE", 1 << 30)
+        with pytest.raises(OptionError, match=r"'child' cannot be moved into 'parent'.*CUDA 12\.9"):
+            parent.lane("main").child(child)
+    run = child.instantiate()
     run.launch(stream)
     run.synchronize(LIMIT_S)
-    assert step.calls == 1
-    choosing = Graph(device, "choosing")
-    choosing.lane("x").if_(choosing.condition(1), name="choice")
-    with pytest.raises(OptionError, match="'choice' is a conditional"):
-        parent.add_child(choosing, move=True)
-    choosing.instantiate().close()  # refused, it is still its owner's
-    run.close()
+    assert step.calls == 1 and parent.nodes == []

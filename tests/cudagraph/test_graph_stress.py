@@ -1,7 +1,7 @@
 """Random graphs of every kind of node, driven at random, against a sequential model.
 
 The same in C++, under sanitizers, is ``test_sanitize.py``; this one goes through the Python layer:
-lanes, marks, payload cells, mailboxes, captures, moves, clones, updates, failures, drops.
+lanes, marks, payload cells, mailboxes, moves, updates, failures, drops.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from cuda.bindings import driver as cu
 
+from graft.cudagraph.conditional import condition, if_else, switch, while_
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import HostWorkError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.graphlane import GraphLane
-from graft.cudagraph.hostwork import hostfunc
+from graft.cudagraph.graph import Graph, GraphLane
 from graft.cudagraph.kernels import KernelModule, load_text
-from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.mailbox import MailboxWorker
 
 LIMIT_S = 120.0
@@ -41,9 +38,8 @@ extern "C" __global__ void turn(unsigned long long condition, unsigned* turns, i
 }
 """
 MASK = 0xFFFFFFFF
-HOST = ("host", "payload", "mailbox", "spin", "captured", "moved")
+HOST = ("host", "payload", "mailbox", "spin", "moved")
 DEVICE = ("kernel", "branch", "switch", "loop", "child", "events")
-NO_COPY = {"payload", "mailbox", "spin", "captured", "moved", "branch", "switch", "loop"}
 
 
 @dataclass
@@ -89,7 +85,7 @@ class Case:
         self.cells = device.pinned((len(self.ops),), "uint32")
         self.turns = device.zeros((len(self.ops),), "uint32")
         self.wanted = [0] * len(self.ops)
-        self.worker = MailboxWorker(threads=self.rng.randint(1, 3), wait="park")
+        self.worker = MailboxWorker(wait="park")
         self.event = device.event("stress")
         self.payloads: dict[int, Any] = {}
         self.fail = {"in": -1}
@@ -116,14 +112,10 @@ class Case:
 
     # ---- building -----------------------------------------------------------------------------
     def work(self, op: Op) -> Callable[..., None]:
-        """The host step of an op; of shared requests the first thread does it."""
+        """The host step of an op."""
         cells, fail, out = self.cells.array, self.fail, op.out
 
         def step(salt: int = op.salt) -> None:
-            from graft.cudagraph.mailbox import current_part
-
-            if current_part()[0] != 0:
-                return
             if fail["in"] == out:
                 raise ValueError("told to fail")
             cells[out] = op.mixed(cells, salt)
@@ -156,10 +148,6 @@ class Case:
         elif op.kind in ("mailbox", "spin"):
             getattr(lane, op.kind)(self.work(op), name=title, worker=self.worker,
                                    deadline_s=LIMIT_S)  # fmt: skip
-        elif op.kind == "captured":
-            captured = self.capture(op)
-            lane.child(captured)
-            assert int(cu.cuGraphDestroy(captured)[0]) == 0  # its mailbox would be looked at
         elif op.kind in ("child", "moved"):
             inner = Graph(self.device, title)
             if op.kind == "child":
@@ -167,7 +155,7 @@ class Case:
             else:
                 inner.lane("inner").mailbox(self.work(op), name=title, worker=self.worker,
                                             deadline_s=LIMIT_S)  # fmt: skip
-            lane.child(inner, move=op.kind == "moved")
+            lane.child(inner)
         elif op.kind == "events":
             lane.wait_event(self.event)
             self.mix(lane, op)
@@ -179,34 +167,18 @@ class Case:
 
     def conditional(self, graph: Graph, lane: GraphLane, op: Op) -> None:
         if op.kind == "loop":
-            more = graph.condition(1)
-            body = lane.while_(more).lane("body")
+            more = condition(graph, 1)
+            body = while_(lane, more).lane("body")
             self.mix(body, op)
             limit = 1 + op.salt % 3
             body.kernel(self.module["turn"], 1, 1, [more, self.turns, op.out, limit])
             return
-        chosen = graph.condition()
+        chosen = condition(graph)
         cases = 2 if op.kind == "branch" else 4
         lane.kernel(self.module["decide"], 1, 1, [chosen, self.cells, op.a, cases])
-        bodies = lane.if_else(chosen) if op.kind == "branch" else lane.switch(chosen, 3)
+        bodies = if_else(lane, chosen) if op.kind == "branch" else switch(lane, chosen, 3)
         for more, body in enumerate(bodies):
             self.mix(body.lane("body"), op, more)
-
-    def capture(self, op: Op) -> int:
-        """A graph that a capture of bare calls made; the parent takes its records over."""
-        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        own = self.device.stream("capture")
-        assert int(cu.cuStreamBeginCapture(own.handle, mode)[0]) == 0
-        if self.rng.random() < 0.5:
-            StreamLane(own).spin(self.work(op), name=f"step {op.out}", worker=self.worker,
-                                 deadline_s=LIMIT_S)  # fmt: skip
-        else:
-            work = self.work(op)
-            work.__qualname__ = f"step {op.out}"
-            hostfunc(own, work)
-        code, graph = cu.cuStreamEndCapture(own.handle)
-        assert int(code) == 0
-        return int(graph)
 
     # ---- driving ------------------------------------------------------------------------------
     def compare(self, run: Any) -> None:
@@ -242,20 +214,8 @@ class Case:
         run.clear(LIMIT_S)
         self.compare(run)
 
-    def clone(self, run: Any, graph: Graph) -> None:
-        if NO_COPY & {op.kind for op in self.ops}:
-            return
-        self.compare(run)
-        copy = graph.clone().instantiate()
-        self.launch(copy, 2)
-        self.compare(copy)
-        copy.close()
-
     def update(self, run: Any) -> Graph:
         self.ops = [replace(op, salt=self.rng.getrandbits(31)) for op in self.ops]
-        for i, op in enumerate(self.ops):
-            if op.kind == "captured":  # two forms of different shape
-                self.ops[i] = replace(op, kind="host")
         graph = self.build("updated")
         run.update(graph)
         return graph
@@ -263,16 +223,13 @@ class Case:
     def drive(self) -> None:
         graph = self.build("stress")
         run = graph.instantiate()
-        fixed = any(op.kind == "captured" for op in self.ops)
         for _ in range(self.rng.randint(3, 8)):
-            choice = self.rng.randrange(6)
+            choice = self.rng.randrange(5)
             if choice == 0:
                 self.fail_once(run)
             elif choice == 1:
-                self.clone(run, graph)
-            elif choice == 2 and not fixed:
                 graph = self.update(run)
-            elif choice == 3:
+            elif choice == 2:
                 self.compare(run)
             else:
                 self.launch(run, self.rng.randint(1, 4))

@@ -1,4 +1,4 @@
-"""Changing an executable: nodes, payload cells, copies of graphs."""
+"""Changing an executable: kernel nodes, payload cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import HostWorkError, KernelError, OptionError
+from graft.cudagraph.errors import KernelError, OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.kernels import load_text
@@ -29,49 +29,38 @@ def module(device: Device):
 
 
 def test_nodes_change_for_later_launches(device: Device, stream: Stream, module) -> None:
-    """Kernel, copy and fill nodes take new functions, operands and values, by name or Node."""
-    a, b = device.zeros((4,), "int32"), device.zeros((4,), "int32")
-    x, y = device.pinned((4,), "int32"), device.pinned((4,), "int32")
+    """A kernel node takes another function, grid and operands, by name or Node."""
+    a, b = device.zeros((4,), "int32"), device.from_host(np.ones(4, np.int32))
     graph = Graph(device, "changing")
-    lane = graph.lane("main")
-    lane.fill(a, 0, name="clear")
-    lane.kernel(module["add"], 1, 4, [a, 3], name="work")
-    lane.copy(x, a, name="out")
+    graph.lane("main").kernel(module["add"], 1, 4, [a, 3], name="work")
     executable = graph.instantiate()
     executable.launch(stream)
-    executable.synchronize(60)
-    assert x.array.tolist() == [3] * 4
-    executable.update_fill("clear", b, 1)
-    executable.update_kernel(graph.nodes[1], module["scale"], 1, 2, [b, 2])
-    executable.update_copy("out", y, b)
+    executable.update_kernel("work", module["add"], 1, 2, [a, 10])
+    executable.launch(stream)
+    executable.update_kernel(graph.nodes[0], module["scale"], 1, 2, [b, 2])
     executable.launch(stream)
     executable.synchronize(60)
-    ones = 0x01010101
-    assert y.array.tolist() == [2 * ones, 2 * ones, ones, ones] and x.array.tolist() == [3] * 4
+    assert a.to_host().tolist() == [13, 13, 3, 3] and b.to_host().tolist() == [2, 2, 1, 1]
 
 
 def test_changed_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
     """New operands are kept by the executable; replaced ones go, so that changes weigh nothing."""
-    result = device.pinned((4,), "int32")
-    seen = result.array
     data = device.zeros((4,), "int32")
     graph = Graph(device, "kept")
-    lane = graph.lane("main")
-    lane.kernel(module["add"], 1, 4, [data, 1], name="work")
-    lane.copy(result, data, name="out")
+    graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
     executable = graph.instantiate()
     _native.flush(5.0)
     before = native.live_resources()
     for i in range(300):
-        fresh = device.from_host(np.full(4, i, np.int32))
+        fresh = device.pinned((4,), "int32")
+        seen, fresh.array[:] = fresh.array, i
         executable.update_kernel("work", module["add"], 1, 4, [fresh, 1])
-        executable.update_copy("out", result, fresh)
         del fresh
         executable.launch(stream)
     executable.synchronize(60)
     assert seen.tolist() == [300] * 4
+    del seen
     executable.update_kernel("work", module["add"], 1, 4, [data, 1])
-    executable.update_copy("out", result, data)
     gc.collect()
     _native.flush(5.0)
     assert native.live_resources() <= before
@@ -82,22 +71,21 @@ def test_a_closed_executable_keeps_operands_in_flight(device: Device, module) ->
     """Operands of a changed node outlive everything while a launch that uses them runs."""
     stream = device.stream("slow")
     gate = threading.Event()
-    data, fresh = device.zeros((4,), "int32"), device.from_host(np.arange(4, dtype=np.int32))
-    result = device.pinned((4,), "int32")
-    seen = result.array
+    data, fresh = device.zeros((4,), "int32"), device.pinned((4,), "int32")
+    seen = fresh.array
     graph = Graph(device, "flight")
     lane = graph.lane("main")
     lane.host(lambda: gate.wait(30))
-    lane.copy(result, data, name="out")
+    lane.kernel(module["add"], 1, 4, [data, 1], name="work")
     executable = graph.instantiate()
-    executable.update_copy("out", result, fresh)
+    executable.update_kernel("work", module["add"], 1, 4, [fresh, 7])
     executable.launch(stream)
     executable.close()
-    del executable, graph, lane, fresh, data, result
+    del executable, graph, lane, fresh, data
     gc.collect()
     gate.set()
     stream.synchronize(60)
-    assert seen.tolist() == [0, 1, 2, 3]
+    assert seen.tolist() == [7] * 4
     stream.close()
 
 
@@ -135,8 +123,8 @@ def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> No
         executable.set_enabled("nothing", False)
     with pytest.raises(OptionError, match="no node of graph 'mine'"):
         executable.set_enabled(other.nodes[0], False)
-    with pytest.raises(OptionError, match=r"kernel node 'add'.*copy nodes only"):
-        executable.update_copy(graph.nodes[0], data, data)
+    with pytest.raises(OptionError, match=r"fill node 'elsewhere'.*only kernel nodes"):
+        executable.set_enabled("elsewhere", False, within=other)
     with pytest.raises(KernelError, match="2 arguments"):
         executable.update_kernel(graph.nodes[0], module["add"], 1, 1, [data])
     executable.launch(stream)
@@ -206,46 +194,6 @@ def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> N
         executable.launch(stream)
     executable.synchronize(60)
     assert seen == [0, 10, 20]
-
-
-def test_clones_and_children_are_their_own(device: Device, stream: Stream, module) -> None:
-    """A clone outlives its original, counts its own replays and fails alone."""
-    calls: list[str] = []
-    fail = {"clone": False}
-    data = device.zeros((1,), "int32")
-    graph = Graph(device, "original")
-    lane, side = graph.lane("main"), graph.lane("side")
-    lane.kernel(module["add"], 1, 1, [data, 1])
-    side.wait(lane.record())
-    side.host(lambda: 1 / 0 if fail["clone"] else calls.append("step"), name="step")
-    lane.wait(side.record())
-    lane.kernel(module["scale"], 1, 1, [data, 2])
-    copy = graph.clone()
-    assert copy.edges == graph.edges and copy.nodes == graph.nodes
-    assert copy.name == "original copy"
-    first, second = graph.instantiate(), copy.instantiate()
-    first.launch(stream)
-    first.synchronize(60)
-    first.close()
-    graph.close()
-    del graph, lane, side
-    gc.collect()
-    second.launch(stream)
-    second.synchronize(60)
-    assert data.to_host()[0] == 6 and calls == ["step"] * 2 and second.launches == 1
-    parent = Graph(device, "parent")
-    parent.add_child(copy, lane="a", name="inner")
-    parent.lane("a").host(lambda: calls.append("after"))
-    whole = parent.clone().instantiate()
-    whole.launch(stream)
-    whole.synchronize(60)
-    assert calls == ["step"] * 3 + ["after"] and data.to_host()[0] == 14
-    fail["clone"] = True
-    whole.launch(stream)
-    with pytest.raises(HostWorkError, match=r"'step'.*'parent copy'.*replay 2"):
-        whole.synchronize(60)
-    second.check()
-    assert calls[-1] == "after" and len(calls) == 4
 
 
 def test_priorities_are_accepted(device: Device, stream: Stream, module) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from process_util import compiled, run_python
 
+from graft.cudagraph import hostwork
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import DeadlineError, DeviceError, HostWorkError, OptionError
 from graft.cudagraph.graph import Graph, GraphExec
@@ -51,14 +52,7 @@ class Api(ctypes.Structure):
 def native_functions(tmp_path_factory) -> ctypes.CDLL:
     """C functions with the signature of native work, compiled here."""
     folder: Path = tmp_path_factory.mktemp("native")
-    (folder / "work.cpp").write_text(SOURCE)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(folder / "work.so"),
-               str(folder / "work.cpp")]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip(f"no C++ compiler ({command[0]})")
-    return ctypes.CDLL(str(folder / "work.so"))
+    return compiled(SOURCE, folder)
 
 
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
@@ -371,7 +365,7 @@ def test_a_stuck_callback_does_not_block_the_exit() -> None:
         "atexit.unregister(_native.close_gate)\n"
         "print('leaving', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.stdout.strip() == "leaving", done.stderr
     assert done.returncode == 0, done.stderr
 
@@ -395,6 +389,72 @@ def test_steps_after_the_gate_closed_stand_down() -> None:
         "except HostWorkError as error:\n"
         "    print(graph.status.array[0], error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert done.stdout.startswith("3 ") and "shutting down" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "generator", "asynchronous generator", "object"])
+def test_work_whose_body_never_runs_is_refused(kind: str) -> None:
+    """Calling such a function makes an object and runs nothing: refused, by its name."""
+
+    async def coroutine() -> None:
+        pass
+
+    def generator():
+        yield
+
+    async def asynchronous():
+        yield
+
+    class Callable:
+        async def __call__(self) -> None:
+            pass
+
+    fn = {"coroutine": functools.partial(coroutine), "generator": generator,
+          "asynchronous generator": asynchronous, "object": Callable()}[kind]  # fmt: skip
+    with pytest.raises(OptionError, match="would never run"):
+        PythonWork(fn)
+
+
+@pytest.mark.parametrize("stream", [-1, 1 << 64, "x", None])
+def test_what_is_no_stream_is_refused(device: Device, stream) -> None:
+    """hostfunc() says what it needs, and what it was given."""
+    with pytest.raises(OptionError, match=f"needs a Stream or a CUstream handle, not {stream!r}"):
+        hostfunc(stream, print)
+
+
+def test_spinning_steps_run_like_others(device: Device, stream: Stream) -> None:
+    """Eager and graph steps with spin run once each, in order with blocking ones."""
+    calls: list[str] = []
+    hostfunc(stream, calls.append, "eager", spin="force")
+    graph = Graph(device, "spin")
+    lane = graph.lane("main")
+    lane.host(lambda: calls.append("spins"), spin="force")
+    lane.host(lambda: calls.append("blocks"))
+    executable = graph.instantiate()
+    for _ in range(2):
+        executable.launch(stream)
+    executable.synchronize(60)
+    assert calls == ["eager"] + ["spins", "blocks"] * 2
+
+
+def test_spin_needs_cores(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer than 4 usable cores spin is refused, naming the cost; "force" insists."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(OptionError, match=r"burns one core.*2 of the 4"):
+        hostfunc(stream, list, spin=True)
+    with pytest.raises(OptionError, match="spin must be"):
+        hostfunc(stream, list, spin="yes")  # type: ignore[arg-type]
+    hostfunc(stream, list, spin="force")
+    stream.synchronize(60)
+
+
+def test_drivers_without_spin_block(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver has no spinning host steps they block, and a warning says so."""
+    monkeypatch.setattr(hostwork._native, "spin_supported", lambda: False)
+    calls: list[int] = []
+    with pytest.warns(UserWarning, match=r"CUDA 13\.2"):
+        hostfunc(stream, calls.append, 1, spin="force")
+    stream.synchronize(60)
+    assert calls == [1]

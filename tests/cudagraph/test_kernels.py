@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from process_util import run_python
 
-from graft.cudagraph.compiler import cache_folder, nvrtc_options
+from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.kernels import Kernel, load_text
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.pinned import PinnedSlots
 from graft.cudagraph.signature import kernel_kinds
-from graft.cudagraph.slots import PinnedSlots
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
@@ -223,6 +225,17 @@ def test_files_load_once_per_defines(device: Device, stream: Stream, tmp_path: P
         assert out.to_host().tolist() == [expected]
 
 
+def test_a_loaded_file_is_found_without_looking_at_the_disk(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models ask at every launch: the second look-up of an absolute path resolves nothing."""
+    source = tmp_path / "found.cu"
+    source.write_text('extern "C" __global__ void found(int* out) { out[0] = 1; }\n')
+    first = device.load(source)
+    monkeypatch.setattr(Path, "resolve", lambda *_: pytest.fail("a path was resolved"))
+    assert device.load(source) is first and device.load(str(source)) is first
+
+
 def test_a_changed_header_is_compiled_again(device: Device, stream: Stream, tmp_path: Path) -> None:
     """The disk cache sees what a text includes."""
     out = device.zeros((1,), "int32")
@@ -234,14 +247,59 @@ def test_a_changed_header_is_compiled_again(device: Device, stream: Stream, tmp_
         assert out.to_host().tolist() == [n]
 
 
-def test_compiled_kernels_are_kept_on_disk(device: Device, tmp_path: Path, monkeypatch) -> None:
-    """$GRAFT_CACHE names the folder of compiled kernels."""
-    monkeypatch.setenv("GRAFT_CACHE", str(tmp_path))
-    assert cache_folder() == tmp_path
-    if device.kind != "soft":
-        pytest.skip("CuPy reads its folder's name once per process")
-    load_text(device, TEXT, "cached.cu")
-    assert [p for p in tmp_path.rglob("*") if p.is_file()]
+CACHED = """
+from graft.cudagraph import StreamLane, load_text, open_device
+device = open_device("soft")
+text = 'extern "C" __global__ void one(int* out) { *out = 1; }'
+kernel = load_text(device, text, "one.cu")["one"]
+out = device.zeros((1,), "int32")
+stream = device.stream()
+StreamLane(stream).kernel(kernel, 1, 1, [out])
+stream.synchronize(60)
+print(out.to_host()[0])
+"""
+
+
+def run_cached(folder: Path) -> str:
+    """Run a kernel in a process that keeps compiled kernels in ``folder``; what it warned of."""
+    done = run_python(CACHED, GRAFT_CACHE=str(folder))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "unreadable"])
+def test_damaged_images_are_built_again(tmp_path: Path, damage: str) -> None:
+    """$GRAFT_CACHE keeps whole images only: others are noticed, replaced, and never loaded."""
+    folder = tmp_path / "kernels"
+    assert run_cached(folder) == "" and folder.stat().st_mode & 0o777 == 0o700
+    (kept,) = folder.rglob("*.so")
+    whole = kept.read_bytes()
+    if damage == "unreadable":
+        kept.unlink()
+        kept.symlink_to(tmp_path / "nowhere")
+    else:
+        changed = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]
+        kept.write_bytes({"truncated": whole[:3000], "empty": b"", "changed": changed}[damage])
+    assert run_cached(folder) == ""
+    assert [p for p in folder.rglob("*") if p.is_file()] == [kept] and kept.read_bytes() == whole
+
+
+@pytest.mark.parametrize("why", ["is a file", "others may write", "of another user"])
+def test_an_unusable_cache_is_replaced_and_said(tmp_path: Path, why: str) -> None:
+    """A private folder takes its place, once and with the reason; nothing is left in the other."""
+    folder = tmp_path / "kernels"
+    if why == "is a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if why == "others may write" else 0o700)
+    if why == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, -1)
+    told = run_cached(folder)
+    assert told.count(f"compiled kernels are not kept, as {folder} cannot be used") == 1
+    assert not folder.is_dir() or not list(folder.iterdir())
 
 
 def test_nvrtc_options_are_those_of_the_device() -> None:

@@ -1,11 +1,9 @@
-"""What a graph can still run stays alive; what nobody can run is freed."""
+"""What a graph can still run stays alive; what nobody can run is freed (INVARIANTS.md, L5-L13)."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -14,31 +12,24 @@ from collections.abc import Callable, Iterator
 import lifetime_util
 import numpy as np
 import pytest
+from cuda.bindings import driver as cu
+from lifetime_util import Step, add_steps, released, resident_kib
+from process_util import run_python
 
 from graft import native
+from graft.cudagraph import nodes
+from graft.cudagraph.conditional import condition, if_
 from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.errors import DeviceError
 from graft.cudagraph.graph import Graph, GraphExec
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.cudagraph.kernels import load_text
+from graft.cudagraph.lanes import StreamLane
 from graft.native import _native
 
-LIMIT_S = 5.0
-TEXT = """
-extern "C" __global__ void add(int* out, const int* in, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) out[i] += in[i];
-}
-"""
-
-
-class Tracked:
-    """A callable that can be watched."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> None:
-        self.calls += 1
+LIMIT_S = 60.0
+RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+everything = pytest.mark.parametrize("everything", [False, True])
 
 
 @pytest.fixture(autouse=True)
@@ -48,57 +39,384 @@ def settled() -> Iterator[None]:
     yield
 
 
-def wait_until(reached: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+def wait_until(reached: Callable[[], bool]) -> None:
     """Wait until something is so; a driver may run destructors late, on a thread of its own."""
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + LIMIT_S
     while not reached():
         assert time.monotonic() < end, (
-            f"after {limit_s} s: {native.live_records()} records live, "
-            f"{native.released_records()} released, {native.live_resources()} handles"
+            f"{native.live_records()} records live, {native.released_records()} released, "
+            f"{native.live_resources()} handles"
         )
         time.sleep(0.005)
 
 
-def wait_for_release(count: int) -> None:
-    """Wait until `count` records were released."""
-    wait_until(lambda: native.released_records() >= count)
-
-
-def resident_kib() -> int:
-    """Resident memory of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
-
-
-def test_a_dropped_graph_frees_its_records(device: Device, stream: Stream) -> None:
-    """Five seconds after graph and executable are gone, so are records and callables."""
-    live, released = native.live_records(), native.released_records()
-    fn = Tracked()
-    data, pinned = device.zeros((4,), "int32"), device.pinned((4,), "int32")
-    graph = Graph(device, "dropped")
-    lane = graph.lane("main")
-    lane.host(fn)
-    lane.copy(pinned, data)
-    lane.host(fn)
+@everything
+@pytest.mark.parametrize("close", [True, False])
+def test_executables_outlive_their_definition(
+    device: Device, stream: Stream, everything: bool, close: bool
+) -> None:
+    """Closed or dropped, a definition takes nothing from its executable, which frees all (L5)."""
+    step = Step()
+    watch = weakref.ref(step)
+    before, live = native.released_records(), native.live_records()
+    graph = Graph(device, "definition")
+    calls = add_steps(device, graph, step, everything)
+    records = native.live_records() - live
     executable = graph.instantiate()
-    for _ in range(3):
+    if close:
+        graph.close()
+    del graph, step
+    gc.collect()
+    for _ in range(5):
         executable.launch(stream)
     executable.synchronize(60)
-    assert fn.calls == 6 and native.live_records() == live + 3
-    watch = weakref.ref(fn)
-    del fn, graph, lane
-    gc.collect()
+    living = watch()
+    assert living is not None and living.calls == 5 * calls
+    assert native.released_records() == before
+    del living, executable
+    released(before + records)
+    assert watch() is None
+
+
+@everything
+def test_definitions_outlive_their_executables(
+    device: Device, stream: Stream, everything: bool
+) -> None:
+    """Records stay with the definition; each executable counts its replays from 1 (L6)."""
+    step = Step()
+    watch = weakref.ref(step)
+    before, live = native.released_records(), native.live_records()
+    graph = Graph(device, "executable")
+    calls = add_steps(device, graph, step, everything)
+    records = native.live_records() - live
+    for _ in range(3):
+        executable = graph.instantiate()
+        executable.launch(stream)
+        executable.close()
+    stream.synchronize(60)
+    assert step.calls == 3 * calls and native.released_records() == before
+    del step
+    assert watch() is not None
+    graph.close()
+    released(before + records)
+    assert watch() is None
+
+
+@everything
+def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
+    """Steps behind a blocked one run after graph, executable, stream and callables went (L7)."""
+    gate, done = threading.Event(), threading.Event()
+    step = Step()
+    watch = weakref.ref(step)
+    before, live = native.released_records(), native.live_records()
+    stream = device.stream("flight")
+    graph = Graph(device, "flight")
+    lane = graph.lane("main")
+    lane.host(lambda: gate.wait(60))
+    add_steps(device, graph, step, everything)
+    lane.host(done.set)
+    records = native.live_records() - live
+    executable = graph.instantiate()
     executable.launch(stream)
+    executable.close()
+    stream.close()
+    del graph, lane, executable, stream, step
+    gc.collect()
+    assert native.released_records() == before and watch() is not None
+    gate.set()
+    assert done.wait(60)
+    released(before + records)
+    assert watch() is None
+
+
+@pytest.mark.parametrize(
+    ("refused", "kind"),
+    [("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
+     ("add_event_record", "event"), ("add_conditional", "if")],
+)  # fmt: skip
+def test_a_failed_build_leaves_nothing(
+    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, refused: str, kind: str
+) -> None:
+    """A refused node is undone, a wait with its request; the graph before it still runs (L9)."""
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("the node was refused")
+
+    good, bad = Step(), Step()
+    watch = weakref.ref(bad)
+    graph = Graph(device, "build")
+    lane = graph.lane("main")
+    lane.host(good)
+    live = native.live_records()
+    with monkeypatch.context() as patch:
+        patch.setattr(nodes, refused, refuse)
+        with pytest.raises(DeviceError, match="refused"):
+            if kind == "event":
+                lane.record_event(device.event())
+            elif kind == "if":
+                if_(lane, condition(graph, 1))
+            else:
+                getattr(lane, kind)(bad)
+    del bad
+    gc.collect()
+    kept = 2 if kind == "mailbox" else 0  # the request's port and work, until the graph goes
+    wait_until(lambda: native.live_records() <= live + kept)
+    assert [node.kind for node in graph.nodes] == ["host"]
+    if kind != "mailbox":
+        assert watch() is None
+    if kind != "if":  # its condition steers no node
+        executable = graph.instantiate()
+        executable.launch(stream)
+        executable.synchronize(60)
+        assert good.calls == 1
+        executable.close()
+    graph.close()
+    wait_until(lambda: watch() is None)
+
+
+FORKED = """
+import os, sys
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.graph import Graph
+device = open_device()
+stream = device.stream()
+calls = []
+graph = Graph(device, "forked")
+graph.lane("main").host(lambda: calls.append(1))
+graph.lane("main").mailbox(lambda: calls.append(2))
+graph.lane("main").record_event(device.event())
+executable = graph.instantiate()
+executable.launch(stream)
+executable.synchronize(60)
+child = os.fork()
+if child == 0:
+    try:
+        executable.launch(stream)
+    except DeviceError as error:
+        print("child:", error, flush=True)
+    del executable, graph
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+for _ in range(3):
+    executable.launch(stream)
+executable.synchronize(60)
+print("parent:", os.waitstatus_to_exitcode(status), len(calls))
+"""
+
+
+def test_a_forked_child_is_told_and_ends() -> None:
+    """The child's driver call is refused by name, it ends well, the parent goes on (L10)."""
+    done = run_python(FORKED)
+    assert done.returncode == 0, done.stderr
+    assert "child: cuGraphLaunch: this process was forked" in done.stdout
+    assert "parent: 7 8" in done.stdout and done.stderr == ""
+
+
+LEAVING = """
+import time
+from graft.cudagraph.conditional import condition, if_
+from graft.cudagraph.device import open_device
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import hostfunc
+device = open_device()
+stream = device.stream()
+data = device.zeros((1024,), "int32")
+graph = Graph(device, "leaving")
+lane = graph.lane("main")
+event = device.event()
+lane.wait_event(event)
+for _ in range(20):
+    lane.mailbox(lambda: time.sleep(0.0005))
+    lane.host(lambda: time.sleep(0.001))
+    lane.fill(data)
+lane.record_event(event)
+if_(lane, condition(graph, 1)).lane("inside").fill(data)
+executable = graph.instantiate()
+for _ in range(50):
+    executable.launch(stream)
+hostfunc(stream, print, "never or later")
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
+def test_the_process_ends_with_replays_in_flight(ending: str) -> None:
+    """Whatever is dropped first, the exit code is the script's and there is no noise (L11)."""
+    done = run_python(LEAVING + ending)
+    assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
+    assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
+
+
+THREADS = """
+import threading, time
+from graft.cudagraph.device import open_device
+from graft.cudagraph.graph import Graph
+device = open_device()
+graph = Graph(device, "busy")
+graph.lane("main").fill(device.zeros((64,), "int32"))
+run = graph.instantiate()
+def launch():
+    stream = device.stream()
+    while True:
+        run.launch(stream)
+        run.synchronize(60)
+for _ in range(3):
+    threading.Thread(target=launch, daemon=True).start()
+time.sleep(0.2)
+print("leaving", flush=True)
+"""
+
+
+@pytest.mark.parametrize("_", range(4))
+def test_the_process_ends_beside_daemon_threads(_: int) -> None:
+    """Threads inside launch() and synchronize() when the interpreter ends are parked (L11)."""
+    done = run_python(THREADS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
+
+
+UNTOLD = """
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import HostWorkError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import hostfunc
+device = open_device()
+stream = device.stream()
+def replay(name, ask):
+    def broken():
+        raise ValueError("about " + name)
+    graph = Graph(device, name)
+    graph.lane("main").host(broken, name=name)
+    run = graph.instantiate()
+    run.launch(stream)
+    device.synchronize()
+    try:
+        if ask:
+            run.check()
+    except HostWorkError:
+        pass
+replay("asked", True)
+replay("dropped", False)
+hostfunc(stream, lambda: 1 / 0)
+"""
+
+
+def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
+    """The node, its replay and what was raised, once; what was told before is not repeated."""
+    done = run_python(UNTOLD)
+    lines = sorted(done.stderr.splitlines())
+    assert done.returncode == 0 and len(lines) == 2, done.stderr
+    assert "'<lambda>' failed, and nobody asked: ZeroDivisionError" in lines[0]
+    assert "'dropped' failed in replay 1, and nobody asked: ValueError: about dropped" in lines[1]
+
+
+def recapture(device: Device, stream: Stream, times: int) -> int:
+    """Capture, replay and drop a graph; returns how often its host step ran."""
+    data, event = device.zeros((64,), "int32"), device.event()
+    lane, step = StreamLane(stream), Step()
+    for i in range(times):
+        assert int(cu.cuStreamBeginCapture(stream.handle, RELAXED)[0]) == 0
+        hostfunc(stream, step)
+        lane.fill(data)
+        lane.record_event(event)
+        code, graph = cu.cuStreamEndCapture(stream.handle)
+        assert int(code) == 0
+        if i % 10 == 0:
+            executable = cu.cuGraphInstantiate(graph, 0)[1]
+            assert int(cu.cuGraphLaunch(executable, stream.handle)[0]) == 0
+            assert int(cu.cuGraphExecDestroy(executable)[0]) == 0
+        assert int(cu.cuGraphDestroy(graph)[0]) == 0
+    stream.synchronize(60)
+    return step.calls
+
+
+def test_1000_recaptures_leave_nothing(device: Device, stream: Stream) -> None:
+    """Every record of every capture is released (L12)."""
+    before, live = native.released_records(), native.live_records()
+    assert recapture(device, stream, 1000) == 100
+    released(before + 3000)
+    assert native.live_records() == live
+
+
+@pytest.mark.full
+def test_10000_recaptures_keep_memory_flat(device: Device, stream: Stream) -> None:
+    """Ten thousand recaptures weigh no more than the first thousand (L12)."""
+    recapture(device, stream, 1000)
+    lifetime_util.settled()
+    resident, before = resident_kib(), native.released_records()
+    recapture(device, stream, 10_000)
+    released(before + 30_000)
+    lifetime_util.settled()
+    assert resident_kib() - resident < 8 * 1024
+
+
+FAULTY = r"""
+import gc, weakref
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import hostfunc
+from graft.cudagraph.kernels import load_text
+from graft.native import _native
+device = open_device()
+stream = device.stream()
+kernel = load_text(device, '''
+extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
+''', "stray.cu")["stray"]
+data = device.zeros((4,), "int32")
+ran = []
+class Eager:
+    def __call__(self):
+        ran.append("eager")
+eager = Eager()
+watch = weakref.ref(eager)
+graph = Graph(device, "faulty")
+lane = graph.lane("main")
+lane.host(lambda: ran.append("before"))
+lane.kernel(kernel, 1, 1, [data, 1 << 40])
+lane.host(lambda: ran.append("after"))
+executable = graph.instantiate()
+raised = []
+try:
+    executable.launch(stream)  # the fault may come before the call has returned
+    hostfunc(stream, eager)
     executable.synchronize(60)
-    assert watch() is not None and native.live_records() == live + 3
-    del executable
-    wait_for_release(released + 3)
-    assert watch() is None and native.live_records() == live
+except DeviceError as error:
+    raised.append(error.code)
+    print("typed:", error.code_name)
+print("ran:", *ran)
+try:
+    executable.launch(stream)
+except DeviceError as error:
+    raised.append(error.code)
+del eager
+gc.collect()
+_native.flush(30)
+print("given up:", watch() is None, _native.pending_eager())
+executable.close()
+graph.close()
+data.close()
+print("raised:", len(set(raised)), len(raised))
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
+def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
+    """One typed error; later host steps never run, eager ones are given up; exit is quiet (L13)."""
+    done = run_python(FAULTY + ending)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert lines[1:] == ["ran: before", "given up: True 0", "raised: 1 2"] and done.stderr == ""
 
 
 def test_operands_live_as_long_as_the_executable(device: Device, stream: Stream) -> None:
     """Arrays, pinned memory and kernels that a graph uses outlive every Python name of theirs."""
-    kernel = load_text(device, TEXT, "operands.cu")["add"]
+    kernel = load_text(device, """
+extern "C" __global__ void gather(int* out, const int* in, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] += in[i];
+}
+""", "operands.cu")["gather"]  # fmt: skip
     source = device.from_host(np.arange(32, dtype=np.int32))
     target, out = device.zeros((32,), "int32"), device.pinned((32,), "int32")
     result = out.array
@@ -121,12 +439,9 @@ def test_operands_live_as_long_as_the_executable(device: Device, stream: Stream)
 
 def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
     """NativeWork.keep lives until the graph that uses it is gone."""
-    import ctypes
-
-    released = native.released_records()
     post = ctypes.cast(ctypes.CDLL(None).sem_post, ctypes.c_void_p).value or 0
     semaphore = ctypes.create_string_buffer(64)
-    owner = Tracked()
+    owner = Step()
     owner.buffer = semaphore  # type: ignore[attr-defined]
     graph = Graph(device, "native owner")
     graph.lane("main").host(NativeWork(post, ctypes.addressof(semaphore), keep=owner, name="post"))
@@ -142,55 +457,7 @@ def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
     ctypes.CDLL(None).sem_getvalue(semaphore, ctypes.byref(value))
     assert value.value == 5
     executable.close()
-    wait_for_release(released + 1)
-    assert watch() is None
-
-
-def test_launches_in_flight_keep_what_they_use(device: Device) -> None:
-    """Graph and executable may be dropped while a replay runs; it ends undisturbed."""
-    released = native.released_records()
-    stream = device.stream()
-    entered, gate, done = threading.Event(), threading.Event(), threading.Event()
-    array = np.zeros(4, np.int32)
-
-    def step() -> None:
-        entered.set()
-        gate.wait(30)
-        array[:] = 7
-        done.set()
-
-    graph = Graph(device, "in flight")
-    graph.lane("main").host(step)
-    executable = graph.instantiate()
-    executable.launch(stream)
-    assert entered.wait(30)
-    del executable, graph, step
-    gc.collect()
-    gate.set()
-    stream.synchronize(60)
-    assert done.is_set() and array.tolist() == [7] * 4
-    wait_for_release(released + 1)
-    stream.close()
-
-
-def test_a_failed_node_leaves_no_record(device: Device) -> None:
-    """When the driver refuses a node, what was attached for it is released again."""
-    live = native.live_records()
-    graph = Graph(device, "refused")
-    watch: list[weakref.ref[Tracked]] = []
-
-    def refuse(*_: object) -> object:
-        raise RuntimeError("no node")
-
-    def attach(handle: int) -> tuple:
-        owner = Tracked()
-        watch.append(weakref.ref(owner))
-        return _native.attach_keep(handle, owner)
-
-    with pytest.raises(RuntimeError, match="no node"):
-        graph.add("kernel", "refused", graph.lane("main").name, attach, refuse)
-    wait_until(lambda: native.live_records() == live)
-    assert watch[0]() is None and not graph.nodes
+    wait_until(lambda: watch() is None)
 
 
 def test_updates_release_the_old_definition(device: Device, stream: Stream) -> None:
@@ -218,7 +485,7 @@ def test_updates_release_the_old_definition(device: Device, stream: Stream) -> N
 def test_eager_records_free_themselves(stream: Stream) -> None:
     """An eager record and its callable are gone after the one run."""
     live = native.live_records()
-    fn = Tracked()
+    fn = Step()
     watch = weakref.ref(fn)
     for _ in range(50):
         hostfunc(stream, fn)
@@ -231,7 +498,7 @@ def test_eager_records_free_themselves(stream: Stream) -> None:
 
 def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
     """A callable that refers to its own executable is freed once the executable is closed."""
-    holder = Tracked()
+    holder = Step()
     graph = Graph(device, "cycle")
     graph.lane("main").host(holder)
     holder.executable = graph.instantiate()  # type: ignore[attr-defined]
@@ -268,63 +535,16 @@ def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream
 
 
 def test_many_graphs_come_and_go(device: Device, stream: Stream) -> None:
-    """Building, replaying and dropping graphs leaves no record and no memory behind."""
-
-    def build() -> None:
+    """Building, replaying and dropping graphs leaves no record and no handle behind."""
+    before = native.live_records(), native.live_resources()
+    for _ in range(150):
         graph = Graph(device, "short-lived")
         lane = graph.lane("main")
         data = device.zeros((64,), "int32")
         for _ in range(4):
             lane.fill(data, 1)
-            lane.host(Tracked())
-        executable = graph.instantiate()
-        executable.launch(stream)
-
-    check_flat(build, 150)
-
-
-def check_flat(make: Callable[[], None], times: int) -> None:
-    """Records and handles are as many after `times` calls as before, once all is freed."""
-    records, resources = native.live_records(), native.live_resources()
-    for _ in range(times):
-        make()
-    wait_until(lambda: (native.live_records(), native.live_resources()) == (records, resources), 60)
+            lane.host(Step())
+        graph.instantiate().launch(stream)
+    del graph, lane, data
+    wait_until(lambda: (native.live_records(), native.live_resources()) == before)
     assert native.leaked_items() == 0
-
-
-def test_a_fault_releases_eager_work_that_cannot_run() -> None:
-    """After a device fault, host work that never ran is given up once and its callable freed."""
-    code = """
-import gc, weakref
-from graft import native
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.hostwork import hostfunc
-from graft.cudagraph.kernels import load_text
-from graft.cudagraph.lanes import StreamLane
-from graft.native import _native
-device = open_device("soft")
-stream = device.stream()
-text = '''extern "C" __global__ void wild(int* p) {
-  for (int i = 0; i < 1 << 20; ++i) p[i] = 1;
-}'''
-data = device.zeros((4,), "int32")
-StreamLane(stream).kernel(load_text(device, text, "wild.cu")["wild"], 1, 1, [data])
-class Fn:
-    def __call__(self): print("ran")
-fn = Fn()
-watch = weakref.ref(fn)
-try:
-    hostfunc(stream, fn)
-    stream.synchronize(30)
-except DeviceError as error:
-    print(error.code_name, "wild" in str(error))
-del fn
-gc.collect()
-_native.flush(5)
-print(watch() is None, _native.pending_eager())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("CUDA_ERROR_") and lines[0].endswith("True"), done.stderr
-    assert lines[1] == "True 0", done.stdout + done.stderr

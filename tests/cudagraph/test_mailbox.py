@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from mailbox_util import LIMIT_S, TRANSPORTS, USLEEP, add, answered
+from process_util import run_python
 
+from graft.cudagraph.conditional import condition, if_
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.graph import Graph, GraphExec
 from graft.cudagraph.hostwork import NativeWork
@@ -155,21 +154,11 @@ def test_an_updated_executable_asks_the_new_definition(device, stream, transport
     run.close()
 
 
-def test_a_graph_with_a_mailbox_is_neither_cloned_nor_a_child(device):
-    """Both would share its words: refused by an OptionError that names the step."""
-    graph, parent = Graph(device, "not shared"), Graph(device, "parent")
-    graph.lane("main").mailbox(lambda: None, name="private")
-    with pytest.raises(OptionError, match="private"):
-        graph.clone()
-    with pytest.raises(OptionError, match="private"):
-        parent.add_child(graph)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_mailbox_stands_outside_of_conditionals(device, transport):
     """A worker expects one request a launch, so neither pair is taken in a body."""
     graph = Graph(device, "branches")
-    body = graph.lane("main").if_(graph.condition(0, name="once"))
+    body = if_(graph.lane("main"), condition(graph, 0, name="once"))
     with pytest.raises(OptionError, match="cannot stand in the conditional"):
         add(body.lane("main"), transport, lambda: None, name="inside")
     assert body.nodes == []
@@ -184,6 +173,8 @@ def test_deadlines_and_operands_out_of_range_are_refused(device):
                     {"replay_deadline_s": -1.0}, {"output": np.zeros(3)}):  # fmt: skip
         with pytest.raises(OptionError):
             lane.mailbox(lambda: None, **options)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"device_deadline_s must be .* not 0\.0"):
+        lane.spin(lambda: None, device_deadline_s=0.0)
     assert graph.nodes == []
     graph.close()
 
@@ -218,10 +209,7 @@ print(len(seen))
 
 
 def child(transport: str, **env: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, transport], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "GRAFT_DEVICE": "soft", **env},
-    )  # fmt: skip
+    done = run_python(CHILD, transport, GRAFT_DEVICE="soft", **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split(maxsplit=1)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 from mailbox_util import LIMIT_S, TRANSPORTS, add, answered, in_time, until
+from process_util import run_python
 
 from graft.cudagraph.errors import DeadlineError, HostWorkError
 from graft.cudagraph.graph import Graph
@@ -182,8 +180,5 @@ print(worker.parked, worker.served)
 
 def test_a_fault_wakes_everybody_and_workers_sleep():
     """The wait ends with the fault's error, and a spinning worker spins no longer."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "GRAFT_DEVICE": "soft"},
-    )  # fmt: skip
-    assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "1", "0"], done.stderr
+    done = run_python(FAULT, GRAFT_DEVICE="soft")
+    assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

@@ -1,121 +1,50 @@
-"""Threads that answer mailboxes: sharing, placement, settings, ends."""
+"""Threads that answer mailboxes: placement, settings, ends."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import os
-import subprocess
 import sys
-import threading
-import time
 
-import numpy as np
 import pytest
-from mailbox_util import LIMIT_S, TRANSPORTS, answered, asleep, in_time, until
+from mailbox_util import LIMIT_S, answered, until
+from process_util import compiled
 
-from graft.cudagraph.errors import DeadlineError, HostWorkError, OptionError
+from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork, PythonWork
-from graft.cudagraph.mailbox import MailboxWorker, current_part
+from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 
 class Api(ctypes.Structure):
     """What the native function below is given."""
 
-    _fields_ = (("output", ctypes.c_void_p), ("part", ctypes.c_void_p), ("runs", ctypes.c_int))
+    _fields_ = (("output", ctypes.c_void_p), ("runs", ctypes.c_int))
 
 
 SOURCE = """
-struct Api { int* (*output)(); void (*part)(int*, int*); int runs; };
+struct Api { int* (*output)(); int runs; };
 extern "C" void answer(void* data) {
   auto* api = static_cast<Api*>(data);
-  int index = 0, count = 0;
-  api->part(&index, &count);
-  if (index == 0) ++api->runs;
-  const int runs = __atomic_load_n(&api->runs, __ATOMIC_RELAXED);
-  for (int i = index; i < 4; i += count) api->output()[i] = 10 * index + (index == 0 ? runs : 1);
+  ++api->runs;
+  for (int i = 0; i < 4; ++i) api->output()[i] = 10 * i + api->runs;
 }
 """
 
 
-def test_native_work_writes_its_part_of_the_output(device, stream, tmp_path):
-    """Two threads of C++ share the rows of one answer, and only their output is published."""
-    (tmp_path / "work.cpp").write_text(SOURCE)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(tmp_path / "work.so"),
-               str(tmp_path / "work.cpp")]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip(f"no C++ compiler ({command[0]})")
-    library, offered = ctypes.CDLL(str(tmp_path / "work.so")), _native.mailbox_api()
-    api = Api(output=offered["current_output"], part=offered["read_part"])
+def test_native_work_writes_the_output(device, stream, tmp_path):
+    """C++ asks where its results go, and what it wrote there is published."""
+    library, offered = compiled(SOURCE, tmp_path), _native.native_api()
+    api = Api(output=offered["current_output"])
     address = ctypes.cast(library.answer, ctypes.c_void_p).value or 0
     work = NativeWork(address, ctypes.addressof(api), keep=(library, api), name="answer")
-    run, result = answered(device, "mailbox", work, worker=MailboxWorker(threads=2))
+    run, result = answered(device, "mailbox", work, worker=MailboxWorker())
     for i in range(1, 101):
         run.launch(stream)
         run.synchronize(LIMIT_S)
-        assert result.to_host().tolist() == [i, 11, i, 11]
-    run.close()
-
-
-def test_several_threads_share_each_request(device, stream):
-    """Each thread does its part once a replay, and the answer follows the last of them."""
-    parts: list[tuple[int, int]] = []
-    done: list[int] = []
-
-    def work() -> None:
-        part = current_part()
-        time.sleep(0.002 * part[0])
-        parts.append(part)
-
-    graph, worker = Graph(device, "shared"), MailboxWorker(threads=3)
-    lane = graph.lane("main")
-    lane.mailbox(work, worker=worker, name="rows")
-    lane.host(lambda: done.append(len(parts)))
-    run = graph.instantiate()
-    for _ in range(20):
-        run.launch(stream)
-    run.synchronize(LIMIT_S)
-    assert done == [3 * i for i in range(1, 21)]
-    assert all(sorted(parts[3 * i : 3 * i + 3]) == [(0, 3), (1, 3), (2, 3)] for i in range(20))
-    assert current_part() == (0, 1)
-    run.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_late_part_keeps_the_whole_answer_back(device, stream, transport):
-    """One of three threads overruns: nothing is published, and no launch before it returned."""
-    go, slow = threading.Event(), [False]
-
-    def work(out: np.ndarray) -> None:
-        part, count = current_part()
-        if slow[0] and part == 1:
-            go.wait(LIMIT_S)
-        out[part::count] = 7 if slow[0] else 3
-
-    worker = MailboxWorker(threads=3)
-    run, result = answered(device, transport, work, worker=worker, deadline_s=0.3)
-    in_time(run, stream)
-    slow[0] = True
-    run.launch(stream)
-    run.launch(stream)
-    with pytest.raises(HostWorkError, match="no answer within"):
-        run.synchronize(LIMIT_S)
-    assert worker.stuck and result.to_host().tolist() == [3] * 4
-    with pytest.raises(HostWorkError):
-        run.launch(stream)
-    with pytest.raises(DeadlineError, match="given up is still running"):
-        run.clear(timeout_s=0.05)
-    go.set()
-    run.clear(LIMIT_S)
-    assert not worker.stuck and result.to_host().tolist() == [3] * 4
-    for _ in range(3):
-        in_time(run, stream)
-        assert result.to_host().tolist() == [7] * 4
+        assert result.to_host().tolist() == [i, 10 + i, 20 + i, 30 + i]
     run.close()
 
 
@@ -147,11 +76,11 @@ def test_everything_is_given_back(device, stream):
     """Records and threads end with the executable, and an idle worker sleeps."""
     _native.flush(LIMIT_S)
     before = _native.live_records()
-    worker = MailboxWorker(threads=2, name="ending")
+    worker = MailboxWorker(name="ending")
     run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
     run.launch(stream)
     run.synchronize(LIMIT_S)
-    until(functools.partial(asleep, worker, 2))
+    until(lambda worker=worker: worker.parked)
 
     def threads() -> int:
         names = []
@@ -163,7 +92,7 @@ def test_everything_is_given_back(device, stream):
                 continue
         return sum(name.startswith("ending") for name in names)
 
-    assert threads() == 2
+    assert threads() == 1
     run.close()
     del run, _
     gc.collect()
@@ -174,7 +103,7 @@ def test_everything_is_given_back(device, stream):
 
 @pytest.mark.parametrize(
     "options",
-    [{"threads": 0}, {"threads": 65}, {"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"},
+    [{"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"},
      {"spin_us": -1.0}, {"sleep_us": float("nan")}],
 )  # fmt: skip
 def test_worker_settings_out_of_range_are_refused(options):

@@ -6,6 +6,7 @@ import gc
 
 import numpy as np
 import pytest
+from lifetime_util import settled
 
 from graft import native
 from graft.cudagraph.device import Device
@@ -116,6 +117,9 @@ def test_wrong_shapes_and_types_are_named(device: Device) -> None:
         device.from_host(np.zeros(3))
     with pytest.raises(ShapeError, match="dimension 1"):
         device.zeros((4, 0), "int32")
+    for make in (device.zeros, device.empty, device.pinned):
+        with pytest.raises(ShapeError, match=f"of int32 has {1 << 82} bytes"):
+            make((1 << 40, 1 << 40), "int32")
     with pytest.raises(ShapeError, match=r"\(3, 2\)"):
         array.copy_from(np.zeros((3, 2), np.int32))
     with pytest.raises(ShapeError, match="int64"):
@@ -136,7 +140,7 @@ def test_wrong_shapes_and_types_are_named(device: Device) -> None:
 
 def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
     """Dropping the base keeps the memory; dropping the last view frees it."""
-    _native.flush(10)
+    settled()
     before = native.live_resources()
     array = device.from_host(np.arange(8, dtype=np.int32))
     view = array[2:4]
@@ -151,7 +155,7 @@ def test_memory_lives_as_long_as_its_last_view(device: Device) -> None:
 
 def test_close_frees_now_and_is_noticed(device: Device) -> None:
     """close() frees the memory on return; later use of array or view names it."""
-    _native.flush(10)
+    settled()
     before = native.live_resources()
     array = device.zeros((4,), "int32")
     view = array[1:]

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from graft.tools.bench import kernel_report
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = kernel_report.all_variants()
-REPORT: list[kernel_report.Usage] = []
+#: Each variant for one architecture, all of them by turns; the others are tests marked full.
+CASES = [pytest.param((variant, arch), id=f"{variant.title.replace(' ', '-')}-sm_{arch}",
+                      marks=[] if turn == number % len(ARCHITECTURES) else pytest.mark.full)
+         for number, variant in enumerate(VARIANTS) for turn, arch in enumerate(ARCHITECTURES)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def write_report():
-    """Leave the registers, shared memory and spills of the run in build/kernels.json."""
-    yield
-    if REPORT:
-        kernel_report.write_json(ROOT / "build" / "kernels.json", REPORT)
+@pytest.fixture(scope="module")
+def compiled(request):
+    """Usages to come of every case that runs: the compiler needs no GIL, so cores share them."""
+    cases = [item.callspec.params["case"] for item in request.session.items
+             if "case" in getattr(getattr(item, "callspec", None), "params", {})
+             and item.path == request.path]  # fmt: skip
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield {case: pool.submit(kernel_report.compile_variant, *case) for case in cases}
+        pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.title.replace(" ", "-"))
-def test_every_kernel_compiles_for_real_gpus(variant):
-    """Each kernel text compiles to machine code for sm_80, sm_90 and sm_100 as CuPy would do it."""
-    for arch in ARCHITECTURES:
-        usages = kernel_report.compile_variant(variant, arch)
-        assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
-            f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
-        REPORT.extend(usages)
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_compiles_for_real_gpus(case, compiled):
+    """Each kernel text compiles to machine code for sm_80, sm_90 or sm_100 as CuPy would do it."""
+    variant, arch = case
+    usages = compiled[case].result()
+    assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
+        f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
 
 
 def test_every_kernel_file_is_compiled():

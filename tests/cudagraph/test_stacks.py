@@ -13,7 +13,7 @@ import pytest
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, HostWorkError
 from graft.cudagraph.graph import Graph
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.models import replay
 from graft.native import _native
 

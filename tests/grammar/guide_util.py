@@ -8,15 +8,19 @@ kinds: "native", and "python", which the worker calls with the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.device import open_device
+from graft.cudagraph.exchange import Exchange
 from graft.grammar import (
     CompiledGrammar,
     GrammarBackend,
@@ -27,6 +31,7 @@ from graft.grammar import (
     Vocabulary,
 )
 from graft.grammar.forced import ForcedText
+from graft.native import _native
 
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
 STOP, OTHER_STOP = 256, 257
@@ -41,31 +46,9 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
     return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
 
 
-class ArrayExchange:
-    """`PinnedSlots` in plain memory: slot rows padded to 64 bytes."""
-
-    def __init__(self, slots: int, draft_length: int, vocab_size: int, candidates: int = 4):
-        words = (vocab_size + 31) // 32
-        self._fields: dict[str, Any] = {}
-        for name, shape in (
-            ("mask", (draft_length + 1, words)),
-            ("row_state", (draft_length + 1, 4)),
-            ("committed", (draft_length + 3,)),
-            ("drafted", (draft_length + 2,)),
-            ("candidates", (3 + candidates,)),
-            ("answers", (4,)),
-        ):
-            used = int(np.prod(shape))
-            stride = -(-used // 16) * 16
-            memory = np.zeros((slots, stride), np.int32)
-            array = memory[:, :used].reshape(slots, *shape)
-            assert np.shares_memory(array, memory)
-            self._fields[name] = SimpleNamespace(
-                array=array, host_ptr=memory.ctypes.data, stride=stride
-            )
-
-    def field(self, name: str) -> Any:
-        return self._fields[name]
+def exchange_for(slots: int, drafts: int, vocab_size: int, candidates: int = 0) -> Exchange:
+    """Exchange memory of the process's device, whose part the tests play."""
+    return Exchange(open_device(), slots, drafts, vocab_size, candidates)
 
 
 class InPython(Matcher):
@@ -103,7 +86,8 @@ class Gated(InPython):
         self.gate[2] += 1
         if 0 < self.gate[0] <= self.gate[2]:
             self.gate[1] += 1
-            while self.gate[0]:
+            end = time.monotonic() + 60  # a test that fails leaves its gate closed
+            while self.gate[0] and time.monotonic() < end:
                 time.sleep(1e-4)
             self.gate[1] -= 1
 
@@ -130,6 +114,15 @@ def bits(row: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
+def mix(*values: int) -> int:
+    """A number that looks random and depends on the values alone."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
+        state ^= state >> 29
+    return state
+
+
 def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:
     """The mask row after ``tokens``, of a matcher that has just met them; None if there is none.
 
@@ -147,10 +140,103 @@ def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarra
     return row
 
 
+BUDGET_NS = 1_000_000
+
+
+@contextlib.contextmanager
+def budgets_by(clock: np.ndarray) -> Iterator[None]:
+    """Decoders made meanwhile measure budgets by ``clock``, int64 nanoseconds, and hand every order
+    to a thread."""
+    plain = _native.guide.Worker
+    _native.guide.Worker = functools.partial(plain, clock=clock.ctypes.data)
+    try:
+        yield
+    finally:
+        _native.guide.Worker = plain
+
+
+class Rig:
+    """A decoder driven by hand.
+
+    With ``held``, budgets are measured by a clock that stands still, and slot 0's matchers have a
+    gate: the clock moves on when nobody but slot 0 is at work, so it is late, on any machine.
+    """
+
+    def __init__(self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False):
+        self.backend, self.kind, self.held = backend, kind, held
+        self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
+        self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates)
+        options = {"masked_drafts": True, "ring": 4, "threads": 1}
+        with budgets_by(self.clock) if held else contextlib.nullcontext():
+            budget = BUDGET_NS / 1000 if held else None
+            self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)
+        self.open, self.commit = self.decoder.open_work(), self.decoder.commit_work()
+        self.drafts = [self.decoder.draft_work(j) for j in range(1, k + (candidates > 0))]
+
+    def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
+        matcher = KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
+        if self.held and gated and slot == 0:
+            matcher = Gated(matcher, self.gate)
+        return GuidedRequest(slot, epoch, matcher, position)
+
+    def committed(self, replay, *tokens, slot=0):
+        """What verification writes: the tokens, and that there are no drafts yet."""
+        self.exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
+        self.drafted(replay, slot=slot)
+
+    def drafted(self, replay, *tokens, slot=0):
+        self.exchange.drafted[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
+
+    def run(self, *works):
+        """Run steps; a budget ends when only a slot at its gate is left."""
+        for work in works:
+            if not self.held:
+                run_work(work)
+                continue
+            worker, posted, half = self.decoder._worker, False, False
+            step = threading.Thread(target=run_work, args=(work,))
+            step.start()
+            while step.is_alive():
+                posted = posted or worker.waiting()
+                if posted and self.gate[1] and worker.busy_slots() == 1:
+                    self.clock += BUDGET_NS
+                elif posted and self.gate[1] and not half:
+                    self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind it
+                    half = True
+                step.join(1e-4)
+
+    def close_gate(self, call):
+        """Slot 0's matcher waits in the ``call``-th call from now on."""
+        self.gate[2], self.gate[0] = 0, call
+
+    def open_gate(self):
+        self.gate[0] = 0
+        self.decoder._worker.wait_idle()
+
+    def states(self, slot=0):
+        """The slot's stamps; of a row that is not ready there is nothing to say."""
+        rows = self.exchange.stamps[slot].tolist()
+        return [list(row) if row[0] != NOT_READY else [NOT_READY] for row in rows]
+
+    def rows(self, slot=0):
+        """State, epoch and position of the rows that are ready in any way."""
+        return [tuple(row[:3]) for row in self.states(slot) if row[0] != NOT_READY]
+
+    def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
+        """Mask row j is that of a new matcher after the tokens, or says that text is free there."""
+        compiled = self.backend.compile(SPECS[spec])
+        row = oracle_row(lambda: compiled.matcher(), tokens)
+        free = (row == -1).all()
+        assert self.states(slot)[j][0] == (FREE if free else READY)
+        if not free:
+            np.testing.assert_array_equal(self.exchange.masks[slot, j], row)
+
+
 @dataclass
 class SlotTruth:
     """What the simulated device knows about one slot."""
 
+    name: int  # what it generates depends on it
     epoch: int
     start: Callable[[], Matcher] | None  # None: unconstrained
     position: int  # n when it joined
@@ -193,21 +279,10 @@ class Device:
         self.size = backend.vocabulary.size
         self.illegal, self.stall, self.wrong = illegal, stall, wrong
         self.kinds = kinds
-        self.exchanges = [ArrayExchange(slots, draft_length, self.size) for _ in kinds]
-        self.decoders = [
-            GuidedDecoder(
-                exchange,
-                slots=slots,
-                draft_length=draft_length,
-                vocab_size=self.size,
-                masked_drafts=masked,
-                draft_legality="probe" if probe else "fill",
-                forced=forced,
-                ring=4,
-                **(options or {}),
-            )
-            for exchange in self.exchanges
-        ]
+        sizes = (slots, draft_length, self.size, 4 * probe)
+        self.exchanges = [exchange_for(*sizes) for _ in kinds]
+        options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
+        self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[SlotTruth | None] = [None] * slots
         self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
         self.epoch = 0
@@ -225,19 +300,22 @@ class Device:
 
     # The host's side.
 
-    def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
+    def join(
+        self, slot: int, compiled: CompiledGrammar | None, *, limit: int, name: int | None = None
+    ) -> None:
         """Put a new request into a slot; it takes part from the next published replay on."""
         self.epoch += 1
-        position = int(self.rng.integers(0, 50))
+        name = self.epoch if name is None else name
+        position = mix(name) % 50
         start = None
         if compiled is not None:
             if compiled.spec not in self.oracle_grammars:
                 self.oracle_grammars[compiled.spec] = self.oracle.compile(compiled.spec)
             known = self.oracle_grammars[compiled.spec]
-            start = lambda: self.oracle.matcher(known)  # noqa: E731
-        self.slots[slot] = SlotTruth(self.epoch, start, position, position, position + limit)
+            start = lambda: known.matcher()  # noqa: E731
+        self.slots[slot] = SlotTruth(name, self.epoch, start, position, position, position + limit)
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
-            matchers[slot] = compiled and KINDS[kind](self.backend.matcher(compiled))
+            matchers[slot] = compiled and KINDS[kind](compiled.matcher())
 
     def is_idle(self, slot: int) -> bool:
         """Whether the slot may be given to a new request: no replay in flight names it."""
@@ -305,15 +383,16 @@ class Device:
             run_work(work)
         first = self.exchanges[0]
         for other in self.exchanges[1:]:
-            for name in ("row_state", "mask", "answers"):
-                np.testing.assert_array_equal(first.field(name).array, other.field(name).array)
+            for name in ("stamps", "masks", "answer"):
+                np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
 
     def _state(self, slot: int, j: int) -> int:
         """The row's state as a kernel reads it; a foreign stamp counts as none."""
         truth = self.slots[slot]
         assert truth is not None
-        state, epoch, position, _ = self.exchanges[0].field("row_state").array[slot, j].tolist()
-        if epoch != truth.epoch or (state != FREE and position != truth.n + j):
+        state, epoch, position, more = self.exchanges[0].stamps[slot, j].tolist()
+        anywhere = state == FREE and more == 1  # a request without a grammar
+        if epoch != truth.epoch or (position != truth.n + j and not anywhere):
             return NOT_READY
         return int(state)
 
@@ -338,7 +417,10 @@ class Device:
             assert state == FREE, (slot, j, state)
         else:
             assert state == (READY if row.any() else DEAD_END), (slot, j, state)
-            np.testing.assert_array_equal(self.exchanges[0].field("mask").array[slot, j], row)
+            if self.forced is not None and state == READY:
+                more = self.exchanges[0].stamps["more"][slot, j]
+                assert more == 1 + self.forced.token(row)
+            np.testing.assert_array_equal(self.exchanges[0].masks[slot, j], row)
 
     def _check_open(self, rows: Sequence[int]) -> None:
         for s in rows:
@@ -360,11 +442,11 @@ class Device:
             elif state != NOT_READY and self.rng.random() >= self.stall:
                 tokens = self._walk(slot, truth)
         for exchange in self.exchanges:
-            committed = exchange.field("committed").array[slot]
+            committed = exchange.committed[slot]
             committed[0], committed[1] = self.replay, len(tokens)
             committed[2 : 2 + len(tokens)] = tokens
             if tokens:
-                exchange.field("drafted").array[slot, :2] = (self.replay, 0)
+                exchange.drafted[slot, :2] = (self.replay, 0)
         if tokens:
             truth.n += len(tokens)
             truth.drafts = []
@@ -379,48 +461,38 @@ class Device:
     def _walk(self, slot: int, truth: SlotTruth) -> list[int]:
         tokens: list[int] = []
         for j in range(len(truth.drafts) + 1):
-            if truth.n + j + 1 >= truth.limit:
+            if truth.n + j + 1 >= truth.limit or self._state(slot, j) not in (FREE, READY):
                 break
-            state = self._state(slot, j)
-            if state not in (FREE, READY):
-                break
-            legal = (
-                bits(self.exchanges[0].field("mask").array[slot, j])
-                if state == READY
-                else np.arange(self.size)
-            )
-            if j < len(truth.drafts):
-                draft = truth.drafts[j]
-                if draft in legal and self.rng.random() < 0.7:
-                    tokens.append(draft)
-                    if draft in (STOP, OTHER_STOP):
-                        break
-                    continue
+            legal = self._legal(slot, j)
             if truth.start and self.rng.random() < self.wrong:
                 illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
                 tokens.append(int(self.rng.choice(illegal)))
                 truth.confused = True
-            else:
-                tokens.append(self._choose(legal))
-            break
+                break
+            tokens.append(self._wanted(truth, truth.n + j + 1, legal))
+            if [tokens[-1]] != truth.drafts[j : j + 1] or tokens[-1] in (STOP, OTHER_STOP):
+                break
         return tokens
 
-    def _choose(self, legal: np.ndarray) -> int:
-        """One of the legal ids; often one that a marker is made of, where those are legal."""
+    def _legal(self, slot: int, j: int) -> np.ndarray:
+        ready = self._state(slot, j) == READY
+        return bits(self.exchanges[0].masks[slot, j]) if ready else np.arange(self.size)
+
+    def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
+        """One of the legal ids, by request and position alone; often one that a marker is made of,
+        where those are legal."""
         likely = np.intersect1d(MARKER_TOKENS, legal)
-        if len(likely) and len(legal) > 200:
-            return int(self.rng.choice(likely if self.rng.random() < 0.8 else legal))
-        return int(self.rng.choice(legal))
+        if len(likely) and len(legal) > 200 and mix(truth.name, position) % 10 < 8:
+            legal = likely
+        return max(legal.tolist(), key=lambda token: mix(truth.name, position, token))
 
     def _draft(self, slot: int, j: int) -> None:
         truth = self.slots[slot]
         assert truth is not None
-        if len(truth.drafts) != j - 1 or truth.n + j >= truth.limit:
-            return
-        if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
+        if not self._drafts_on(slot, j):
             return
         if self.forced is not None:
-            more = int(self.exchanges[0].field("row_state").array[slot, j - 1, 3])
+            more = int(self.exchanges[0].stamps["more"][slot, j - 1])
             if self._state(slot, j - 1) == READY and more > 0:
                 self._keep(slot, j, more - 1)
                 return
@@ -428,16 +500,17 @@ class Device:
                 return
         choices = np.arange(self.size)
         if self.masked:
-            state = self._state(slot, j - 1)
-            if state not in (FREE, READY):
+            if self._state(slot, j - 1) not in (FREE, READY):
                 return
-            if state == READY:
-                choices = bits(self.exchanges[0].field("mask").array[slot, j - 1])
+            choices = self._legal(slot, j - 1)
         elif truth.start:  # a drafter that mostly knows what is legal
             row = oracle_row(truth.start, truth.history + truth.drafts)
             if row is not None and row.any():
                 choices = bits(row)
-        token = self._choose(choices)
+        choices = choices[choices < self.size]
+        token = self._wanted(truth, truth.n + j, choices)
+        if self.rng.random() < 0.25:
+            token = int(self.rng.choice(choices))
         if self.rng.random() < self.illegal:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
         self._keep(slot, j, token)
@@ -450,10 +523,10 @@ class Device:
             truth = self.slots[s]
             assert truth is not None
             if truth.start is None:
-                self._keep(s, j, self._choose(np.arange(self.size)))
+                self._keep(s, j, self._wanted(truth, truth.n + j, np.arange(self.size)))
                 continue
             row = oracle_row(truth.start, truth.history + truth.drafts)
-            replay, draft, token, _ = self.exchanges[0].field("answers").array[s].tolist()
+            replay, draft, token = self.exchanges[0].answer[s].tolist()
             if truth.confused or row is None:
                 assert (replay, draft) != (self.replay, j)
                 continue
@@ -466,7 +539,7 @@ class Device:
             assert token == (expected[0] if expected else -1)
             if token < 0:
                 self._check_row(s, j - 1)
-                token = self._choose(legal[legal < self.size])
+                token = self._wanted(truth, truth.n + j, legal[legal < self.size])
             self._keep(s, j, token)
 
     def _drafts_on(self, slot: int, j: int) -> bool:
@@ -479,13 +552,17 @@ class Device:
         truth = self.slots[slot]
         assert truth is not None
         likely = [-1, self.size, 2**31 - 1, *range(self.size)]
+        row = None
         if truth.start and self.rng.random() < 0.8:
             row = oracle_row(truth.start, truth.history + truth.drafts)
             likely = likely if row is None or not row.any() else likely[:3] + bits(row).tolist()
         count = int(self.rng.integers(0, 5))
         offer = [int(id) for id in self.rng.choice(likely, count)]
+        if count and row is not None and row.any():
+            legal = bits(row)
+            offer[-1] = self._wanted(truth, truth.n + j, legal[legal < self.size])
         for exchange in self.exchanges:
-            exchange.field("candidates").array[slot, : 3 + count] = [self.replay, j, count, *offer]
+            exchange.candidates[slot, : 3 + count] = [self.replay, j, count, *offer]
         return offer
 
     def _keep(self, slot: int, j: int, token: int) -> None:
@@ -493,7 +570,7 @@ class Device:
         assert truth is not None
         truth.drafts.append(token)
         for exchange in self.exchanges:
-            drafted = exchange.field("drafted").array[slot]
+            drafted = exchange.drafted[slot]
             drafted[0], drafted[1], drafted[1 + j] = self.replay, j, token
 
 

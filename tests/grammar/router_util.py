@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graft.grammar.llguidance import grammar_text
-from graft.grammar.router import Route
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.backends.llguidance import grammar_text
+from graft.grammar.schema.router import Route
+from graft.grammar.statement import GrammarSpec
 
 OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 STOP = 256
@@ -56,7 +56,7 @@ class Grammar:
         """What graft gives LLGuidance for a route."""
         return cls.of(GrammarSpec(
             "json_schema", json.dumps(found.schema), strict=False, backend="llguidance",
-            key_order=found.key_order,
+            rules=found.rules,
         ))  # fmt: skip
 
     def walk(self, choose: Callable[[list[int]], int], most: int) -> bytes | None:

@@ -48,7 +48,7 @@ def test_a_dead_end_ends_its_request_alone(legality: str) -> None:
 def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(legality: str) -> None:
     """No draft is offered, no candidate is legal; tokens and reasons are those of the target."""
     with demo_engine() as engine:
-        d2t = engine._parts.drafter.d2t.to_host()
+        d2t = engine._parts.drafter.vocab.d2t.to_host()
     known = np.zeros(1 << 16, bool)
     known[d2t] = True
     backend = without(lambda id, text: bool(known[id]))
@@ -74,7 +74,7 @@ def test_a_drafter_stops_where_its_vocabulary_does(legality: str) -> None:
     """Every other token is one that the drafter does not have: its chain ends before that, the
     draft before it is tested all the same, and the target goes on as without a drafter."""
     with demo_engine() as engine:
-        d2t, tokens = engine._parts.drafter.d2t.to_host(), engine._built.vocabulary.tokens
+        d2t, tokens = engine._parts.drafter.vocab.d2t.to_host(), engine._built.vocabulary.tokens
     words = [id for id, text in enumerate(tokens) if len(text) > 1 and text.isalpha()]
     has = next(id for id in words if id in d2t)
     lacks = next(id for id in words if id not in d2t)

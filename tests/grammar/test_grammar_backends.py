@@ -35,7 +35,7 @@ def backend(request):
 
 def accepts(backend, spec: GrammarSpec, *parts: str | int) -> bool:
     """Whether text byte by byte, ids as they are, and then the stop id are accepted."""
-    matcher = backend.matcher(backend.compile(spec))
+    matcher = backend.compile(spec).matcher()
     tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
     return all(matcher.accept(token) for token in tokens) and matcher.accept(STOP)
 
@@ -49,7 +49,7 @@ def test_a_choice_is_taken_literally(backend, option):
 
 
 def test_json_is_one_line_with_spaces_after_separators(backend):
-    """Without any_whitespace separators are `", "` and `": "`, with it whatever JSON allows."""
+    """Separators are `", "` and `": "`; with any white space whatever JSON allows."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"type": "array"}},
@@ -58,7 +58,7 @@ def test_json_is_one_line_with_spaces_after_separators(backend):
     line = GrammarSpec.json_schema(schema)
     assert accepts(backend, line, '{"a": 1, "b": [1, 2]}')
     assert not accepts(backend, line, '{"a":1,"b":[]}')
-    loose = GrammarSpec.json_schema(schema, any_whitespace=True)
+    loose = GrammarSpec.json_schema(schema, whitespace="any")
     assert accepts(backend, loose, '{\n  "a":1,\n  "b": []}')
 
 
@@ -95,7 +95,7 @@ def test_markers_by_name_by_id_and_as_text(backend):
 
 def test_no_token_carries_the_marker_and_more(backend):
     """A token with the marker's end inside is illegal, so the grammar sees every later byte."""
-    matcher = backend.matcher(backend.compile(GrammarSpec.choice(["{yes"]).after("</t>")))
+    matcher = backend.compile(GrammarSpec.choice(["{yes"]).after("</t>")).matcher()
     assert 258 not in matcher.legal() and not matcher.accept(258)
     for token in b"x</t":
         assert matcher.accept(token)
@@ -108,14 +108,14 @@ def test_no_token_carries_the_marker_and_more(backend):
 
 def test_free_text_is_undone_as_far_as_it_is_kept(backend):
     """The scanner keeps the last 64 free tokens; a deeper rollback is an error, not a guess."""
-    matcher = backend.matcher(backend.compile(GrammarSpec.choice(["yes"]).after("</t>")))
+    matcher = backend.compile(GrammarSpec.choice(["yes"]).after("</t>")).matcher()
     for token in (b"abcd" * 50) + b"</t":
         assert matcher.accept(token)
     matcher.rollback(60)
     for token in b"</t>":
         assert matcher.accept(token)
     assert matcher.legal().tolist() == [ord("y")]
-    with pytest.raises(RuntimeError, match="more free text than is kept"):
+    with pytest.raises(GrammarError, match="more free text than is kept"):
         matcher.rollback(9)
 
 
@@ -151,10 +151,10 @@ def test_markers_that_are_no_markers_are_refused(backend):
     for token, message in ((270, "outside"), (STOP, "stop id")):
         grammar = backend.compile(GrammarSpec.regex("a").after(token))
         with pytest.raises(GrammarError, match=message):
-            backend.matcher(grammar)
+            grammar.matcher()
     grammar = backend.compile(GrammarSpec.regex("a").after(THINK))
     with pytest.raises(GrammarError, match="one of the request's stop ids"):
-        backend.matcher(grammar, [STOP, THINK])
+        grammar.matcher([STOP, THINK])
 
 
 def test_grammars_that_a_backend_refuses(backend):
@@ -170,6 +170,15 @@ def test_grammars_that_a_backend_refuses(backend):
                 assert text.startswith(spec.kind) and "\n" not in text
     finally:
         service.close()
+
+
+def test_an_unknown_special_token_is_one_sentence():
+    """Named tokens are known with the vocabulary; another one is refused without a backtrace."""
+    backend = make_backend("llguidance", vocabulary())
+    assert accepts(backend, GrammarSpec.lark('start: "a" </think> "b"'), "a", THINK, "b")
+    with pytest.raises(GrammarError, match=r"unknown special token: \"<\|nope\|>\"") as caught:
+        backend.compile(GrammarSpec.lark('start: "a" <|nope|>'))
+    assert len(str(caught.value)) < 120 and "\n" not in str(caught.value)
 
 
 def test_unknown_backends_and_names_are_refused():
@@ -192,3 +201,17 @@ def test_llguidance_must_be_the_module_that_python_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "LLGuidance is not loaded from /nowhere/_lib.so\n", done.stderr
+
+
+def test_special_tokens_of_a_lark_grammar_are_the_vocabularys():
+    """LLGuidance takes those that the vocabulary names; others are refused in a sentence."""
+    pytest.importorskip("llguidance")
+    tokens = [bytes([byte]) for byte in range(256)] + [b"", b""]
+    backend = make_backend("llguidance", Vocabulary(tokens, 258, [257], names={"<|x|>": 256}))
+    matcher = backend.matcher(backend.compile(GrammarSpec.lark('start: "a" <|x|>')))
+    assert [matcher.accept(token) for token in (97, 256, 257)] == [True] * 3
+    for names in ({"<|x|>": 256}, {}):
+        backend = make_backend("llguidance", Vocabulary(tokens, 258, [257], names=names))
+        with pytest.raises(GrammarError, match="special token") as caught:
+            backend.compile(GrammarSpec.lark('start: "a" <|y|>'))
+        assert len(str(caught.value)) < 200 and "backtrace" not in str(caught.value)

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 from guide_util import byte_vocabulary
 
-from graft.grammar import GrammarError, LLGuidanceBackend, XGrammarBackend
-from graft.grammar import llguidance as llguidance_room
-from graft.grammar import xgrammar as xgrammar_room
+from graft.cudagraph.errors import OptionError
+from graft.grammar import (
+    GrammarError,
+    GrammarService,
+    GrammarSpec,
+    LLGuidanceBackend,
+    XGrammarBackend,
+)
+from graft.grammar.backends import llguidance as llguidance_room
+from graft.grammar.backends import xgrammar as xgrammar_room
 from graft.native.softcuda.compile import compiler
 from graft.tools import doctor
 
@@ -121,6 +128,21 @@ def test_a_doctored_xgrammar_is_refused_by_what_differs(tmp_path, text, said):
     assert said in load("xgrammar", build(tmp_path, text))
 
 
+def test_loading_xgrammar_keeps_the_handler_of_faults():
+    """A fault stays the soft device's to name: TVM-FFI's handler does not replace its own."""
+    code = (
+        "import ctypes\nfrom graft.grammar.backends.xgrammar import library\n"
+        "def handler():\n"
+        "    action = (ctypes.c_void_p * 32)()\n"
+        "    ctypes.CDLL(None).sigaction(11, None, action)\n"
+        "    return action[0]\n"
+        "import faulthandler\nfaulthandler.enable()\n"
+        "before = handler()\nlibrary()\nprint(before is not None and before == handler())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
 @pytest.fixture
 def fresh_rooms(monkeypatch):
     """Both rooms as in a process that has loaded nothing, now and afterwards."""
@@ -151,10 +173,35 @@ def test_another_release_is_refused_with_the_command_that_helps(
     fresh_rooms.setattr(
         importlib.metadata, "version", lambda p: "9.9.0" if p == package else real(p)
     )
-    with pytest.raises(GrammarError, match=f"{name} 9.9.0 is installed, graft needs .*pip install"):
+    with pytest.raises(OptionError, match=f"{name} 9.9.0 is installed, graft needs .*pip install"):
         backend(byte_vocabulary())
     found = getattr(doctor, check)()
     assert found.status == "missing" and "9.9.0" in found.detail and "pip install" in found.advice
+
+
+@pytest.mark.parametrize("room, backend, package, name, check", ROOMS)
+def test_a_library_that_is_absent_is_named_with_the_command_that_helps(
+    fresh_rooms, room, backend, package, name, check
+):
+    """One sentence where an engine names the backend, and where a grammar of a request does."""
+    real = importlib.metadata.version
+
+    def version(asked):
+        if asked == package:
+            raise importlib.metadata.PackageNotFoundError(asked)
+        return real(asked)
+
+    fresh_rooms.setattr(importlib.metadata, "version", version)
+    said = f"grammar_backend: {name} is not installed; install it with: pip install .*{package}"
+    with pytest.raises(OptionError, match=said):
+        GrammarService(byte_vocabulary(), package)
+    other = "llguidance" if package == "xgrammar" else "xgrammar"
+    service = GrammarService(byte_vocabulary(), other)
+    try:
+        with pytest.raises(GrammarError, match=f"regex: {said}"):
+            service.submit(GrammarSpec("regex", "a", backend=package)).result(300)
+    finally:
+        service.close()
 
 
 @pytest.mark.parametrize("room, backend, package, name, check", ROOMS)
@@ -168,7 +215,7 @@ def test_a_library_that_cannot_be_driven_is_refused(
             raise RuntimeError("the ABI is another one")
 
     fresh_rooms.setattr(room, "_native", type("Native", (), {"guide": Refusing()}))
-    with pytest.raises(GrammarError, match=f"{name} cannot be driven natively: the ABI is another"):
+    with pytest.raises(OptionError, match=f"{name} cannot be driven natively: the ABI is another"):
         backend(byte_vocabulary())
     found = getattr(doctor, check)()
     assert found.status == "missing" and "the ABI is another one" in found.detail

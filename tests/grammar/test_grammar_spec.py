@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -16,6 +18,8 @@ from graft.grammar import (
     StructuralTag,
     Vocabulary,
     XGrammarBackend,
+    make_backend,
+    resolved,
 )
 
 
@@ -27,7 +31,7 @@ def backend() -> XGrammarBackend:
 
 def accepts(backend: XGrammarBackend, spec: GrammarSpec, text: str | bytes) -> bool:
     """Whether the text, byte by byte, then the stop id, is accepted."""
-    matcher = backend.matcher(backend.compile(spec))
+    matcher = backend.compile(spec).matcher()
     data = text.encode() if isinstance(text, str) else text
     return all(matcher.accept(byte) for byte in data) and matcher.accept(256)
 
@@ -60,13 +64,22 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+class Raises:
+    """What makes no schema."""
+
+    @classmethod
+    def model_json_schema(cls) -> Any:
+        raise TypeError("no such thing")
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda: GrammarSpec.choice([]), "at least one"),
         (lambda: GrammarSpec.choice("abc"), "list"),
         (lambda: GrammarSpec.choice(["a", ""]), "empty"),
-        (lambda: GrammarSpec.choice(["a", ANYTHING]), "must be a string, not int"),
+        (lambda: GrammarSpec.choice(["a", None]), "must be a string, not NoneType"),
+        (lambda: GrammarSpec.choice([True]), "must be a string, not bool"),
         (lambda: GrammarSpec.choice(["\ud800"]), "not Unicode"),
         (lambda: GrammarSpec.regex(""), "empty"),
         (lambda: GrammarSpec.regex(ANYTHING), "int"),
@@ -90,7 +103,21 @@ def nested(levels: int) -> dict[str, Any]:
         (lambda: GrammarSpec("regex", None), "regex text: must be a string, not NoneType"),
         (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
         (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
-        (lambda: GrammarSpec("json_schema", "{bad").resolved("auto"), "not JSON"),
+        (lambda: resolved(GrammarSpec("json_schema", "{bad"), "auto"), "not JSON"),
+        (lambda: GrammarSpec.json_schema({"minimum": "5"}), "#: minimum: must be a number"),
+        (lambda: GrammarSpec.json_schema({"items": {"type": "foo"}}), "#/items: type: must be"),
+        (lambda: GrammarSpec.json_schema({"required": "a"}), "#: required: must be a list"),
+        (lambda: GrammarSpec.json_schema({"properties": [1]}), "must be a map of schemas, not"),
+        (lambda: GrammarSpec.json_schema({"$ref": "#/nowhere"}), "#: \\$ref: .*nowhere"),
+        (lambda: GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "pattern: .*group"),
+        (lambda: GrammarSpec.json_schema({}, whitespace=0), "whitespace 0 is unknown"),
+        (lambda: GrammarSpec.json_schema({}, whitespace="tight"), "whitespace 'tight'"),
+        (lambda: GrammarSpec.json_schema({}, whitespace=True), "whitespace True"),
+        (lambda: GrammarSpec.json_schema({}, assert_formats=1.5), "assert_formats is 1.5"),
+        (lambda: GrammarSpec.json_schema({}, key_order="any", whitespace=3), "not a number"),
+        (lambda: GrammarSpec.json_schema(int), "class int has neither model_json_schema"),
+        (lambda: GrammarSpec.json_schema(Raises), "model_json_schema: no such thing"),
+        (lambda: GrammarSpec.regex(re.compile(b"a")), "must be a string, not bytes"),
         (
             lambda: GrammarSpec.structural_tag(
                 [StructuralTag("[", "{}", "]")], ["["], at_least_one=ANYTHING
@@ -112,9 +139,36 @@ def test_bad_specs_are_refused_when_made(make, message):
         make()
 
 
-def test_choices_may_come_from_anything_that_gives_strings():
-    """Of a generator nothing is lost, and equal choices count once."""
+def test_grammars_may_come_from_what_states_them():
+    """Generators, numbers and enums make choices; models, schemas; compiled patterns, regexes."""
     assert GrammarSpec.choice(c for c in "aba") == GrammarSpec.choice(["a", "b"])
+    assert json.loads(GrammarSpec.choice([1, 2.5, "x"]).text) == ["1", "2.5", "x"]
+    colours = enum.Enum("colours", {"RED": "r", "TWO": 2})
+    assert GrammarSpec.choice(colours) == GrammarSpec.choice(["r", "2"])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    model = type("Model", (), {"model_json_schema": classmethod(lambda cls: schema)})
+    plain = type("Plain", (), {"__json_schema__": schema})
+    for maker in (model, model(), plain):
+        assert GrammarSpec.json_schema(maker) == GrammarSpec.json_schema(schema)
+    assert GrammarSpec.regex(re.compile("a+")) == GrammarSpec.regex("a+")
+    assert GrammarSpec.regex(re.compile("a.", re.I | re.S)).text == "(?is)a."
+
+
+@pytest.mark.parametrize(
+    "wrapped, what",
+    [
+        ({"name": "n", "schema": {"type": "object"}, "strict": True}, "response_format.*'schema'"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, "response_format.*'json_schema'"),
+        ({"name": "n", "description": "d", "input_schema": {}}, "Anthropic's.*'input_schema'"),
+        ({"type": "function", "function": {"name": "n"}}, "a tool of OpenAI's.*'function'"),
+        ({"name": "n", "parameters": {"type": "object"}}, "function of OpenAI's.*'parameters'"),
+    ],
+)
+def test_descriptions_of_tools_are_not_taken_for_any_json(wrapped, what):
+    """What holds a schema, and says nothing else that a schema says, is refused by its name."""
+    with pytest.raises(GrammarError, match=what):
+        GrammarSpec.json_schema(wrapped)
+    GrammarSpec.json_schema({**wrapped, "type": "object", "properties": {}})
 
 
 @pytest.mark.parametrize(
@@ -123,14 +177,14 @@ def test_choices_may_come_from_anything_that_gives_strings():
         (GrammarSpec("regex", "a(b"), "parenthesis is not closed"),
         (GrammarSpec("regex", "[z-a]"), "lower bound is larger"),
         (GrammarSpec("regex", r"(a)\1"), "Backreference"),
-        (GrammarSpec.regex("a(?=b)"), "Lookahead"),
+        (GrammarSpec("regex", "a(?=b)"), "Lookahead"),
         (GrammarSpec("ebnf", "root ::= "), "Expect element"),
         (GrammarSpec("ebnf", "root ::= missing"), '"missing" is not defined'),
         (GrammarSpec("ebnf", 'start ::= "a"'), '"root" is not found'),
-        (GrammarSpec.json_schema({"type": "foo"}), 'Unsupported type "foo"'),
-        (GrammarSpec.json_schema({"$ref": "#/nowhere"}), "Cannot find field nowhere"),
-        (GrammarSpec.json_schema({"type": "string", "pattern": "(a"}), "not closed"),
-        (GrammarSpec.json_schema({"type": "integer", "minimum": 5, "maximum": 2}), "range"),
+        (GrammarSpec("json_schema", '{"type": "foo"}'), "must be a type of JSON .*'foo'"),
+        (GrammarSpec("json_schema", '{"$ref": "#/nowhere"}'), "'#/nowhere' points to nothing"),
+        (GrammarSpec("json_schema", '{"type": "string", "pattern": "(a"}'), "not closed"),
+        (GrammarSpec("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}'), "range"),
     ],
 )
 def test_refusals_are_one_clear_sentence(backend, spec, message):
@@ -142,15 +196,17 @@ def test_refusals_are_one_clear_sentence(backend, spec, message):
     assert "\n" not in str(caught.value)
 
 
-NO_TAG = StructuralTag.of("<f>", {"type": "string", "pattern": "("}, "</f>")
-ANY_CONTENT = StructuralTag.of("<f>", {"minLength": 5, "maxLength": 3, "type": "string"}, "</f>")
+NO_TAG = StructuralTag("<f>", '{"type": "string", "pattern": "("}', "</f>")
+ANY_CONTENT = StructuralTag("<f>", '{"minLength": 5, "maxLength": 3, "type": "string"}', "</f>")
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: GrammarSpec.regex("a(b"), "regex: .*parenthesis is not closed"),
-        (lambda: GrammarSpec.regex("[z-a]"), "regex: .*lower bound is larger"),
+        (lambda: GrammarSpec.regex("a(b"), "regex: .*unclosed group"),
+        (lambda: GrammarSpec.regex("[z-a]"), "regex: .*the start must be <= the end"),
+        (lambda: GrammarSpec.regex("a(?=b)"), "regex: .*look-around"),
+        (lambda: GrammarSpec.regex(r"(a)\1"), "regex: .*backreferences"),
         (lambda: GrammarSpec.ebnf("root ::= x"), 'ebnf: .*"x" is not defined'),
         (lambda: GrammarSpec.ebnf('root ::= "x'), "ebnf: .*string literal"),
         (lambda: GrammarSpec.ebnf('root ::= "x"', root="r"), 'ebnf: .*"r" is not found'),
@@ -158,7 +214,7 @@ ANY_CONTENT = StructuralTag.of("<f>", {"minLength": 5, "maxLength": 3, "type": "
         (lambda: GrammarSpec.lark('a: "b"'), "lark: no start rule found"),
         (lambda: GrammarSpec.lark('start: a\na: "b'), "lark: line 2, column 6: lexer error"),
         (lambda: GrammarSpec.lark("start: " + "(" * 50000), "lark: .*too deeply nested"),
-        (lambda: GrammarSpec.structural_tag([NO_TAG], ["<f"]), "<f>.*regex parse"),
+        (lambda: GrammarSpec.structural_tag([NO_TAG], ["<f"]), "<f>.*unclosed group"),
         (lambda: GrammarSpec.structural_tag([ANY_CONTENT], ["<f"]), "minLength .5. is greater"),
     ],
 )
@@ -173,16 +229,18 @@ def test_grammars_that_no_backend_can_read_are_refused_when_made(make, message, 
 
 def test_a_grammar_that_one_backend_reads_is_taken():
     """Notation that only one backend knows is no error; which one compiles it is known later."""
-    for pattern in (r"\p{L}+", "(?i)abc", "a(?=b)"):
+    for pattern in (r"\p{L}+", "(?i)abc"):
         assert GrammarSpec.regex(pattern).text == pattern
     assert GrammarSpec.lark('start: "a" /[0-9]+/').kind == "lark"
 
 
-def test_reading_a_huge_grammar_neither_crashes_nor_takes_long():
-    """Nesting and repetition that would exhaust a backend's stack or time are left to a child."""
-    GrammarSpec.regex("(" * 100_000)
-    GrammarSpec.regex("a{1,100000}" * 30)
-    GrammarSpec.ebnf("root ::= " + "(" * 5000)
+def test_reading_a_huge_grammar_harms_nobody():
+    """Nesting and repetition that exhaust a backend's stack or time are read in another process."""
+    for state in (lambda: GrammarSpec.regex("(" * 100_000),
+                  lambda: GrammarSpec.ebnf("root ::= " + "(" * 5000)):  # fmt: skip
+        with pytest.raises(GrammarError, match=r"(regex|ebnf): "):
+            state()
+    assert GrammarSpec.regex("a{1,100000}" * 30).kind == "regex"
 
 
 def test_specs_are_equal_by_content_and_keep_property_order():
@@ -194,14 +252,36 @@ def test_specs_are_equal_by_content_and_keep_property_order():
     assert a != c
 
 
-def test_json_is_one_line_unless_asked_otherwise(backend):
-    """Separators are ', ' and ': ' by default; any_whitespace lets JSON be laid out freely."""
+TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2]\n}']
+
+
+@pytest.mark.parametrize("whitespace, fits", [
+    ("line", [True, False, False, False]), ("compact", [False, True, False, False]),
+    (2, [True, True, True, False]), ("any", [True, True, True, True]),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_white_space_is_the_users_choice(name, whitespace, fits):
+    """One line, none, at most so many characters, any: with both backends, and in tags."""
+    made = make_backend(name, byte_vocabulary())
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
-    pretty = '{\n  "a" : [1,\n2]\n}'
-    assert accepts(backend, GrammarSpec.json_schema(schema), '{"a": [1, 2]}')
-    assert not accepts(backend, GrammarSpec.json_schema(schema), '{"a":[1,2]}')
-    assert not accepts(backend, GrammarSpec.json_schema(schema), pretty)
-    assert accepts(backend, GrammarSpec.json_schema(schema, any_whitespace=True), pretty)
+    spec = GrammarSpec.json_schema(schema, whitespace=whitespace)
+    if (name, whitespace) == ("xgrammar", "compact"):
+        with pytest.raises(GrammarError, match="XGrammar writes spaces"):
+            made.compile(spec)
+        return
+    assert [accepts(made, spec, text) for text in TEXTS] == fits
+    tag = StructuralTag.of("<t>", schema, "</t>")
+    tagged = GrammarSpec.structural_tag([tag], ["<t>"], whitespace=whitespace)
+    assert [accepts(made, tagged, f"x<t>{text}</t>") for text in TEXTS] == fits
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_a_dot_in_gbnf_is_any_character(name):
+    """Outside strings and classes, with both backends."""
+    made = make_backend(name, byte_vocabulary())
+    spec = GrammarSpec.ebnf('root ::= . "." [.] # a comment.')
+    for text, fits in (("\n..", True), ("\u65e5..", True), ("x.x", False), ("xx.", False)):
+        assert accepts(made, spec, text) == fits
 
 
 def test_json_object_is_any_object_and_nothing_else(backend):
@@ -240,9 +320,9 @@ UNENFORCED = [
 def test_what_cannot_be_enforced_is_refused_unless_partial(backend, schema, instance):
     """Each of these lets an invalid instance through XGrammar: refused by name and place."""
     assert not jsonschema.Draft202012Validator(schema).is_valid(instance)
-    partial = GrammarSpec.json_schema(schema, partial=True)
+    partial = GrammarSpec.json_schema(schema, partial=True, backend="xgrammar")
     assert accepts(backend, partial, json.dumps(instance))  # the reason for the refusal
-    with pytest.raises(GrammarError, match=r"cannot be enforced: #: \w"):
+    with pytest.raises(GrammarError, match=r"cannot be enforced: #: \w+: XGrammar ignores"):
         GrammarSpec.json_schema(schema, backend="xgrammar")
     nested = {"type": "object", "properties": {"p": {"type": "array", "items": schema}}}
     if "$ref" not in schema:
@@ -269,15 +349,15 @@ def test_stop_ids_that_are_text_stay_text():
     """A textual stop id is legal where the grammar has it as text; it cannot end the grammar."""
     backend = XGrammarBackend(byte_vocabulary())
     compiled = backend.compile(GrammarSpec.regex("abc"))
-    matcher = backend.matcher(compiled, [257, ord("b")])
+    matcher = compiled.matcher([257, ord("b")])
     assert matcher.stop_ids == (257,)
     assert matcher.accept(ord("a")) and ord("b") in matcher.legal()
     assert matcher.accept(ord("b")) and matcher.accept(ord("c"))
     assert matcher.legal().tolist() == [257]
     with pytest.raises(GrammarError, match=r"all stop ids .* are text"):
-        backend.matcher(compiled, [ord("b")])
+        compiled.matcher([ord("b")])
     with pytest.raises(GrammarError, match="stop id 270 is outside"):
-        backend.matcher(compiled, [270])
+        compiled.matcher([270])
 
 
 def test_every_stop_id_ends_a_complete_grammar_and_rollback_undoes_it():
@@ -285,7 +365,7 @@ def test_every_stop_id_ends_a_complete_grammar_and_rollback_undoes_it():
     backend = XGrammarBackend(byte_vocabulary())
     compiled = backend.compile(GrammarSpec.regex("a+"))
     for stop in (256, 257):
-        matcher: Matcher = backend.matcher(compiled)
+        matcher: Matcher = compiled.matcher()
         assert not matcher.accept(stop)
         assert matcher.accept(ord("a"))
         assert {256, 257} <= set(matcher.legal().tolist())
@@ -310,7 +390,7 @@ def test_legal_ids_are_text_or_stop_ids_whatever_the_size(size):
     backend = XGrammarBackend(byte_vocabulary(size))
     vocabulary = backend.vocabulary
     for spec in (GrammarSpec.json_object(), GrammarSpec.regex("(.|\\n)*")):
-        matcher = backend.matcher(backend.compile(spec))
+        matcher = backend.compile(spec).matcher()
         for byte in b'{"a\xc3':
             assert matcher.accept(byte)
             for token in matcher.legal().tolist():

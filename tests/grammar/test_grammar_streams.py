@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
+from stock_llguidance import StockLLGuidance
+from stock_xgrammar import StockXGrammar
 
 from graft.grammar import (
     GrammarSpec,
@@ -16,10 +18,10 @@ from graft.grammar import (
     Vocabulary,
     XGrammarBackend,
 )
-from graft.tools.stock_llguidance import StockLLGuidance
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
+STOCK = {"xgrammar": StockXGrammar, "llguidance": StockLLGuidance}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -47,7 +49,7 @@ TREE = {
 SPECS = {
     "schema": GrammarSpec.json_schema(SCHEMA),
     "tree": GrammarSpec.json_schema(TREE),
-    "spaced": GrammarSpec.json_schema(SCHEMA, any_whitespace=True),
+    "spaced": GrammarSpec.json_schema(SCHEMA, whitespace="any"),
     "object": GrammarSpec.json_object(),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*/?"),
     "ebnf": GrammarSpec.ebnf('root ::= "a" ("b" | x)*\nx ::= "c" [0-9]{1,2}'),
@@ -65,14 +67,19 @@ SPECS = {
 }
 
 
-# The first marker ends inside or with a token, the second is a token, the third comes by name.
+# The first marker ends inside or with a token, the third is a token, the next comes by name, and
+# in the last a text that goes wrong may have begun anew within itself.
 FREE = {
     "text": SPECS["regex"].after('a":'),
     "required": SPECS["choice"].after('a":', required=True),
     "token": SPECS["schema"].after(265),
     "named": SPECS["lark"].after("<end>", required=True),
+    "repetitive": SPECS["regex"].after("abac"),
 }
-LIKELY = [*b'a":<end>', 259, 261, 265, 266]  # tokens that markers are made of
+#: Tokens that markers are made of.
+LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
+    "repetitive": [*b"abc", 259, 259]
+}
 
 
 def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> tuple[int, int]:
@@ -104,8 +111,8 @@ def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> t
             token = int(rng.choice([-(2**31), 2**31 - 1, *rng.choice(illegal, 5)]))
             assert not native.accept(token) and not stock.accept(token)
         else:
-            likely = np.intersect1d(LIKELY, legal) if kind in FREE else []
-            token = int(rng.choice(likely if len(likely) and rng.random() < 0.6 else legal))
+            likely = [t for t in LIKELY.get(kind, ()) if t in legal]
+            token = int(rng.choice(likely if likely and rng.random() < 0.8 else legal))
             assert native.accept(token) and stock.accept(token), (token, legal, kind)
             taken += 1
         if taken and rng.random() < 0.15:
@@ -123,14 +130,14 @@ def vocabulary() -> Vocabulary:
 def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> tuple[int, int]:
     """Random streams over the grammars with both matchers of a backend; endings and rows."""
     native = BACKENDS[name](vocabulary())
-    stock = StockLLGuidance(vocabulary()) if name == "llguidance" else native
+    stock = STOCK[name](vocabulary())
     rng = np.random.default_rng(seed)
     ends, rows = 0, 0
     for kind, spec in specs.items():
         grammars = [native.compile(spec), stock.compile(replace(spec, marker=None))]
         for _ in range(streams // len(specs)):
             stops = [(STOP,), (OTHER_STOP,), None][rng.integers(3)]
-            pair = [g.backend.matcher(g, stops) for g in grammars]
+            pair = [g.matcher(stops) for g in grammars]
             if spec.marker is not None:
                 pair[1] = Searched(pair[1], spec.marker)
             more = stream(NativeSide(pair[0]), pair[1], rng, int(rng.integers(5, 30)), kind)
@@ -168,11 +175,11 @@ def test_masks_after_rollbacks_are_those_of_a_new_matcher(name):
     rows = np.zeros((2, (SIZE + 31) // 32), np.int32)
     checked = 0
     for _ in range(60):
-        matcher, history = backend.matcher(grammar), []
+        matcher, history = grammar.matcher(), []
         for _ in range(40):
             if matcher.is_terminated():
                 break
-            again = backend.matcher(grammar)
+            again = grammar.matcher()
             assert all(again.accept(token) for token in history)
             again.fill(rows[0])
             if rng.random() < 0.6:

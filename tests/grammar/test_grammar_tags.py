@@ -25,7 +25,7 @@ def tagged(schema: Any, begin: str = "<t>") -> GrammarSpec:
 
 def takes(compiled: Any, content: str) -> bool:
     """Whether a text with a tag of this content is one of the grammar's."""
-    matcher = compiled.backend.matcher(compiled)
+    matcher = compiled.matcher()
     text = f"say <t>{content}</t> so"
     stop = compiled.backend.vocabulary.stop_ids[0]
     return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(stop)
@@ -74,7 +74,7 @@ def test_a_tags_schema_is_exact_or_refused(service, schema, good, bad, plain):
 def test_a_tag_that_nobody_enforces_is_refused_by_its_name_and_place(service):
     """At once where no backend could; else when it is compiled, before a token is made."""
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems$"):
+    with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: items"):
         StructuralTag.of("<t>", unique, "</t>")
     made = StructuralTag("<tool=b>", GrammarSpec.json_schema(unique, partial=True).text, "</t>")
     with pytest.raises(GrammarError, match=r"<tool=b>.*#/properties/a: uniqueItems"):
@@ -96,6 +96,22 @@ def test_tags_of_several_schemas_are_rewritten_each_by_itself(service):
     compiled = service.submit(spec).result(timeout=300)
     for text, fits in (("<t=n>7</t>", True), ('<t=s>"b"</t>', True), ('<t=n>"b"</t>', False),
                        ("<t=s>7</t>", False), ("<t=n>4</t>", False), ("none", False)):  # fmt: skip
-        matcher = compiled.backend.matcher(compiled)
+        matcher = compiled.matcher()
         ids = [*f"hm </think>{text}".encode(), compiled.backend.vocabulary.stop_ids[0]]
         assert all(matcher.accept(token) for token in ids) is fits, text
+
+
+@pytest.mark.parametrize("flags, fits", [
+    ({}, [True, True, True, True]), ({"at_least_one": True}, [False, True, True, True]),
+    ({"at_once": True}, [False, False, True, True]),
+    ({"at_least_one": True, "at_once": True}, [False, False, True, True]),
+])  # fmt: skip
+def test_a_tag_that_must_come_means_the_same_everywhere(service, flags, fits):
+    """At least one tag may come after text, one at once begins the output; more may follow."""
+    tag = StructuralTag.of("<t>", {"type": "integer"}, "</t>")
+    compiled = service.submit(GrammarSpec.structural_tag([tag], ["<t"], **flags)).result(300)
+    texts = ["none", "so <<t>1</t>", "<t>1</t>", "<t>1</t> and <t>2</t>."]
+    for text, fit in zip(texts, fits, strict=True):
+        matcher = compiled.backend.matcher(compiled)
+        ids = [*text.encode(), compiled.backend.vocabulary.stop_ids[0]]
+        assert all(matcher.accept(token) for token in ids) is fit, text

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import KINDS, STOP, byte_vocabulary
+from guide_util import KINDS, STOP, byte_vocabulary, exchange_for
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.kernels import load_text
-from graft.cudagraph.slots import PinnedSlots
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
 
 SIZE, WORDS, DRAFTS = 270, 9, 3
@@ -23,8 +22,12 @@ __device__ int smallest(const unsigned int* row) {
     if (row[id >> 5] >> (id & 31) & 1u) return id;
   return -1;
 }
-extern "C" __global__ void verify(int* replay, const unsigned int* mask, const int* state,
-                                  int* committed, int* drafted) {
+extern "C" __global__ void verify(int* replay, int* words, int masks, int stamps, int commits,
+                                  int drafts) {
+  const unsigned int* mask = reinterpret_cast<const unsigned int*>(words + masks);
+  const int* state = words + stamps;
+  int* committed = words + commits;
+  int* drafted = words + drafts;
   const int now = ++*replay;
   int count = 0;
   const int v = drafted[1];
@@ -38,8 +41,12 @@ extern "C" __global__ void verify(int* replay, const unsigned int* mask, const i
   committed[1] = count;
   if (count > 0) { drafted[0] = now; drafted[1] = 0; }
 }
-extern "C" __global__ void draft(const unsigned int* mask, const int* state, const int* committed,
-                                 int* drafted, int j) {
+extern "C" __global__ void draft(int* words, int masks, int stamps, int commits,
+                                 int drafts, int j) {
+  const unsigned int* mask = reinterpret_cast<const unsigned int*>(words + masks);
+  const int* state = words + stamps;
+  const int* committed = words + commits;
+  int* drafted = words + drafts;
   if (committed[1] == 0 || drafted[1] != j - 1 || state[4 * (j - 1)] != 2) return;
   if (j > 1 && drafted[j] >= 256 && drafted[j] <= 257) return;
   drafted[1 + j] = smallest(mask + (j - 1) * WORDS);
@@ -50,7 +57,7 @@ extern "C" __global__ void draft(const unsigned int* mask, const int* state, con
 
 def smallest_legal(backend: XGrammarBackend, compiled, stop: int) -> list[int]:
     """What such a model generates, by a stock matcher."""
-    matcher, tokens = backend.matcher(compiled), []
+    matcher, tokens = compiled.matcher(), []
     while not matcher.is_terminated():
         tokens.append(int(matcher.legal()[0]))
         assert matcher.accept(tokens[-1])
@@ -68,23 +75,12 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     every transport, with native matchers and with those in Python."""
     backend = XGrammarBackend(byte_vocabulary(SIZE))
     compiled = backend.compile(GrammarSpec.regex("c{3}(ab){2}[0-9]{4}true"))
-    exchange = PinnedSlots(
-        device,
-        1,
-        {
-            "mask": ("int32", (DRAFTS + 1, WORDS)),
-            "row_state": ("int32", (DRAFTS + 1, 4)),
-            "committed": ("int32", (DRAFTS + 3,)),
-            "drafted": ("int32", (DRAFTS + 2,)),
-        },
-    )
-    decoder = GuidedDecoder(
-        exchange, slots=1, draft_length=DRAFTS, vocab_size=SIZE, masked_drafts=True,
-        transport=transport, **threads,
-    )  # fmt: skip
+    exchange = exchange_for(1, DRAFTS, SIZE)
+    decoder = GuidedDecoder(exchange, masked_drafts=True, transport=transport, **threads)
     module = load_text(device, KERNELS, "smallest.cu")
     replay = device.zeros((1,), "int32")
-    fields = [exchange.field(n) for n in ("mask", "row_state", "committed", "drafted")]
+    parts = ("masks", "stamps", "committed", "drafted")
+    fields = [exchange.memory, *(int(exchange.layout[part]) for part in parts)]
 
     graph = Graph(device, "guided")
     lane = graph.lane("model")
@@ -98,7 +94,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     executable = graph.instantiate()
 
     expected = smallest_legal(backend, compiled, STOP)
-    request = GuidedRequest(0, 1, KINDS[kind](backend.matcher(compiled)), 5)
+    request = GuidedRequest(0, 1, KINDS[kind](compiled.matcher()), 5)
     tokens: list[int] = []
     replays = 0
     while not tokens or tokens[-1] != STOP:
@@ -108,7 +104,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
         executable.launch(stream)
         executable.synchronize(60)
         decoder.retire(replays)
-        committed = exchange.field("committed").array[0]
+        committed = exchange.committed[0]
         assert committed[0] == replays
         tokens += committed[2 : 2 + committed[1]].tolist()
     assert tokens == expected
@@ -116,7 +112,7 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     counters = decoder.counters()
     assert counters["desyncs"] == counters["missing_snapshots"] == counters["errors"] == 0
     assert counters["terminations"] == 1
-    assert np.all(exchange.field("row_state").array[0, 1:, 0] == 0)
+    assert np.all(exchange.stamps["state"][0, 1:] == 0)
     executable.close()
     graph.close()
     decoder.close()

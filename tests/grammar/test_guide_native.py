@@ -17,10 +17,10 @@ from guide_util import (
     NOT_READY,
     READY,
     SPECS,
-    ArrayExchange,
     Device,
+    Rig,
     byte_vocabulary,
-    oracle_row,
+    exchange_for,
     run_work,
 )
 
@@ -34,47 +34,6 @@ SIZE = 270
 @pytest.fixture(scope="module")
 def backend() -> XGrammarBackend:
     return XGrammarBackend(byte_vocabulary(SIZE))
-
-
-class Rig:
-    """A decoder of one slot with its exchange, driven by hand."""
-
-    def __init__(self, backend, kind="native", *, k=2, slots=1, masked=True):
-        self.backend, self.kind = backend, kind
-        self.exchange = ArrayExchange(slots, k, SIZE)
-        self.decoder = GuidedDecoder(
-            self.exchange, slots=slots, draft_length=k, vocab_size=SIZE, masked_drafts=masked,
-            ring=4,
-        )  # fmt: skip
-        self.open = self.decoder.open_work()
-        self.commit = self.decoder.commit_work()
-        self.drafts = [self.decoder.draft_work(j) for j in range(1, k)]
-
-    def request(self, spec="regex", *, slot=0, epoch=1, position=10):
-        matcher = self.backend.matcher(self.backend.compile(SPECS[spec]))
-        return GuidedRequest(slot, epoch, KINDS[self.kind](matcher), position)
-
-    def committed(self, replay, *tokens, slot=0):
-        row = self.exchange.field("committed").array[slot]
-        row[0], row[1] = replay, len(tokens)
-        row[2 : 2 + len(tokens)] = tokens
-        self.drafted(replay, slot=slot)
-
-    def drafted(self, replay, *tokens, slot=0):
-        row = self.exchange.field("drafted").array[slot]
-        row[0], row[1] = replay, len(tokens)
-        row[2 : 2 + len(tokens)] = tokens
-
-    def expect_row(self, text, *, slot=0, j=0, spec="regex"):
-        """Mask row j is that of a new matcher after the text."""
-        compiled = self.backend.compile(SPECS[spec])
-        row = oracle_row(lambda: self.backend.matcher(compiled), text)
-        np.testing.assert_array_equal(self.exchange.field("mask").array[slot, j], row)
-
-    def states(self, slot=0):
-        """The slot's row states; a row that is not ready has no stamp to speak of."""
-        rows = self.exchange.field("row_state").array[slot].tolist()
-        return [row if row[0] != NOT_READY else [NOT_READY] for row in rows]
 
 
 both = pytest.mark.parametrize("kind", KINDS)
@@ -104,20 +63,20 @@ def test_nothing_is_ever_printed(backend, capfd):
     rig = Rig(backend)
     request = rig.request()
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     replay = 1
     for token in (-1, -(2**31), 2**31 - 1, SIZE, 266, ord("Z"), ord("!"), 256):
         rig.committed(replay, ord("c"))
-        run_work(rig.commit)
+        rig.run(rig.commit)
         rig.drafted(replay, token, ord("c"))
-        run_work(rig.drafts[0])
+        rig.run(rig.drafts[0])
         rig.decoder.retire(replay)
         replay += 1
         rig.decoder.publish(replay, [request])
-        run_work(rig.open)
+        rig.run(rig.open)
         assert rig.states()[1][0] == NOT_READY, token
     rig.committed(replay, 256, ord("c"))  # a token after the end
-    run_work(rig.commit)
+    rig.run(rig.commit)
     assert rig.states()[0][0] == ERROR
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
@@ -130,16 +89,16 @@ def test_rows_are_stamped_with_epoch_and_position(backend, kind):
     rig = Rig(backend, kind)
     request = rig.request(epoch=7, position=41)
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     assert rig.states() == [[READY, 7, 41, 0], [NOT_READY], [NOT_READY]]
     rig.committed(1, ord("a"), ord("b"))
-    run_work(rig.commit)
+    rig.run(rig.commit)
     rig.drafted(1, ord("c"))
-    run_work(rig.drafts[0])
+    rig.run(rig.drafts[0])
     assert rig.states() == [[READY, 7, 43, 0], [READY, 7, 44, 0], [NOT_READY]]
     rig.drafted(1, ord("c"), ord("1"))
     rig.decoder.publish(2, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     assert rig.states()[2] == [READY, 7, 45, 0]
 
 
@@ -150,9 +109,9 @@ def test_unconstrained_slots_are_free_once_and_cost_nothing(backend, kind):
     request = GuidedRequest(0, 3, None, 5)
     for replay in (1, 2, 3):
         rig.decoder.publish(replay, [request])
-        run_work(rig.open)
+        rig.run(rig.open)
         rig.committed(replay, 1, 2)
-        run_work(rig.commit)
+        rig.run(rig.commit)
         assert [row[:2] for row in rig.states()] == [[FREE, 3]] * 3
         rig.decoder.retire(replay)
     counters = rig.decoder.counters()
@@ -166,19 +125,19 @@ def test_a_replay_without_a_snapshot_stands_down(backend, kind):
     rig = Rig(backend, kind)
     request = rig.request()
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
-    before = {name: rig.exchange.field(name).array.copy() for name in ("mask", "row_state")}
-    run_work(rig.open)  # replay 2 was never published
+    rig.run(rig.open)
+    before = rig.exchange.masks.copy(), rig.exchange.stamps.copy()
+    rig.run(rig.open)  # replay 2 was never published
     rig.committed(2, ord("a"), ord("b"))
-    run_work(rig.commit)
-    run_work(rig.drafts[0])
-    for name, array in before.items():
-        np.testing.assert_array_equal(rig.exchange.field(name).array, array)
+    rig.run(rig.commit)
+    rig.run(rig.drafts[0])
+    np.testing.assert_array_equal(rig.exchange.masks, before[0])
+    np.testing.assert_array_equal(rig.exchange.stamps, before[1])
     assert rig.decoder.counters()["missing_snapshots"] == 1
     # What that replay committed is applied by the next one that names the slot.
     rig.decoder.publish(2, [])
     rig.decoder.publish(3, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     assert rig.states()[0] == [READY, 1, 12, 0]
     rig.expect_row(b"ab")
 
@@ -189,15 +148,15 @@ def test_a_device_that_counts_replays_differently_is_noticed(backend, kind):
     rig = Rig(backend, kind, slots=2)
     requests = [rig.request(), rig.request(slot=1, epoch=2)]
     rig.decoder.publish(1, requests)
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(2, ord("c"), slot=0)  # one ahead
     rig.committed(1, ord("c"), slot=1)
-    run_work(rig.commit)
+    rig.run(rig.commit)
     assert rig.states(0)[0][0] == ERROR
     assert rig.states(1)[0] == [READY, 2, 11, 0]
     rig.decoder.publish(2, requests)
-    run_work(rig.open)
-    run_work(rig.commit)  # slot 1's stamp is still that of replay 1
+    rig.run(rig.open)
+    rig.run(rig.commit)  # slot 1's stamp is still that of replay 1
     rig.expect_row(b"c", slot=1)
     counters = rig.decoder.counters()
     assert counters["committed_tokens"] == counters["desyncs"] == counters["errors"] == 1
@@ -210,34 +169,31 @@ def test_a_count_out_of_range_fails_the_slot(backend, kind):
         rig = Rig(backend, kind)
         request = rig.request()
         rig.decoder.publish(1, [request])
-        run_work(rig.open)
+        rig.run(rig.open)
         rig.committed(1, ord("c"))
         if name == "committed":
-            rig.exchange.field("committed").array[0, 1] = 99
-        run_work(rig.commit)
+            rig.exchange.committed[0, 1] = 99
+        rig.run(rig.commit)
         if name == "drafted":
-            rig.exchange.field("drafted").array[0, 1] = 99
+            rig.exchange.drafted[0, 1] = 99
         rig.decoder.publish(2, [request])
-        run_work(rig.open)
+        rig.run(rig.open)
         assert rig.states()[0][0] == ERROR
 
 
 def test_an_internal_error_stays_in_its_slot(backend):
     """When XGrammar raises in one slot, that slot gets ROW_ERROR and the others go on."""
-    exchange = ArrayExchange(2, 1, 64)
-    fields = [exchange.field(n) for n in ("mask", "row_state", "committed", "drafted")]
+    exchange = exchange_for(2, 1, 64)
     # The worker is told a mask of 64 columns; the backend's own check refuses it.
     worker = _native.guide.Worker(
-        *((field.host_ptr, field.stride) for field in fields),
-        slots=2, draft_length=1, vocab_size=64, ring=4,
-    )  # fmt: skip
-    matcher = backend.matcher(backend.compile(SPECS["regex"]))
+        exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
+    )
+    matcher = backend.compile(SPECS["regex"]).matcher()
     assert worker.publish(1, [(0, 1, 5, matcher.native), (1, 1, 5, None)])
     step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.guide.STEP)
     step(worker.record(0, 0))
-    states = exchange.field("row_state").array
-    assert states[0, 0].tolist() == [ERROR, 1, 5, 0]
-    assert states[1, 0, 0] == FREE
+    assert exchange.stamps[0, 0].tolist() == (ERROR, 1, 5, 0)
+    assert exchange.stamps["state"][1, 0] == FREE
     assert worker.counters()["errors"] == 1 and worker.first_error()
     with pytest.raises(IndexError):
         worker.publish(2, [(2, 1, 5, matcher.native)])
@@ -253,16 +209,16 @@ def test_dead_ends_at_row_zero_and_inside_drafts(backend, kind):
     rig = Rig(backend, kind)
     request = rig.request("dead end")
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(1, ord("a"))
-    run_work(rig.commit)
+    rig.run(rig.commit)
     rig.drafted(1, ord("b"))  # only Z may follow, and no token spells it
-    run_work(rig.drafts[0])
+    rig.run(rig.drafts[0])
     assert [row[0] for row in rig.states()] == [READY, DEAD_END, NOT_READY]
     rig.decoder.publish(2, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(2, ord("b"))
-    run_work(rig.commit)
+    rig.run(rig.commit)
     assert rig.states()[0] == [DEAD_END, 1, 12, 0]
     assert rig.decoder.counters()["dead_ends"] == 2
 
@@ -273,37 +229,36 @@ def test_termination_inside_drafts_is_undone_until_committed(backend, kind):
     rig = Rig(backend, kind, k=3)
     request = rig.request("regex")
     rig.decoder.publish(1, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(1, ord("c"))
-    run_work(rig.commit)
+    rig.run(rig.commit)
     rig.drafted(1, 256, 256)
     for work in rig.drafts:
         run_work(work)
     assert [row[0] for row in rig.states()] == [READY, NOT_READY, NOT_READY, NOT_READY]
     rig.decoder.publish(2, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(2, ord("c"))  # verification refused the stop id
-    run_work(rig.commit)
+    rig.run(rig.commit)
     assert rig.states()[0] == [READY, 1, 12, 0]
     rig.drafted(2)
     rig.decoder.publish(3, [request])
-    run_work(rig.open)
+    rig.run(rig.open)
     rig.committed(3, ord("1"), 257)  # the other stop id
-    run_work(rig.commit)
+    rig.run(rig.commit)
     counters = rig.decoder.counters()
     assert counters["terminations"] == 1 and counters["desyncs"] == 0
     assert counters["committed_tokens"] == 4
 
 
-@both
-def test_steps_are_timed_by_kind_and_replay(backend, kind):
-    """The timeline holds each step's span in order on the monotonic clock; counters add them up."""
-    rig = Rig(backend, kind)
+def test_steps_are_timed_by_kind_and_replay(backend):
+    """The timeline holds each step's span in order on the monotonic clock, of the last 256 replays;
+    counters add them up."""
+    rig = Rig(backend)
     start = time.monotonic_ns()
     for replay in range(1, 4):
         rig.decoder.publish(replay, [])
-        for work in (rig.open, rig.commit, *rig.drafts):
-            run_work(work)
+        rig.run(rig.open, rig.commit, *rig.drafts)
         rig.decoder.retire(replay)
     end = time.monotonic_ns()
     spans = rig.decoder.timeline()
@@ -318,18 +273,9 @@ def test_steps_are_timed_by_kind_and_replay(backend, kind):
         assert counters[f"{step}_ns"] == sum(
             s.end_ns - s.start_ns for s in spans if s.step.startswith(step)
         )
-
-
-@both
-def test_the_timeline_holds_the_last_replays(backend, kind):
-    """Of 300 replays the spans of the last 256 are kept."""
-    rig = Rig(backend, kind)
-    for _ in range(300):
-        for work in (rig.open, rig.commit, *rig.drafts):
-            run_work(work)
-    spans = rig.decoder.timeline()
-    assert {span.replay for span in spans} == set(range(45, 301))
-    assert len(spans) == 256 * 3
+    for _ in range(297):
+        rig.run(rig.open, rig.commit, *rig.drafts)
+    assert {span.replay for span in rig.decoder.timeline()} == set(range(45, 301))
 
 
 @both
@@ -342,12 +288,12 @@ def test_snapshots_keep_matchers_until_their_replay_retires(backend, kind):
     rig.decoder.publish(2, [request])
     del request
     gc.collect()
-    run_work(rig.open)
-    run_work(rig.open)
+    rig.run(rig.open)
+    rig.run(rig.open)
     assert rig.states()[0][0] == READY
     rig.decoder.retire(1)
     rig.decoder.publish(3, [GuidedRequest(0, 2, None, 0)])
-    run_work(rig.open)
+    rig.run(rig.open)
     gc.collect()
     assert alive() is not None  # replay 2 still names it
     rig.decoder.retire(2)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from guide_util import SPECS, ArrayExchange, byte_vocabulary, run_work
+from guide_util import SPECS, byte_vocabulary, exchange_for, run_work
 
-from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.errors import OptionError
 from graft.grammar import GuidedDecoder, GuidedRequest, GuideError, XGrammarBackend
 
 SIZE = 270
@@ -23,16 +22,12 @@ def decoder() -> GuidedDecoder:
 
 
 def make(**changes) -> GuidedDecoder:
-    options = {
-        "slots": 2, "draft_length": 3, "vocab_size": SIZE, "masked_drafts": True, "ring": 3,
-        **changes,
-    }  # fmt: skip
-    exchange = ArrayExchange(2, 3, SIZE)
-    return GuidedDecoder(exchange, **options)
+    exchange = exchange_for(2, 3, SIZE, changes.pop("candidates", 0))
+    return GuidedDecoder(exchange, **{"masked_drafts": True, "ring": 3, **changes})
 
 
 def matcher(backend, spec="regex"):
-    return backend.matcher(backend.compile(SPECS[spec]))
+    return backend.compile(SPECS[spec]).matcher()
 
 
 def test_replays_are_published_in_order_and_never_lap(decoder):
@@ -92,16 +87,12 @@ def test_a_closed_decoder_does_nothing(decoder, backend):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"slots": 0}, "slots is 0"),
-        ({"draft_length": -1}, "draft_length is -1"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
         ({"ring": 1}, "ring is 1"),
         ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
         ({"threads": 0}, "threads is 0"),
         ({"budget_us": 0.5}, "budget_us is 0.5"),
         ({"budget_us": float("nan")}, "budget_us is nan"),
-        ({"draft_legality": "guess"}, "guess"),
-        ({"draft_legality": "probe", "masked_drafts": False}, "needs masked_drafts"),
+        ({"candidates": 4, "masked_drafts": False}, "for masked drafts only"),
     ],
 )
 def test_bad_options_are_refused_by_name(changes, message):
@@ -118,19 +109,3 @@ def test_draft_steps_exist_only_where_a_row_follows():
             decoder.draft_work(j)
     with pytest.raises(OptionError, match="masked_drafts"):
         make(masked_drafts=False).draft_work(1)
-
-
-def test_exchange_fields_must_have_the_right_shape():
-    """Each field's shape and dtype is checked by name."""
-    for name in ("mask", "row_state", "committed", "drafted"):
-        exchange = ArrayExchange(2, 3, SIZE)
-        field = exchange.field(name)
-        field.array = field.array[:, 1:]
-        with pytest.raises(ShapeError, match=name):
-            GuidedDecoder(
-                exchange, slots=2, draft_length=3, vocab_size=SIZE, masked_drafts=True
-            )
-    exchange = ArrayExchange(2, 3, SIZE)
-    exchange.field("mask").array = exchange.field("mask").array.view(np.float32)
-    with pytest.raises(ShapeError, match="mask"):
-        GuidedDecoder(exchange, slots=2, draft_length=3, vocab_size=SIZE, masked_drafts=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import os
 import subprocess
@@ -11,32 +9,27 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from guide_util import (
-    FREE,
+    BUDGET_NS,
     NOT_READY,
-    OTHER_STOP,
     READY,
     SPECS,
-    STOP,
-    ArrayExchange,
     Device,
     Gated,
-    bits,
+    Rig,
+    budgets_by,
     byte_vocabulary,
-    oracle_row,
+    exchange_for,
+    mix,
     run_work,
 )
 from test_guide_rounds import play
 
 from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest, make_backend
 from graft.grammar.decoder import default_threads
-from graft.native import _native
-
-BUDGET_NS = 1_000_000
 
 
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
@@ -59,29 +52,8 @@ def test_several_threads_make_the_same_rows(backend, draft_length, masked):
     assert native["late_rows"] == native["budget_stalls"] == 0
 
 
-@contextlib.contextmanager
-def budgets_by(clock: np.ndarray) -> Iterator[None]:
-    """Decoders made meanwhile measure budgets by ``clock``, int64 nanoseconds, and hand every order
-    to a thread."""
-    plain = _native.guide.Worker
-    _native.guide.Worker = functools.partial(plain, clock=clock.ctypes.data)
-    try:
-        yield
-    finally:
-        _native.guide.Worker = plain
-
-
-def mix(*values: int) -> int:
-    """A number that looks random and depends on the values alone."""
-    state = 0x9E3779B97F4A7C15
-    for value in values:
-        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
-        state ^= state >> 29
-    return state
-
-
 class HeldDevice(Device):
-    """Slots whose matchers wait at gates, and tokens that depend on the request and position only.
+    """Slots whose matchers wait at gates.
 
     A step with a budget waits for a clock that stands still. It is moved past the budget when every
     slot that is not done waits at its gate: so exactly the held slots are late, on any machine.
@@ -98,18 +70,12 @@ class HeldDevice(Device):
             super().__init__(backend, slots=slots, seed=seed, kinds=["native"], options=options,
                              **more)  # fmt: skip
         self.holder = np.random.default_rng(seed + 1)
-        self.names: dict[int, int] = {}  # request of each epoch
         self.results: dict[int, tuple[int, list[int]]] = {}
         self.sat_out = 0
 
     def take(self, slot: int, number: int, grammar) -> None:
-        """Join request ``number``; what it generates depends on the number alone."""
-        rng, self.rng = self.rng, np.random.default_rng(number)
-        self.join(slot, grammar, limit=int(self.rng.integers(3, 24)))
-        self.rng = rng
-        truth = self.slots[slot]
-        assert truth is not None
-        self.names[truth.epoch] = number
+        """Join request ``number``."""
+        self.join(slot, grammar, limit=3 + mix(number) % 21, name=number)
         matcher = self.matchers[0][slot]
         if matcher is not None:
             self.matchers[0][slot] = Gated(matcher, self.gates[slot])
@@ -150,51 +116,6 @@ class HeldDevice(Device):
             return
         super()._check_row(slot, j)
 
-    def _wanted(self, slot: int, position: int, legal: np.ndarray) -> int:
-        truth = self.slots[slot]
-        assert truth is not None
-        keys = [mix(self.names[truth.epoch], position, int(token)) for token in legal]
-        return int(legal[int(np.argmax(keys))])
-
-    def _legal(self, slot: int, j: int) -> np.ndarray:
-        mask = self.exchanges[0].field("mask").array
-        return bits(mask[slot, j]) if self._state(slot, j) == READY else np.arange(self.size)
-
-    def _walk(self, slot, truth):
-        tokens: list[int] = []
-        for j in range(len(truth.drafts) + 1):
-            if truth.n + j + 1 >= truth.limit or self._state(slot, j) not in (FREE, READY):
-                break
-            tokens.append(self._wanted(slot, truth.n + j + 1, self._legal(slot, j)))
-            if j == len(truth.drafts) or tokens[-1] != truth.drafts[j]:
-                break
-            if tokens[-1] in (STOP, OTHER_STOP):
-                break
-        return tokens
-
-    def _draft(self, slot, j):
-        """Mostly what verification will want."""
-        truth = self.slots[slot]
-        if len(truth.drafts) != j - 1 or truth.n + j >= truth.limit:
-            return
-        if truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP):
-            return
-        choices = np.arange(self.size)
-        if self.masked:
-            if self._state(slot, j - 1) not in (FREE, READY):
-                return
-            choices = self._legal(slot, j - 1)
-        elif truth.start:
-            row = oracle_row(truth.start, truth.history + truth.drafts)
-            choices = bits(row) if row is not None and row.any() else choices
-        choices = choices[choices < self.size]
-        token = self._wanted(slot, truth.n + j, choices)
-        if self.holder.random() < 0.2:
-            token = int(self.holder.choice(choices))
-        truth.drafts.append(token)
-        drafted = self.exchanges[0].field("drafted").array[slot]
-        drafted[0], drafted[1], drafted[1 + j] = self.replay, j, token
-
     def serve(self, requests: int) -> dict[int, tuple[int, list[int]]]:
         """Run requests 0 .. requests-1; the reason and tokens of each."""
         grammars = [self.backend.compile(spec) for spec in SPECS.values()] + [None]
@@ -209,7 +130,7 @@ class HeldDevice(Device):
             self.run()
             self.clear_ended()
             for truth in self.ended:
-                self.results[self.names[truth.epoch]] = (truth.reason, truth.history)
+                self.results[truth.name] = (truth.reason, truth.history)
             self.ended.clear()
         self.release()
         return self.results
@@ -235,108 +156,42 @@ def test_late_slots_resume_exactly(backend, draft_length, masked, threads):
     assert held.sat_out > 0
 
 
-class HeldRig:
-    """Two slots driven by hand; slot 0's matcher has a gate."""
-
-    def __init__(
-        self, backend: GrammarBackend, *, k: int = 3, slots: int = 2, legality: str = "fill"
-    ):
-        self.backend, self.k = backend, k
-        self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
-        self.size = backend.vocabulary.size
-        self.exchange = ArrayExchange(slots, k, self.size)
-        with budgets_by(self.clock):
-            self.decoder = GuidedDecoder(
-                self.exchange, slots=slots, draft_length=k, vocab_size=self.size, threads=1,
-                masked_drafts=True, draft_legality=legality, budget_us=BUDGET_NS / 1000,
-            )  # fmt: skip
-        self.works = [self.decoder.open_work(), self.decoder.commit_work()]
-        self.compiled = backend.compile(SPECS["regex"])
-
-    def request(
-        self, slot: int, *, epoch: int = 1, position: int = 10, gated: bool = True
-    ) -> GuidedRequest:
-        matcher = self.backend.matcher(self.compiled)
-        if slot == 0 and gated:
-            matcher = Gated(matcher, self.gate)
-        return GuidedRequest(slot, epoch, matcher, position)
-
-    def close_gate(self, call: int) -> None:
-        """Slot 0's matcher waits in the ``call``-th call from now on."""
-        self.gate[2], self.gate[0] = 0, call
-
-    def open_gate(self) -> None:
-        self.gate[0] = 0
-        self.decoder._worker.wait_idle()
-
-    def step(self, work) -> None:
-        """Run a step; its budget ends when only a slot at its gate is left."""
-        worker = self.decoder._worker
-        thread = threading.Thread(target=run_work, args=(work,))
-        thread.start()
-        posted = half = False
-        while thread.is_alive():
-            posted = posted or worker.waiting()
-            if posted and self.gate[1] and worker.busy_slots() == 1:
-                self.clock += BUDGET_NS
-            elif posted and self.gate[1] and not half:
-                self.clock += BUDGET_NS // 2
-                half = True
-            thread.join(1e-4)
-
-    def write(self, name: str, slot: int, replay: int, text: bytes) -> None:
-        row = self.exchange.field(name).array[slot]
-        row[0], row[1] = replay, len(text)
-        row[2 : 2 + len(text)] = list(text)
-
-    def rows(self, slot: int) -> list[tuple[int, ...]]:
-        """State, epoch and position of the rows that are ready in any way."""
-        states = self.exchange.field("row_state").array[slot]
-        return [tuple(row[:3].tolist()) for row in states if row[0] != NOT_READY]
-
-    def expect_row(self, slot: int, j: int, text: bytes) -> None:
-        row = oracle_row(lambda: self.backend.matcher(self.compiled), text)
-        np.testing.assert_array_equal(self.exchange.field("mask").array[slot, j], row)
-
-
 def test_a_row_that_is_late_ends_the_round_before_it(backend):
     """Rows made in time are stamped, later ones come with the next open that finds them; a commit
     met meanwhile is kept, and what was still being made for the old state is never stamped."""
-    rig = HeldRig(backend)
-    requests = [rig.request(0), rig.request(1, epoch=2)]
+    rig = Rig(backend, k=3, slots=2, held=True)
+    requests = [rig.request(), rig.request(slot=1, epoch=2)]
     rig.decoder.publish(1, requests)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     for slot in (0, 1):
-        rig.write("committed", slot, 1, b"a")
-        rig.write("drafted", slot, 1, b"")
-    rig.step(rig.works[1])
+        rig.committed(1, *b"a", slot=slot)
+    rig.run(rig.commit)
     for slot in (0, 1):
-        rig.write("drafted", slot, 1, b"bcc")
+        rig.drafted(1, *b"bcc", slot=slot)
     rig.decoder.publish(2, requests)
     rig.close_gate(4)  # accept b, fill row 1, accept c, then the fill of row 2
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     assert rig.rows(0) == [(READY, 1, 11), (READY, 1, 12)]
     assert rig.rows(1) == [(READY, 2, 11), (READY, 2, 12), (READY, 2, 13), (READY, 2, 14)]
     assert rig.decoder._worker.busy(0) and not rig.decoder._worker.busy(1)
     for slot, text in ((0, b"bc"), (1, b"bccc")):  # as far as rows were ready
-        rig.write("committed", slot, 2, text)
-        rig.write("drafted", slot, 2, b"")
-    rig.step(rig.works[1])
+        rig.committed(2, *text, slot=slot)
+    rig.run(rig.commit)
     assert rig.rows(0) == []
     assert rig.rows(1) == [(READY, 2, 15)]
     rig.decoder.publish(3, requests)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     assert rig.rows(0) == []
     assert rig.decoder.counters()["committed_tokens"] == 1 + len(b"abccc")
-    rig.write("committed", 0, 3, b"")  # the device has overwritten the commit: slot 0 sits out
+    rig.committed(3)  # the device has overwritten the commit: slot 0 sits out
     rig.open_gate()
     assert rig.rows(0) == []  # nothing appears between steps
-    rig.step(rig.works[1])
+    rig.run(rig.commit)
     rig.decoder.retire(1)
     rig.decoder.publish(4, requests)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     assert rig.rows(0) == [(READY, 1, 13)]
-    rig.expect_row(0, 0, b"abc")
+    rig.expect_row(b"abc")
     counters = rig.decoder.counters()
     assert counters["late_rows"] == 1 and counters["budget_stalls"] == 1
     assert counters["desyncs"] == counters["errors"] == 0
@@ -345,47 +200,46 @@ def test_a_row_that_is_late_ends_the_round_before_it(backend):
 def test_a_late_slot_is_taken_over_only_when_it_is_idle(backend):
     """A new request in a late slot waits: it is never given rows of the old one, nor its commits;
     the old one's matcher lives as long as its thread uses it."""
-    rig = HeldRig(backend)
-    old = rig.request(0)
+    rig = Rig(backend, k=3, slots=2, held=True)
+    old = rig.request()
     rig.decoder.publish(1, [old])
     rig.close_gate(1)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     assert rig.rows(0) == []
     alive = weakref.ref(old.matcher)
     del old
-    new = rig.request(0, epoch=2, position=30, gated=False)
+    new = rig.request(epoch=2, position=30, gated=False)
     rig.decoder.publish(2, [new])
     rig.decoder.retire(1)
-    rig.step(rig.works[0])
-    rig.step(rig.works[1])
+    rig.run(rig.open)
+    rig.run(rig.commit)
     gc.collect()
     assert rig.rows(0) == [] and alive() is not None
     rig.open_gate()
     rig.decoder.publish(3, [new])
     rig.decoder.retire(2)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     gc.collect()
     assert rig.rows(0) == [(READY, 2, 30)] and alive() is None
-    rig.expect_row(0, 0, b"")
+    rig.expect_row(b"")
 
 
 def test_a_slot_that_is_always_late_still_advances(backend):
     """Whatever it does takes longer than the budget: a token comes of every round but the first."""
-    rig = HeldRig(backend)
-    requests = [rig.request(0), rig.request(1, epoch=2)]
+    rig = Rig(backend, k=3, slots=2, held=True)
+    requests = [rig.request(), rig.request(slot=1, epoch=2)]
     text, rounds, done = b"abccc", 0, [0, 0]
     while done[0] < len(text):
         rounds += 1
         rig.decoder.publish(rounds, requests)
         rig.close_gate(1)
-        rig.step(rig.works[0])
+        rig.run(rig.open)
         ready = (READY, 1, 10 + done[0]) in rig.rows(0)
         for slot in (0, 1):
-            rig.write("committed", slot, rounds, text[done[slot] :][:ready])
-            rig.write("drafted", slot, rounds, b"")
+            rig.committed(rounds, *text[done[slot] :][:ready], slot=slot)
             done[slot] += ready
         rig.close_gate(1)
-        rig.step(rig.works[1])
+        rig.run(rig.commit)
         rig.open_gate()
         rig.decoder.retire(rounds)
         assert rounds <= 2 * len(text)
@@ -396,18 +250,17 @@ def test_a_slot_that_is_always_late_still_advances(backend):
 def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[GuidedDecoder, object]:
     """A decoder by processor time after some rounds of requests of one grammar."""
     size = backend.vocabulary.size
-    exchange = ArrayExchange(slots, 0, size)
-    decoder = GuidedDecoder(exchange, slots=slots, draft_length=0, vocab_size=size,
-                            masked_drafts=False, threads=1, budget_us=budget_us)  # fmt: skip
+    exchange = exchange_for(slots, 0, size)
+    decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
     compiled = backend.compile(SPECS["regex"])
-    requests = [GuidedRequest(s, 1, backend.matcher(compiled), 0) for s in range(slots)]
+    requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
-    committed, done = exchange.field("committed").array, [0] * slots
+    committed, done = exchange.committed, [0] * slots
     for replay in range(1, steps + 1):
         decoder.publish(replay, requests)
         run_work(work)
         for slot in range(slots):
-            ready = bool(exchange.field("row_state").array[slot, 0, 0] == READY)
+            ready = bool(exchange.stamps["state"][slot, 0] == READY)
             text = b"ab".ljust(steps, b"c")[done[slot] :][:ready]
             done[slot] += len(text)
             committed[slot, : 2 + len(text)] = (replay, len(text), *text)
@@ -436,42 +289,39 @@ def test_nobody_waits_for_a_lone_request(backend):
 
 def test_a_probe_that_is_late_is_never_answered(backend):
     """The device drafts nothing there; what the thread accepted meanwhile is undone."""
-    rig = HeldRig(backend, legality="probe")
-    probe = rig.decoder.draft_work(1)
-    requests = [rig.request(0), rig.request(1, epoch=2)]
+    rig = Rig(backend, k=3, slots=2, candidates=4, held=True)
+    requests = [rig.request(), rig.request(slot=1, epoch=2)]
     rig.decoder.publish(1, requests)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     for slot in (0, 1):
-        rig.write("committed", slot, 1, b"a")
-        rig.write("drafted", slot, 1, b"")
-    rig.step(rig.works[1])
+        rig.committed(1, *b"a", slot=slot)
+    rig.run(rig.commit)
     for slot in (0, 1):
-        row = rig.exchange.field("candidates").array[slot]
+        row = rig.exchange.candidates[slot]
         row[:5] = (1, 1, 2, ord("!"), ord("b"))
     rig.close_gate(2)  # inside the test of the second candidate
-    rig.step(probe)
-    answers = rig.exchange.field("answers").array
-    assert answers[:, :3].tolist() == [[0, 0, 0], [1, 1, ord("b")]]
+    rig.run(rig.drafts[0])
+    assert rig.exchange.answer.tolist() == [(0, 0, 0), (1, 1, ord("b"))]
     rig.open_gate()
-    rig.step(rig.decoder.draft_work(2))
-    assert answers[0].tolist() == [0, 0, 0, 0]
-    rig.write("drafted", 1, 1, b"b")
+    rig.run(rig.drafts[1])
+    assert rig.exchange.answer[0].tolist() == (0, 0, 0)
+    rig.drafted(1, *b"b", slot=1)
     rig.decoder.publish(2, requests)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     assert rig.rows(0) == [(READY, 1, 11)]
     assert rig.rows(1) == [(READY, 2, 11), (READY, 2, 12)]
     for slot in (0, 1):
-        rig.expect_row(slot, 0, b"a")
-    rig.expect_row(1, 1, b"ab")
+        rig.expect_row(b"a", slot=slot)
+    rig.expect_row(b"ab", slot=1, j=1)
     assert rig.decoder.counters()["desyncs"] == 0
 
 
 def test_closing_waits_for_late_slots(backend):
     """close() returns once no thread is inside a matcher."""
-    rig = HeldRig(backend)
-    rig.decoder.publish(1, [rig.request(0)])
+    rig = Rig(backend, k=3, slots=2, held=True)
+    rig.decoder.publish(1, [rig.request()])
     rig.close_gate(1)
-    rig.step(rig.works[0])
+    rig.run(rig.open)
     rig.decoder.retire(1)
     closer = threading.Thread(target=rig.decoder.close)
     closer.start()
@@ -485,10 +335,9 @@ def test_closing_waits_for_late_slots(backend):
 FORKING = """
 import gc, os, sys
 sys.path.insert(0, sys.argv[1])
-from guide_util import ArrayExchange, run_work
+from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
-options = {"slots": 4, "draft_length": 1, "vocab_size": 270, "masked_drafts": True}
-decoder = GuidedDecoder(ArrayExchange(4, 1, 270), threads=3, **options)
+decoder = GuidedDecoder(exchange_for(4, 1, 270), masked_drafts=True, threads=3)
 work = decoder.open_work()
 run_work(work)
 child = os.fork()

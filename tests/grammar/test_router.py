@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from router_util import Grammar
 
-from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
-from graft.grammar.preflight import ENFORCEMENT, preflight, trial
-from graft.grammar.router import check_output, route
+from graft.grammar import (
+    GrammarError,
+    GrammarSpec,
+    StructuralTag,
+    Vocabulary,
+    make_backend,
+    resolve,
+)
+from graft.grammar.judge import check_output
+from graft.grammar.schema.endless import is_endless
+from graft.grammar.schema.enforcement import KEYWORDS
+from graft.grammar.schema.router import route
+from graft.grammar.schema.trial import trial
 
 pytest.importorskip("llguidance")
-BOTH = ("llguidance", "xgrammar")
-
 # Schemas that no backend enforces exactly, the keyword and place, and a value that gets past.
 INEXACT: list[tuple[Any, str, str, Any]] = [
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "#", "uniqueItems",
@@ -30,14 +39,17 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
     ({"type": "string", "pattern": "^(?!x)"}, "#", "pattern", "x"),
     ({"properties": {"a": {"$ref": "https://example.com/other.json"}}}, "#/properties/a", "$ref",
      {"a": 1}),
-    ({"unevaluatedProperties": False}, "#", "unevaluatedProperties", {"a": 1}),
+    ({"unevaluatedProperties": False, "anyOf": [{"properties": {"a": True}}, True]}, "#",
+     "unevaluatedProperties", {"a": 1}),
+    ({"type": "array", "contains": {"const": 1}, "maxContains": 1, "maxItems": 3}, "#", "contains",
+     [1, 1]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
 def test_what_cannot_be_enforced_is_named(schema, pointer, keyword, value):
     """An inexact route names keyword and pointer, and its loose schema indeed lets more through."""
-    found = route(schema, BOTH)
+    found = route(schema)
     assert not found.exact
     assert (pointer, keyword) in {(r.pointer, r.keyword) for r in found.reasons}
     assert f"{pointer}: {keyword}: " in found.refusal()
@@ -68,34 +80,20 @@ def test_marked_outputs_are_checked_against_the_users_schema():
         check_output({"$ref": "https://example.com/nowhere"}, "1")
 
 
-@pytest.mark.parametrize("schema", [False, {"allOf": [True, False]}, {"type": "string",
+@pytest.mark.parametrize("schema", [False, {"allOf": [True, False]}, {"not": {}}, {"type": "string",
                          "minLength": 3, "maxLength": 2}, {"enum": []}])  # fmt: skip
 def test_a_schema_without_outputs_is_refused(schema):
-    """What nothing satisfies has no backend."""
-    found = route(schema, ("llguidance",))
-    assert found.backend is None and not found.exact
-    assert "no output" in found.refusal()
-
-
-def test_llguidance_is_chosen_where_it_is_exact_and_xgrammar_where_it_is_alone():
-    """The first exact backend in order of preference wins; a lone one must be exact by itself."""
-    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5000}},
-              "additionalProperties": False}  # fmt: skip
-    assert route(schema, BOTH).backend == "llguidance"
-    lone = route(schema, ("xgrammar",))
-    assert not lone.exact and lone.reasons[0].keyword == "maxLength" and lone.backend is None
-    small = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}},
-             "additionalProperties": False}  # fmt: skip
-    assert route(small, ("xgrammar", "llguidance")).backend == "xgrammar"
-    disjoint = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
-    assert route(disjoint, ("xgrammar",)).exact
-    assert not route({"type": "array", "uniqueItems": True, "items": {}}, ("xgrammar",)).exact
+    """What nothing satisfies has no backend, and partial=True is not said to help."""
+    for partial in (False, True):
+        with pytest.raises(GrammarError, match="allows no output") as caught:
+            GrammarSpec.json_schema(schema, partial=partial)
+        assert "partial" not in str(caught.value)
 
 
 def test_a_schema_cannot_switch_strictness_off():
     """LLGuidance's in-schema options are no way around the router."""
     schema = {"type": "array", "items": {}, "uniqueItems": True, "x-guidance": {"lenient": True}}
-    found = route(schema, BOTH)
+    found = route(schema)
     assert not found.exact and "x-guidance" not in found.schema
 
 
@@ -103,17 +101,22 @@ def test_routes_are_pure():
     """The same schema gives the same route, and stays as it was."""
     schema = {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"}
     before = json.dumps(schema)
-    assert route(schema, BOTH) == route(schema, BOTH)
+    assert route(schema) == route(schema)
     assert json.dumps(schema) == before
 
 
-def test_unknown_backends_are_refused():
-    """Backend names are checked before anything else."""
-    for names in ((), ("outlines",)):
-        with pytest.raises(GrammarError, match="needs some of"):
-            route({}, names)
+def test_unknown_backends_are_refused(monkeypatch):
+    """By name, as are those that are not installed; auto makes do with XGrammar alone."""
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
+    monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
+    texts = ("{}", '{"not": {"type": "null"}}')
+    plain, negated = (GrammarSpec("json_schema", text) for text in texts)
+    assert resolve.resolved(plain, "auto").backend == "xgrammar"
+    with pytest.raises(GrammarError, match="XGrammar ignores not"):
+        resolve.resolved(negated, "auto")
+    with pytest.raises(GrammarError, match="'llguidance' is not available"):
+        resolve.resolved(plain, "llguidance")
 
 
 @pytest.mark.parametrize("keyword, schema", [
@@ -123,10 +126,19 @@ def test_unknown_backends_are_refused():
     ("unevaluatedProperties", {"unevaluatedProperties": False}),
 ])  # fmt: skip
 def test_the_table_agrees_with_llguidance(keyword, schema):
-    """Keywords that the preflight calls refused are refused by LLGuidance itself."""
-    assert keyword in ENFORCEMENT["llguidance"]["refused"]
-    assert trial(schema)
-    assert [f for f in preflight(schema, "llguidance") if f.keyword == keyword]
+    """Keywords that are said to be refused are refused by LLGuidance itself."""
+    assert KEYWORDS[keyword].llguidance == "refused" and trial(schema)
+
+
+def test_a_refusal_names_true_reasons_only():
+    """What is enforced beside an obstacle is not named, whoever would have ignored it."""
+    schema = {"type": "object", "properties": {
+        "a": {"not": {"const": 1}, "type": ["string", "null"]}, "b": {"enum": [1, 2], "minimum": 2},
+        "c": {"type": "array", "uniqueItems": True}}}  # fmt: skip
+    for backend in ("", "auto", "llguidance"):
+        with pytest.raises(GrammarError, match="#/properties/c: uniqueItems: ") as caught:
+            GrammarSpec.json_schema(schema, backend=backend)
+        assert "/a" not in str(caught.value) and "/b" not in str(caught.value)
 
 
 def test_hostile_schemas_are_refused_in_a_sentence():
@@ -137,15 +149,91 @@ def test_hostile_schemas_are_refused_in_a_sentence():
         {"dependencies": []}, {"not": 3}, {"pattern": 3}, {"format": 3}, {"items": 3},
         {"$ref": 3}, {"$ref": "#/nowhere"}, {"if": 3, "then": 4}, {"propertyNames": 3},
         {"allOf": 3}, {"not": {"required": 3}}, {"not": {"minLength": "x"}}, {"maxLength": "x"},
-        {"type": "string", "pattern": "("}, {"type": "nothing"},
+        {"type": "string", "pattern": "("}, {"type": "nothing"}, {"required": True},
         {"oneOf": [{"minLength": "x"}, {"maxLength": None}]}, {"patternProperties": {"(": {}}},
+        {"$ref": "#/x", "x": {"properties": [1]}}, {"$ref": "#/x", "x": {"not": {"enum": 3}}},
+        {"type": "array", "uniqueItems": True, "items": {"enum": list(range(300))}},
     ]  # fmt: skip
     for schema in nonsense:
-        found = route(schema, BOTH)
-        if found.exact and found.backend == "llguidance":
-            assert Grammar(found.schema).takes(1) == (schema != {"type": "nothing"}), schema
-        else:
-            assert found.refusal()
+        with pytest.raises(GrammarError, match="JSON schema: ") as caught:
+            GrammarSpec.json_schema(schema)
+        assert len(str(caught.value)) < 400
+
+
+REST = {"unevaluatedProperties": False}
+#: Schemas, values that satisfy each, and values that do not.
+ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "unused definitions": ({"type": "integer", "$defs": {"x": {"$ref": "https://a.b/c"}}}, [1], []),
+    "no-ops": ({"type": ["array", "object"], "unevaluatedProperties": True, "minContains": 0,
+                "unevaluatedItems": {}, "contains": {"const": 1}}, [[], {}], [1]),
+    "a lone bound": ({"type": "array", "minContains": 3}, [[]], [1]),
+    "unevaluatedProperties": ({"type": "object", "allOf": [{"$ref": "#/$defs/x"}], **REST,
+        "properties": {"a": True}, "$defs": {"x": {"properties": {"b": {"type": "null"}}}}},
+        [{"a": 1}, {"b": None}], [{"c": 1}, {"b": 1}]),
+    "unevaluated, all seen": ({"type": "object", "additionalProperties": {"type": "null"}, **REST},
+                              [{"a": None}], [{"a": 1}]),
+    "unevaluatedItems": ({"type": "array", "prefixItems": [True], "unevaluatedItems": False},
+                         [[1], []], [[1, 2]]),
+    "contains": ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1},
+                  "maxItems": 3}, [[1], [2, 1], [2, 2, 1], [1, 1]], [[], [2], [2, 2, 2], ["x", 1]]),
+    "contains twice": ({"type": "array", "contains": {"const": 1}, "minContains": 2,
+                        "maxItems": 3}, [[1, 1], [1, 2, 1]], [[1], [1, 2]]),
+    "contains anything": ({"type": ["array", "null"], "contains": True}, [[1], None], [[]]),
+    "dynamicRef": ({"$dynamicRef": "#n", "$defs": {"n": {"$dynamicAnchor": "n", "type": "array",
+                    "items": {"$dynamicRef": "#n"}}}}, [[], [[]]], [1, [1]]),
+    "anchor": ({"not": {"$ref": "#n"}, "type": ["string", "null"],
+                "$defs": {"n": {"$anchor": "n", "type": "null"}}}, ["x"], [None]),
+    "recursiveRef": ({"$schema": "https://json-schema.org/draft/2019-09/schema", "type": "array",
+                      "items": {"$recursiveRef": "#"}}, [[[]]], [[1]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema, good, bad", ENFORCED.values(), ids=ENFORCED)
+def test_what_says_nothing_or_can_be_spelled_out_is_exact(schema, good, bad):
+    """Unused parts refuse nothing; unevaluated, contained and dynamic ones are found statically."""
+    judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+    found = route(schema)
+    assert found.exact, found.refusal()
+    grammar = Grammar.routed(found)
+    for value in (*good, *bad):
+        assert grammar.takes(value) == judge.is_valid(value) == (value in good), value
+
+
+def test_formats_are_what_the_draft_says():
+    """Enforced unless the schema declares a draft to which they are annotations, or as asked."""
+    latest = "https://json-schema.org/draft/2020-12/schema"
+    plain = {"type": "string", "format": "date"}
+    for schema, asked, enforced in (
+        (plain, None, True), (plain, False, False), ({"$schema": latest, **plain}, None, False),
+        ({"$schema": latest, **plain}, True, True),
+    ):  # fmt: skip
+        found = route(schema, assert_formats=asked)
+        assert Grammar.routed(found).takes("no date") != enforced
+        assert Grammar.routed(found).takes("2024-02-29")
+        assert any(reason.keyword == "format" for reason in found.rewritten) != enforced
+    mail = route({"type": "string", "format": "email"})
+    assert [reason.keyword for reason in mail.narrowed] == ["format"]
+
+
+@pytest.mark.parametrize("schema, keyword, texts", [
+    ({"type": "integer"}, "type", ["1.0", "1e2"]), ({"enum": [1, "x"]}, "enum", ["1.0"]),
+    ({"type": "number", "minimum": 0}, "minimum", ["1e-06", "-0", "1.5e0"]),
+    ({"type": "number", "multipleOf": 0.25}, "multipleOf", ["2.5", "2.0"]),
+])  # fmt: skip
+def test_spellings_that_are_not_produced_are_told(schema, keyword, texts):
+    """Where a valid number is refused in some spelling, the route says so; elsewhere nothing."""
+    found = route({"properties": {"a": schema}})
+    assert [reason[:2] for reason in found.spelling] == [("#/properties/a", keyword)]
+    for text in texts:
+        assert not Grammar.routed(found).accepts(f'{{"a": {text}}}')
+    assert route({"type": ["number", "string"], "enum": ["x", True]}).spelling == ()
+
+
+def test_what_openapi_means_is_not_ignored_silently():
+    """null is not produced for nullable, and the route says what would."""
+    found = route({"properties": {"a": {"type": "string", "nullable": True}}})
+    assert ("#/properties/a", "nullable") in [reason[:2] for reason in found.narrowed]
+    assert not Grammar.routed(found).takes({"a": None})
 
 
 def test_a_routed_spec_means_what_the_standard_says():
@@ -159,10 +247,72 @@ def test_a_routed_spec_means_what_the_standard_says():
         compiled = backend.compile(spec)
 
         def fits(text: str, backend: Any = backend, compiled: Any = compiled) -> bool:
-            matcher = backend.matcher(compiled)
+            matcher = compiled.matcher()
             return all(matcher.accept(byte) for byte in [*text.encode(), 256])
 
         assert spec.backend == "llguidance" and not spec.partial and spec.schema == schema
         assert fits('{"a": 1, "b": 2}') and fits("{}") and fits('{"b": 2}')
         assert not fits('{"a": 1}') and not fits('{"a": "x", "b": 2}')
         assert fits('{"c": 3}') == open_end
+
+
+def node(**more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#"}}} | more
+
+
+ENDLESS: dict[str, Any] = {
+    "itself": {"$ref": "#"},
+    "a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                 "$ref": "#/$defs/a"},
+    "a required property": node(required=["n"]),
+    "an item": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    "a first item": {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 2},
+    "every option": {"anyOf": [node(required=["n"]), {"$ref": "#"}]},
+    "a conjunct": {"allOf": [{"type": "integer"}, {"$ref": "#"}]},
+    "far away": {"$ref": "#/x/y~1z/0", "x": {"y/z": [{"oneOf": [{"$ref": "#/x/y~1z/0"}]}]}},
+    "quoted": {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}},
+}  # fmt: skip
+#: Schemas that refer to themselves, and a value that satisfies each.
+FINITE: dict[str, tuple[Any, Any]] = {
+    "a property": (node(required=["v"]), {"v": 1}),
+    "another type": (node(required=["n"]) | {"type": ["object", "null"]}, None),
+    "no type": ({"properties": {"n": {"$ref": "#"}}, "required": ["n"]}, 5),
+    "no items": ({"type": "array", "items": {"$ref": "#"}}, []),
+    "an option": ({"anyOf": [node(required=["n"]), {"type": "null"}]}, None),
+    "the second of two": ({"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
+                          [0]),
+    "a name that is no keyword": ({"type": "object", "properties": {"$ref": {"type": "integer"}},
+                                   "required": ["$ref"]}, {"$ref": 1}),
+    "a long way": ({"$ref": "#/$defs/0", "$defs": {
+        **{str(i): node(required=["n"], properties={"n": {"$ref": f"#/$defs/{i + 1}"}})
+           for i in range(40)}, "40": {"type": "null"}}}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
+def test_what_only_endless_values_satisfy_is_refused(schema: Any):
+    """By every backend's name, in a tag and loosely too: there is no output to make."""
+    for backend in ("", "auto", "xgrammar", "llguidance"):
+        for partial in (False, True):
+            with pytest.raises(GrammarError, match=r"allows no output: a \$ref leads back"):
+                GrammarSpec.json_schema(json.dumps(schema), backend=backend, partial=partial)
+    with pytest.raises(GrammarError, match=r"tag schema: .* allows no output"):
+        StructuralTag.of("<", schema, ">")
+
+
+@pytest.mark.parametrize("schema, value", FINITE.values(), ids=FINITE)
+def test_what_a_finite_value_satisfies_is_not(schema: Any, value: Any):
+    """Recursion with a way out is no reason to refuse."""
+    assert not is_endless(schema)
+    if value is None and "$defs" in schema:
+        for _ in range(40):
+            value = {"n": value}
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def test_what_is_no_schema_is_left_to_others():
+    """Wrong forms and references to elsewhere are not judged here."""
+    for schema in (True, {"$ref": 5}, {"$ref": "#/none"}, {"$ref": "http://localhost/x"},
+                   {"allOf": [{"$ref": "#/none/0"}], "none": []}, {"anyOf": 3, "$ref": "#x"},
+                   {"type": "object", "properties": [], "required": ["a"], "not": {"$ref": "#"}}):
+        assert not is_endless(schema)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from guide_util import ArrayExchange
+from guide_util import exchange_for
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
 from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
 
@@ -28,9 +28,8 @@ from graft.models.running import Running
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
-from graft.models.timing import RoundTiming
+from graft.sampling.sampler import row_words
 
-TIMING = RoundTiming(0, False)
 MOST_ACTIONS = 4000
 
 
@@ -79,22 +78,17 @@ class Interleaving:
         length = 32
         pages = rng.randint(length // PAGE, self.rows * length // PAGE + 4)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
-        toy.exchange = ArrayExchange(slots, self.k, VOCAB)
+        toy.exchange = exchange_for(slots, self.k, VOCAB)
         width, batch, entries = self.k + 1, self.rows, self.depth + 1
-        names = ("slot", "count", "reason", "accepted", "draft_len")
         self.rings = [
             TickingRing(device, entries, {"slot": ("int32", (batch,))}),
-            TickingRing(
-                device, entries,
-                {n: ("int32", (batch,)) for n in names} | {"tokens": ("int32", (batch, width))},
-            ),
-            TickingRing(device, entries, {"ns": ("int64", (len(TIMING.columns),))}),
+            TickingRing(device, entries, {"rows": ("int32", (batch, row_words(self.k)))}),
+            TickingRing(device, entries, {"ns": ("int64", (1,))}),
         ]  # fmt: skip
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = TickingDecoder(
-            toy.exchange, slots=slots, draft_length=self.k, vocab_size=VOCAB,
-            masked_drafts=toy.masked, ring=max(entries, 2), threads=1,
-        )  # fmt: skip
+            toy.exchange, masked_drafts=toy.masked, ring=max(entries, 2), threads=1
+        )
         for part in (*self.rings, toy.decoder):
             part.toy = toy
         parts: Any = SimpleNamespace(
@@ -102,7 +96,7 @@ class Interleaving:
         )
         stream: Any = toy
         self.scheduler = Scheduler(
-            Replays(parts, stream, TIMING),
+            Replays(parts, stream),
             Seating(slots, self.rows, toy.caches, toy, toy, None),
             {size: self._graph(size) for size in {1, self.rows}},
             EngineStats(draft_length=self.k),
@@ -124,7 +118,7 @@ class Interleaving:
         executable = SimpleNamespace(
             launch=lambda stream: self.toy.launch(rows), check=lambda: None
         )
-        return SimpleNamespace(exec=executable)
+        return SimpleNamespace(exec=executable, timed=())
 
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""

@@ -20,7 +20,7 @@ import numpy as np
 from guide_util import DEAD_END, ERROR, FREE, NOT_READY, READY, run_work
 from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
 
-from graft.cudagraph.slots import Ring
+from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.kv import PageAllocator, PagedKV
 
@@ -284,12 +284,13 @@ class ToyDevice:
     def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
         """State of a mask row and the ids it allows, by the kernels' rules."""
         s = self.slots[slot]
-        state, epoch, stamped = self.exchange.field("row_state").array[slot, j, :3].tolist()
-        if epoch != s.epoch or (state != FREE and stamped != position):
+        state, epoch, stamped, more = self.exchange.stamps[slot, j].tolist()
+        anywhere = state == FREE and more == 1  # a request without a grammar
+        if epoch != s.epoch or (stamped != position and not anywhere):
             return NOT_READY, ()
         if state == FREE:
             return READY, ALL_IDS
-        return state, row_ids(self.exchange.field("mask").array[slot, j].tobytes())
+        return state, row_ids(self.exchange.masks[slot, j].tobytes())
 
     def _verify(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
@@ -298,14 +299,11 @@ class ToyDevice:
             if slot >= 0 and self.slots[slot].active:
                 tokens, reason, accepted, tested = self._walk(replay, b, slot)
             if slot >= 0:
-                committed = self.exchange.field("committed").array[slot]
+                committed = self.exchange.committed[slot]
                 committed[: 2 + len(tokens)] = (replay.number, len(tokens), *tokens)
             replay.counts[b] = len(tokens)
-            values = {"slot": slot, "count": len(tokens), "reason": reason, "accepted": accepted,
-                      "draft_len": tested}  # fmt: skip
-            for name, value in values.items():
-                self.outputs.field(name).array[entry, b] = value
-            self.outputs.field("tokens").array[entry, b, : len(tokens)] = tokens
+            values = (slot, len(tokens), reason, accepted, tested, 0, *tokens)  # RoundRow, tokens
+            self.outputs.field("rows").array[entry, b, : len(values)] = values
 
     def _walk(self, replay: Replay, b: int, slot: int) -> tuple[list[int], int, int, int]:
         s = self.slots[slot]
@@ -336,14 +334,14 @@ class ToyDevice:
             elif not reason and s.n + len(tokens) + 1 >= s.limit:
                 reason = LENGTH
             s.n, s.last, s.drafts = s.n + len(tokens), tokens[-1], []
-            self.exchange.field("drafted").array[slot, :2] = (replay.number, 0)
+            self.exchange.drafted[slot, :2] = (replay.number, 0)
         if reason:
             s.active = False
         return tokens, reason, accepted, tested
 
     def _publish(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
-        self.outputs.field("slot").array[entry, replay.rows :] = -1
+        self.outputs.field("rows").array[entry, replay.rows :] = -1
         self.outputs.stamp.array[entry, 0] = replay.number
 
     def _draft(self, replay: Replay, j: int) -> None:
@@ -365,7 +363,7 @@ class ToyDevice:
             if h % 100 >= self.agreement:
                 token = legal[(h >> 8) % len(legal)]
             s.drafts.append(token)
-            drafted = self.exchange.field("drafted").array[slot]
+            drafted = self.exchange.drafted[slot]
             drafted[:2] = (replay.number, j)
             drafted[1 + j] = token
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
+from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.running import Running
 
@@ -117,8 +117,7 @@ class ToyBackend:
     vocabulary = TOY
 
     def compile(self, grammar: int) -> CompiledGrammar:
-        nothing: Any = None
-        return CompiledGrammar(self, nothing, grammar, 0)  # type: ignore[arg-type]
+        return CompiledGrammar(self, GrammarSpec.regex("."), grammar, 0)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]) -> ToyMatcher:
         return ToyMatcher(compiled, stop_ids)
@@ -156,7 +155,7 @@ class ToyText:
 
 def replayed(compiled: CompiledGrammar, running: Running, tokens: Sequence[int]) -> Matcher:
     """A new matcher that has taken the tokens."""
-    matcher = compiled.backend.matcher(compiled, running.stop_ids)
+    matcher = compiled.matcher(running.stop_ids)
     assert all(matcher.accept(token) for token in tokens)
     return matcher
 

@@ -12,7 +12,7 @@ from graft.cudagraph.dtypes import from_float32
 from graft.cudagraph.lanes import StreamLane
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
-from graft.models.eagle3 import Eagle3Drafter
+from graft.models.drafters.eagle3 import Eagle3Head
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
@@ -68,11 +68,13 @@ def load_llama(
 
 def load_eagle3(
     device: Any, folder: Path, target: LlamaModel, *, max_rows: int = 64, **cache: Any
-) -> Eagle3Drafter:
+) -> Eagle3Head:
     """A draft head with a cache of its own, shaped like its target's."""
     config = Eagle3Config.from_dir(folder)
     kv = make_cache(device, config, 1, **cache)
-    return Eagle3Drafter(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
+    head = Eagle3Head(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
+    target.set_feature_layers(head.feature_layers)
+    return head
 
 
 def own(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import numpy_llama
 import pytest
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
+from graft.models import fields
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.errors import ConfigError
 
@@ -46,14 +48,8 @@ def test_absent_fields_take_the_formats_defaults():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    ],
-)
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
+)  # fmt: skip
 @pytest.mark.parametrize("value", [None, 0, -4, 1 << 40, "48", 4.5, True, [3]])
 def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
     """A size that is missing, not an integer or out of range raises, naming field and value."""
@@ -64,35 +60,19 @@ def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("architectures", ["MistralForCausalLM"]),
-        ("architectures", []),
-        ("model_type", "qwen3"),
-        ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("mlp_bias", True),
-        ("pretraining_tp", 2),
-        ("sliding_window", 4096),
-        ("quantization_config", {"bits": 4}),
-        ("head_dim", 7),
-        ("head_dim", 512),
-        ("num_key_value_heads", 4),
-        ("rms_norm_eps", -1.0),
-        ("rms_norm_eps", float("nan")),
-        ("rope_theta", 0.0),
-        ("max_position_embeddings", 0),
-        ("torch_dtype", "float64"),
-        ("tie_word_embeddings", "yes"),
-        ("layer_types", ["sliding_attention"]),
-        ("partial_rotary_factor", 0.5),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
-        ("rope_scaling", {"rope_type": "linear"}),
-        ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
-        ("rope_scaling", "linear"),
-        ("eos_token_id", "end"),
-    ],
-)
+    [("architectures", ["MistralForCausalLM"]), ("architectures", []), ("model_type", "qwen3"),
+     ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("pretraining_tp", 2),
+     ("sliding_window", 4096), ("quantization_config", {"bits": 4}), ("head_dim", 7),
+     ("head_dim", 512), ("num_key_value_heads", 4), ("rms_norm_eps", -1.0),
+     ("rms_norm_eps", float("nan")), ("rope_theta", 0.0), ("max_position_embeddings", 0),
+     ("torch_dtype", "float64"), ("tie_word_embeddings", "yes"),
+     ("layer_types", ["sliding_attention"]), ("partial_rotary_factor", 0.5),
+     ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+     ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+     ("rope_scaling", {"rope_type": "linear"}),
+     ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}), ("rope_scaling", "linear"),
+     ("eos_token_id", "end"), ("rms_norm_eps", 10**400), ("torch_dtype", ["float32"])],
+)  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(name, value):
     """A field with a value graft does not implement raises an error that names it."""
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
@@ -106,12 +86,36 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         read(hidden_size=50, head_dim=None)
 
 
-@pytest.mark.parametrize("text", ["{", "[1, 2]", '"config"'])
+@pytest.mark.parametrize("text", ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000])
 def test_a_config_that_is_no_object_is_refused(tmp_path, text):
-    """Broken or non-object JSON raises, naming the file."""
+    """Broken, bottomless or non-object JSON raises, naming the file."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         LlamaConfig.from_dir(tmp_path)
+
+
+def test_a_config_that_never_ends_is_refused(tmp_path, monkeypatch):
+    """A pipe, a device or a file without measure is not read."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="no plain file"):
+        LlamaConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no plain file"):
+        LlamaConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").unlink()
+    make_tiny_llama(tmp_path)
+    monkeypatch.setattr(fields, "_MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match="more than 10"):
+        LlamaConfig.from_dir(tmp_path)
+
+
+def test_two_spellings_of_rotary_scaling_must_agree():
+    """Libraries differ in which they read, so graft reads neither where they differ."""
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert read(rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
+    with pytest.raises(ConfigError, match=r"rope_parameters .* and rope_scaling .* differ"):
+        read(rope_scaling=linear, rope_parameters={**linear, "factor": 4.0})
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
@@ -122,14 +126,11 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "rope",
-    [
-        {"rope_theta": 500000.0},
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
-        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
-        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    ],
-)
+    [{"rope_theta": 500000.0}, {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+     {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+     {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
+     {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}],
+)  # fmt: skip
 def test_rotary_frequencies_follow_the_formula(rope):
     """Frequencies of every kind, in both config spellings, equal the oracle's loop."""
     data = llama_config(head_dim=64, **rope)
@@ -173,6 +174,17 @@ def test_both_formats_of_a_head_give_one_config(tmp_path):
     nested = eagle(tmp_path / "b", layers=4, names="speculators")
     assert flat == nested
     assert flat.feature_layers == (0, 2, 3) and flat.draft_vocab_size == 64
+    data = json.loads((tmp_path / "a" / "config.json").read_text())
+    data["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # of a flat file, too: inputs of layers
+    del data["eagle_config"]
+    assert Eagle3Config.from_dict(data) == flat
+
+
+def test_a_target_in_the_drafters_place_is_told(tmp_path):
+    """The folder of a whole model is no head, and the error says which of the two it looks like."""
+    make_tiny_llama(tmp_path)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 3: .* looks like a target"):
+        Eagle3Config.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(7, (1, 2, 3)), (8, (1, 3, 4)), (32, (1, 15, 28))])
@@ -208,20 +220,11 @@ def test_feature_layers_beyond_the_target_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("norm_output", True),
-        ("norm_before_fc", True),
-        ("fc_norm", True),
-        ("bias", True),
-        ("num_hidden_layers", 2),
-        ("num_aux_hidden_states", 5),
-        ("draft_vocab_size", 0),
-        ("draft_vocab_size", 100000),
-        ("architectures", ["EagleLlamaForCausalLM"]),
-        ("target_hidden_size", -1),
-        ("norm_before_residual", "true"),
-    ],
-)
+    [("norm_output", True), ("norm_before_fc", True), ("fc_norm", True), ("bias", True),
+     ("num_hidden_layers", 2), ("num_aux_hidden_states", 5), ("draft_vocab_size", 0),
+     ("draft_vocab_size", 100000), ("architectures", ["EagleLlamaForCausalLM"]),
+     ("target_hidden_size", -1), ("norm_before_residual", "true")],
+)  # fmt: skip
 def test_heads_graft_does_not_implement_are_refused_by_name(tmp_path, name, value):
     """Extras of other head versions, and absurd sizes, raise an error that names the field."""
     eagle(tmp_path)

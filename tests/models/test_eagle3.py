@@ -27,7 +27,7 @@ from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
-from graft.models.eagle3 import Eagle3Drafter, read_draft_map
+from graft.models.drafters.eagle3 import Eagle3Head, read_draft_map
 from graft.models.errors import CheckpointError, ConfigError
 
 TARGET = llama_config()
@@ -238,18 +238,16 @@ def test_two_draft_ids_for_one_token_are_refused(device, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (lambda t: t.pop("d2t"), "d2t is missing"),
-        (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
-        (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
-        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
-        (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
-        (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
-        (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
-        (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
-        (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
-    ],
-)
+    [(lambda t: t.pop("d2t"), "d2t is missing"),
+     (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
+     (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
+     (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+     (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
+     (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
+     (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
+     (lambda t: t.__setitem__("fc.bias", np.ones(48, np.float32)), "fc.bias"),
+     (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm")],
+)  # fmt: skip
 def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
     """Missing, misshapen, mistyped and leftover tensors raise by name."""
     model, _, _, _ = pair(device, tmp_path, draft_vocab=70)
@@ -280,7 +278,7 @@ def test_feature_layers_must_exist_or_be_named(device, tmp_path):
     with pytest.raises(ConfigError, match="3 layers"):
         load_eagle3(device, tmp_path / "head", model)
     config = Eagle3Config.from_dir(tmp_path / "head")
-    named = Eagle3Drafter(
+    named = Eagle3Head(
         device, config, Checkpoint(tmp_path / "head"), model, make_cache(device, config, 1),
         max_rows=4, feature_layers=(0, 1, 2),
     )  # fmt: skip
@@ -297,7 +295,7 @@ def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
         drafter.step(lane, rows, device.zeros((4, 144), "float32"))
     with pytest.raises(ShapeError, match="kv"):
         config = drafter.config
-        Eagle3Drafter(
+        Eagle3Head(
             device, config, Checkpoint(tmp_path / "head"), drafter.target,
             make_cache(device, config, 2), max_rows=4,
         )  # fmt: skip

@@ -1,67 +1,224 @@
-"""Speculation changes nothing: outputs are those of decoding without it."""
+"""Nothing that a request gets depends on drafts, batch, overlap, transport, or on the others."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_util import demo_engine, mixed_requests
 
+from graft.models.engine import Engine
 from graft.models.request import Output, Request
 
-
-def tokens(outputs: list[Output]) -> list[tuple[str, list[int]]]:
-    return [(o.reason, o.tokens) for o in outputs]
-
-
-def one_by_one(requests: list[Request]) -> list[tuple[str, list[int]]]:
-    """The reference: no drafter, one request at a time, one round in flight."""
-    with demo_engine(speculation=False, max_batch_size=1, overlap=False) as engine:
-        return [tokens(engine.generate([r]))[0] for r in requests]
+COUPLED = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
+Answer = tuple[str, list[int], str]
 
 
-def check_batches(requests: list[Request], *, mask_drafts: bool, batches: range) -> None:
-    expected = one_by_one(requests)
-    order = random.Random(3)
-    for batch in batches:
-        shuffled = list(range(len(requests)))
-        order.shuffle(shuffled)
-        with demo_engine(max_batch_size=batch, mask_drafts=mask_drafts) as engine:
-            outputs = engine.generate([requests[i] for i in shuffled])
-            grammar = engine.counters()["grammar"]
-            assert engine.stats.speculated_rounds > 0
-        for i, output in zip(shuffled, outputs, strict=True):
-            assert (output.reason, output.tokens) == expected[i], f"request {i}, batch {batch}"
-        assert grammar["desyncs"] == 0
+def workload(**options: Any) -> list[Request]:
+    """Guided and free requests that end in every way: stop ids, lengths, stop strings."""
+    requests = mixed_requests(8, seed=17)
+    requests = [replace(r, max_tokens=n) if n else r
+                for r, n in zip(requests, (1, 0, 3, 0, 7, 0, 12, 0), strict=True)]  # fmt: skip
+    free = Request(tokens=[300, 301, 302], max_tokens=40)
+    requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
+    return [replace(r, id=str(i), seed=500 + i, **options) for i, r in enumerate(requests)]
 
 
-@pytest.mark.parametrize("mask_drafts", [True, False], ids=["masked", "unmasked"])
-def test_greedy_equality(mask_drafts: bool) -> None:
-    """A dozen guided prompts, greedy: token for token the output without speculation."""
-    check_batches(mixed_requests(12), mask_drafts=mask_drafts, batches=range(1, 9, 3))
+def answer(output: Output) -> Answer:
+    return output.reason, output.tokens, output.text
+
+
+@contextmanager
+def settled(engine: Engine) -> Iterator[Engine]:
+    """Check that the engine holds nothing once its requests are done; then close it."""
+    with engine:
+        yield engine
+        engine.settle()
+        counters = engine.counters()
+        assert not any(counters["held"].values()), counters["held"]
+        grammar = counters["grammar"]
+        assert not any(grammar[n] for n in ("desyncs", "errors", "missing_snapshots")), grammar
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, list[Answer]]:
+    """What each request gets alone: no drafter, one row, one round in flight."""
+    with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
+        return {
+            name: [answer(engine.generate([r])[0]) for r in workload(**options)]
+            for name, options in (("greedy", {}), ("coupled", COUPLED))
+        }
+
+
+def disturbed(engine: Engine, requests: list[Request], seed: int) -> tuple[dict[str, Output], int]:
+    """Run requests that come in over time and are preempted and cancelled on the way."""
+    rng = random.Random(seed)
+    coming, done, preemptions = list(requests), {}, 0
+    rng.shuffle(coming)
+    while coming or engine.busy:
+        for _ in range(min(rng.choice((0, 1, 1, 3)), len(coming))):
+            engine.submit(coming.pop())
+        for event in engine.step():
+            if event.output is not None:
+                done[event.id] = event.output
+        names = [str(r.id) for r in rng.sample(requests, len(requests))]
+        if rng.random() < 0.3 or not preemptions:
+            preemptions += any(engine.preempt(name) for name in names)
+        if rng.random() < 0.03:
+            engine.cancel(names[-1])
+    return done, preemptions
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"max_batch_size": 1, "mask_drafts": False},
+    {"max_batch_size": 2, "draft_length": 5},
+    {"max_batch_size": 3, "speculation": False},
+    {"max_batch_size": 3, "speculation": False, "forced_drafts": True, "draft_length": 4},
+    {"max_batch_size": 4, "draft_legality": "probe"},
+    {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
+    {"max_batch_size": 5, "mask_drafts": False, "draft_length": 1, "overlap": False},
+    {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
+    {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
+    {"max_batch_size": 8, "grammar_transport": "mailbox"},
+]
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(str, SHAPES))
+def test_disturbed_requests_get_the_same(truth, number: int) -> None:
+    """Greedy and coupled, joined late, preempted, cancelled, by every kind of drafts, transport and
+    batch, late rows included: all tokens as if each ran alone."""
+    shape, mode = SHAPES[number], ("greedy", "coupled")[number % 2]
+    with settled(demo_engine(**shape)) as engine:
+        requests = workload(**({} if mode == "greedy" else COUPLED))
+        outputs, preemptions = disturbed(engine, requests, seed=number)
+        check(outputs, requests, truth[mode], mode)
+        assert preemptions == engine.stats.preemptions > 0
+        drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
+        assert (engine.stats.speculated_rounds > 0) == drafts
+        probes = engine.counters()["grammar"]["probes"]
+        assert (probes > 0) == (shape.get("draft_legality") == "probe")
+
+
+def check(
+    outputs: dict[str, Output], requests: list[Request], truth: list[Answer], where: object
+) -> None:
+    """What requests got when disturbed is what they get alone, as far as they were let."""
+    for request, expected in zip(requests, truth, strict=True):
+        output = outputs[str(request.id)]
+        if output.reason == "cancelled":
+            assert output.tokens == expected[1][: len(output.tokens)], (where, request.id)
+        else:
+            assert answer(output) == expected, (where, request.id)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mask_drafts", [True, False], ids=["masked", "unmasked"])
-def test_greedy_equality_two_hundred(mask_drafts: bool) -> None:
+@pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
+def test_disturbed_for_long(truth, transport: str, mask_drafts: bool) -> None:
+    """Forty disturbed runs at every batch size from 1 to 8, by every transport."""
+    for batch in range(1, 9):
+        options: dict[str, Any] = {"grammar_transport": transport, "mask_drafts": mask_drafts}
+        with settled(demo_engine(max_batch_size=batch, **options)) as engine:
+            for seed in range(5):
+                mode = "greedy" if seed % 2 else "coupled"
+                requests = workload(**({} if mode == "greedy" else COUPLED))
+                outputs, _ = disturbed(engine, requests, seed=1000 * batch + seed)
+                check(outputs, requests, truth[mode], (batch, seed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mask_drafts", [True, False], ids=["masked", "unmasked"])
+def test_two_hundred_requests_get_the_same(mask_drafts: bool) -> None:
     """200 guided prompts, greedy, at every batch size from 1 to 8 in mixed order."""
-    check_batches(mixed_requests(200), mask_drafts=mask_drafts, batches=range(1, 9))
+    requests = mixed_requests(200)
+    with demo_engine(speculation=False, max_batch_size=1, overlap=False) as engine:
+        expected = [answer(output) for output in engine.generate(requests)]
+    for batch in range(1, 9):
+        order = random.Random(batch).sample(range(200), 200)
+        with settled(demo_engine(max_batch_size=batch, mask_drafts=mask_drafts)) as engine:
+            outputs = engine.generate([requests[i] for i in order])
+        assert [answer(output) for output in outputs] == [expected[i] for i in order]
 
 
-def test_coupled_equality() -> None:
-    """Coupled verification is token-identical to stochastic decoding without speculation."""
-    requests = [
-        replace(r, temperature=0.8, top_p=0.95, top_k=50, seed=1000 + i, verify="coupled")
-        for i, r in enumerate(mixed_requests(8))
-    ]
-    check_batches(requests, mask_drafts=True, batches=range(8, 9))
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
+def test_probed_drafts(mode: str) -> None:
+    """Without filters, drafts are those of filled rows, hence rounds and acceptance; by rejection
+    they are legal point masses. No more rows are filled than verification reads."""
+    options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
+    requests = [replace(r, seed=1000 + i, **options) for i, r in enumerate(mixed_requests(3))]
+    rounds = {}
+    for legality in ("fill", "probe"):
+        with settled(demo_engine(max_batch_size=4, draft_legality=legality)) as engine:
+            outputs = engine.generate(requests)
+            assert {o.reason for o in outputs} <= {"stop", "length"}
+            rounds[legality] = [(answer(o), o.accepted, o.rounds) for o in outputs]
+            assert not engine._parts.sampler.faults.to_host().any()
+            grammar = engine.counters()["grammar"]
+        assert sum(accepted for _, accepted, _ in rounds[legality]) > 0
+    if mode != "rejection":
+        assert rounds["probe"] == rounds["fill"]
+    assert grammar["probes"] > 0 and grammar["refused_drafts"] == 0
+    assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
 
 
-def test_draft_lengths_agree() -> None:
-    """Every draft length from 1 to 5 gives the same greedy output."""
-    requests = mixed_requests(4, seed=11)
-    expected = one_by_one(requests)
-    for draft_length in range(1, 6):
-        with demo_engine(max_batch_size=4, draft_length=draft_length) as engine:
-            assert tokens(engine.generate(requests)) == expected
+def test_overlap_keeps_rejection_sampling(truth) -> None:
+    """Overlap moves no round boundary, so even rejection sampling draws the same tokens."""
+    requests = workload(temperature=0.9, verify="rejection")
+    outputs = []
+    for overlap in (True, False):
+        with settled(demo_engine(max_batch_size=4, overlap=overlap)) as engine:
+            outputs.append([answer(o) for o in engine.generate(requests)])
+    assert outputs[0] == outputs[1]
+
+
+def test_rounds_are_launched_ahead() -> None:
+    """In mid-generation one round is still unread when a step returns; without overlap none is."""
+    for overlap, ahead in ((True, 1), (False, 0)):
+        with demo_engine(max_batch_size=2, overlap=overlap) as engine:
+            for seed in range(2):
+                engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
+            for _ in range(3):
+                engine.step()
+                assert engine.counters()["held"]["unread_replays"] == ahead
+
+
+def test_rows_do_not_idle_between_requests() -> None:
+    """A request's row is taken over in the round after the one that was launched too early."""
+    requests = [Request(tokens=[60 + i, 70], max_tokens=1) for i in range(24)]
+    with settled(demo_engine(max_batch_size=2)) as engine:
+        assert all(o.reason == "length" for o in engine.generate(requests))
+        assert engine.stats.row_rounds == len(requests)
+        assert engine.stats.rounds <= len(requests) + 2
+        assert engine.stats.surplus_tokens == 0
+
+
+def test_surplus_tokens_are_counted_and_dropped() -> None:
+    """A stop string is seen one round late: what came meanwhile is in no output."""
+    free = Request(tokens=[300, 301, 302], max_tokens=40)
+    with settled(demo_engine(max_batch_size=1)) as engine:
+        (whole,) = engine.generate([free])
+        engine.settle()
+        engine.reset_stats()
+        (cut,) = engine.generate([replace(free, stop=[whole.text[2]])])
+        engine.settle()
+        assert cut.reason == "stop_string"
+        assert cut.tokens == whole.tokens[: len(cut.tokens)] and len(cut.tokens) < 40
+        assert engine.stats.stale_rows == 1 and engine.stats.surplus_tokens > 0
+
+
+def test_preempting_what_does_not_run() -> None:
+    """Only a request that has a slot can be preempted."""
+    with settled(demo_engine(max_batch_size=1)) as engine:
+        assert not engine.preempt("nobody")
+        name = engine.submit(mixed_requests(1)[0])
+        assert not engine.preempt(name)
+        while not engine.preempt(name):
+            engine.step()
+        outputs = []
+        while engine.busy:
+            outputs += [e.output for e in engine.step() if e.output is not None]
+        assert [o.preempted for o in outputs] == [1]

@@ -14,7 +14,7 @@ from engine_util import demo_engine
 
 from graft.grammar import check_output
 from graft.grammar.errors import GrammarError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.request import Request
 
 

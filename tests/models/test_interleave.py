@@ -14,12 +14,11 @@ from interleave_device import TickingRing
 from interleave_language import PATTERNS, letters
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.slots import Ring
-from graft.grammar.backend import GrammarBackend
+from graft.cudagraph.pinned import Ring
+from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.spec import GrammarSpec
-from graft.grammar.xgrammar import XGrammarBackend
+from graft.grammar.statement import GrammarSpec
 from graft.models.replay import Replays, Seat
 from graft.models.running import Running
 from graft.models.scheduler import Scheduler

@@ -89,15 +89,9 @@ def test_the_devices_table_follows(device, stream):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"page_size": 12},
-        {"page_size": 0},
-        {"pages": 0},
-        {"slots": -1},
-        {"dtype": "int32"},
-        {"max_pages_per_slot": 0},
-    ],
-)
+    [{"page_size": 12}, {"page_size": 0}, {"pages": 0}, {"slots": -1}, {"dtype": "int32"},
+     {"max_pages_per_slot": 0}],
+)  # fmt: skip
 def test_absurd_shapes_are_refused_by_name(device, changes):
     """A size or dtype that cannot work raises, naming it."""
     with pytest.raises(OptionError, match=next(iter(changes))):

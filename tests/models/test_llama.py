@@ -187,33 +187,20 @@ def _set(name, value):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
-        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "up_proj"),
-        (_set("model.norm.weight", np.ones(47, np.float32)), r"\[47\], expected \[48\]"),
-        (_set("model.layers.1.self_attn.k_proj.weight", np.ones((48, 48), np.float32)), "k_proj"),
-        (_set("model.embed_tokens.weight", np.ones((300, 48), np.float32)), r"\[300, 48\]"),
-        (_set("model.norm.weight", np.ones(48, np.int64)), "dtype int64"),
-        (_set("model.layers.0.self_attn.q_proj.bias", np.ones(48, np.float32)), r"q_proj\.bias"),
-        (_set("model.layers.3.input_layernorm.weight", np.ones(48, np.float32)), r"layers\.3"),
-    ],
-)
+    [(lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+     (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "up_proj"),
+     (_set("model.norm.weight", np.ones(47, np.float32)), r"\[47\], expected \[48\]"),
+     (_set("model.layers.1.self_attn.k_proj.weight", np.ones((48, 48), np.float32)), "k_proj"),
+     (_set("model.embed_tokens.weight", np.ones((300, 48), np.float32)), r"\[300, 48\]"),
+     (_set("model.norm.weight", np.ones(48, np.int64)), "dtype int64"),
+     (_set("model.layers.0.self_attn.q_proj.bias", np.ones(48, np.float32)), r"q_proj\.bias"),
+     (_set("model.layers.3.input_layernorm.weight", np.ones(48, np.float32)), r"layers\.3")],
+)  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, words):
     """Missing, misshapen, mistyped and leftover tensors raise by name."""
     broken(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
         load_llama(device, tmp_path)
-
-
-def test_loading_shows_progress_when_asked(device, tmp_path, capfd):
-    """A bar over the tensors appears on stderr with progress=True, and nothing without."""
-    make_tiny_llama(tmp_path)
-    load_llama(device, tmp_path)
-    assert "loading" not in capfd.readouterr().err
-    config = LlamaConfig.from_dir(tmp_path)
-    kv = make_cache(device, config)
-    LlamaModel(device, config, Checkpoint(tmp_path), kv, max_rows=4, progress=True)
-    assert "29/29" in capfd.readouterr().err
 
 
 def test_an_untied_model_needs_its_head(device, stream, tmp_path):

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
+from stock_llguidance import StockLLGuidance
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, StructuralTag
-from graft.grammar.backend import ending_ids
+from graft.grammar.backends.base import ending_ids
 from graft.models.request import Request
-from graft.tools.stock_llguidance import StockLLGuidance
 from graft.tools.validity import is_valid
 
 

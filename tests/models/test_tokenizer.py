@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tiny_models import make_tiny_tokenizer, write_json
 
+from graft.models import chat
 from graft.models.errors import TokenizerError
 from graft.models.tokenizer import Tokenizer
 
@@ -120,6 +121,57 @@ def test_an_incomplete_character_waits(folder):
     assert len(ids) == 4
     assert [stream.push([i]) for i in ids] == ["", "", "", "🙂"]
     assert stream.push(ids[:2]) == "" and stream.finish() == "\ufffd"
+    assert stream.push([*tokenizer.encode("a"), *ids[:2]]) == "" and stream.finish(cut=True) == "a"
+
+
+def test_bytes_that_never_become_a_character_are_not_held_for_ever(folder):
+    """Neither text nor work piles up behind ids that spell nothing."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    stray = tokenizer.encode("🙂", special=False)[1]
+    stream, decoded = tokenizer.incremental(), []
+    tokenizer.decode = lambda ids, **_: decoded.append(len(ids)) or Tokenizer.decode(tokenizer, ids)
+    text = "".join(stream.push([i]) for i in [stray] * 100 + [0] * 100)
+    assert text and set(text) == {"\ufffd"} and max(decoded) < 50
+
+
+def test_settings_for_training_are_switched_off(folder):
+    """Truncation, padding and dropout in tokenizer.json neither cut, nor pad, nor roll dice."""
+    text = "the name the value the name"
+    plain = Tokenizer(folder, vocab_size=300).encode(text)
+    value = json.loads((folder / "tokenizer.json").read_text())
+    value["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst",
+                           "stride": 0}  # fmt: skip
+    value["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+                        "pad_id": 0, "pad_type_id": 0, "pad_token": "<eos>"}  # fmt: skip
+    value["model"]["dropout"] = 0.5
+    write_json(folder / "tokenizer.json", value)
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    assert all(tokenizer.encode(text) == plain for _ in range(20))
+
+
+def test_names_of_special_tokens_in_user_text(folder):
+    """They are special tokens, unless asked for as text; the template's own always are; text that
+    has none is tokenized as a whole either way."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    assert tokenizer.encode("a<eos>") == [*tokenizer.encode("a"), 0]
+    assert 0 not in tokenizer.encode("a<eos>", names=False)
+    for content, ends in (("say <eos> and <bos>!", 1), ("the name", 0)):
+        messages = [{"role": "user", "content": content}]
+        ids = tokenizer.chat(messages, names=False)
+        assert (ids.count(0), ids.count(1)) == (0, 1) and ids[0] == 1
+        assert tokenizer.decode(ids[1:], special=True) == f"<|user|>{content}\n<|assistant|>"
+        loose = tokenizer.chat(messages)
+        assert loose.count(0) == ends and (ends or loose == ids)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "x\udfff"])
+def test_what_is_no_text_is_refused(folder, text):
+    """A lone surrogate has no bytes: a typed error, in a chat too."""
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    with pytest.raises(TokenizerError):
+        tokenizer.encode(text)
+    with pytest.raises(TokenizerError):
+        tokenizer.chat([{"role": "user", "content": text}])
 
 
 def test_leading_spaces_of_metaspace_tokenizers_survive_streaming(tmp_path):
@@ -181,27 +233,36 @@ def test_a_templates_own_refusal_reaches_the_user(folder):
 
 @pytest.mark.parametrize(
     "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages.nothing.deeper }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[0]['content'] }}",
-    ],
-)
-def test_templates_run_in_a_sandbox(folder, template):
-    """Reaching for Python's insides, changing the messages or failing raises TokenizerError."""
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages.nothing.deeper }}",
+     "{{ 1 / 0 }}", "{{ messages[0]['content'] }}", "{{ ('x' * 2000000000) | length }}",
+     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+     "{{ 'x' * 2000 }}"],
+)  # fmt: skip
+def test_templates_run_in_a_sandbox(folder, template, monkeypatch):
+    """Reaching for Python's insides, changing the messages, failing, eating memory or time, or
+    making too much text raises TokenizerError; the next template is rendered."""
+    monkeypatch.setattr(chat, "_CHILD", chat._Child())
+    monkeypatch.setattr(chat, "LIMIT_S", 0.5)
     tokenizer = set_template(folder, template)
-    with pytest.raises(TokenizerError):
-        tokenizer.chat([])
+    try:
+        with pytest.raises(TokenizerError):
+            tokenizer.chat([], most_bytes=1000)
+        assert set_template(folder, "{{ bos_token }}").chat([]) == [1]
+    finally:
+        chat._CHILD.close()
 
 
 def test_a_template_that_does_not_parse_is_refused_at_load(folder):
     """A syntax error raises when the tokenizer is opened."""
     with pytest.raises(TokenizerError, match="parse"):
         set_template(folder, "{% for %}")
-    with pytest.raises(TokenizerError, match="chat_template"):
-        set_template(folder, 7)
+    for wrong in (7, [{"name": "tool", "template": "T"}], [7]):
+        with pytest.raises(TokenizerError, match="chat_template"):
+            set_template(folder, wrong)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja: cannot be read"):
+        Tokenizer(folder, vocab_size=300)
 
 
 def test_chat_without_a_template_is_refused(tmp_path):

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy_sampling as ref
+import reference_round as ref
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.memory import DeviceArray
 from graft.sampling.sampler import ROUND_ROW, Sampler, output_ring
 from graft.sampling.state import SlotState
-
-
-def pack_bits(legal: np.ndarray) -> np.ndarray:
-    """Bitmask words (int32, last axis ceil(V/32)) of boolean legality by id."""
-    size = legal.shape[-1]
-    padded = np.zeros((*legal.shape[:-1], -(-size // 32) * 32), np.uint8)
-    padded[..., :size] = legal
-    return np.packbits(padded, axis=-1, bitorder="little").view(np.int32)
 
 
 class TableRound:
@@ -52,7 +45,9 @@ class TableRound:
             inside = (d2t >= 0) & (d2t < vocab)
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
         self.state = SlotState(device, slots)
-        self.exchange = Exchange(device, slots, draft_length, vocab, candidates)
+        exchange = self.exchange = Exchange(device, slots, draft_length, vocab, candidates)
+        #: int32 [slots, width, 4]: state, epoch, position, more
+        self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)
         self.ring = output_ring(device, entries, slots, draft_length)
         self.replay_ptr = device.zeros((1,), "int32")
         self.sampler = Sampler(
@@ -64,19 +59,6 @@ class TableRound:
         )  # fmt: skip
         self.replay = 0
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
-
-    def field(self, name: str) -> np.ndarray:
-        """NumPy view of an exchange field, int32."""
-        exchange, answer = self.exchange, int(self.exchange.layout["answer"])
-        views = {
-            "mask": exchange.masks,
-            "row_state": exchange.stamps.view(np.int32).reshape(self.slots, self.width, 4),
-            "committed": exchange.committed,
-            "drafted": exchange.drafted,
-            "candidates": exchange.candidates,
-            "answers": exchange.memory.array[:, answer : answer + 3],
-        }
-        return views[name]
 
     def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:
         """Choose the slot of each batch row (-1: padding) for the rounds that follow."""
@@ -94,6 +76,8 @@ class TableRound:
         state = self.state.to_host()
         for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
             state["drafts"][slot, j], state["q_kind"][slot, j] = d, kind
+            if kind == ref.POINT:
+                continue
             columns = np.arange(self.vocab) if self.d2t is None else self.d2t
             inside = (columns >= 0) & (columns < self.vocab)
             table = np.zeros(self.draft_vocab, np.float32)
@@ -104,23 +88,59 @@ class TableRound:
 
     def write_mask(self, slot: int, j: int, row: ref.MaskRow) -> None:
         """Write mask row j of a slot with its stamp."""
-        if row.bits is not None:
-            self.field("mask")[slot, j] = row.bits
-        self.field("row_state")[slot, j] = (row.state, row.epoch, row.position, row.more)
+        if row.legal is not None:
+            self.exchange.masks[slot, j] = ref.pack_bits(row.legal)
+        self.stamps[slot, j] = (row.state, row.epoch, row.position, row.more)
 
-    def verify(self, logits: np.ndarray) -> Mapping[str, np.ndarray]:
+    def verify(self, logits: np.ndarray) -> dict[str, np.ndarray]:
         """Run target and verify on logits [B, width, V]; return copies of the ring's fields."""
         self.replay += 1
         batch, width, vocab = logits.shape
         self.replay_ptr.copy_from(np.array([self.replay], np.int32))
-        flat = np.ascontiguousarray(logits.reshape(batch * width, vocab), np.float32)
-        on_device = self.device.from_host(flat, "float32")
-        self.sampler.target(self.lane, on_device, self.row_slot, width)
+        self.sampler.target(
+            self.lane, self._up(logits.reshape(batch * width, vocab)), self.row_slot, width
+        )
         self.sampler.verify(self.lane, self.row_slot, width, self.ring)
         self.ring.poll(self.replay, 30.0)
         out = self.results(self.replay)
         self.ring.consumed(self.replay)
         return out
+
+    def play(
+        self, slots: list[ref.Slot], logits: np.ndarray, masks: list[list[ref.MaskRow]],
+        order: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """A round of these slots by the kernels and by the reference, which moves them on: all that
+        either leaves behind is equal. ``order`` of the batch rows; returns as `verify`."""
+        for i, (slot, rows) in enumerate(zip(slots, masks, strict=True)):
+            self.put(i, slot)
+            for j, row in enumerate(rows):
+                self.write_mask(i, j, row)
+        order = np.arange(len(slots)) if order is None else order
+        self.rows(order)
+        out = self.verify(logits[order])
+        for b, i in enumerate(order):
+            outcome = ref.verify(slots[i], logits[i], masks[i], self.token_limit)
+            got = tuple(int(out[name][b]) for name in ("slot", "count", "accepted", "reason"))
+            count = len(outcome.tokens)
+            assert got == (i, count, outcome.accepted, outcome.reason)
+            assert out["tested"][b] == outcome.tested
+            assert tuple(out["tokens"][b, :count]) == outcome.tokens
+            told = self.exchange.committed[i, : 2 + count]
+            assert tuple(told) == (self.replay, count, *outcome.tokens)
+            if count:
+                assert tuple(self.exchange.drafted[i, :2]) == (self.replay, 0)
+        self.compare(slots)
+        return out
+
+    def compare(self, slots: list[ref.Slot]) -> None:
+        """The slots' state is the reference's."""
+        state = self.snapshot()
+        for i, s in enumerate(slots):
+            count = state["draft_len"][i]
+            assert (state["n"][i], state["last"][i], state["active"][i]) == (s.n, s.last, s.active)
+            assert tuple(state["drafts"][i, :count]) == s.drafts
+            assert tuple(state["q_kind"][i, :count]) == s.kinds
 
     def results(self, replay: int) -> dict[str, np.ndarray]:
         """Copies of the output entry of a replay: the fields of ROUND_ROW, and tokens."""
@@ -131,15 +151,27 @@ class TableRound:
 
     def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
         """Draw draft j from logits [B, Vd]."""
-        on_device = self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
-        self.sampler.draft(self.lane, on_device, self.row_slot, j, masked)
+        self.sampler.draft(self.lane, self._up(logits), self.row_slot, j, masked)
         self.stream.synchronize()
 
     def candidates(self, j: int, logits: np.ndarray) -> None:
         """Write the candidates for draft j from logits [B, Vd]."""
-        on_device = self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
-        self.sampler.candidates(self.lane, on_device, self.row_slot, j)
+        self.sampler.candidates(self.lane, self._up(logits), self.row_slot, j)
         self.stream.synchronize()
+
+    def place(self, proposal: np.ndarray | None) -> None:
+        """Place proposed drafts [B, K]; None: what the mask rows force."""
+        shape = (len(self.row_slot), self.draft_length)
+        if proposal is None:
+            array = self.device.zeros(shape, "int32")
+            self.sampler.forced(self.lane, self.row_slot, array)
+        else:
+            array = self.device.from_host(np.ascontiguousarray(proposal, np.int32), "int32")
+        self.sampler.place(self.lane, array, self.row_slot)
+        self.stream.synchronize()
+
+    def _up(self, logits: np.ndarray) -> DeviceArray:
+        return self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
 
     def snapshot(self) -> dict[str, Any]:
         """Copies of the small per-slot arrays."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy_sampling as ref
-from sampling_round import TableRound, pack_bits
+import reference_round as ref
+from sampling_round import TableRound
 
 from graft.cudagraph.device import Device, Stream
 from graft.sampling.state import SLOT
@@ -117,7 +117,6 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
     _join_all(r, case, first_seed)
     history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
     history[:, :2] = START
-    stops = np.array(case.stop_ids, int)
     while True:
         state = r.snapshot()
         alive = state["active"] == 1
@@ -139,24 +138,26 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
         done = state["n"] - FIRST
         pair = np.stack([history[every, done], history[every, done + 1]], axis=1)
         pair[state["active"] == 0] = 0
-        if case.forced == "alone":
-            _force_alone(r, table, pair, state["n"])
-            continue
+        proposal = np.zeros((s, r.draft_length), np.int32)
         for j in range(1, r.draft_length + 1):
+            if case.probe:
+                r.candidates(j, table.drafter[pair[:, 0], pair[:, 1]])
+                _answer(r, table, pair, j)
+            forced = _forced(pair) if case.forced else np.full(s, -1)
+            legal = table.legal[pair[:, 0], pair[:, 1]]
+            _write_row(r, j - 1, legal, ref.READY, state["n"] + j - 1, 1 + forced)
             if case.point:
-                _place_points(r, state, pair, j, stops)
+                proposal[:, j - 1] = _rule(pair)
+                token = proposal[:, j - 1]
+            elif case.forced == "alone":
+                token = np.maximum(forced, 0)
             else:
-                if case.probe:
-                    r.candidates(j, table.drafter[pair[:, 0], pair[:, 1]])
-                    _answer(r, table, pair, j)
-                _write_row(
-                    r, j - 1, table.legal[pair[:, 0], pair[:, 1]], ref.READY, state["n"] + j - 1,
-                    1 + _forced(pair) if case.forced else 0,
-                )  # fmt: skip
                 r.draft(j, table.drafter[pair[:, 0], pair[:, 1]], case.masked)
                 state = r.snapshot()
-            drew = state["draft_len"] >= j
-            pair = np.stack([pair[:, 1], np.where(drew, state["drafts"][:, j - 1], 0)], axis=1)
+                token = np.where(state["draft_len"] >= j, state["drafts"][:, j - 1], 0)
+            pair = np.stack([pair[:, 1], token], axis=1)
+        if case.point or case.forced == "alone":
+            r.place(proposal if case.point else None)
 
 
 def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
@@ -173,34 +174,23 @@ def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     r.state.copy_from(state)
 
 
+def _rule(pair: np.ndarray) -> np.ndarray:
+    """A token by a rule of the last two, not always a legal one."""
+    return (3 * pair[:, 0] + pair[:, 1] + 2) % V
+
+
 def _forced(pair: np.ndarray) -> np.ndarray:
-    """What a row forces, -1 for nothing: a rule of the last two tokens, not always a legal one."""
-    token = (3 * pair[:, 0] + pair[:, 1] + 2) % V
-    return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, token)
-
-
-def _force_alone(r: TableRound, table: Table, pair: np.ndarray, n: np.ndarray) -> None:
-    """All rows that forced tokens lead to, then the drafts that they make."""
-    for j in range(1, r.draft_length + 1):
-        token = _forced(pair)
-        legal = table.legal[pair[:, 0], pair[:, 1]]
-        _write_row(r, j - 1, legal, ref.READY, n + j - 1, 1 + token)
-        pair = np.stack([pair[:, 1], np.maximum(token, 0)], axis=1)
-    proposal = r.device.zeros((r.slots, r.draft_length), "int32")
-    r.sampler.forced(r.lane, r.row_slot, proposal)
-    r.sampler.place(r.lane, proposal, r.row_slot)
-    r.stream.synchronize()
+    """What a row forces, -1 for nothing."""
+    return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, _rule(pair))
 
 
 def _write_row(
     r: TableRound, j: int, legal: np.ndarray, state: object, position: np.ndarray,
     more: object = 0,
 ) -> None:  # fmt: skip
-    r.field("mask")[:, j] = pack_bits(legal)
-    r.field("row_state")[:, j, 0] = state
-    r.field("row_state")[:, j, 1] = 3
-    r.field("row_state")[:, j, 2] = position
-    r.field("row_state")[:, j, 3] = more
+    r.exchange.masks[:, j] = ref.pack_bits(legal)
+    for i, values in enumerate((state, 3, position, more)):
+        r.stamps[:, j, i] = values
 
 
 def _fill_rows(
@@ -221,32 +211,13 @@ def _fill_rows(
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
     """The grammar's part of a probe: the first legal candidate, or -1."""
-    records, answers = r.field("candidates"), r.field("answers")
+    records, answers = r.exchange.candidates, r.exchange.answer
     for slot in range(r.slots):
         replay, draft, count = records[slot, :3].tolist()
         if (replay, draft) == (r.replay, j):
             legal = table.legal[pair[slot, 0], pair[slot, 1]]
             found = [id for id in records[slot, 3 : 3 + count].tolist() if legal[id]]
-            answers[slot, :3] = (replay, j, found[0] if found else -1)
-
-
-def _place_points(
-    r: TableRound, state: dict[str, np.ndarray], pair: np.ndarray, j: int, stops: np.ndarray
-) -> None:
-    """Draft j by a rule of the last two tokens, as a point mass."""
-    token = (3 * pair[:, 0] + pair[:, 1] + 2) % V
-    room = (state["active"] == 1) & (state["draft_len"] == j - 1)
-    room &= state["n"] + j < state["limit"]
-    if j > 1:
-        room &= ~np.isin(state["drafts"][:, j - 2], stops)
-    state["drafts"][room, j - 1] = token[room]
-    state["q_kind"][room, j - 1] = ref.POINT
-    state["draft_len"][room] = j
-    whole = r.state.to_host()
-    for name in ("drafts", "q_kind"):
-        whole[name][:, : r.draft_length] = state[name]
-    whole["draft_len"] = state["draft_len"]
-    r.state.copy_from(whole)
+            answers[slot] = (replay, j, found[0] if found else -1)
 
 
 def pair_laws(table: Table, case: Case) -> list[np.ndarray]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sampling_round import pack_bits
+from reference_round import pack_bits
 
+from graft.cudagraph.dtypes import from_float32
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import from_float32
 from graft.sampling.mask import MaskApply
 
 STORAGE: dict[str, tuple[type, int, type]] = {

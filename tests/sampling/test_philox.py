@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy_sampling as ref
 import pytest
+import reference_round as ref
 
 from graft.cudagraph.lanes import StreamLane
 from graft.sampling.loading import KERNELS

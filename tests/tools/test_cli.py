@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,8 +12,10 @@ import sys
 import pytest
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.spec import GrammarSpec, StructuralTag
+from graft.grammar.statement import GrammarSpec, StructuralTag
+from graft.models.request import Output, Request
 from graft.tools import cli, generate
+from graft.tools.prompt_rows import Asked, read_requests
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}
@@ -20,16 +23,17 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 
 def requests_of(*arguments: str):
     """Requests that a command line asks for, without running them."""
-    return generate.read_requests(cli.parser().parse_args(["generate", *arguments]))
+    return read_requests(cli.parser().parse_args(["generate", *arguments]))
 
 
 def test_options_become_a_request(tmp_path):
     """Every sampling option of the command line reaches the request."""
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
-    ((request, _, _),) = requests_of(
+    (one,) = requests_of(
         "--prompt", "hello", "--schema", str(tmp_path / "s.json"), "--max-tokens", "9",
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1",
         "--seed", "3", "--verify", "coupled")
+    request = one.request
     assert (request.prompt, request.max_tokens, request.temperature) == ("hello", 9, 0.5)
     assert (request.top_k, request.top_p, request.min_p) == (7, 0.9, 0.1)
     assert (request.seed, request.verify) == (3, "coupled")
@@ -41,10 +45,10 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n\n{"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, '
                     '"id": "mine"}\n')
-    (first, none, _), (second, choices, _) = requests_of(
-        "--prompts", str(rows), "--regex", "[0-9]+", "--seed", "10")
+    one, other = requests_of("--prompts", str(rows), "--regex", "[0-9]+", "--seed", "10")
+    first, second = one.request, other.request
     assert first.grammar is not None and first.grammar.kind == "regex"
-    assert none is None and choices == ["x", "y"]
+    assert one.choices is None and other.choices == ["x", "y"]
     assert second.grammar == GrammarSpec.choice(["x", "y"])
     assert (first.temperature, second.temperature) == (0.0, 1.5)
     assert (first.seed, second.seed) == (10, 11)
@@ -81,20 +85,68 @@ def test_forced_text_is_drafted(tmp_path, capsys):
 def test_a_bad_grammar_in_a_row_fails_alone(tmp_path):
     """A row whose grammar is refused keeps its sentence; the rows beside it are requests."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "schema": {"type": "object", "not": {}}}\n{"prompt": "b"}\n')
+    rows.write_text('{"prompt": "a", "schema": {"type": "array", "uniqueItems": true}}\n'
+                    '{"prompt": "b"}\n')
     bad, good = requests_of("--prompts", str(rows))
-    assert bad.refusal is not None and "not" in bad.refusal
+    assert bad.refusal is not None and "#: uniqueItems" in bad.refusal
     assert good.refusal is None
     allowed, _ = requests_of("--prompts", str(rows), "--partial")
     assert allowed.refusal is None and allowed.request.grammar.partial
 
 
-def test_two_grammars_in_a_row_are_refused(tmp_path):
-    """A row that names two grammars is refused rather than one of them ignored."""
+@pytest.mark.parametrize(("row", "words"), [
+    ({"regex": "a", "choice": ["a"]}, "regex and choice"),
+    ({"choice": "a,,b"}, "choice option: is empty"),
+    ({"choice": 3}, "choice must be a list"),
+    ({"regex": "a", "backend": "telepathy"}, "backend must be one of"),
+    ({"id": 5}, "id must be text, got 5"),
+    ({"id": True}, "id must be text, got True"),
+    ({"id": "first"}, "id 'first' is that of line 1"),
+    ({"variables": 3}, "variables must be an object"),
+    ({"raw": True, "tools": []}, "a raw prompt has no chat template"),
+])
+def test_a_wrong_row_is_refused_alone_by_its_line(tmp_path, row, words):
+    """What a row states wrongly costs that row; the others keep ids that nobody else has."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "regex": "a", "choice": ["a"]}\n')
-    with pytest.raises(OptionError, match="regex and choice"):
-        requests_of("--prompts", str(rows))
+    rows.write_text("\n".join(json.dumps({"prompt": "a"} | one) for one in (
+        {"id": "first"}, row, {"id": "0"}, {"id": None})))
+    first, bad, zero, free = requests_of("--prompts", str(rows))
+    assert bad.refusal is not None and bad.refusal.startswith("line 2: ") and words in bad.refusal
+    assert {first.refusal, zero.refusal, free.refusal} == {None}
+    assert [first.request.id, zero.request.id] == ["first", "0"]
+    assert len({one.request.id for one in (first, bad, zero, free)}) == 4
+
+
+def test_rows_end_where_json_lines_end(tmp_path, monkeypatch):
+    """A line separator of Unicode within a string ends no row; `-` reads standard input."""
+    text = json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + '\r\n\n{"prompt": "d"}'
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(text.encode())
+    assert [one.request.prompt for one in requests_of("--prompts", str(rows))] == [
+        "a\u2028b\x85c", "d"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert len(requests_of("--prompts", "-")) == 2
+
+
+def test_a_prompt_can_be_raw_and_template_variables_reach_the_template(tmp_path):
+    """A raw prompt is the tokenizer's tokens; tools and variables make the template's."""
+    from types import SimpleNamespace
+
+    seen = {}
+    engine = SimpleNamespace(tokenizer=SimpleNamespace(
+        encode=lambda text: [len(text)],
+        chat=lambda messages, **given: seen.update(given, m=messages) or [7]))
+    (raw,) = requests_of("--prompt", "four", "--raw")
+    assert raw.for_engine(engine).tokens == [4] and raw.for_engine(engine).prompt is None
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "x", "tools": [{"name": "f"}], "schema": SCHEMA,
+                                "variables": {"day": 3}}))
+    (one,) = requests_of("--prompts", str(rows))
+    assert one.for_engine(engine).tokens == [7]
+    assert seen == {"m": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}], "day": 3,
+                    "schema": SCHEMA}
+    (plain,) = requests_of("--prompt", "x")
+    assert plain.for_engine(engine) is plain.request
 
 
 TAGS = {"tags": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
@@ -117,10 +169,10 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
     if text is not None:
         (tmp_path / "g").write_text(text)
         values[flag] = [str(tmp_path / "g")]
-    ((request, _, _),) = requests_of("--prompt", "p", flag, *values[flag])
-    assert request.grammar == grammar
-    ((request, _, _),) = requests_of("--prompt", "p", flag, *values[flag], "--after", "</think>")
-    assert request.grammar == grammar.after("</think>")
+    asked = ("--prompt", "p", flag, *values[flag])
+    assert requests_of(*asked)[0].request.grammar == grammar
+    (after,) = requests_of(*asked, "--after", "</think>")
+    assert after.request.grammar == grammar.after("</think>")
 
     key = flag[2:].replace("-", "_")
     value = {"regex": "a+", "choice": ["x", "y"], "json_object": True}.get(key, text)
@@ -133,6 +185,15 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
     assert third.request.grammar is None
     *_, third = requests_of("--prompts", str(rows), flag, *values[flag])
     assert third.request.grammar == grammar
+
+
+def test_a_row_with_the_schema_false_is_refused(tmp_path):
+    """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "schema": false}\n{"prompt": "p", "json_object": false}\n')
+    refused, free = requests_of("--prompts", str(rows))
+    assert "allows no output" in refused.refusal
+    assert free.refusal is None and free.request.grammar is None
 
 
 def test_a_row_names_its_backend(tmp_path):
@@ -148,7 +209,7 @@ def test_a_row_names_its_backend(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--regex", "a(b"], r"--regex a\(b: regex: .*parenthesis"),
+    (["--regex", "a(b"], r"--regex a\(b: regex: .*unclosed group"),
     (["--choice", "a,,b"], "--choice a,,b: choice option: is empty"),
     (["--lark", "FILE"], r"--lark \S+: lark: line 1, column 4"),
     (["--ebnf", "FILE"], r"--ebnf \S+: ebnf: "),
@@ -157,6 +218,9 @@ def test_a_row_names_its_backend(tmp_path):
     (["--structural-tag", "/no/such/file"], "--structural-tag /no/such/file: "),
     (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
     (["--regex", "a", "--key-order", "any"], "--regex a --key-order any: key_order goes with"),
+    (["--key-order", "any"], "--key-order any: key_order goes with a schema"),
+    (["--partial"], "--partial goes with --schema"),
+    (["--regex", "a", "--partial"], "--partial goes with --schema"),
     (["--after", "###"], "--after ###: after names the end of free text"),
 ])
 def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, arguments, said):
@@ -184,8 +248,7 @@ def test_structural_tags_of_a_wrong_form_are_refused(tmp_path, value, said):
 
 def test_output_after_a_marker_is_checked_without_the_free_text():
     """What stands before the marker does not decide over validity; without it nobody can tell."""
-    ((request, choices, refusal),) = requests_of("--prompt", "x", "--choice", "a,b", "--after", "#")
-    asked = generate.Asked(request, choices, refusal)
+    (asked,) = requests_of("--prompt", "x", "--choice", "a,b", "--after", "#")
     assert [asked.is_valid(text) for text in ("so#a", "so#c", "so")] == [True, False, None]
 
 
@@ -199,6 +262,7 @@ def test_output_after_a_marker_is_checked_without_the_free_text():
     ["--prompt", "x", "--temperature", "-1"],
     ["--prompt", "x", "--stop", "a", "--regex", "[a-z]+"],
     ["--prompt", "x", "--json", "--stream"],
+    ["--prompt", "x", "--max-length", "1000000"],
 ])
 def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
     """What cannot be served ends with exit status 2 and a sentence, never with a traceback."""
@@ -265,9 +329,53 @@ def test_streamed_text_is_the_whole_text(capsys):
     assert capsys.readouterr().out == whole
 
 
+def test_ids_need_not_be_given_to_stream(tmp_path, capsys):
+    """A row without an id, or with a null one, streams under a number."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "choice": ["x"], "id": null}\n'
+                    '{"prompt": "b", "choice": ["y"]}')
+    assert cli.main(["generate", "--stream", "--prompts", str(rows)]) == 0
+    assert set(capsys.readouterr().out.splitlines()) == {"[0] 'x'", "[1] 'y'"}
+
+
+@pytest.mark.parametrize(("grammar", "reason", "status"), [
+    (True, "stop", 0), (True, "length", 1), (False, "length", 0), (False, "stop_string", 0),
+    (False, "error", 1), (True, "dead_end", 1), (True, "refused", 2)])
+def test_the_exit_status_tells_what_is_not_whole(grammar, reason, status):
+    """A guided output that was cut is no success; free text ends where it was told to."""
+    asked = Asked(Request(prompt="x", grammar=GrammarSpec.regex("a+") if grammar else None))
+    outputs = [Output(id="0", reason=reason), Output(id="1", reason="stop")]
+    assert generate.exit_status([asked, Asked(Request(prompt="y"))], outputs) == status
+
+
+def run_program(*arguments: str, **options):
+    """`python -m graft.tools.cli` in a process of its own."""
+    env = {**os.environ, "GRAFT_DEVICE": "soft"} | options.pop("env", {})
+    return subprocess.run([sys.executable, "-m", "graft.tools.cli", *arguments], text=True,
+                          stderr=subprocess.PIPE, env=env, timeout=240, **options)
+
+
 def test_the_command_runs_as_a_program():
-    """`python -m graft.tools.cli` with wrong options exits with 2 and argparse's usage."""
-    done = subprocess.run([sys.executable, "-m", "graft.tools.cli", "generate"], text=True,
-                          capture_output=True, env={**os.environ, "GRAFT_DEVICE": "soft"})
-    assert done.returncode == 2
-    assert "--prompt" in done.stderr
+    """Wrong options exit with 2 and argparse's usage; the version is the package's."""
+    done = run_program("generate")
+    assert done.returncode == 2 and "--prompt" in done.stderr
+    done = run_program("--version", stdout=subprocess.PIPE)
+    assert re.fullmatch(r"graft \d+\.\d+\.\d+\S*\n", done.stdout)
+
+
+def test_output_that_cannot_be_written_is_said_and_none_is_lost_to_an_encoding(tmp_path):
+    """A full disk ends with one sentence and status 1; what Latin-1 lacks is escaped; a trace that
+    cannot be written costs no text."""
+    asked = ("generate", "--prompt", "x", "--choice", "\u017d,\u017d\u017d")
+    with open("/dev/full", "w") as full:
+        done = run_program(*asked, stdout=full)
+    assert done.returncode == 1 and "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    latin = {"stdout": subprocess.PIPE, "env": {"PYTHONIOENCODING": "latin-1"}}
+    done = run_program(*asked, "--json", **latin)
+    assert done.returncode == 0 and json.loads(done.stdout)["outputs"][0]["text"][0] == "\u017d"
+    trace = tmp_path / "trace.json"
+    trace.symlink_to("/dev/full")
+    done = run_program(*asked, "--trace", str(trace), **latin)
+    assert done.returncode == 1 and done.stdout.startswith("\\u017d")
+    assert "--trace" in done.stderr and "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import jsonschema
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -172,11 +174,15 @@ def test_scoring_gives_full_marks_to_the_answers_themselves(
             assert not demo_tasks.score_fields(other.answer, task)[2]
 
 
-def render(text: str, **given: Any) -> str:
+@functools.cache
+def template() -> jinja2.Template:
     config = json.loads((DEMO / "target" / "tokenizer_config.json").read_text())
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(config["chat_template"])
-    return template.render(
+    return environment.from_string(config["chat_template"])
+
+
+def render(text: str, **given: Any) -> str:
+    return template().render(
         messages=[{"role": "user", "content": text}], add_generation_prompt=True, **given
     )
 

@@ -8,10 +8,9 @@ import random
 
 import pytest
 
-from graft.cudagraph.graph import Graph
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.request import Output
-from graft.tools import demo, draw_round
+from graft.tools import demo
 from graft.tools.bench import demo_evaluation as evaluate_demo
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.demo_tasks import held_out_tasks
@@ -115,37 +114,3 @@ def test_paired_differences_are_of_guided_tasks():
     assert paired["tokens_per_round_difference"]["n"] == guided
     assert paired["tokens_per_round_difference"]["mean"] == pytest.approx(2.0)
     assert paired["same_tokens"] == 60
-
-
-def test_folded_runs_keep_every_meeting_of_the_lanes(device):
-    """Folding joins nodes between meetings only: no edge between lanes is lost or moved."""
-    graph = Graph(device, "two lanes")
-    model, grammar = graph.lane("model"), graph.lane("grammar")
-    word = device.pinned((4,), "int32")
-    for name in ("a", "b"):
-        model.fill(word, name=name)
-    known = model.record("known")
-    grammar.wait(known)
-    grammar.host(int, name="work")
-    done = grammar.record("done")
-    model.fill(word, name="c")
-    model.wait(done)
-    for name in ("d", "e", "f"):
-        model.fill(word, name=name)
-    runs, edges = draw_round.fold(graph)
-    assert [(run.name, run.lane) for run in runs] == [
-        ("a … b (2)", "model"), ("work", "grammar"), ("c", "model"), ("d … f (3)", "model")]
-    assert edges == [(0, 1), (0, 2), (1, 3), (2, 3)]
-    graph.close()
-
-
-def test_the_round_is_drawn(tmp_path, capsys):
-    """The drawing of a real round names the steps of both lanes, as SVG and as DOT."""
-    assert draw_round.main([str(tmp_path / "round.svg"), "--fold"]) == 0
-    assert draw_round.main([str(tmp_path / "round.dot")]) == 0
-    picture = (tmp_path / "round.svg").read_text()
-    for step in ("open", "commit", "fill row 1", "draft 3"):
-        assert step in picture
-    assert (tmp_path / "round.dot").read_text().count("host") == 4
-    with pytest.raises(SystemExit):
-        draw_round.main([str(tmp_path / "round.png")])

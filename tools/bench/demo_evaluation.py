@@ -19,7 +19,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.demo_model import demo_model

@@ -33,7 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.compile_child import receive, send
+from graft.grammar.compile.child import receive, send
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
 

@@ -1,7 +1,7 @@
 """The process in which `bench.grammar` tries one grammar backend: it may crash, hang or be killed.
 
 It reads pickled messages from its standard input and answers on its standard output (see
-`graft.grammar.compile_child.send`): first the setup ``(subject, tokenizer path, stop token, memory
+`graft.grammar.compile.child.send`): first the setup ``(subject, tokenizer path, stop token, memory
 bytes)``, answered by ``"ready"``; then one row as a dict each, answered by a dict.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, route
-from graft.grammar.compile_child import receive, register_types, send, tokenizer_info
-from graft.grammar.preflight import available_backends
+from graft.grammar.backends.xgrammar import library, tokenizer_info
+from graft.grammar.compile.child import receive, send
 from graft.tools.bench.data import load_tokenizer
 
 __all__ = ["SUBJECTS", "Auto", "LLGuidance", "Refused", "XGrammar", "try_row"]
@@ -71,10 +71,9 @@ class XGrammar:
     """XGrammar's Python API (its TVM-FFI classes, which its own package wraps)."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
-        self._types = register_types()
+        self._types = library()
         self._stop = vocabulary.stop_ids[0]
-        self._info = tokenizer_info(self._types, vocabulary.tokens, vocabulary.size,
-                                    vocabulary.stop_ids)  # fmt: skip
+        self._info = tokenizer_info(vocabulary)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
     def compile(self, schema: Any, compact: bool) -> Callable[[], Any]:
@@ -100,22 +99,23 @@ class Auto:
     """graft's router and backends; what cannot be enforced exactly is taken loosely and marked."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
-        self._backends = {name: make_backend(name, vocabulary) for name in available_backends()}
+        self._backend = make_backend("llguidance", vocabulary)
         self._mask = np.zeros(vocabulary.words, np.int32)
         self.found: Any = None
-        self.draft, self.key_order = 2020, "schema"
+        self.draft = 2020
+        self.key_order: Any = "schema"
 
     def compile(self, schema: Any, compact: bool) -> Callable[[], Any]:
-        found = self.found = route(schema, tuple(self._backends), draft=self.draft,
-                                   key_order=self.key_order)  # fmt: skip
+        self.found = None
+        whitespace: Any = "any" if compact else "line"
+        found = self.found = route(schema, draft=self.draft, key_order=self.key_order,
+                                   whitespace=whitespace)  # fmt: skip
         if found.backend is None:
             raise Refused(found.refusal())
-        backend = self._backends[found.backend]
-        compiled = backend.compile(GrammarSpec(
-            "json_schema", json.dumps(found.schema, ensure_ascii=False), any_whitespace=compact,
-            strict=found.backend == "xgrammar", partial=not found.exact, backend=found.backend,
-            key_order=found.key_order))  # fmt: skip
-        return lambda: backend.matcher(compiled)
+        compiled = self._backend.compile(GrammarSpec(
+            "json_schema", json.dumps(found.schema, ensure_ascii=False), whitespace=whitespace,
+            partial=not found.exact, backend=found.backend, rules=found.rules))  # fmt: skip
+        return lambda: compiled.matcher()
 
     def fill(self, matcher: Any) -> None:
         matcher.fill(self._mask)

@@ -2,18 +2,17 @@
 
 The text and the options are those that CuPy passes to NVRTC on hardware. Usage::
 
-    python -m graft.tools.bench.kernel_report [--arch 80 90 100] [--json build/kernels.json]
+    python -m graft.tools.bench.kernel_report [--arch 80 90 100]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,21 +179,10 @@ def table(usages: Iterable[Usage]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, usages: Sequence[Usage]) -> None:
-    """Write the usages and the compiler's version."""
-    from cuda.bindings import nvrtc
-
-    _, major, minor = nvrtc.nvrtcVersion()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(usage) for usage in usages]
-    path.write_text(json.dumps({"nvrtc": f"{major}.{minor}", "kernels": rows}, indent=1) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile everything, print the table; return 1 when a kernel does not compile."""
     parser = argparse.ArgumentParser(description="Compile every kernel with NVRTC (no GPU needed).")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
-    parser.add_argument("--json", type=Path, help="also write the report here")
     options = parser.parse_args(arguments)
     try:
         usages = report(all_variants(), options.arch)
@@ -202,8 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     print(table(usages))
-    if options.json:
-        write_json(options.json, usages)
     return 0
 
 

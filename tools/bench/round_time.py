@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.grammar.spec import GrammarSpec
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model

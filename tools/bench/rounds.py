@@ -28,12 +28,13 @@ from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import Graph
-from graft.cudagraph.slots import PinnedSlots
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, make_backend
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import LLGuidance, Refused, XGrammar
 
+KERNELS = Path(__file__).parent / "kernels" / "place.cu"
 BACKENDS = ("xgrammar", "llguidance")
 
 
@@ -69,7 +70,7 @@ def documents(folder: Path, backend: Any, stock: Any, name: str, tokenizer: Any,
             compiled, made = backend.compile(spec), stock.compile(json.loads(spec.text), False)
         except (GraftError, Refused):
             continue
-        ours, theirs = backend.matcher(compiled), made()
+        ours, theirs = compiled.matcher(), made()
         if all(ours.accept(t) and stock.accept(theirs, t) for t in tokens):
             found.append(Document(tokens, compiled, made))
         if len(found) == count:
@@ -83,7 +84,7 @@ def play_document(document: Document, start: int, backend: Any, rounds: int, len
                   wrong: float, rng: np.random.Generator) -> list[Move]:  # fmt: skip
     """Rounds of one slot from token ``start`` on; each draft is wrong, and legal, by chance."""
     tokens, at, drafts, moves = document.tokens, start, list[int](), []
-    matcher = backend.matcher(document.compiled)
+    matcher = document.compiled.matcher()
     row = np.zeros(backend.vocabulary.words, np.int32)
     for token in tokens[:at]:
         matcher.accept(token)
@@ -175,44 +176,44 @@ class Stock:
 
 
 class Graft:
-    """graft's steps as host nodes of a replayed graph, what kernels write copied between them."""
+    """graft's steps as host nodes of a replayed graph; kernels write the recorded tokens between.
+
+    Nothing in it waits for Python.
+    """
 
     name = "graft"
 
     def __init__(self, device: Device, backend: Any, slots: int, length: int):
-        words, self._length, self._replay = backend.vocabulary.words, length, 0
-        self._backend, self._requests = backend, list[GuidedRequest]()
-        shapes = {"mask": (length + 1, words), "row_state": (length + 1, 4),
-                  "committed": (length + 3,), "drafted": (length + 2,)}
-        self._slots = PinnedSlots(device, slots, {k: ("int32", v) for k, v in shapes.items()})
-        decoder = self._decoder = GuidedDecoder(
-            self._slots, slots=slots, draft_length=length, masked_drafts=True, threads=1,
-            vocab_size=backend.vocabulary.size)  # fmt: skip
+        self._backend, self._length, self._replay = backend, length, 0
+        self._requests = list[GuidedRequest]()
+        exchange = Exchange(device, slots, length, backend.vocabulary.size)
+        decoder = self._decoder = GuidedDecoder(exchange, masked_drafts=True, threads=1)
         self._stream, graph = device.stream("rounds"), Graph(device, "round")
-        lane = graph.lane("grammar")
+        lane, place = graph.lane("grammar"), device.load(KERNELS)["place"]
         self._staged: list[tuple[np.ndarray, Any]] = []
 
-        def copied(name: str) -> None:
-            memory = self._slots.field(name)._memory
-            self._staged.append((np.zeros(memory.shape, np.int32),
-                                 device.zeros(memory.shape, "int32")))
-            lane.copy(memory, self._staged[-1][1])
+        def placed(part: str) -> None:
+            host = np.zeros((slots, getattr(exchange, part).shape[1]), np.int32)
+            self._staged.append((host, device.zeros(host.shape, "int32")))
+            lane.kernel(place, slots, 32, (exchange.memory, int(exchange.layout["stride"]),
+                                           int(exchange.layout[part]), self._staged[-1][1],
+                                           host.shape[1]), name=part)
 
         decoder.add(lane, decoder.open_work(), name="open")
-        copied("committed")
-        copied("drafted")
+        placed("committed")
+        placed("drafted")
         decoder.add(lane, decoder.commit_work(), name="commit")
         for j in range(1, length):
-            copied("drafted")
+            placed("drafted")
             decoder.add(lane, decoder.draft_work(j), name=f"draft {j}")
-        copied("drafted")  # what the next round tests
+        placed("drafted")  # what the next round tests
         self._run = graph.instantiate()
 
     def begin(self, documents: Sequence[Document], starts: Sequence[int]) -> None:
         """Matchers at the places where the slots begin."""
         epoch, self._requests = self._replay + 1, []
         for slot, (document, start) in enumerate(zip(documents, starts, strict=True)):
-            matcher = self._backend.matcher(document.compiled)
+            matcher = document.compiled.matcher()
             for token in document.tokens[:start]:
                 matcher.accept(token)
             self._requests.append(GuidedRequest(slot, epoch, matcher, start))

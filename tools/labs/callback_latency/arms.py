@@ -12,19 +12,17 @@ import ctypes
 import importlib.util
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graft.cudagraph.chooser import SONAME
 from graft.cudagraph.compiler import cache_folder, include_folders
+from graft.cudagraph.device import Device
 from graft.cudagraph.driver import call, check_code, cu
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
-
-if TYPE_CHECKING:
-    from graft.cudagraph.device import Device
 
 __all__ = ["ARMS", "BASELINE", "HOPPING", "MOST", "PEER", "Arm", "Samples", "make_arm",
            "unavailable"]

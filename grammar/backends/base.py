@@ -1,0 +1,72 @@
+"""What the backends that graft brings have in common."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+from graft.cudagraph.errors import OptionError
+
+from ..compile.process import Question
+from ..errors import GrammarError
+from ..matcher import CompiledGrammar, GrammarBackend
+from ..spec import Spec
+from ..vocabulary import Vocabulary
+
+__all__ = ["BoundedBackend", "ending_ids", "require_release"]
+
+
+@runtime_checkable
+class BoundedBackend(GrammarBackend, Protocol):
+    """A backend that does what may run away in another process, which can be killed."""
+
+    def question(self, spec: Spec, routed: bool) -> Question:
+        """What that process is asked for a grammar; ``routed``: which it has just routed itself."""
+
+    def load(self, spec: Spec, answer: Any) -> CompiledGrammar:
+        """The grammar from the answer, for an equal vocabulary."""
+
+
+def require_release(name: str, package: str, release: str, install: str) -> None:
+    """Refuse a library that is not installed, or of which graft knows another release.
+
+    Raises
+    ------
+    OptionError
+        Naming the package and the way to install it.
+    """
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise OptionError(
+            f"grammar_backend: {name} is not installed; install it with: pip install {install}"
+        ) from error
+    if not found.startswith(release):
+        raise OptionError(
+            f"grammar_backend: {name} {found} is installed, graft needs {release}x; "
+            f"install it with: pip install {install}"
+        )
+
+
+def ending_ids(vocabulary: Vocabulary, stop_ids: Iterable[int] | None) -> tuple[int, ...]:
+    """The stop ids that can end a grammar: those that are no text.
+
+    Ids that are text stay text to the grammar: whether they end the request is for the device to
+    decide. A backend that took a textual stop id out of the text could find no way to go on.
+
+    Raises
+    ------
+    GrammarError
+        If an id is out of range or none is left.
+    """
+    stops = tuple(dict.fromkeys(vocabulary.stop_ids if stop_ids is None else stop_ids))
+    for stop in stops:
+        if not 0 <= stop < vocabulary.size:
+            raise GrammarError(f"matcher: stop id {stop} is outside [0, {vocabulary.size})")
+    ending = tuple(stop for stop in stops if not vocabulary.is_text(stop))
+    if not ending:
+        raise GrammarError(
+            f"matcher: all stop ids {list(stops)} are text, so the grammar could never end"
+        )
+    return ending

@@ -1,0 +1,132 @@
+"""A stated grammar as one backend is to compile it: schemas routed, tags each by itself."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from .checks import check_text, parsed
+from .errors import GrammarError
+from .schema.close import close_objects
+from .schema.enforcement import BACKENDS, available_backends, ignored
+from .schema.router import refusal, route
+from .schema.wellformed import check_schema
+from .spec import Spec
+
+__all__ = ["json_text", "resolved", "said_of_tag"]
+
+Stated = TypeVar("Stated", bound=Spec)
+_HINT = " (partial=True takes the schema all the same)"
+
+
+def resolved(spec: Stated, backend: str) -> Stated:
+    """A grammar as an engine compiles it whose own backend has this name.
+
+    A JSON schema that names no backend is routed to LLGuidance for ``"llguidance"``, and for
+    ``"auto"`` where that is installed. XGrammar gets it as it stands, if it ignores nothing. So it
+    is with the schemas of a structural tag, by the backend that is to compile it. Other grammars
+    stay as they are. The last answers are kept.
+
+    Raises
+    ------
+    GrammarError
+        If that backend cannot enforce the schema, unless this grammar is ``partial``.
+    """
+    if spec.kind == "structural_tag" and backend in BACKENDS:
+        found = _tags(replace(spec, marker=None), backend)
+    elif spec.kind == "json_schema" and not spec.backend:
+        found = _schema(replace(spec, marker=None), backend)
+    else:
+        return spec
+    return replace(found, marker=spec.marker)
+
+
+def said_of_tag(error: GrammarError) -> str:
+    """The refusal of a schema as that of a tag's, which is never taken in part."""
+    return str(error).removesuffix(_HINT)
+
+
+def json_text(schema: Any) -> str:
+    """A schema as JSON text."""
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise GrammarError("JSON schema: is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise GrammarError(f"JSON schema: cannot be read: {error}") from error
+    check_text("JSON schema", text)
+    return text
+
+
+@functools.lru_cache(maxsize=256)
+def _schema(spec: Stated, backend: str) -> Stated:
+    value = parsed("JSON schema", spec.text)
+    try:
+        if _named(backend) == "xgrammar":
+            check_schema(value)
+            return _for_xgrammar(spec, value)
+        if spec.strict:
+            value = close_objects(value)
+        found = route(
+            value, key_order=spec.key_order, whitespace=spec.whitespace,
+            assert_formats=spec.assert_formats,
+        )  # fmt: skip
+        text = json_text(found.schema)
+    except RecursionError:
+        raise GrammarError("JSON schema: is nested too deeply") from None
+    if found.backend is None or not (found.exact or spec.partial):
+        hint = "" if found.backend is None else _HINT
+        raise GrammarError(f"JSON schema: {found.refusal()}{hint}")
+    if spec.key_order == "any" and found.ordered:
+        raise GrammarError(f"JSON schema: {found.ordered[0]}")
+    return replace(
+        spec, text=text, partial=not found.exact, backend=found.backend, rules=found.rules,
+        source=spec.text,
+    )  # fmt: skip
+
+
+def _named(backend: str) -> str:
+    """The backend that a name stands for, which is installed."""
+    available = available_backends()
+    if backend == "auto" and available:
+        return available[0]
+    if backend != "auto" and backend not in BACKENDS:
+        raise GrammarError(
+            f"grammar backend {backend!r} is unknown; use auto, {', '.join(BACKENDS)}"
+        )
+    if backend not in available:
+        raise GrammarError(f"grammar backend {backend!r} is not available here")
+    return backend
+
+
+def _for_xgrammar(spec: Stated, value: Any) -> Stated:
+    """For XGrammar unrouted: the schema as it stands."""
+    if spec.key_order == "any":
+        raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
+    if spec.whitespace == "compact":
+        raise GrammarError("JSON schema: XGrammar writes spaces where the value is left free")
+    found = [] if spec.partial else ignored(value)
+    if found:
+        raise GrammarError(f"JSON schema: {refusal(found)}{_HINT}")
+    return replace(spec, backend="xgrammar", strict=spec.strict is not False)
+
+
+@functools.lru_cache(maxsize=256)
+def _tags(spec: Stated, backend: str) -> Stated:
+    """A structural tag whose tags' schemas are what ``backend`` is to compile.
+
+    LLGuidance gets them rewritten where that is equivalent, with objects closed that list their
+    properties and say nothing of others; XGrammar gets them as they stand, and closes them itself.
+    """
+    parts = json.loads(spec.text)
+    for tag in parts["tags"]:
+        try:
+            one = Spec("json_schema", json_text(tag["schema"]), strict=True,
+                       whitespace=spec.whitespace)  # fmt: skip
+            tag["schema"] = json.loads(_schema(one, backend).text)
+        except GrammarError as error:
+            said = f"structural tag {tag['begin']!r}: {said_of_tag(error)}"
+            raise GrammarError(said) from error
+    return replace(spec, text=json.dumps(parts, ensure_ascii=False))

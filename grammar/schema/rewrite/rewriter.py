@@ -1,0 +1,214 @@
+"""The walk over a schema: what each keyword becomes, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..terms import (
+    KINDS,
+    Cannot,
+    Kinds,
+    Reason,
+    References,
+    escape,
+    kinds_of,
+    meet,
+    word_set,
+)
+from .disjoint import Disjointness, Oracle
+from .negate import Negation
+from .strings import ecma_pattern
+
+__all__ = ["Rewriter", "Rule", "Site"]
+
+_MAPS = word_set("properties patternProperties $defs definitions")
+_LISTS = word_set("allOf anyOf prefixItems")
+_SINGLE = word_set("additionalProperties additionalItems items")
+_COUNTS = word_set("minLength maxLength minItems maxItems")
+_NEVER = word_set(
+    """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef extends disallow
+    divisibleBy"""
+)
+_DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
+_ABOUT = {
+    **dict.fromkeys(("format", "pattern"), "string"),
+    **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "propertyNames",
+                     "unevaluatedProperties", "minProperties", "maxProperties"), "object"),
+}  # fmt: skip
+_LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}  # they look at what others become
+
+
+@dataclass
+class Site:
+    """A schema being rewritten.
+
+    Attributes
+    ----------
+    schema
+        As it was.
+    at
+        Its JSON pointer.
+    kinds
+        Types that its values can have.
+    out
+        The new schema so far.
+    extra
+        Schemas that must hold as well.
+    """
+
+    schema: dict[str, Any]
+    at: str
+    kinds: Kinds
+    out: dict[str, Any] = field(default_factory=dict)
+    extra: list[Any] = field(default_factory=list)
+
+
+class Rewriter:
+    """Rewrites one document; rules call back into it.
+
+    Attributes
+    ----------
+    lost, changed, narrowed
+        As in `Rewritten`, so far.
+    """
+
+    def __init__(
+        self, root: Any, draft: int, assert_formats: bool, oracle: Oracle | None,
+        rules: Mapping[str, Rule],
+    ):  # fmt: skip
+        references = References(root)
+        definitions = (
+            {k: root[k] for k in ("$schema", "$defs", "definitions") if k in root}
+            if isinstance(root, dict)
+            else {}
+        )
+        self.lost: list[Reason] = []
+        self.changed: list[Reason] = []
+        self.narrowed: list[Reason] = []
+        self.draft, self.assert_formats = draft, assert_formats
+        self._rules = rules
+        self.references = references
+        self.negation = Negation(references, draft)
+        self.disjoint = Disjointness(references, oracle, definitions)
+        self._home = "definitions" if draft <= 7 else "$defs"
+        self._aliases: dict[str, str] = {}  # pointer -> name of the copy among the definitions
+        self._pointers: list[str] = []
+
+    def whole(self, root: Any) -> Any:
+        """Rewrite the document, and what its pointers point to when that place moves."""
+        new = self.schema(root, "#", KINDS)
+        if isinstance(new, dict):
+            for pointer in self._pointers:  # grows while copies are made
+                target = self.references.resolve(f"#{pointer}")
+                copy = self.schema(target, f"#{pointer}", KINDS)
+                new.setdefault(self._home, {})[self._aliases[pointer]] = copy
+        return new
+
+    def schema(self, schema: Any, at: str, kinds: Kinds) -> Any:
+        """One schema and all below it; only values of the given types will be tried on it."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):  # where a $ref alone leads
+            self.lose(at, "schema", f"{str(schema)[:40]!r} is no schema")
+            return True
+        site = Site(schema, at, meet(kinds, kinds_of(schema)))
+        for keyword, value in sorted(schema.items(), key=lambda item: _LAST.get(item[0], 0)):
+            try:
+                self._keyword(keyword, value, site)
+            except Cannot as error:
+                self.lose(at, keyword, error.why)
+            except (TypeError, ValueError, AttributeError, KeyError):
+                self.lose(at, keyword, f"cannot be read: {str(value)[:40]}")
+        return _with(site.out, [part for part in site.extra if part is not True])
+
+    def keyword_again(self, keyword: str, value: Any, site: Site) -> None:
+        """Rewrite a keyword that a rule has replaced."""
+        site.out.pop(keyword, None)
+        self._keyword(keyword, value, site)
+
+    def _keyword(self, keyword: str, value: Any, site: Site) -> None:
+        here, out = f"{site.at}/{escape(keyword)}", site.out
+        relevant = _ABOUT.get(keyword) in (None, *site.kinds)
+        if keyword in self._rules:
+            if relevant:
+                self._rules[keyword](self, value, site)
+        elif keyword in _NEVER and (self.draft == 3 or keyword not in _DRAFT_3):
+            if relevant:
+                raise Cannot(keyword, "cannot be enforced")
+        elif keyword == "nullable":
+            if value is True and "null" not in site.kinds:
+                why = "OpenAPI's, an annotation here: null is not produced unless type lists it"
+                self.narrowed.append(Reason(site.at, keyword, why))
+        elif keyword in ("x-guidance", "contentEncoding", "contentMediaType"):
+            return  # annotations; the first would switch LLGuidance's own strictness off
+        elif keyword in out:
+            return  # a rule was first and has replaced it
+        elif keyword in _MAPS:
+            made = {
+                name: self.schema(part, f"{here}/{escape(name)}", KINDS)
+                for name, part in value.items()
+            }
+            if keyword == "patternProperties":
+                made = {ecma_pattern(pattern): part for pattern, part in made.items()}
+            out[keyword] = made
+        elif keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
+            inner = site.kinds if keyword in ("allOf", "anyOf") else KINDS
+            out[keyword] = [self.schema(p, f"{here}/{i}", inner) for i, p in enumerate(value)]
+        elif keyword in _SINGLE:
+            out[keyword] = self.schema(value, here, KINDS)
+        elif keyword == "$ref":
+            out[keyword] = self._reference(value)
+        elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
+            out[keyword] = int(value)
+        else:
+            out[keyword] = value
+
+    def _reference(self, reference: Any) -> Any:
+        """The reference, or that of a copy if it points where rewriting moves things."""
+        pointer = self.references.pointer(reference)
+        if pointer is None or pointer == "":
+            return reference
+        steps = pointer.split("/")[1:]
+        if len(steps) == 2 and steps[0] in ("$defs", "definitions"):
+            return reference
+        try:
+            self.references.resolve(reference)
+        except Cannot:
+            return reference  # the backend's own lookup has the last word
+        if pointer not in self._aliases:
+            self._aliases[pointer] = f"graft-{len(self._aliases)}"
+            self._pointers.append(pointer)
+        return f"#/{self._home}/{self._aliases[pointer]}"
+
+    def lose(self, at: str, keyword: str, why: str) -> None:
+        """Report what has no exact form."""
+        self.lost.append(Reason(at, keyword, why))
+
+    def note(self, at: str, keyword: str, why: str) -> None:
+        """Report what was rewritten."""
+        self.changed.append(Reason(at, keyword, why))
+
+    def fresh(self, schema: Any, at: str, kinds: Kinds) -> Any:
+        """Rewrite a schema that a rule has made; `Cannot` if part of it is lost."""
+        before = len(self.lost)
+        new = self.schema(schema, at, kinds)
+        if len(self.lost) > before:
+            reason = self.lost[before]
+            del self.lost[before:]
+            raise Cannot(reason.keyword, reason.why)
+        return new
+
+
+Rule = Callable[[Rewriter, Any, Site], None]
+
+
+def _with(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
+    """Add conjuncts to what is already there."""
+    if len(extra) == 1 and isinstance(extra[0], dict) and not (extra[0].keys() & out.keys()):
+        out.update(extra[0])
+    elif extra:
+        out["allOf"] = [*out.get("allOf", ()), *extra]
+    return out

@@ -1,0 +1,10 @@
+"""What drafts, one file each, behind one protocol."""
+
+from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, DraftVocab, TreeShape
+from graft.models.drafters.eagle3 import Eagle3
+from graft.models.drafters.forced import Forced
+from graft.models.feed import Feed
+
+__all__ = [
+    "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced", "TreeShape"
+]  # fmt: skip

@@ -1,0 +1,178 @@
+"""Options of an engine: stated, explained and checked here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.transports import TRANSPORTS
+from graft.grammar.backends.registry import BACKENDS
+from graft.grammar.compile.cache import CACHE_BYTES
+from graft.grammar.matcher import GrammarBackend
+from graft.grammar.vocabulary import Vocabulary
+from graft.models.request import VERIFY_MODES, Limits
+
+__all__ = ["LEGALITIES", "MAX_DRAFT_LENGTH", "Options"]
+
+LEGALITIES = ("fill", "probe")
+MAX_DRAFT_LENGTH = 16
+#: Positions per request unless the user asks for more: caches are reserved for every slot.
+DEFAULT_LENGTH = 4096
+
+#: Whole numbers: lowest and highest value, and whether None is one more.
+_WHOLE = {
+    "max_batch_size": (1, 4096, False),
+    "draft_length": (1, MAX_DRAFT_LENGTH, False),
+    "max_length": (2, 2**31 - 2, True),
+    "page_size": (1, 1 << 16, False),
+    "pages": (1, 2**31 - 2, True),
+    "grammar_threads": (1, 1024, True),
+    "grammar_cache_bytes": (0, 2**62, False),
+    "compile_threads": (1, 256, False),
+    "ordinal": (0, 1023, True),
+}
+_SWITCHES = ("mask_drafts", "forced_drafts", "overlap")
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "draft_legality": LEGALITIES,
+    "verify": VERIFY_MODES,
+    "grammar_transport": TRANSPORTS,
+    "device": (None, "auto", "cuda", "soft"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an engine may be told besides its models.
+
+    Parameters
+    ----------
+    max_batch_size : rows of a round, hence most requests that run at once.
+    draft_length : drafts per round, 1 to 16, where anything drafts.
+    max_length : positions per request, prompt and output; default what the target allows, at
+        most 4096.
+    page_size, pages : shape of the paged caches; by default every row's request can be full-length.
+    mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
+    draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
+        grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
+        next target forward. A probed draft is a point mass under rejection sampling.
+    forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
+        forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
+        the token that is the one legal id (with "probe", where no candidate is). Such drafts are
+        verified like others, so the distribution of outputs stays what it is; where one id is legal
+        they are always accepted.
+    verify : "rejection" or "coupled", for requests that do not say.
+    grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
+        for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
+        every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
+    grammar_transport : how the grammar's steps are part of the graph: "native" (host nodes),
+        "mailbox", "spinkernel", or "auto": the first of mailbox, spinkernel and native that works,
+        given 4 usable cores; else native.
+    grammar_threads : threads that serve the requests of a grammar step; default by batch and cores.
+    grammar_budget_us : microseconds of processor time that a grammar step waits for one request,
+        see `GuidedDecoder`; one that is late sits rounds out and resumes exactly. Greedy and
+        coupled outputs are the same whatever it is; rejection sampling is reproducible where nobody
+        was late (`counters()["grammar"]["late_rows"]`). None: a step waits for all.
+    overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
+        greedy and coupled requests are the same either way.
+    limits : what one request may cost the host, and how many may wait.
+    compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
+        seconds that one may take in its process, whatever its backend.
+    grammar_cache_bytes : bound of compiled grammars kept in memory.
+    device, ordinal : "cuda", "soft" or None for the environment's choice, and which one.
+
+    Raises
+    ------
+    OptionError
+        Naming the option and its value.
+    """
+
+    max_batch_size: int = 8
+    draft_length: int = 3
+    max_length: int | None = None
+    page_size: int = 16
+    pages: int | None = None
+    mask_drafts: bool = True
+    draft_legality: str = "fill"
+    forced_drafts: bool = False
+    verify: str = "rejection"
+    grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto"
+    grammar_transport: str = "auto"
+    grammar_threads: int | None = None
+    grammar_budget_us: float | None = 5000.0
+    overlap: bool = True
+    limits: Limits = field(default_factory=Limits)
+    compile_threads: int = 2
+    compile_timeout_s: float = 30.0
+    grammar_cache_bytes: int = CACHE_BYTES
+    device: str | None = None
+    ordinal: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high, optional) in _WHOLE.items():
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise _bad(name, f"a whole number from {low} to {high}", value)
+        for name in _SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                raise _bad(name, "True or False", getattr(self, name))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str)) or value not in choices:
+                raise _bad(name, "one of " + ", ".join(map(str, choices)), value)
+        _require_number("compile_timeout_s", self.compile_timeout_s, 0)
+        if self.grammar_budget_us is not None:
+            _require_number("grammar_budget_us", self.grammar_budget_us, 1)
+        if not isinstance(self.limits, Limits):
+            raise _bad("limits", "a Limits", self.limits)
+        backends = ("auto", *BACKENDS)
+        if not callable(self.grammar_backend) and self.grammar_backend not in backends:
+            wanted = f"one of {', '.join(backends)} or make a GrammarBackend"
+            raise _bad("grammar_backend", wanted, self.grammar_backend)
+        if self.draft_legality == "probe" and not self.mask_drafts:
+            raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
+
+    @property
+    def slots(self) -> int:
+        """Two per row: a row is taken over while a replay still names its last owner's slot."""
+        return 2 * self.max_batch_size
+
+    @property
+    def positions(self) -> int:
+        """Positions that one request may use, once the options are sized."""
+        length, pages = self.sizes
+        return min(length, self.page_size * pages)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """`max_length` and `pages` as numbers, once the options are sized."""
+        if self.max_length is None or self.pages is None:
+            raise OptionError("options must be sized for a target first (Options.sized)")
+        return self.max_length, self.pages
+
+    def sized(self, longest: int) -> Options:
+        """The same with `max_length` and `pages` as numbers, for a target of `longest` positions.
+
+        Raises
+        ------
+        OptionError
+            When `max_length` is above it.
+        """
+        length = min(longest, DEFAULT_LENGTH) if self.max_length is None else self.max_length
+        if length > longest:
+            raise OptionError(f"max_length {length} is above the model's {longest} positions")
+        every = self.max_batch_size * -(-length // self.page_size)
+        return replace(self, max_length=length, pages=every if self.pages is None else self.pages)
+
+
+def _bad(name: str, wanted: str, value: Any) -> OptionError:
+    return OptionError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _require_number(name: str, value: Any, low: float) -> None:
+    if type(value) not in (int, float) or not low <= value < math.inf:
+        raise _bad(name, f"a number from {low} on", value)

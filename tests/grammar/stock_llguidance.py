@@ -1,0 +1,144 @@
+"""LLGuidance by its own Python objects: what its native matchers are held against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import llguidance  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+
+from graft.grammar.backends.base import ending_ids
+from graft.grammar.backends.llguidance import grammar_text
+from graft.grammar.matcher import CompiledGrammar, Matcher
+from graft.grammar.statement import GrammarSpec
+from graft.grammar.vocabulary import Vocabulary
+
+_LEXER_FUEL, _ITEMS = 10_000_000, 1_000_000  # as native/guide/llguidance_abi.cpp has them
+
+
+def stock_tokenizer(vocabulary: Vocabulary) -> Any:
+    """LLGuidance's own tokenizer object, without any model's tokenizer behind it."""
+    v = vocabulary
+    ids = {token: i for i, token in reversed(list(enumerate(v.tokens))) if token}
+    longest = max(map(len, ids))
+
+    def greedy(data: bytes) -> list[int]:
+        out, at = [], 0
+        while at < len(data):
+            sizes = range(min(longest, len(data) - at), 0, -1)
+            found = next((data[at : at + n] for n in sizes if data[at : at + n] in ids), b"")
+            if not found:  # a byte that no token spells
+                break
+            out.append(ids[found])
+            at += len(found)
+        return out
+
+    class Wrapper(llguidance.TokenizerWrapper):
+        def __init__(self) -> None:  # what LLGuidance reads; the base wants a tokenizer
+            self.tokens = [*v.tokens, *[b""] * (v.size - len(v.tokens))]
+            self.special_token_ids = sorted({*v.stop_ids, *v.names.values()})
+            for name, token in v.names.items():
+                self.tokens[token] = name.encode("utf-8")
+            for token in v.stop_ids:
+                self.tokens[token] = self.tokens[token] or b"<stop%d>" % token
+            self.eos_token_id, self.bos_token_id = v.stop_ids[0], None
+            self.is_tokenizer_wrapper = True
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            return greedy(text.encode("utf-8") if isinstance(text, str) else text)
+
+    return llguidance.LLTokenizer(Wrapper(), eos_token=list(v.stop_ids))
+
+
+class StockLLGuidance:
+    """A backend of LLGuidance's own matchers, which hold the GIL."""
+
+    name = "stock LLGuidance"
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self._tokenizer = stock_tokenizer(vocabulary)
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Raises ValueError with LLGuidance's reason."""
+        limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL,
+            max_items_in_row=_ITEMS, step_max_items=_ITEMS,
+        )
+        grammar = json.loads(grammar_text(spec))["grammars"][0]
+        if "json_schema" in grammar:  # as which LLGuidance would spell forced text its own way
+            rules = "start: %json " + json.dumps(grammar["json_schema"])
+            grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
+        text = json.dumps({"grammars": [grammar]})
+        handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if handle.is_error():
+            raise ValueError(handle.get_error())
+        return CompiledGrammar(self, spec, handle, len(text))
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """A new matcher at the start."""
+        inner = StockMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
+        return inner
+
+
+class StockMatcher(Matcher):
+    """LLGuidance's own Python matcher, with termination by stop ids kept here."""
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
+        super().__init__(compiled, stop_ids)
+        self._start = compiled.native  # never moved: LLGuidance's rollback is not relied upon
+        self._handle = self._start.deep_copy()
+        self._history: list[int] = []
+        self._terminated = self._dead = False
+
+    def accept(self, token: int) -> bool:
+        if self._terminated or self._dead or not 0 <= token < self.size:
+            return False
+        if token in self.stop_ids:
+            self._terminated = self._handle.is_accepting()
+            return self._terminated
+        stops = self.compiled.backend.vocabulary.stop_ids
+        if token in stops or self._handle.validate_tokens([int(token)]) != 1:
+            return False
+        if not self._handle.consume_token(int(token)):
+            raise RuntimeError(self._handle.get_error())
+        self._history.append(int(token))
+        return True
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._require_running()
+        self._require_row(row)
+        if not self._dead:
+            try:
+                self._handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            except ValueError as error:  # also where no token is legal
+                self._dead = "NoExtensionBias" in str(error)
+                if not self._dead:
+                    raise RuntimeError(str(error)) from error
+        if self._dead:
+            row[:] = 0
+            return True
+        legal = np.unpackbits(row.view(np.uint8), bitorder="little")
+        legal[list(self.compiled.backend.vocabulary.stop_ids)] = 0
+        legal[list(self.stop_ids)] = self._handle.is_accepting()
+        legal[self.size :] = 0
+        row[:] = np.packbits(legal, bitorder="little").view(np.int32)
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        if tokens <= 0:
+            return
+        if tokens > len(self._history) + self._terminated:
+            raise RuntimeError("rollback of more tokens than were accepted")
+        tokens -= self._terminated
+        self._terminated = self._dead = False
+        if tokens:
+            del self._history[-tokens:]
+            self._handle = self._start.deep_copy()
+            if not self._handle.consume_tokens(self._history):
+                raise RuntimeError(self._handle.get_error())
+
+    def is_terminated(self) -> bool:
+        return self._terminated

@@ -1,0 +1,245 @@
+"""Objects whose keys come in any order: all texts of valid values, and no others."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from router_util import STOP, Grammar
+
+from graft.grammar import GrammarError, GrammarSpec, resolved
+from graft.grammar.schema.router import route
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+SCALARS: list[Any] = [
+    {"type": "integer"}, {"type": "string"}, {"type": "boolean"}, {"const": 3}, {"enum": ["x", 1]},
+    {"type": ["null", "string"]}, {"type": "integer", "minimum": 2, "maximum": 7}, False, {},
+]  # fmt: skip
+VALUES: list[Any] = [1, 3, 5, "x", "y", True, None, [], {}]
+
+
+def random_schema(rng: random.Random, depth: int) -> Any:
+    """A schema of objects, arrays, unions, conjunctions and references, three levels deep."""
+    kind = rng.choice(["object"] * 4 + ["array", "union", "ref", "values"]) if depth else "scalar"
+    if kind == "scalar" or rng.random() < 0.2:
+        return rng.choice(SCALARS)
+    if kind == "ref":
+        return {"$ref": "#/$defs/shared"}
+    if kind == "values":
+        return {"enum": [{"a": 1, "b": [1, {"c": "x", "d": None}]}, {"b": 1, "a": 1}, 3]}
+    if kind == "union":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
+    if kind == "array":
+        schema: dict[str, Any] = {"type": "array", "items": random_schema(rng, depth - 1)}
+        if rng.random() < 0.5:
+            schema["prefixItems"] = [random_schema(rng, depth - 1) for _ in range(2)]
+        if rng.random() < 0.5:
+            schema["minItems"] = rng.randint(0, 2)
+        if rng.random() < 0.5:
+            schema["maxItems"] = rng.randint(1, 3)
+        return schema
+    names = rng.sample("abcdef", rng.randint(1, 4))
+    schema = {"properties": {name: random_schema(rng, depth - 1) for name in names}}
+    if rng.random() < 0.9:
+        schema["type"] = rng.choice(["object", ["object", "integer"]])
+    if rng.random() < 0.7:
+        schema["required"] = rng.sample(names, rng.randint(1, len(names)))
+    if rng.random() < 0.3:
+        schema["patternProperties"] = {"^x.": random_schema(rng, depth - 1)}
+    if rng.random() < 0.6:
+        schema["additionalProperties"] = rng.choice([False, {"type": "integer"}])
+    if rng.random() < 0.2:
+        schema["anyOf"] = [{"required": [name]} for name in rng.choices(names, k=2)]
+    if rng.random() < 0.2:
+        schema["allOf"] = [{"properties": {rng.choice("abz"): {"type": ["integer", "string"]}}},
+                           {"$ref": "#/$defs/shared"}]  # fmt: skip
+    if rng.random() < 0.1:
+        schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(1, 4)
+    return schema
+
+
+def document(rng: random.Random) -> dict[str, Any]:
+    """A schema with one shared, recursive definition."""
+    shared = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {},
+              "n": {"$ref": "#/$defs/shared"}}, "required": rng.choice([[], ["a"]])}  # fmt: skip
+    schema = random_schema(rng, 3)
+    return {**(schema if isinstance(schema, dict) else {}), "$defs": {"shared": shared}}
+
+
+def random_value(rng: random.Random, schema: Any, defs: Any, depth: int = 0) -> Any:
+    """A value that fits now and then, its keys in any order."""
+    if not isinstance(schema, dict) or depth > 6 or rng.random() < 0.03:
+        return rng.choice(VALUES)
+    if "$ref" in schema:
+        return random_value(rng, defs["shared"], defs, depth + 1)
+    for keyword in ("anyOf", "enum"):
+        if keyword in schema and "properties" not in schema:
+            chosen = rng.choice(schema[keyword])
+            if keyword == "anyOf":
+                return random_value(rng, chosen, defs, depth + 1)
+            return json.loads(json.dumps(chosen))
+    if "items" in schema:
+        first = schema.get("prefixItems", [])
+        parts = [*first, *[schema["items"]] * 2][: rng.randint(0, 4)]
+        return [random_value(rng, part, defs, depth + 1) for part in parts]
+    if "properties" in schema:
+        found = {
+            name: random_value(rng, part, defs, depth + 1)
+            for name, part in schema["properties"].items()
+            if name in schema.get("required", ()) or rng.random() < 0.6
+        }
+        if rng.random() < 0.4:
+            found[rng.choice(["xa", "xb", "z", "\n", "é"])] = rng.choice(VALUES)
+        return found
+    fitting = {"integer": 5, "string": "x", "boolean": True}
+    kind = schema.get("type")
+    return fitting.get(kind if isinstance(kind, str) else "", rng.choice(VALUES))
+
+
+def shuffled(rng: random.Random, value: Any) -> Any:
+    """The same value with the keys of its objects in another order."""
+    if isinstance(value, dict):
+        keys = rng.sample(list(value), len(value))
+        return {key: shuffled(rng, value[key]) for key in keys}
+    return [shuffled(rng, part) for part in value] if isinstance(value, list) else value
+
+
+def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any], Grammar]]:
+    """Random schemas that are enforced exactly in every order, and their grammars."""
+    found = []
+    while len(found) < count:
+        schema = document(rng)
+        try:
+            answer = route(schema, key_order="any")
+        except GrammarError:  # endless
+            continue
+        if answer.exact and not answer.narrowed and answer.rules:
+            found.append((schema, Grammar.routed(answer)))
+    return found
+
+
+@pytest.mark.parametrize("count, seed", [(120, 1), pytest.param(2500, 2, marks=pytest.mark.full)])
+def test_valid_values_and_no_others_in_any_order(count, seed):
+    """A text is accepted if and only if jsonschema finds its value valid."""
+    rng = random.Random(seed)
+    outcomes = {True: 0, False: 0}
+    for schema, grammar in exact_grammars(rng, count):
+        judge = jsonschema.Draft202012Validator(schema)
+        for _ in range(12):
+            value = shuffled(rng, random_value(rng, schema, schema["$defs"]))
+            valid = judge.is_valid(value)
+            assert grammar.takes(value) == valid, (schema, json.dumps(value))
+            outcomes[valid] += 1
+    assert min(outcomes.values()) > 2 * count, outcomes
+
+
+def test_no_way_ends_short_of_a_valid_value():
+    """Whatever legal bytes are chosen, there is a next one, and what ends is valid, keys unlike."""
+    rng, ended = random.Random(3), 0
+
+    def choose(legal: list[int]) -> int:
+        assert legal
+        ends = [byte for byte in legal if byte in (*b'"}]', STOP)]
+        return rng.choice(ends if ends and rng.random() < 0.5 else legal)
+
+    for schema, grammar in exact_grammars(rng, 60):
+        judge = jsonschema.Draft202012Validator(schema)
+        for _ in range(3):
+            text = grammar.walk(choose, 400)
+            if text is not None:
+                assert judge.is_valid(json.loads(text, object_pairs_hook=unlike)), (schema, text)
+                ended += 1
+    assert ended > 60
+
+
+def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, whose keys that are named in the schemas differ."""
+    named = [key for key, _ in pairs if key in set("abcdefn")]
+    assert len(named) == len(set(named)), pairs
+    return dict(pairs)
+
+
+def test_keys_have_one_spelling():
+    """A named key cannot come again in another spelling; other keys are written as JSON needs."""
+    schema = {"properties": {"a": {"const": 1}, 'q"\n\\': {"const": 2}, "\x01": {"const": 3}}}
+    grammar = Grammar.of(GrammarSpec.json_schema(
+        schema, backend="llguidance", key_order="any"
+    ))  # fmt: skip
+    for text in ('{"\\u0061": 2}', '{"a": 2}', '{"a": 1, "\\u0061": 1}', '{"\\u0001": 4}',
+                 '{"q\\"\\u000a\\\\": 3}', '{"\\u001F": 1}', '{"\x7f": 1}', '{"a": 1, "a": 1}',
+                 '{"a": 1, }', '{, "a": 1}', '{"b": 1,}'):  # fmt: skip
+        assert not grammar.accepts(text), text
+    for value in ({"q\"\n\\": 2, "a": 1}, {"\x01": 3, "é\u2028": 0, "a": 1, "\x1f": [], "": {}}):
+        assert grammar.takes(value)
+
+
+def test_white_space_is_as_without_orders():
+    """Layouts of one object are accepted in both forms of the grammar, or in neither."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"items": {
+              "properties": {"c": {}, "d": {}}}}}}  # fmt: skip
+    texts = ['{"a":1,"b":[{"c":1},2]}', '{ "a" :1 ,\n"b":\t[ { "c": [ ] , "d":\r{ } } , 2 ] }',
+             "{ }", ' {"a":1}', '{"a":1} ', '{"a": 1, "b": [{"c": 1}, 2]}',
+             '{"a":1 2}', '{"a":- 1}', '{"a" "b"}', '{"a": 1, }', '{"b": [ ]}',
+             '{"b": [1 , 2]}']  # fmt: skip
+    for whitespace, fitting in (("line", 5), ("compact", 0), ("any", 1)):
+        one, other = (
+            Grammar.of(GrammarSpec.json_schema(
+                schema, backend="llguidance", whitespace=whitespace, key_order=order
+            )) for order in ("any", "schema")
+        )  # fmt: skip
+        assert [one.accepts(t) for t in texts] == [other.accepts(t) for t in texts]
+        assert one.accepts(texts[1]) == (whitespace == "any") and one.accepts(texts[fitting])
+
+
+def test_the_order_is_the_users_choice():
+    """"schema" keeps the schema's order, and is the default; XGrammar has no other."""
+    schema = {"type": "object", "properties": {"why": {}, "what": {}}, "required": ["why", "what"]}
+    kept = GrammarSpec.json_schema(schema, backend="auto")
+    free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
+    assert kept == GrammarSpec.json_schema(schema, backend="auto", key_order="schema") != free
+    for spec, accepted in ((kept, False), (free, True)):
+        grammar = Grammar.of(spec)
+        assert grammar.accepts('{"why": 1, "what": 2}')
+        assert grammar.accepts('{"what": 2, "why": 1}') == accepted
+    asked = GrammarSpec.json_schema(schema, key_order="any")
+    assert resolved(asked, "auto") == free
+    for spec in (lambda: resolved(asked, "xgrammar"),
+                 lambda: GrammarSpec.json_schema(schema, backend="xgrammar", key_order="any")):
+        with pytest.raises(GrammarError, match="XGrammar writes keys in the schema's order only"):
+            spec()
+    with pytest.raises(GrammarError, match="'sorted' is unknown"):
+        GrammarSpec.json_schema(schema, key_order="sorted")
+
+
+def test_what_has_no_such_form_keeps_one_order_and_says_so():
+    """Only an object with more than 64 names is narrowed, and asking for any order refused."""
+    wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
+    schema = {"type": "object", "properties": {"a": {}, "b": wide}}
+    found = route(schema, key_order="any")
+    assert found.exact and found.rules and found.narrowed == found.ordered
+    assert [r[:2] for r in found.narrowed] == [("#/properties/b", "properties")]
+    grammar = Grammar.routed(found)
+    assert grammar.takes({"b": {"k0": 1, "k64": 1}, "a": 1})
+    assert not grammar.takes({"a": 1, "b": {"k64": 1, "k0": 1}})
+    with pytest.raises(GrammarError, match="65 of them"):
+        GrammarSpec.json_schema(schema, key_order="any")
+    del wide["properties"]["k64"]
+    assert route(schema, key_order="any").narrowed == ()
+
+
+def test_where_the_schemas_order_is_all_there_is_it_is_said():
+    """By default, and where a reference leads to no part of the schema."""
+    pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}
+    found = route(pair)
+    assert not found.rules and found.ordered == found.narrowed
+    assert [r.keyword for r in found.ordered] == ["properties"]
+    named = {"properties": {"a": {"$id": "http://x.y/z", "$ref": "#/$defs/q"}, "b": {}},
+             "$defs": {"q": {"type": "null"}}, "type": "object"}  # fmt: skip
+    assert not route(named, key_order="any").rules
+    for schema in ({"type": "object"}, {"type": "array", "items": {"type": "null"}},
+                   {"enum": [{"a": 1}, 3]}):
+        assert route(schema).ordered == route(schema, key_order="any").ordered == ()

@@ -1,0 +1,124 @@
+"""The tokens of whole requests: exactly the target's law, and what speculation may not change."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference_round as ref
+from table_model import (
+    COLD,
+    COVERING,
+    FIRST,
+    MIXED,
+    NARROW,
+    NOTHING,
+    NUCLEUS,
+    PLAIN,
+    PRUNED,
+    START,
+    Case,
+    chi_square_tail,
+    generate,
+    make_table,
+    run_case,
+    without_speculation,
+    wrong_twice,
+)
+
+EACH = [{"masked": m, "pruned": p} for m in (True, False) for p in (True, False)]
+EVERY = [
+    Case(k, f, stop_ids=stops, late=late, **how)
+    for k, stops, late in itertools.product((1, 2, 3), ((), (6,)), (False, True))
+    for filters, hows in (
+        ((PLAIN, COLD, MIXED, NARROW, NUCLEUS), EACH),
+        ((PLAIN, MIXED), [{"masked": False, "point": True}]),
+        ((PLAIN, MIXED), [{"probe": True, "pruned": pruned} for pruned in (True, False)]),
+    )
+    for f, how in itertools.product(filters, hows)
+]
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_pairs_of_tokens_follow_the_exact_law(device, stream, case):
+    """200,000 tokens: neighbouring pairs pass chi-square, impossible ones never occur."""
+    wrong, values = wrong_twice(device, stream, case, 200_000)
+    assert not wrong, f"p-values {values}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_pairs_of_tokens_follow_the_exact_law_in_every_setting(device, stream, case):
+    """The same for the whole product of settings."""
+    wrong, values = wrong_twice(device, stream, case, 200_000)
+    assert not wrong, f"p-values {values}"
+
+
+def test_the_chi_square_tail_is_the_tabulated_one():
+    """The 5 % and .1 % points of common tables."""
+    points = {1: (3.841, 10.828), 2: (5.991, 13.816), 7: (14.067, 24.322), 40: (55.758, 73.402)}
+    for dof, (five, tenth) in points.items():
+        np.testing.assert_allclose(chi_square_tail(five, dof), 0.05, rtol=2e-3)
+        np.testing.assert_allclose(chi_square_tail(tenth, dof), 0.001, rtol=2e-3)
+
+
+# Greedy and coupled decoding: speculation of any kind changes no token.
+
+FILTERS = [
+    ref.Filter(0.0), ref.Filter(1.0), ref.Filter(1.2, top_k=5, top_p=0.85, min_p=0.05),
+    ref.Filter(0.4, top_p=0.9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", FILTERS, ids=["greedy", "plain", "mixed", "cold"])
+@pytest.mark.parametrize("stop_ids", [(), (6,)], ids=["endless", "stop"])
+def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids):
+    """K = 1..3, masked, probed or not, pruned, host-made, late: 1,024 sequences stay the same."""
+    base = Case(3, f, verify=ref.COUPLED, length=12, stop_ids=stop_ids)
+    plain = run_case(device, stream, without_speculation(base), 1024 * 12, seed=4)
+    rejection = Case(0, f, verify=ref.REJECTION, length=12, stop_ids=stop_ids)
+    np.testing.assert_array_equal(run_case(device, stream, rejection, 1024 * 12, seed=4), plain)
+    if not f.greedy:
+        assert len(np.unique(plain, axis=0)) > 100, "seeds make different sequences"
+    for k, how in [
+        (1, "masked"), (2, ""), (3, "masked pruned"), (3, "pruned late"), (2, "point late"),
+        (3, "masked late"), (3, "masked probe"), (2, "masked probe pruned late"),
+    ]:  # fmt: skip
+        flags = {"masked": False, **dict.fromkeys(how.split(), True)}
+        case = replace(base, draft_length=k, **flags)
+        np.testing.assert_array_equal(
+            run_case(device, stream, case, 1024 * 12, seed=4), plain, err_msg=str(case)
+        )
+
+
+def test_output_equals_the_reference_token_by_token(make_round):
+    """Without speculation every token is the reference's argmax(log p + Gumbel(seed, position))."""
+    f = ref.Filter(0.9, top_k=6, top_p=0.95)
+    case = Case(0, f, verify=ref.COUPLED, length=8)
+    table = make_table(17)
+    r = make_round(slots=64, draft_length=0, vocab=8)
+    tokens = generate(r, table, case, first_seed=2**40)
+    for slot in range(64):
+        a, b = START
+        for t in range(case.length):
+            p = ref.distribution(table.target[a, b], table.legal[a, b], f)
+            token = ref.draw(p, 2**40 + slot, FIRST + 1 + t, ref.NOISE)
+            assert tokens[slot, t] == token
+            a, b = b, token
+
+
+def test_drafts_that_share_noise_are_accepted_more_often(make_round):
+    """With the target as its own drafter every coupled draft is accepted, pruned or not wherever
+    the wanted token is known."""
+    table = make_table(17)
+    own = type(table)(table.target, table.target, table.legal)
+    r = make_round(slots=128, draft_length=3, vocab=8)
+    case = Case(3, ref.Filter(1.0), verify=ref.COUPLED, length=9)
+    rounds_before = r.replay
+    tokens = generate(r, own, case, first_seed=77)
+    assert (tokens != NOTHING).all()
+    assert r.replay - rounds_before == 3, "1 token, then 4 and 4: nothing was refused"
+    known = np.isin(tokens, PRUNED).mean()
+    assert 0.2 < known < 0.95, "the pruned vocabulary of the other tests really prunes"

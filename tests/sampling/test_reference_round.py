@@ -1,0 +1,132 @@
+"""The reference itself: walks of any tree against sequential decoding and brute force."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference_round as ref
+from table_model import MIXED, V, make_table
+
+GREEDY, PLAIN = ref.Filter(0.0), ref.Filter(1.0)
+
+
+def grow(rng, slot: ref.Slot, nodes: int, tokens) -> None:
+    """Add up to so many nodes anywhere; ``tokens(node)`` are those to choose from."""
+    for _ in range(nodes):
+        node = int(rng.integers(len(slot.tree.token)))
+        if ref.may_grow(slot, node):
+            token = int(rng.choice(tokens(node)))
+            if slot.tree.child(node, token) is None:
+                slot.tree = slot.tree.grow(node, token)
+
+
+@pytest.mark.parametrize("f", [GREEDY, PLAIN, MIXED], ids=["greedy", "plain", "mixed"])
+@pytest.mark.parametrize("stop_ids", [(), (3, 6)], ids=["endless", "stop"])
+def test_trees_change_no_token_of_greedy_and_coupled_requests(f, stop_ids):
+    """Random trees, illegal nodes, rows that are late or another's: the tokens and the end are
+    those of decoding one token a round; siblings and depths are really accepted."""
+    table, rng = make_table(17), np.random.default_rng(5)
+    start = ref.Slot(n=5, tree=ref.chain(1), limit=15, filter=f, verify=ref.COUPLED,
+                     stop_ids=stop_ids)  # fmt: skip
+    accepted: Counter = Counter()
+
+    def decode(seed: int, nodes: int) -> tuple[list[int], int]:
+        slot, tokens, reason = replace(start, seed=seed), [0, 1], ref.RUNNING
+        while slot.active:
+            slot.tree = ref.chain(slot.last)
+            grow(rng, slot, nodes, lambda node: range(V))
+            paths = [(*tokens, *slot.tree.path(j))[-2:] for j in range(len(slot.tree.token))]
+            rows = [
+                ref.MaskRow(
+                    ref.NOT_READY if nodes and rng.random() < 0.1 else ref.READY,
+                    slot.epoch + (nodes > 0 and rng.random() < 0.05),
+                    slot.n + len(slot.tree.path(j)), table.legal[path],
+                )
+                for j, path in enumerate(paths)
+            ]  # fmt: skip
+            outcome = ref.verify(slot, np.stack([table.target[path] for path in paths]), rows, V)
+            tokens += outcome.tokens
+            accepted[outcome.accepted] += nodes
+            reason = outcome.reason
+        return tokens, reason
+
+    for seed in range(25):
+        assert decode(seed, 14) == decode(seed, 0), seed
+    assert accepted[0] and accepted[1] and accepted[2]
+
+
+def test_the_law_of_a_walk_is_the_targets_on_any_tree():
+    """Every outcome of the noise counted: three tokens have exactly the product of their laws,
+    though trees are drawn from that very noise; a walk that prefers some child is caught."""
+    quarters = np.array([[1, 2, 1], [2, 0, 2], [0, 1, 3]])  # of the token behind each token
+    law = {
+        path: np.prod([quarters[a, b] for a, b in itertools.pairwise((0, *path))])
+        for path in itertools.product(range(3), repeat=3)
+    }
+
+    def tokens(noise: tuple[int, ...], rng, fault: bool) -> tuple[int, ...]:
+        def wanted(last: int, position: int) -> int:
+            return int(np.searchsorted(np.cumsum(quarters[last]), noise[position], side="right"))
+
+        def wanted_at(node: int) -> int:
+            return wanted(slot.tree.token[node], slot.n + len(slot.tree.path(node)))
+
+        def decide(node: int, position: int, allowed: None) -> tuple[int, int | None]:
+            token = wanted(slot.tree.token[node], position - 1)
+            if fault and slot.tree.child(node, 2) is not None:
+                token = 2
+            return token, slot.tree.child(node, token)
+
+        slot, found = ref.Slot(n=0, tree=ref.chain(0), limit=4), []
+        while slot.active:
+            grow(rng, slot, 8, lambda node: (*range(3), *[wanted_at(node)] * 3))
+            outcome = ref.walk(slot, lambda node, position: (ref.FREE, None), decide)
+            ref.commit(slot, outcome)
+            found += outcome.tokens
+        return tuple(found)
+
+    for fault in (False, True):
+        seen = [Counter(tokens(noise, np.random.default_rng(s), fault)
+                        for noise in itertools.product(range(4), repeat=3))
+                for s in range(12)]  # fmt: skip
+        assert all(s == +Counter(law) for s in seen) != fault
+
+
+@pytest.mark.parametrize("kind", [ref.DENSE, ref.POINT], ids=["dense", "point"])
+def test_no_random_number_is_used_twice_for_one_kept_token(monkeypatch, kind):
+    """Rejection sampling: for every kept token the named draws (draft, coin, residual, bonus) are
+    all different."""
+    rng = np.random.default_rng(12)
+    used: list[tuple[int, int, int]] = []
+    original, k, vocab = ref.words, 3, 41
+
+    def spy(seed, position, purpose, ids, sample=0):
+        used.append((seed, position, purpose))
+        return original(seed, position, purpose, ids, sample)
+
+    monkeypatch.setattr(ref, "words", spy)
+    everything = [ref.MaskRow(ref.FREE, 1, 0, more=1)] * (k + 1)
+    for seed in range(8):
+        slot = ref.Slot(n=5, tree=ref.chain(0), limit=40, seed=seed)
+        named: dict[int, list[tuple[int, int, int]]] = {}
+        while slot.active:
+            used.clear()
+            before = slot.n
+            outcome = ref.verify(slot, rng.normal(0, 2, (k + 1, vocab)), everything, vocab)
+            for draw in used:
+                if draw[1] <= slot.n:
+                    named.setdefault(draw[1], []).append(draw)
+            assert slot.n == before + len(outcome.tokens)
+            for j in range(1, k + 1):
+                used.clear()
+                answer = int(rng.integers(vocab)) if kind == ref.POINT else -1
+                ref.draft(slot, j, rng.normal(0, 2, vocab), None, vocab, None, vocab, answer=answer)
+                for draw in used:  # a draft of a dropped position is drawn anew, for another prefix
+                    named[draw[1]] = [draw]
+        assert slot.n == 39
+        for position, draws in named.items():
+            assert len(draws) == len(set(draws)), f"position {position}: {draws}"

@@ -1,0 +1,173 @@
+"""The sampler's wrappers: the same on stream and graph; refusals by name, before any launch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_round as ref
+from sampling_round import TableRound
+
+from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.exchange import Exchange
+from graft.cudagraph.graph import Graph
+from graft.sampling.sampler import Sampler, output_ring
+from graft.sampling.state import SLOT
+
+GOOD = {"position": 5, "last": 1, "epoch": 1, "limit": 20}
+
+
+@pytest.fixture
+def small(make_round) -> TableRound:
+    """Four slots, two drafts, forty tokens."""
+    return make_round(slots=4, draft_length=2, vocab=40)
+
+
+@pytest.mark.parametrize(
+    "change,word",
+    [
+        ({"slot": 4}, "slot"), ({"slot": -1}, "slot"), ({"position": -1}, "position"),
+        ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
+        ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 2}, "verify"),
+        ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
+    ],
+)  # fmt: skip
+def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
+    """The error names the value; the slot stays as it was."""
+    values = {"slot": 0, **GOOD, **change}
+    with pytest.raises(OptionError, match=word):
+        small.state.join(small.lane, values.pop("slot"), **values)
+    assert not small.snapshot()["active"].any()
+
+
+def test_join_and_leave_write_the_slot_and_no_other(small):
+    """Every parameter lands in its array at the slot; leaving clears active and the drafts."""
+    before = np.zeros(4, SLOT)
+    before["draft_len"] = 2
+    small.state.copy_from(before)
+    values = {"seed": -1, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125,
+              "verify": 1, "sample": 6}  # fmt: skip
+    small.state.join(small.lane, 2, **GOOD, stop_ids=(7, 9), **values)
+    after = small.state.to_host()
+    wanted = {"n": 5, "last": 1, "epoch": 1, "limit": 20, "stops": 2, "active": 1,
+              **values, "seed": 2**64 - 1, "draft_len": 0}  # fmt: skip
+    for name, value in wanted.items():
+        assert after[2][name] == value, name
+    np.testing.assert_array_equal(after[2]["stop_ids"][:3], [7, 9, 0])
+    np.testing.assert_array_equal(np.delete(after, 2), np.delete(before, 2))
+    small.state.leave(small.lane, 3)
+    small.state.leave(small.lane, 2)
+    left = small.state.to_host()
+    assert not left["active"].any()
+    np.testing.assert_array_equal(left["draft_len"], [2, 2, 0, 0])
+
+
+def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
+    """Logits, row maps, widths and replay numbers of the wrong shape never reach a kernel."""
+    lane, sampler, rows = small.lane, small.sampler, small.row_slot
+    with pytest.raises(ShapeError, match=r"logits: shape \(4, 39\), expected .*V=40"):
+        sampler.target(lane, device.zeros((4, 39), "float32"), rows, 1)
+    with pytest.raises(ShapeError, match=r"B\*width=12"):
+        sampler.target(lane, device.zeros((4, 40), "float32"), rows, 3)
+    with pytest.raises(ShapeError, match="logits: dtype float16"):
+        sampler.target(lane, device.zeros((4, 40), "float16"), rows, 1)
+    with pytest.raises(OptionError, match="width"):
+        sampler.target(lane, device.zeros((16, 40), "float32"), rows, 4)
+    with pytest.raises(OptionError, match="batch rows"):
+        sampler.target(lane, device.zeros((5, 40), "float32"), device.zeros((5,), "int32"), 1)
+    with pytest.raises(ShapeError, match="row_slot"):
+        sampler.target(lane, device.zeros((4, 40), "float32"), device.zeros((4,), "int64"), 1)
+    with pytest.raises(OptionError, match="j must be"):
+        sampler.draft(lane, device.zeros((4, 40), "float32"), rows, 3, True)
+    with pytest.raises(OptionError, match="without candidates"):
+        small.candidates(1, np.zeros((4, 40), np.float32))
+    with pytest.raises(ShapeError, match="draft_logits"):
+        sampler.draft(lane, device.zeros((3, 40), "float32"), rows, 1, True)
+
+
+def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
+    """Sizes of state, exchange, maps and ring must agree with the sampler's own."""
+
+    def make(**change):
+        parts = {"state": small.state, "exchange": small.exchange, "replay": small.replay_ptr,
+                 "token_limit": 40, "draft_vocab": 40, "max_batch": 4}  # fmt: skip
+        return Sampler(device, **{**parts, **change})
+
+    def exchange(**change):
+        sizes = {"slots": 4, "drafts": 2, "vocab_size": 40, **change}
+        return {"exchange": Exchange(device, **sizes)}
+
+    ids = device.zeros((40,), "int32")
+    for change, error, word in (
+        ({"token_limit": 41}, OptionError, "token_limit"),
+        ({"max_batch": 5}, OptionError, "max_batch"),
+        ({"d2t": ids}, OptionError, "t2d"),
+        ({"d2t": ids, "t2d": device.zeros((39,), "int32")}, ShapeError, "t2d"),
+        ({"draft_vocab": 41}, OptionError, "draft_vocab"),
+        ({"replay": device.zeros((2,), "int32")}, ShapeError, "replay"),
+        (exchange(slots=3), OptionError, "exchange slots"),
+        (exchange(drafts=65), OptionError, "draft_length"),
+        (exchange(candidates=65), OptionError, "candidates"),
+    ):
+        with pytest.raises(error, match=word):
+            make(**change)
+    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1}):
+        with pytest.raises(OptionError, match=next(iter(sizes))):
+            exchange(**sizes)
+    for ring, word in (
+        (output_ring(device, 2, 4, 1), "words of an output row"),
+        (output_ring(device, 2, 3, 2), "output rows"),
+    ):
+        with pytest.raises(OptionError, match=word):
+            small.sampler.verify(small.lane, small.row_slot, 1, ring)
+
+
+def test_a_replayed_graph_produces_the_tokens_of_the_stream(device, stream, make_round):
+    """Target, verify and two drafts as one graph: twelve replays equal twelve eager rounds."""
+    vocab, most, count, rounds = 30, 2, 6, 12
+    rng = np.random.default_rng(8)
+    logits = rng.normal(0, 1.5, (rounds, count, most + 1, vocab)).astype(np.float32)
+    draft_logits = rng.normal(0, 1.5, (rounds, most, count, vocab)).astype(np.float32)
+
+    def joined() -> TableRound:
+        r = make_round(slots=count, draft_length=most, vocab=vocab)
+        for i in range(count):
+            f = ref.Filter(0.0 if i == 5 else 1.0, top_k=12)
+            r.put(i, ref.Slot(n=3, tree=ref.chain(1), limit=400, seed=i, filter=f, verify=i % 2))
+            for j in range(most + 1):
+                r.write_mask(i, j, ref.MaskRow(ref.FREE, 1, 0, more=1))
+        return r
+
+    eager, wanted = joined(), []
+    for i in range(rounds):
+        wanted.append(eager.verify(logits[i]))
+        for j in range(1, most + 1):
+            eager.draft(j, draft_logits[i, j - 1], masked=True)
+
+    r = joined()
+    on_device = device.zeros((count * (most + 1), vocab), "float32")
+    drafts_on_device = [device.zeros((count, vocab), "float32") for _ in range(most)]
+    graph = Graph(device, "sampling")
+    lane = graph.lane("model")
+    r.sampler.target(lane, on_device, r.row_slot, most + 1)
+    r.sampler.verify(lane, r.row_slot, most + 1, r.ring)
+    for j in range(1, most + 1):
+        r.sampler.draft(lane, drafts_on_device[j - 1], r.row_slot, j, True)
+    run = graph.instantiate()
+    for i in range(rounds):
+        on_device.copy_from(logits[i].reshape(-1, vocab))
+        for array, values in zip(drafts_on_device, draft_logits[i], strict=True):
+            array.copy_from(values)
+        r.replay_ptr.copy_from(np.array([i + 1], np.int32))
+        run.launch(stream)
+        r.ring.poll(i + 1, 30.0)
+        stream.synchronize()
+        out, kept = r.results(i + 1), np.arange(most + 1) < wanted[i]["count"][:, None]
+        np.testing.assert_array_equal(out.pop("tokens")[kept], wanted[i].pop("tokens")[kept])
+        for name, values in wanted[i].items():
+            np.testing.assert_array_equal(out[name], values, err_msg=f"replay {i + 1}: {name}")
+    run.close()
+    graph.close()
+    assert max(int(w["accepted"].max()) for w in wanted) == most
+    state = r.state.to_host()
+    assert state["n"].all() and state["last"].all()

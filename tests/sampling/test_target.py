@@ -1,0 +1,145 @@
+"""Target rows: the filtered distribution, ties, bounds, broken logits, which rows are touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_round as ref
+from sampling_round import TableRound
+
+FILTERS = [
+    ref.Filter(1.0), ref.Filter(0.2), ref.Filter(5.0), ref.Filter(1.0, top_k=1),
+    ref.Filter(0.7, top_k=7), ref.Filter(1.0, top_p=0.5), ref.Filter(1.0, top_p=0.999),
+    ref.Filter(1.3, top_p=1e-6), ref.Filter(1.0, min_p=0.1), ref.Filter(1.0, min_p=1.0),
+    ref.Filter(1.1, top_k=20, top_p=0.9, min_p=0.02), ref.Filter(1.0, top_k=10**6),
+    ref.Filter(1.0, top_p=0.0), ref.Filter(2e-5),
+]  # fmt: skip
+
+
+def simple(f: ref.Filter) -> ref.Slot:
+    """A slot with nothing special."""
+    return ref.Slot(n=10, tree=ref.chain(0), limit=100, seed=5, filter=f)
+
+
+def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np.ndarray):
+    """One round without drafts; returns (output, probs of row 0 of each slot)."""
+    for i, s in enumerate(slots):
+        r.put(i, s)
+        r.write_mask(i, 0, ref.MaskRow(ref.READY, s.epoch, s.n, legal[i]))
+    out = r.verify(logits[:, None, :])
+    return out, r.sampler.probs.to_host()[: len(slots)]
+
+
+@pytest.mark.parametrize("vocab", [8, 70, 500, 4097])
+def test_distribution_equals_the_oracle(make_round, block, vocab):
+    """For every filter mix, zeros are the oracle's zeros and the rest agrees to fp32 rounding."""
+    rng = np.random.default_rng(vocab)
+    count = len(FILTERS)
+    limit = vocab - vocab // 7 - 1
+    r = make_round(slots=count, draft_length=0, vocab=vocab, token_limit=limit,
+                   block=block)  # fmt: skip
+    for density in (1.0, 0.4):
+        logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
+        legal = rng.random((count, vocab)) < density
+        legal[:, rng.integers(0, limit)] = True
+        out, probs = run_rows(r, logits, [simple(f) for f in FILTERS], legal)
+        bound = np.arange(vocab) < limit
+        for i, f in enumerate(FILTERS):
+            wanted = ref.distribution(logits[i], legal[i] & bound, f)
+            kept = wanted > 1e-37
+            np.testing.assert_array_equal(probs[i] > 0, kept, err_msg=str(f))
+            np.testing.assert_allclose(probs[i][kept], wanted[kept], rtol=2e-5, err_msg=str(f))
+            assert out["tokens"][i, 0] == ref.draw(wanted, 5, 11, ref.NOISE)
+
+
+def test_blocks_of_any_size_give_the_same_bits(make_round):
+    """Probabilities and tokens do not depend on how many threads share a row."""
+    rng = np.random.default_rng(11)
+    count, vocab = len(FILTERS), 700
+    logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
+    logits[:, ::7] = logits[:, 1:2]  # ties
+    legal = rng.random((count, vocab)) < 0.5
+    seen = []
+    for threads in (1, 64, 256):
+        r = make_round(slots=count, draft_length=0, vocab=vocab, block=threads)
+        out, probs = run_rows(r, logits, [simple(f) for f in FILTERS], legal)
+        seen.append((out["tokens"].tobytes(), probs.tobytes()))
+    assert len(set(seen)) == 1
+
+
+def test_ties_go_to_the_smaller_id(make_round, block):
+    """Greedy, top-k and top-p at a tie keep the smaller ids; -0 and +0 are one value."""
+    vocab = 70
+    logits = np.full((4, vocab), -5.0, np.float32)
+    logits[:, [9, 40, 41, 66]] = 2.0
+    logits[3] = -1.0
+    logits[3, 31], logits[3, 30] = 0.0, -0.0
+    filters = [ref.Filter(0.0), ref.Filter(1.0, top_k=2), ref.Filter(1.0, top_p=0.6), ref.Filter(0)]
+    legal = np.ones((4, vocab), bool)
+    legal[0, 9] = False
+    r = make_round(slots=4, draft_length=0, vocab=vocab, block=block)
+    out, probs = run_rows(r, logits, [simple(f) for f in filters], legal)
+    assert out["tokens"][0, 0] == 40
+    assert set(np.flatnonzero(probs[1])) == {9, 40}
+    assert set(np.flatnonzero(probs[2])) == {9, 40, 41}
+    assert out["tokens"][3, 0] == 30
+
+
+def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_round, block):
+    """No bit, only bits beyond the bound, or only -inf logits: dead end; NaN or +inf: error."""
+    vocab, limit = 64, 40
+    logits = np.zeros((8, vocab), np.float32)
+    legal = np.ones((8, vocab), bool)
+    legal[0] = False
+    legal[1] = np.arange(vocab) >= limit
+    logits[2] = -np.inf
+    logits[3, 7] = np.nan
+    logits[4, 7] = np.inf
+    logits[5, 7], legal[5, 7] = np.nan, False  # not looked at
+    logits[6, 50] = np.nan  # beyond the bound
+    logits[7, 7] = -np.float32(np.nan)
+    for f in (ref.Filter(0.0), ref.Filter(1.0)):
+        r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit,
+                       block=block)  # fmt: skip
+        out, _ = run_rows(r, logits, [simple(f)] * 8, legal)
+        reasons = [ref.DEAD, ref.DEAD, ref.DEAD, ref.FAULT, ref.FAULT, 0, 0, ref.FAULT]
+        np.testing.assert_array_equal(out["reason"], reasons)
+        np.testing.assert_array_equal(out["count"], [0, 0, 0, 0, 0, 1, 1, 0])
+        after = r.snapshot()
+        np.testing.assert_array_equal(after["active"], [0, 0, 0, 0, 0, 1, 1, 0])
+        np.testing.assert_array_equal(after["n"], [10, 10, 10, 10, 10, 11, 11, 10])
+
+
+def test_free_rows_ignore_the_mask_but_not_the_bound(make_round, block):
+    """An unconstrained row never reads its mask bits; ids beyond the bound stay illegal."""
+    logits = np.arange(64, dtype=np.float32)[None]
+    r = make_round(slots=1, draft_length=0, vocab=64, token_limit=50, block=block)
+    s = simple(ref.Filter(0.0))
+    r.put(0, s)
+    none = np.zeros(64, bool)
+    r.write_mask(0, 0, ref.MaskRow(ref.FREE, s.epoch, 999, none, more=1))
+    assert r.verify(logits[:, None, :])["tokens"][0, 0] == 49
+
+
+def test_rows_that_nobody_tests_are_not_touched(make_round, block):
+    """Padding, inactive slots, rows behind the drafts or without a stamp leave probs alone."""
+    vocab, width = 40, 3
+    r = make_round(slots=4, draft_length=2, vocab=vocab, block=block)
+    marker = np.full(r.sampler.probs.shape, 7.0, np.float32)
+    r.sampler.probs.copy_from(marker)
+    slots = [simple(ref.Filter(1.0)) for _ in range(4)]
+    slots[1].active = False
+    everything = np.ones(vocab, bool)
+    for i, s in enumerate(slots):
+        r.put(i, s)
+        for j in range(width):
+            epoch = s.epoch + (i == 2)
+            r.write_mask(i, j, ref.MaskRow(ref.READY, epoch, s.n + j, everything))
+    r.rows([0, 1, 2, -1])
+    r.verify(np.zeros((4, width, vocab), np.float32))
+    probs = r.sampler.probs.to_host().reshape(4, width, vocab)
+    assert (probs[0, 0] != 7).all()
+    probs[0, 0] = 7
+    np.testing.assert_array_equal(probs, 7)
+    ok = r.sampler.row_ok.to_host().reshape(4, width)
+    assert ok[0, 0] == 1 and ok.sum() == 1

@@ -1,0 +1,275 @@
+"""Chain verification against the reference, and its rules one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_round as ref
+from sampling_round import TableRound
+
+V, K = 41, 3
+GREEDY, SAMPLED = ref.Filter(0.0), ref.Filter(1.0)
+MODES = {
+    "greedy": (GREEDY, ref.REJECTION),
+    "coupled": (SAMPLED, ref.COUPLED),
+    "rejection": (SAMPLED, ref.REJECTION),
+}
+
+
+def random_filter(rng: np.random.Generator) -> ref.Filter:
+    """Any mix of filters; a third are greedy."""
+    if rng.random() < 0.33:
+        return GREEDY
+    return ref.Filter(
+        temperature=float(rng.choice([0.3, 1.0, 1.7])),
+        top_k=int(rng.choice([0, 1, 5, 60])),
+        top_p=float(rng.choice([1.0, 0.9, 0.4])),
+        min_p=float(rng.choice([0.0, 0.05])),
+    )
+
+
+def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref.Slot:
+    """A slot without drafts, with up to so many stop ids."""
+    n = int(rng.integers(3, 200))
+    return ref.Slot(
+        n=n, tree=ref.chain(int(rng.integers(vocab))), limit=n + int(rng.integers(2, 9)),
+        seed=int(rng.integers(2**63)), filter=random_filter(rng), verify=int(rng.integers(2)),
+        epoch=int(rng.integers(1, 5)), sample=int(rng.choice([0, 0, 7])),
+        stop_ids=tuple(rng.choice(vocab, rng.integers(0, stops + 1), replace=False).tolist()),
+    )  # fmt: skip
+
+
+def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
+    """0..K drafts, most of them likely, some illegal, with q tables near p; of known ids alone."""
+    for j in range(int(rng.integers(0, K + 1))):
+        q = np.exp(logits[j] + rng.normal(0, 0.7, V)) * (rng.random(V) < 0.8)
+        q /= q.sum()
+        likely = int(np.argmax(logits[j])) if rng.random() < 0.6 else int(rng.choice(V, p=q))
+        d = int(rng.integers(0, V)) if rng.random() < 0.1 else likely
+        table = np.where(known, q.astype(np.float32).astype(np.float64), 0.0)
+        ref.keep(slot, d, int(rng.random() < 0.3), table)
+
+
+def random_masks(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
+    """Mask rows 0..K: mostly ready or free, sometimes late, stale, dead or failed."""
+    rows = []
+    for j in range(K + 1):
+        legal = rng.random(V) < rng.choice([0.2, 0.7, 1.0])
+        if rng.random() < 0.9 and j < len(slot.drafts):
+            legal[slot.drafts[j]] = True
+        state = int(rng.choice([1, 2, 2, 2, 2, 2, 2, 0, 3, 4])) if rng.random() < 0.5 else ref.READY
+        epoch = slot.epoch + int(rng.random() < 0.04)
+        position = slot.n + j + int(rng.random() < 0.04)
+        if not legal.any() and rng.random() < 0.5:
+            legal[:] = True
+        more = int(rng.random() < 0.3)
+        rows.append(ref.MaskRow(state, epoch, position, legal, more))
+    return rows
+
+
+def test_matches_the_reference_on_random_rounds(make_round, block):
+    """Tokens, counts, reasons, state and records equal the reference's in 400 random slots."""
+    rng = np.random.default_rng(7)
+    slots, limit = 20, 39
+    seen = set()
+    for d2t in (None, np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)):
+        r = make_round(slots=slots, draft_length=K, vocab=V, token_limit=limit, d2t=d2t,
+                       block=block)  # fmt: skip
+        known = np.ones(V, bool) if d2t is None else np.isin(np.arange(V), d2t)
+        for _ in range(10 if block == 1 else 3):
+            logits = rng.normal(0, 2, (slots, K + 1, V)).astype(np.float32)
+            logits[rng.random(logits.shape) < 0.02] = -np.inf
+            logits[rng.random(logits.shape[:2]) < 0.01] = np.nan
+            states = [random_slot(rng) for _ in range(slots)]
+            for s, lg in zip(states, logits, strict=True):
+                add_drafts(rng, s, np.nan_to_num(lg, neginf=-9.0), known)
+            masks = [random_masks(rng, s) for s in states]
+            out = r.play(states, logits, masks, rng.permutation(slots))
+            seen |= set(zip(out["reason"].tolist(), (out["count"] > 0).tolist(), strict=True))
+    wanted = {(reason, True) for reason in (ref.RUNNING, ref.STOP, ref.LENGTH)}
+    assert wanted | {(ref.RUNNING, False), (ref.DEAD, False), (ref.FAULT, False)} <= seen
+
+
+# Rules, one by one. Logits make token 10 + j certain after row j.
+
+EYE = np.full((K + 1, V), -30.0, np.float32)
+EYE[np.arange(K + 1), 10 + np.arange(K + 1)] = 30.0
+ALL = np.ones(V, bool)
+FREE, LATE, DEAD, FAULT = ref.FREE, ref.NOT_READY, ref.DEAD_END, ref.ERROR
+
+
+def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **more) -> ref.Slot:
+    """A slot with the given drafts and nothing special."""
+    tables = q if isinstance(q, tuple) else (q,) * len(drafts)
+    return ref.Slot(**{
+        "n": 20, "tree": ref.chain(1, *drafts), "limit": 100, "seed": 9, "filter": f,
+        "kinds": (kind,) * len(drafts), "q": tables, **more,
+    })  # fmt: skip
+
+
+def rows_of(slot: ref.Slot, *states: int, legal=ALL) -> list[ref.MaskRow]:
+    """Rows of the given states, then ready ones."""
+    states = (*states, *(ref.READY,) * (K + 1 - len(states)))
+    return [ref.MaskRow(s, slot.epoch, slot.n + j, legal) for j, s in enumerate(states)]
+
+
+@pytest.fixture
+def small(make_round) -> TableRound:
+    return make_round(slots=2, draft_length=K, vocab=V)
+
+
+def one(r: TableRound, slot: ref.Slot, rows: list[ref.MaskRow]) -> tuple:
+    """A round of one slot: its tokens, how many drafts are among them, and the reason."""
+    out = r.play([slot], EYE[None], [rows])
+    count = out["count"][0]
+    return out["tokens"][0, :count].tolist(), int(out["accepted"][0]), int(out["reason"][0])
+
+
+#: What is special about slot and row states; tokens, accepted, reason.
+RULES = {
+    "all drafts and the bonus": ({}, (), ([10, 11, 12, 13], 3, 0)),
+    "a wrong draft ends with what comes instead": ({"drafts": (10, 30, 12)}, (), ([10, 11], 1, 0)),
+    "an accepted stop id has no bonus": ({"stop_ids": (11,)}, (), ([10, 11], 2, ref.STOP)),
+    "a stop id instead of a draft": (
+        {"drafts": (10, 30), "stop_ids": (3, 11)}, (), ([10, 11], 1, ref.STOP)),
+    "stop before length": ({"limit": 22, "stop_ids": (10,)}, (), ([10], 1, ref.STOP)),
+    "room for one": ({"limit": 22}, (), ([10], 1, ref.LENGTH)),
+    "room for two": ({"limit": 23}, (), ([10, 11], 2, ref.LENGTH)),
+    "room for three": ({"limit": 24}, (), ([10, 11, 12], 3, ref.LENGTH)),
+    "room for the bonus": ({"limit": 25}, (), ([10, 11, 12, 13], 3, ref.LENGTH)),
+    "row 2 late": ({}, (FREE, FREE, LATE), ([10, 11], 2, 0)),
+    "row 2 dead": ({}, (FREE, FREE, DEAD), ([10, 11], 2, 0)),
+    "row 2 failed": ({}, (FREE, FREE, FAULT), ([10, 11], 2, 0)),
+    "row 0 late": ({}, (LATE,), ([], 0, 0)),
+    "row 0 dead": ({}, (DEAD,), ([], 0, ref.DEAD)),
+    "row 0 failed": ({}, (FAULT,), ([], 0, ref.FAULT)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("f", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rules_of_the_walk(small, f, rule):
+    """Which tokens come and why it ends; with a reason the slot is inactive and stays as it is."""
+    more, states, expected = RULES[rule]
+    slot = slot_of(f, **more)
+    rows = rows_of(slot, *states)
+    assert one(small, slot, rows) == expected
+    assert slot.active == (expected[2] == 0)
+    if not slot.active:
+        again = small.verify(EYE[None])
+        assert (again["slot"][0], again["count"][0], again["reason"][0]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("f", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_stalled_round_can_be_repeated(small, f):
+    """After a round whose row 0 was late the next one is as if it were the first."""
+    slot = slot_of(f)
+    one(small, slot, rows_of(slot, LATE))
+    assert slot.drafts == (10, 11, 12)
+    small.write_mask(0, 0, rows_of(slot)[0])
+    assert small.verify(EYE[None])["tokens"][0].tolist() == [10, 11, 12, 13]
+
+
+#: State, and what is added to epoch and position; `more`.
+FORGED = {
+    "older epoch": (ref.READY, -1, 0), "newer epoch": (ref.READY, 1, 0),
+    "position before": (ref.READY, 0, -1), "position behind": (ref.READY, 0, 1),
+    "row of another draft": (ref.READY, 0, 2), "late": (ref.NOT_READY, 0, 0),
+    "free, of another request": (ref.FREE, 1, 0), "free, elsewhere": (ref.FREE, 0, 1),
+    "free for all, of another request": (ref.FREE, -1, 0, 1),
+    "dead end, elsewhere": (ref.DEAD_END, 0, -1), "unknown state": (77, 0, 0),
+}  # fmt: skip
+POISON = np.arange(V) == 35
+
+
+def forged(slot: ref.Slot, j: int, name: str) -> ref.MaskRow:
+    """Row j with a wrong stamp; its mask allows one id that nobody else wants."""
+    state, epoch, position, *more = FORGED[name]
+    return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, POISON, *more)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_row_is_never_verified_against(make_round, name, mode):
+    """Row 0 forged: the slot sits out unchanged. Row j forged: at most d_1 .. d_j, no bonus."""
+    f, verify = MODES[mode]
+    slots = [
+        slot_of(f, kind=ref.DENSE, q=tuple(np.eye(V)[10 : 10 + K]), n=20 + i, verify=verify,
+                epoch=4)
+        for i in range(K + 1)
+    ]  # fmt: skip
+    rows = [rows_of(s, legal=np.arange(V) < 20) for s in slots]
+    for i, s in enumerate(slots):
+        rows[i][i] = forged(s, i, name)
+    out = make_round(slots=K + 1, draft_length=K, vocab=V).play(slots, EYE[None].repeat(4, 0), rows)
+    assert out["count"].tolist() == [0, 1, 2, 3] == out["accepted"].tolist()
+    assert all(s.active for s in slots) and slots[0].drafts == (10, 11, 12)
+
+
+@pytest.mark.parametrize("f", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [ref.DENSE, ref.POINT], ids=["dense", "point"])
+@pytest.mark.parametrize("wrong", [10, V, -1, 2**31 - 1])
+def test_an_illegal_draft_is_refused_and_replaced(small, f, kind, wrong):
+    """A draft outside its mask, or no token at all, never passes, however likely its logit."""
+    slot = slot_of(f, (wrong, 11, 12), kind, q=np.eye(V)[10])
+    tokens, accepted, _ = one(small, slot, rows_of(slot, legal=np.arange(V) != 10))
+    assert (len(tokens), accepted) == (1, 0) and tokens[0] not in (wrong, 10)
+
+
+def test_a_negative_draft_does_not_borrow_its_neighbours_probability(small):
+    """Draft -1 of slot 1 is refused although the cell before its row, slot 0's, holds 1."""
+    logits = np.stack([EYE, EYE])
+    logits[0, K], logits[0, K, V - 1] = -30.0, 30.0
+    slots = [slot_of(SAMPLED), slot_of(SAMPLED, (-1,))]
+    out = small.play(slots, logits, [rows_of(s) for s in slots])
+    assert list(out["tokens"][0]) == [10, 11, 12, V - 1]
+    assert (out["count"][1], out["accepted"][1], out["tokens"][1, 0]) == (1, 0, 10)
+
+
+@pytest.mark.parametrize("kind", [ref.DENSE, ref.POINT], ids=["dense", "point"])
+def test_a_zero_coin_does_not_accept_an_impossible_draft(small, kind):
+    """The coin can be exactly 0: 0 * q < p stays false for p = 0."""
+    seed = 575083  # found by search
+    assert ref.coin(seed, 21) == 0.0
+    slot = slot_of(SAMPLED, (10,), kind, q=np.full(V, 1 / V), seed=seed)
+    tokens, accepted, _ = one(small, slot, rows_of(slot, legal=np.arange(V) != 10))
+    assert (len(tokens), accepted) == (1, 0)
+
+
+def test_a_draft_that_its_table_calls_impossible_is_refused_and_counted(small):
+    """q(d) = 0 for a dense draft is a fault: refused although p(d) = 1, and counted."""
+    slot = slot_of(SAMPLED, kind=ref.DENSE, q=np.zeros(V))
+    assert one(small, slot, rows_of(slot)) == ([10], 0, 0)
+    assert small.sampler.faults.to_host()[0] == 1
+
+
+def test_when_nothing_is_left_of_p_it_is_p_that_is_sampled(small):
+    """p = q up to rounding, and a refusal all the same: the token comes from p."""
+    p = ref.distribution(EYE[0], ALL, SAMPLED).astype(np.float32).astype(np.float64)
+    slot = slot_of(SAMPLED, (30,), ref.DENSE, q=np.maximum(p, 0.5))
+    assert one(small, slot, rows_of(slot)) == ([10], 0, 0)
+
+
+def test_padding_rows_and_unused_entries_are_marked(make_round):
+    """Padding and the rows beyond the batch carry slot -1, and no state moves for them."""
+    r = make_round(slots=4, draft_length=1, vocab=V)
+    for i in range(4):
+        r.put(i, slot_of(drafts=()))
+        r.write_mask(i, 0, ref.MaskRow(ref.FREE, 1, 20, more=1))
+    for _ in range(5):  # every entry of the ring has been used
+        r.verify(np.repeat(EYE[None, :2], 4, axis=0))
+    r.rows([2, -1])
+    before = r.snapshot()["n"]
+    out = r.verify(EYE[None, :2].repeat(2, axis=0))
+    np.testing.assert_array_equal(out["slot"], [2, -1, -1, -1])
+    np.testing.assert_array_equal(out["count"][:2], [1, 0])
+    np.testing.assert_array_equal(r.snapshot()["n"] - before, [0, 0, 1, 0])
+    np.testing.assert_array_equal(r.sampler.rows.to_host()[:2, 1], [1, 0])
+
+
+def test_a_narrower_round_tests_fewer_drafts(small):
+    """A graph of smaller K tests its K drafts and takes the bonus from its last row."""
+    slot = slot_of()
+    out = small.play([slot], EYE[None, :2], [rows_of(slot)])
+    assert list(out["tokens"][0, :2]) == [10, 11]
+    assert (out["count"][0], out["accepted"][0], out["tested"][0]) == (2, 1, 1)

@@ -1,0 +1,215 @@
+"""Timelines: what the soft device records, what counts as exposed, and what is written."""
+
+from __future__ import annotations
+
+import json
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import PythonWork
+from graft.tools import cli
+from graft.tools.trace import draw_round
+from graft.tools.trace.record import Span, TraceEvent, exposed_waits, record, split_launches
+from graft.tools.trace.rounds import tie_clocks
+from graft.tools.trace.timeline import draw
+
+SLEEP_S = 0.02
+
+
+@pytest.fixture
+def soft(device):
+    """The soft device; hardware's driver tells nothing."""
+    if device.kind != "soft":
+        pytest.skip("only the soft device's driver tells when a node runs")
+    return device
+
+
+@pytest.fixture
+def traced(soft, stream):
+    """Two launches of fill - slow host step on another lane - copy, and their trace."""
+    one, two = soft.zeros((64,), "int32"), soft.zeros((64,), "int32")
+    graph = Graph(soft, "two lanes")
+    model, grammar = graph.lane("model"), graph.lane("grammar")
+    model.fill(one, 1, name="before")
+    grammar.wait(model.record("before done"))  # however busy the machine is, slow ends later
+    grammar.host(PythonWork(time.sleep, SLEEP_S), name="slow")
+    model.wait(grammar.record("slow done"))
+    model.copy(two, one, name="after")
+    executable = graph.instantiate()
+    begun = time.monotonic_ns()
+    with record(soft, {executable: graph}) as trace:
+        executable.launch(stream)
+        executable.launch(stream)
+    trace.bounds = (begun, time.monotonic_ns())
+    executable.launch(stream)
+    executable.synchronize()
+    yield trace
+    executable.close()
+    graph.close()
+
+
+def test_every_node_of_every_traced_replay_is_there_once(traced):
+    """Two launches of three nodes, within the block's own times, in the order of the edges."""
+    assert traced.replays() == [("two lanes", 1), ("two lanes", 2)]
+    for replay in (1, 2):
+        events = {e.name: e for e in traced.only("two lanes", replay).events}
+        assert {n: (e.kind, e.lane) for n, e in events.items()} == {
+            "before": ("fill", "model"), "slow": ("host", "grammar"), "after": ("copy", "model")}
+        assert all(e.start_ns <= e.end_ns for e in events.values())
+        assert events["after"].start_ns >= events["slow"].end_ns
+        assert events["after"].start_ns >= events["before"].end_ns
+        assert events["slow"].end_ns - events["slow"].start_ns >= SLEEP_S * 1e9
+    begin, end = traced.bounds
+    assert all(begin <= e.start_ns and e.end_ns <= end for e in traced.events)
+    assert traced.lost == 0
+
+
+def test_the_wait_for_a_slow_host_step_is_exposed_from_the_end_of_its_own_lane(traced):
+    """`after` stands still from the end of `before` to the end of `slow`, once per replay."""
+    for replay in (1, 2):
+        part = traced.only("two lanes", replay)
+        events = {e.name: e for e in part.events}
+        (wait,) = part.waits
+        assert (wait.lane, wait.node, wait.cause) == ("model", "after", "slow")
+        assert (wait.start_ns, wait.end_ns) == (events["before"].end_ns, events["slow"].end_ns)
+    summary = traced.summary()["exposed_ns"]["slow"]
+    assert summary["waits"] == 2
+    assert summary["total"] == sum(w.end_ns - w.start_ns for w in traced.waits)
+
+
+def event(lane, kind, start, end):
+    """An event of replay 1."""
+    return TraceEvent(f"{lane} {start}", kind, lane, "g", 1, start, end)
+
+
+def test_host_work_that_ends_in_time_is_not_exposed():
+    """Only the part after the waiting lane's own work counts; host steps themselves never wait."""
+    ran = {0: event("model", "kernel", 0, 50), 1: event("grammar", "host", 0, 40),
+           2: event("model", "kernel", 50, 60), 3: event("grammar", "host", 50, 90),
+           4: event("model", "kernel", 90, 95), 5: event("grammar", "host", 95, 99)}
+    edges = [(0, 2), (1, 2), (0, 3), (1, 3), (2, 4), (3, 4), (3, 5), (4, 5)]
+    (wait,) = exposed_waits(ran, edges)
+    assert (wait.cause, wait.start_ns, wait.end_ns) == ("grammar 50", 60, 90)
+
+
+def test_launches_are_told_apart_and_shared_kernels_are_not():
+    """A node seen again after all is over begins a launch; a second worker's share does not."""
+    def span(begin, end, worker=0):
+        return Span(1, 1, worker, 1, begin, end)
+
+    spans = [(0, span(0, 10)), (1, span(10, 30)), (1, span(12, 28, 1)),
+             (0, span(30, 40)), (1, span(41, 50))]
+    assert [len(launch) for launch in split_launches(spans)] == [3, 2]
+
+
+def test_chrome_events_and_picture_hold_what_the_trace_holds(traced):
+    """The JSON has one complete event per node and wait, in µs; the SVG parses and names all."""
+    rows = json.loads(traced.to_chrome())["traceEvents"]
+    complete = [row for row in rows if row["ph"] == "X"]
+    assert len(complete) == len(traced.events) + len(traced.waits)
+    slow = [row for row in complete if row["name"] == "slow"]
+    assert [row["dur"] for row in slow] == [
+        pytest.approx((e.end_ns - e.start_ns) / 1000) for e in traced.events if e.name == "slow"]
+    names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert {"model", "grammar", traced.device} <= names
+    text = draw(traced.only("two lanes", 2), "A <picture>")
+    assert traced.device in text
+    titles = [node.text for node in ElementTree.fromstring(text).iter()
+              if node.tag.endswith("title")]
+    for name in ("before", "slow", "after", "waits for slow"):
+        assert sum(title.startswith(f"{name}:") for title in titles) == 1
+
+
+def test_spans_that_find_no_room_are_counted(soft, stream):
+    """A full buffer loses and counts; nothing is recorded outside of a recording."""
+    array = soft.zeros((4,), "int32")
+    graph = Graph(soft, "small")
+    for _ in range(5):
+        graph.lane("only").fill(array)
+    executable = graph.instantiate()
+    with record(soft, {executable: graph}, capacity=2) as trace:
+        executable.launch(stream)
+    executable.launch(stream)
+    executable.synchronize()
+    assert len(trace.events) == 2 and trace.lost == 3
+    executable.close()
+    graph.close()
+
+
+def test_an_unknown_replay_is_refused_by_name(traced):
+    """Asking for a replay that was not traced names it."""
+    with pytest.raises(OptionError, match="no replay 9 of graph 'two lanes'"):
+        traced.only("two lanes", 9)
+
+
+def test_the_device_clock_is_tied_within_the_stated_error(device):
+    """The soft device's clock is the host's, so its offset must lie within the error."""
+    offset, error = tie_clocks(device)
+    assert error > 0
+    if device.kind == "soft":
+        assert abs(offset) <= error
+
+
+def test_generate_writes_the_timeline_of_its_rounds(soft, tmp_path):
+    """`--trace` writes JSON with every round's nodes and a picture of one; outputs are the same."""
+    path = tmp_path / "rounds.json"
+    arguments = ["generate", "--prompt", "name: Olga Novak; age: 42", "--regex", "[0-9]{4}"]
+    assert cli.main([*arguments, "--trace", str(path)]) == 0
+    trace = json.loads(path.read_text())
+    rounds = [row["args"]["replay"] for row in trace["traceEvents"]
+              if row["ph"] == "X" and row["name"] == "begin"]
+    assert rounds == list(range(1, len(rounds) + 1))
+    assert trace["otherData"]["replays"] == len(rounds) > 0
+    names = {row["name"] for row in trace["traceEvents"]}
+    assert {"open: missing rows", "commit, fill row 0", "stamp target forward", "gate, up"} <= names
+    picture = path.with_suffix(".svg").read_text()
+    ElementTree.fromstring(picture)
+    assert soft.describe() in picture
+
+
+@pytest.mark.parametrize("name, said", [("trace.txt", "must end in .json"),
+                                        ("none/trace.json", "there is no folder")])
+def test_a_trace_that_could_not_be_written_is_refused_first(tmp_path, capsys, name, said):
+    """The path is checked before the model is loaded."""
+    arguments = ["generate", "--prompt", "x", "--trace", str(tmp_path / name)]
+    assert cli.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_folded_runs_keep_every_meeting_of_the_lanes(device):
+    """Folding joins nodes between meetings only: no edge between lanes is lost or moved."""
+    graph = Graph(device, "two lanes")
+    model, grammar = graph.lane("model"), graph.lane("grammar")
+    word = device.pinned((4,), "int32")
+    for name in ("a", "b"):
+        model.fill(word, name=name)
+    known = model.record("known")
+    grammar.wait(known)
+    grammar.host(int, name="work")
+    done = grammar.record("done")
+    model.fill(word, name="c")
+    model.wait(done)
+    for name in ("d", "e", "f"):
+        model.fill(word, name=name)
+    runs, edges = draw_round.fold(graph)
+    assert [(run.name, run.lane) for run in runs] == [
+        ("a … b (2)", "model"), ("work", "grammar"), ("c", "model"), ("d … f (3)", "model")]
+    assert edges == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    graph.close()
+
+
+def test_the_round_is_drawn(tmp_path, capsys):
+    """The drawing of a real round names the steps of both lanes, as SVG and as DOT."""
+    assert draw_round.main([str(tmp_path / "round.svg"), "--fold"]) == 0
+    assert draw_round.main([str(tmp_path / "round.dot")]) == 0
+    picture = (tmp_path / "round.svg").read_text()
+    ElementTree.fromstring(picture)
+    for step in ("open", "commit", "fill row 1", "draft 3"):
+        assert step in picture
+    assert (tmp_path / "round.dot").read_text().count("host") == 4
+    with pytest.raises(SystemExit):
+        draw_round.main([str(tmp_path / "round.png")])

@@ -1,0 +1,111 @@
+"""The way of one round: which files of graft take part in it, and how many lines they have.
+
+Usage: ``python -m graft.tools.round_way``. Python files are those with a function that is called
+while a batch of the demo runs, between joining and ending. Native files are what the grammar's
+steps, host nodes and launches include, kernels what the engine loads, each with what it includes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from graft.cudagraph.device import Device
+from graft.models.engine import Engine
+from graft.models.request import Request
+from graft.tools.demo_model import demo_model
+from graft.tools.demo_prompts import demo_prompts
+
+__all__ = ["way"]
+
+#: Where a round enters native code: the grammar's steps, host nodes, launches.
+NATIVE = ("guide/worker.cpp", "hostwork/record.cpp", "hostwork/exec.cpp")
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+ROUNDS = 4
+
+
+def python_files(engine: Engine) -> set[Path]:
+    """Files with a function that a round in the middle of generation calls."""
+    seen: set[str] = set()
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code.co_filename)
+
+    for prompt in demo_prompts()[:2]:
+        engine.submit(Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=128))
+    while engine.stats.row_rounds == 0:
+        engine.step()
+    sys.setprofile(profile)
+    try:
+        for _ in range(ROUNDS):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+    rooms = {str(Path(__file__).resolve().parents[1] / room) for room in
+             ("cudagraph", "grammar", "models", "native", "sampling")}
+    found = {Path(name).resolve() for name in seen if name.endswith(".py")}
+    return {path for path in found if any(str(path).startswith(room) for room in rooms)}
+
+
+def with_includes(files: Iterable[Path], folders: Iterable[Path]) -> set[Path]:
+    """The files, what they include from the folders, and the sources beside included headers."""
+    left, found, places = list(files), set[Path](), list(folders)
+    while left:
+        path = left.pop().resolve()
+        if path in found:
+            continue
+        found.add(path)
+        for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
+            for folder in (path.parent, *places):
+                if (folder / name).is_file():
+                    left.append(folder / name)
+                    break
+        if path.suffix == ".h" and path.with_suffix(".cpp").is_file():
+            left.append(path.with_suffix(".cpp"))
+    return found
+
+
+def way() -> dict[str, dict[Path, int]]:
+    """Files with their lines, by kind: Python, native, kernels."""
+    loaded: set[Path] = set()
+    load = Device.load
+
+    def note(self: Device, path: str | Path, *arguments: Any, **options: Any) -> Any:
+        loaded.add(Path(path))
+        return load(self, path, *arguments, **options)
+
+    root = Path(__file__).resolve().parents[1]
+    Device.load = note  # type: ignore[method-assign]
+    try:
+        target, drafter = demo_model()
+        with Engine(target, drafter, max_batch_size=2) as engine:
+            called = python_files(engine)
+    finally:
+        Device.load = load  # type: ignore[method-assign]
+    native = root / "native"
+    kernels = with_includes(loaded, [root / "cudagraph" / "kernels", root / "sampling" / "kernels"])
+    worker = with_includes([native / name for name in NATIVE], [native])
+    kinds = {"Python": called, "kernels": kernels, "native": worker - kernels}
+    return {kind: {path.relative_to(root): len(path.read_bytes().splitlines())
+                   for path in sorted(paths)} for kind, paths in kinds.items()}
+
+
+def main() -> int:
+    """Print the files and lines."""
+    kinds = way()
+    for kind, files in kinds.items():
+        print(f"{kind}: {len(files)} files, {sum(files.values()):,} lines")
+        for path, lines in files.items():
+            print(f"  {lines:>5}  {path}")
+    every = [lines for files in kinds.values() for lines in files.values()]
+    print(f"the way of a round: {len(every)} files, {sum(every):,} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

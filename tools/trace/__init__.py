@@ -1,0 +1,1 @@
+"""Timelines of replays, and drawings of a round's graph."""

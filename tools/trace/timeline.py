@@ -1,0 +1,126 @@
+"""Trace rounds of the demo and write the timeline for Perfetto and as a picture. Usage::
+
+    python -m graft.tools.trace.timeline [OUT.json] [--requests 4] [--draft-length 3] [--unmasked]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from graft.cudagraph.drawing import COLOURS, OTHER
+from graft.cudagraph.errors import GraftError, OptionError
+from graft.models.engine import Engine
+from graft.models.request import Request
+from graft.tools.demo_model import demo_model
+from graft.tools.demo_prompts import demo_prompts
+from graft.tools.trace.record import Trace
+from graft.tools.trace.rounds import trace_rounds
+
+OUT = Path(__file__).resolve().parents[1] / "results" / "timeline.json"
+WIDTH, LEFT, TOP, ROW, BOX, CHAR = 1200, 90, 70, 74, 44, 6.6
+WAIT = "#dc2626"
+
+
+def check_trace_path(path: Path) -> None:
+    """Refuse a path that could not be written later."""
+    if path.suffix != ".json":
+        raise OptionError(f"--trace {path}: the name must end in .json")
+    if not path.parent.is_dir():
+        raise OptionError(f"--trace {path}: there is no folder {path.parent}")
+
+
+def typical(trace: Trace) -> Trace:
+    """The replay of median length, of those with the most events."""
+    parts = [trace.only(*which) for which in trace.replays()]
+    most = max(len(part.events) for part in parts)
+    full = [part for part in parts if len(part.events) == most]
+    full.sort(key=lambda part: max(e.end_ns for e in part.events) - part.events[0].start_ns)
+    return full[len(full) // 2]
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write the whole trace as JSON and one typical round as a picture beside it."""
+    path.write_text(trace.to_chrome())
+    if trace.events:
+        one = typical(trace)
+        title = f"One {one.events[0].graph}, replay {one.events[0].replay}"
+        path.with_suffix(".svg").write_text(draw(one, title))
+
+
+def draw(trace: Trace, title: str) -> str:
+    """Return a replay as SVG: time runs to the right, a row per lane, exposed waits in red."""
+    begin, end = trace.events[0].start_ns, max(event.end_ns for event in trace.events)
+    scale = (WIDTH - LEFT - 24) / max(end - begin, 1)
+    lanes = list(dict.fromkeys(event.lane for event in trace.events))
+    height = TOP + ROW * len(lanes) + 10
+
+    def box(lane: str, start: int, stop: int, name: str, fill: str, stroke: str) -> str:
+        width, x = max((stop - start) * scale, 0.6), LEFT + (start - begin) * scale
+        y, room = TOP + ROW * lanes.index(lane), int((width - 6) / CHAR)
+        told = f"{name}: {(stop - start) / 1000:.1f} µs at {(start - begin) / 1000:.1f} µs"
+        label = name if len(name) <= room else f"{name[: room - 1]}…" if room > 3 else ""
+        return (
+            f'<g><title>{escape(told)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
+            f'height="{BOX}" fill="{fill}" stroke="{stroke}" stroke-width="0.5"/>'
+            f'<text x="{x + width / 2:.2f}" y="{y + BOX / 2 + 4:.0f}" text-anchor="middle" '
+            f'font-size="11">{escape(label)}</text></g>'
+        )
+
+    exposed = sum(wait.end_ns - wait.start_ns for wait in trace.waits) / 1000
+    told = f"{trace.device}; {(end - begin) / 1000:.0f} µs, exposed waits (red) {exposed:.1f} µs"
+    if trace.clock_error_ns:
+        told += f"; clocks tied within {trace.clock_error_ns / 1000:.1f} µs"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="24" y="28" font-size="16" font-weight="bold">{escape(title)}</text>',
+        f'<text x="24" y="48" fill="#374151">{escape(told)}</text>',
+    ]
+    for i, lane in enumerate(lanes):
+        y = TOP + ROW * i + BOX / 2 + 4
+        parts.append(f'<text x="{LEFT - 10}" y="{y:.0f}" text-anchor="end">{escape(lane)}</text>')
+    for w in trace.waits:
+        parts.append(box(w.lane, w.start_ns, w.end_ns, f"waits for {w.cause}", "#fee2e2", WAIT))
+    for e in trace.events:
+        parts.append(box(e.lane, e.start_ns, e.end_ns, e.name, *COLOURS.get(e.kind, OTHER)))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trace the demo's rounds; the JSON holds one typical round, the summary all of them."""
+    parser = argparse.ArgumentParser(description="Trace rounds of the demo model.")
+    parser.add_argument("out", type=Path, nargs="?", default=OUT, help="file to write, .json")
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--draft-length", type=int, default=3)
+    parser.add_argument("--unmasked", action="store_true", help="draft without the grammar")
+    options = parser.parse_args(arguments)
+    try:
+        check_trace_path(options.out)
+        target, drafter = demo_model()
+        requests = [
+            Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=48)
+            for prompt in demo_prompts()[: options.requests]
+        ]
+        with Engine(target, drafter, max_batch_size=len(requests),
+                    draft_length=options.draft_length,
+                    mask_drafts=not options.unmasked) as engine:
+            engine.generate(requests)  # everything was used once before it is timed
+            with trace_rounds(engine) as trace:
+                engine.generate(requests)
+        write_trace(trace, options.out)
+        options.out.write_text(typical(trace).to_chrome())
+    except GraftError as error:
+        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(json.dumps(trace.summary(), indent=1, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
