@@ -5,8 +5,6 @@
 // loaded; declaring it is all that a text without CUDA headers needs.
 #pragma once
 
-#ifdef __SOFTCUDA__
-#include "softcuda_conditional.h"
-#else
+#ifndef __SOFTCUDA__
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 #endif

@@ -42,6 +42,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-strict-aliasing",
+    "-fno-builtin-printf",  # the device's own, not puts
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-threadsafe-statics",
@@ -49,6 +50,12 @@ FLAGS = (
     "-fno-semantic-interposition",
     "-fvisibility=hidden",
     "-Wl,-z,now",
+)
+#: With ``SOFTCUDA_ALIGNMENT=1`` in the environment: a misaligned access ends the kernel.
+ALIGNMENT = (
+    "-fsanitize=alignment",
+    "-fsanitize-undefined-trap-on-error",
+    "-DSOFTCUDA_ALIGNMENT=1",
 )
 # Statics of templates would otherwise be shared between the workers' copies of an image.
 GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8")
@@ -167,9 +174,11 @@ def compile_cpu(
     folders = [Path(folder).resolve() for folder in include_dirs]
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
     flags, identity = _toolchain()
+    if os.environ.get("SOFTCUDA_ALIGNMENT") == "1":
+        flags += ALIGNMENT
     included: dict[Path, str] = {}
     _includes(source, folders, included)
-    parts = [identity, name, source, *macros]
+    parts = [identity, name, source, *flags, *macros]
     for path, text in sorted(included.items()):
         parts += [str(path), text]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]

@@ -2,7 +2,7 @@
 // device; plain C layouts, no standard header. Raise SOFTCUDA_ABI with every change of layout.
 #pragma once
 
-#define SOFTCUDA_ABI 3u
+#define SOFTCUDA_ABI 4u
 
 extern "C" {
 
@@ -76,6 +76,7 @@ struct softcuda_image {
   const softcuda_entry* const* entries;
   softcuda_block* block;
   const softcuda_hooks** hooks;
+  unsigned checks_alignment;  // an illegal instruction is a misaligned access
 };
 
 }  // extern "C"

@@ -9,6 +9,7 @@ struct softcuda_condition {
 #define SOFTCUDA_CONDITION_MAGIC 0x50c0d17eu
 
 #ifdef __SOFTCUDA__
+typedef unsigned long long cudaGraphConditionalHandle;
 static inline void cudaGraphSetConditional(unsigned long long handle, unsigned int value) {
   softcuda_condition* cell = reinterpret_cast<softcuda_condition*>(handle);
   if (cell == nullptr || cell->magic != SOFTCUDA_CONDITION_MAGIC) {

@@ -86,8 +86,12 @@ struct softcuda_kernel<Kernel, void(A...)> {
       softcuda_kernel<&function, decltype(function)>::pointers,      \
   };
 
+#ifndef SOFTCUDA_ALIGNMENT
+#define SOFTCUDA_ALIGNMENT 0
+#endif
 #define SOFTCUDA_IMAGE(...)                                                                   \
   static const softcuda_entry* const softcuda_entries[] = {__VA_ARGS__};                      \
   extern "C" __attribute__((visibility("default"))) const softcuda_image softcuda_image_v = { \
-      SOFTCUDA_ABI, sizeof(softcuda_entries) / sizeof(softcuda_entries[0]), softcuda_entries, \
-      &softcuda_self, &softcuda_hook};
+      SOFTCUDA_ABI,     sizeof(softcuda_entries) / sizeof(softcuda_entries[0]),               \
+      softcuda_entries, &softcuda_self,                                                       \
+      &softcuda_hook,   SOFTCUDA_ALIGNMENT};

@@ -39,5 +39,6 @@ typedef decltype(sizeof(0)) size_t;
 #include "softcuda_math.h"
 #include "softcuda_atomic.h"
 #include "softcuda_warp.h"
+#include "softcuda_conditional.h"
 #include "softcuda_entry.h"
 // clang-format on

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <thread>
 
 #include "calls.h"
@@ -17,6 +19,7 @@
 namespace softcuda {
 
 bool initialised();
+bool forked();
 CUcontext current_context();
 thread_local const char* t_forbidden = nullptr;
 static const char* const kOwes = "worker that owes the device an answer";
@@ -101,6 +104,43 @@ ApiSite::ApiSite(const char* api, unsigned f) : name(api), flags(f), next(g_site
   }
 }
 
+namespace {
+// SOFTCUDA_FAIL=function:n[:code],...: calls that fail on demand.
+struct Planned {
+  std::string function;
+  long nth = 0;
+  CUresult code = CUDA_ERROR_OUT_OF_MEMORY;
+  std::atomic<long> seen{0};
+};
+std::vector<std::unique_ptr<Planned>>& planned() {
+  static auto& all = *[] {
+    auto* out = new std::vector<std::unique_ptr<Planned>>;
+    const char* text = std::getenv("SOFTCUDA_FAIL");
+    std::istringstream items(text == nullptr ? "" : text);
+    for (std::string item; std::getline(items, item, ',');) {
+      auto plan = std::make_unique<Planned>();
+      char function[64] = "";
+      if (std::sscanf(item.c_str(), "%63[^:]:%ld:%d", function, &plan->nth, &plan->code) < 2) {
+        log_line("softcuda: SOFTCUDA_FAIL: '" + item + "' is not function:n or function:n:code");
+        continue;
+      }
+      plan->function = function;
+      out->push_back(std::move(plan));
+    }
+    return out;
+  }();
+  return all;
+}
+
+CUresult planned_failure(const char* function) {
+  for (auto& plan : planned()) {
+    if (plan->function != function || ++plan->seen != plan->nth) continue;
+    return refuse(plan->code, std::string(function) + " fails as SOFTCUDA_FAIL says");
+  }
+  return CUDA_SUCCESS;
+}
+}  // namespace
+
 ApiCall::ApiCall(ApiSite& site) {
   ThreadRecord& me = self();
   const bool gil = gil_held();
@@ -117,6 +157,16 @@ ApiCall::ApiCall(ApiSite& site) {
     refused_ = refuse(CUDA_ERROR_NOT_PERMITTED,
                       std::string(site.name) + " was called from a " + t_forbidden);
     return;
+  }
+  if (forked()) {  // its threads stayed behind, maybe with our locks (A6)
+    refused_ = refuse(CUDA_ERROR_NOT_INITIALIZED,
+                      "the process was forked from one that uses the "
+                      "device");
+    return;
+  }
+  if (!planned().empty()) {
+    refused_ = planned_failure(site.name);
+    if (refused_ != CUDA_SUCCESS) return;
   }
   if ((site.flags & kNoInit) == 0 && !initialised()) {
     refused_ = CUDA_ERROR_NOT_INITIALIZED;

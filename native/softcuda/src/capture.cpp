@@ -32,6 +32,11 @@ CUresult invalidate(Capture& capture, CUresult code, const std::string& why) {
   return refuse(code, why + "; the capture is invalidated");
 }
 
+CUstream own_handle(CUstream handle) {
+  if (handle != kPerThread) return handle;
+  return static_cast<CUstream>(find_stream(handle)->handle);
+}
+
 static bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1; }
 
 // Captures on streams that synchronise with the legacy stream.
@@ -63,6 +68,7 @@ template <class Make>
 static std::optional<CUresult> put(CUstream stream, const Make& make) {
   if (idle()) return std::nullopt;
   State& s = state();
+  stream = own_handle(stream);
   std::lock_guard<std::mutex> lock(s.mutex);
   if (is_legacy(stream)) return forbid_legacy(s);
   auto it = s.streams.find(stream);
@@ -88,6 +94,7 @@ CUresult begin(CUstream handle, std::shared_ptr<Graph> graph, Ends ends, int mod
     return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the legacy stream cannot be captured");
   }
   if (!find_stream(handle)) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  handle = own_handle(handle);
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.streams.count(handle) != 0) {
@@ -108,8 +115,7 @@ CUresult begin(CUstream handle, std::shared_ptr<Graph> graph, Ends ends, int mod
   return CUDA_SUCCESS;
 }
 
-// Every node a stream of the capture stands at must lead to the origin.
-bool joined(State& s, const std::shared_ptr<Capture>& capture) {
+bool joined(State& s, const std::shared_ptr<Capture>& capture, CUstream only) {
   std::lock_guard<std::mutex> lock(graph_mutex());
   std::set<const void*> seen;
   std::vector<Node*> todo;
@@ -123,7 +129,7 @@ bool joined(State& s, const std::shared_ptr<Capture>& capture) {
     for (Node* before : node->dependencies) visit(before);
   }
   for (auto& item : s.streams) {
-    if (item.second.capture != capture) continue;
+    if (item.second.capture != capture || (only != nullptr && item.first != only)) continue;
     for (CUgraphNode end : item.second.ends) {
       if (seen.count(end) == 0) return false;
     }
@@ -156,6 +162,7 @@ CUresult info(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
   *status = kNone;
   if (idle()) return CUDA_SUCCESS;
   State& s = state();
+  handle = own_handle(handle);
   std::lock_guard<std::mutex> lock(s.mutex);
   if (is_legacy(handle)) {
     return blocking_captures(s).empty() ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
@@ -210,6 +217,7 @@ std::optional<CUresult> capture_fill(CUstream stream, const Work& work,
 std::optional<CUresult> capture_launch(CUstream stream, const Exec& exec) {
   if (idle()) return std::nullopt;
   bool capturing = false;
+  stream = own_handle(stream);
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     capturing = state().streams.count(stream) != 0;
@@ -229,6 +237,7 @@ std::optional<CUresult> capture_launch(CUstream stream, const Exec& exec) {
 std::optional<CUresult> capture_record(CUstream stream, CUevent event) {
   if (idle()) return std::nullopt;
   State& s = state();
+  stream = own_handle(stream);
   std::lock_guard<std::mutex> lock(s.mutex);
   if (is_legacy(stream)) return forbid_legacy(s);
   auto it = s.streams.find(stream);
@@ -246,6 +255,7 @@ std::optional<CUresult> capture_record(CUstream stream, CUevent event) {
 std::optional<CUresult> capture_wait(CUstream stream, CUevent event) {
   if (idle()) return std::nullopt;
   State& s = state();
+  stream = own_handle(stream);
   std::lock_guard<std::mutex> lock(s.mutex);
   auto of_event = s.events.find(event);
   auto of_stream = s.streams.find(stream);
@@ -298,7 +308,8 @@ void capture_forget_stream(CUstream stream) {
   auto it = s.streams.find(stream);
   if (it == s.streams.end()) return;
   const std::shared_ptr<Capture> capture = it->second.capture;
-  capture->invalid = true;
+  // A stream whose work the origin has joined may go (T2).
+  if (capture->origin == stream || !joined(s, capture, stream)) capture->invalid = true;
   if (capture->origin == stream) {
     dead = leave(s, capture, false);
   } else {
@@ -310,6 +321,7 @@ void capture_forget_stream(CUstream stream) {
 CUresult capture_forbids_stream(CUstream stream) {
   if (idle()) return CUDA_SUCCESS;
   State& s = state();
+  stream = own_handle(stream);
   std::lock_guard<std::mutex> lock(s.mutex);
   if (is_legacy(stream)) return forbid_legacy(s).value_or(CUDA_SUCCESS);
   auto it = s.streams.find(stream);

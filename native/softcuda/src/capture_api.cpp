@@ -31,6 +31,7 @@ SC_EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph* out) {
   ApiThread here;
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *out = nullptr;
+  stream = own_handle(stream);
   State& s = state();
   std::shared_ptr<Graph> dead;
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -95,6 +96,7 @@ SC_EXPORT CUresult cuStreamUpdateCaptureDependencies_v2(CUstream stream,
                                                         unsigned flags) {
   SC_API(cuStreamUpdateCaptureDependencies, kNoLock);
   if (flags > 1 || (count > 0 && dependencies == nullptr)) return CUDA_ERROR_INVALID_VALUE;
+  stream = own_handle(stream);
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   auto it = s.streams.find(stream);

@@ -42,8 +42,10 @@ extern thread_local int t_mode;
 CUresult invalidate(Capture& capture, CUresult code, const std::string& why);
 void join(Ends* ends, const Ends& more);
 CUresult begin(CUstream handle, std::shared_ptr<Graph> graph, Ends ends, int mode);
-// Whether every node a stream of the capture stands at leads to the origin.
-bool joined(State& s, const std::shared_ptr<Capture>& capture);
+// Whether every node that the capture's streams, or one of them, stand at leads to the origin.
+bool joined(State& s, const std::shared_ptr<Capture>& capture, CUstream only = nullptr);
+// The handle under which a stream is kept: CU_STREAM_PER_THREAD names the calling thread's own.
+CUstream own_handle(CUstream handle);
 // Takes the capture's streams out of it (T4); events keep naming the ended capture. Returns the
 // graph that nobody gets, to be destroyed without the mutex.
 std::shared_ptr<Graph> leave(State& s, const std::shared_ptr<Capture>& capture, bool keep_graph);

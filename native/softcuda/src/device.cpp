@@ -1,8 +1,10 @@
 // Initialisation, the one device and its primary context.
+#include <pthread.h>
 #include <sched.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <thread>
 
 #include "calls.h"
@@ -12,13 +14,20 @@
 namespace softcuda {
 
 namespace {
-std::atomic<bool> g_initialised{false};
+std::atomic<bool> g_initialised{false}, g_forked{false};
 std::mutex& g_context_mutex = *new std::mutex;
 unsigned g_retains = 0;
 unsigned g_context_flags = 0;
 thread_local std::vector<CUcontext> t_stack;  // the top is current
-// The one context's handle; never dereferenced.
+// The primary context's handle; never dereferenced. Others are further names for the same device:
+// memory, streams and modules are common to all.
 const CUcontext kPrimary = reinterpret_cast<CUcontext>(0x50000000000010);
+std::set<CUcontext>& g_created = *new std::set<CUcontext>;
+
+bool is_context(CUcontext context) {
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  return context == kPrimary || g_created.count(context) != 0;
+}
 
 unsigned long number(const char* name, unsigned long fallback) {
   const char* text = std::getenv(name);
@@ -39,6 +48,7 @@ unsigned usable_cores() {
 }
 }  // namespace
 
+bool forked() { return g_forked.load(std::memory_order_relaxed); }
 bool initialised() { return g_initialised.load(std::memory_order_acquire); }
 CUcontext primary_context() { return kPrimary; }
 CUcontext current_context() { return t_stack.empty() ? nullptr : t_stack.back(); }
@@ -55,6 +65,8 @@ const Settings& settings() {
     out->lock_model = static_cast<unsigned>(number("SOFTCUDA_LOCK_MODEL", 0));
     out->watchdog_seconds = static_cast<unsigned>(number("SOFTCUDA_WATCHDOG", 0));
     out->poison = number("SOFTCUDA_POISON", 0) != 0;
+    out->aliases_only = number("SOFTCUDA_ALIASES_ONLY", 0) != 0;
+    out->memory = number("SOFTCUDA_MEMORY", 0);
     out->memops = number("SOFTCUDA_MEMOPS", 1) != 0;
     out->queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));
     const char* loading = std::getenv("CUDA_MODULE_LOADING");
@@ -127,6 +139,8 @@ using namespace softcuda;
 SC_EXPORT CUresult cuInit(unsigned flags) {
   SC_API(cuInit, kNoInit | kNoLock | kAfterFault);
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forked = true; }); });
   g_initialised.store(true, std::memory_order_release);
   return CUDA_SUCCESS;
 }
@@ -198,16 +212,60 @@ SC_EXPORT CUresult cuDeviceComputeCapability(int* major, int* minor, CUdevice de
   return CUDA_SUCCESS;
 }
 
+static void start_device() {
+  install_fault_handlers();
+  start_workers();
+  start_watchdog();
+  start_watch();
+}
+
+static CUresult create_context(CUcontext* out, unsigned flags, CUdevice device) {
+  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+  if (out == nullptr || (flags & ~0x1fu) != 0) return CUDA_ERROR_INVALID_VALUE;
+  static auto next = reinterpret_cast<uintptr_t>(kPrimary);
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  start_device();
+  *out = reinterpret_cast<CUcontext>(next += 16);
+  g_created.insert(*out);
+  t_stack.push_back(*out);
+  live_add(Kind::context, 1);
+  return CUDA_SUCCESS;
+}
+
+SC_EXPORT CUresult cuCtxCreate_v2(CUcontext* out, unsigned flags, CUdevice device) {
+  SC_API(cuCtxCreate, 0);
+  return create_context(out, flags, device);
+}
+
+SC_EXPORT CUresult cuCtxCreate_v4(CUcontext* out, const void* params, unsigned flags,
+                                  CUdevice device) {
+  SC_API(cuCtxCreate, 0);
+  // Two pointers and a count: execution affinity, or memory of a client.
+  static const char none[24] = {};
+  if (params != nullptr && std::memcmp(params, none, sizeof none) != 0) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "contexts with special parameters");
+  }
+  return create_context(out, flags, device);
+}
+
+SC_EXPORT CUresult cuCtxDestroy_v2(CUcontext context) {
+  SC_API(cuCtxDestroy, kAfterFault);
+  if (context == kPrimary || !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (sticky() == CUDA_SUCCESS) wait_idle("destroying the context: all work to finish");
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  if (g_created.erase(context) == 0) return CUDA_ERROR_INVALID_CONTEXT;
+  live_add(Kind::context, -1);
+  if (current_context() == context) t_stack.pop_back();
+  return CUDA_SUCCESS;
+}
+
 SC_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   SC_API(cuDevicePrimaryCtxRetain, 0);
   if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
   if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::lock_guard<std::mutex> lock(g_context_mutex);
   if (g_retains++ == 0) live_add(Kind::context, 1);
-  install_fault_handlers();
-  start_workers();
-  start_watchdog();
-  start_watch();
+  start_device();
   *context = kPrimary;
   return CUDA_SUCCESS;
 }
@@ -253,7 +311,7 @@ SC_EXPORT CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags
 
 SC_EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
   SC_API(cuCtxSetCurrent, kNoLock);
-  if (context != nullptr && context != kPrimary) return CUDA_ERROR_INVALID_CONTEXT;
+  if (context != nullptr && !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
   if (!t_stack.empty()) t_stack.pop_back();
   if (context != nullptr) t_stack.push_back(context);
   return CUDA_SUCCESS;
@@ -268,7 +326,7 @@ SC_EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
 
 SC_EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context) {
   SC_API(cuCtxPushCurrent, kNoLock);
-  if (context != kPrimary) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
   t_stack.push_back(context);
   return CUDA_SUCCESS;
 }

@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdarg>
+#include <cstdio>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -246,9 +248,13 @@ void Executor::report_fault(const std::string& what, const KernelWork* work) {
     text += " block " + triple(block_->block_idx) + " thread " + triple(block_->thread_idx);
   }
   CUresult code = CUDA_ERROR_ILLEGAL_ADDRESS;
-  if (fault_signal_ == SIGFPE || fault_signal_ == SIGILL) {
+  if (fault_signal_ == SIGFPE) {
     code = CUDA_ERROR_LAUNCH_FAILED;
-    text += fault_signal_ == SIGFPE ? ": integer division by zero" : ": illegal instruction";
+    text += ": integer division by zero, or of the least integer by -1";
+  } else if (fault_signal_ == SIGILL) {
+    const bool checked = work != nullptr && work->function->images[worker_]->checks_alignment != 0;
+    code = checked ? CUDA_ERROR_MISALIGNED_ADDRESS : CUDA_ERROR_LAUNCH_FAILED;
+    text += checked ? ": misaligned access" : ": illegal instruction";
   } else if (fibers_.in_guard(fault_address_)) {
     code = CUDA_ERROR_LAUNCH_FAILED;
     text += ": stack overflow (a thread's local arrays exceed 512 KiB)";
@@ -263,6 +269,8 @@ void Executor::report_fault(const std::string& what, const KernelWork* work) {
       if (is_alias(fault_address_)) {
         text += ", an untranslated device address inside " + near->describe() +
                 " (pointers must be kernel parameters)";
+      } else if (fault_address_ >= storage && fault_address_ < storage + near->size) {
+        text += ", a jump into " + near->describe();
       } else if (fault_address_ >= storage) {
         text += ", " + std::to_string(fault_address_ - storage - near->size) +
                 " bytes past the end of " + near->describe();
@@ -300,6 +308,21 @@ void hook_exit(softcuda_block* block) { of(block).thread_exit(); }
 void hook_trap(softcuda_block* block, int code, const char* text) { of(block).fail(code, text); }
 unsigned long long hook_timer() { return now_ns(); }
 }  // namespace
+
+}  // namespace softcuda
+
+// printf of device code, on the kernel's stack; written at once and flushed by every wait.
+SC_EXPORT int softcuda_printf(const char* format, ...) {
+  char text[1024];
+  va_list values;
+  va_start(values, format);
+  const int n = std::vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  std::fputs(text, stdout);
+  return n;
+}
+
+namespace softcuda {
 
 const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,
                                hook_exit,    hook_trap, hook_timer};

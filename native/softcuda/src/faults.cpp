@@ -62,8 +62,12 @@ void on_fault(int signal, siginfo_t* info, void* raw) {
 
 }  // namespace
 
-// Called again at every module load: a handler installed since (faulthandler's, say) becomes the
-// one we chain to.
+void keep_fault_handlers() {
+  struct sigaction now{};
+  sigaction(SIGSEGV, nullptr, &now);
+  if ((now.sa_flags & SA_SIGINFO) == 0 || now.sa_sigaction != on_fault) install_fault_handlers();
+}
+
 void install_fault_handlers() {
   static std::mutex& mutex = *new std::mutex;
   std::lock_guard<std::mutex> lock(mutex);

@@ -335,6 +335,7 @@ SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
   std::shared_ptr<Exec> exec = graph_execs().get(handle);
   std::shared_ptr<Stream> stream = find_stream(stream_handle);
   if (!exec || !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no stream");
+  keep_fault_handlers();
   Work work;
   work.kind = WorkKind::graph;
   {
@@ -429,13 +430,7 @@ SC_EXPORT CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec exec, CUgraphNode 
 SC_EXPORT CUresult cuGraphExecHostNodeSetParams(CUgraphExec exec, CUgraphNode node,
                                                 const CUDA_HOST_NODE_PARAMS* params) {
   SC_API(cuGraphExecHostNodeSetParams, 0);
-  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_HOST, params,
-                  [](const CUDA_HOST_NODE_PARAMS* p, Work* out) -> CUresult {
-                    if (p == nullptr || p->fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
-                    out->kind = WorkKind::host;
-                    out->host = HostWork{p->fn, p->userData};
-                    return CUDA_SUCCESS;
-                  });
+  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_HOST, params, host_work);
 }
 
 // Kernel, memset and memcpy nodes only, as documented.

@@ -1,4 +1,5 @@
 // Reading graph definitions: nodes, edges, parameters, a DOT picture.
+#include <algorithm>
 #include <cstdio>
 
 #include "graphs.h"
@@ -71,18 +72,37 @@ SC_EXPORT CUresult cuGraphGetEdges_v2(CUgraph handle, CUgraphNode* from, CUgraph
   return give_list(to, &limit, edges.size(), [&](size_t i) { return edges[i].second; });
 }
 
-SC_EXPORT CUresult cuGraphNodeGetDependencies_v2(CUgraphNode handle, CUgraphNode* out,
-                                                 CUgraphEdgeData* data, size_t* n) {
-  SC_API(cuGraphNodeGetDependencies, 0);
+static CUresult give_neighbours(CUgraphNode handle, CUgraphNode* out, CUgraphEdgeData* data,
+                                size_t* n, bool before) {
   std::shared_ptr<Node> node = graph_nodes().get(handle);
   if (!node) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
   std::lock_guard<std::mutex> lock(graph_mutex());
-  CUresult r = give_list(out, n, node->dependencies.size(),
-                         [&](size_t i) { return node->dependencies[i]->handle; });
+  std::vector<Node*> found = node->dependencies;
+  if (!before) {
+    found.clear();
+    for (auto& other : node->graph->nodes) {
+      const auto& list = other->dependencies;
+      if (std::find(list.begin(), list.end(), node.get()) != list.end())
+        found.push_back(other.get());
+    }
+  }
+  CUresult r = give_list(out, n, found.size(), [&](size_t i) { return found[i]->handle; });
   for (size_t i = 0; r == CUDA_SUCCESS && out != nullptr && data != nullptr && i < *n; ++i) {
     data[i] = CUgraphEdgeData{};
   }
   return r;
+}
+
+SC_EXPORT CUresult cuGraphNodeGetDependencies_v2(CUgraphNode handle, CUgraphNode* out,
+                                                 CUgraphEdgeData* data, size_t* n) {
+  SC_API(cuGraphNodeGetDependencies, 0);
+  return give_neighbours(handle, out, data, n, true);
+}
+
+SC_EXPORT CUresult cuGraphNodeGetDependentNodes_v2(CUgraphNode handle, CUgraphNode* out,
+                                                   CUgraphEdgeData* data, size_t* n) {
+  SC_API(cuGraphNodeGetDependentNodes, 0);
+  return give_neighbours(handle, out, data, n, false);
 }
 
 SC_EXPORT CUresult cuGraphNodeGetType(CUgraphNode handle, int* out) {
@@ -195,6 +215,11 @@ SC_EXPORT CUresult cuGraphMemsetNodeSetParams(CUgraphNode h, const CUDA_MEMSET_N
   SC_API(cuGraphMemsetNodeSetParams, 0);
   return set_params(h, CU_GRAPH_NODE_TYPE_MEMSET, p, fill_work,
                     [&](Node& node) { node.fill_params = *p; });
+}
+
+SC_EXPORT CUresult cuGraphHostNodeSetParams(CUgraphNode h, const CUDA_HOST_NODE_PARAMS* p) {
+  SC_API(cuGraphHostNodeSetParams, 0);
+  return set_params(h, CU_GRAPH_NODE_TYPE_HOST, p, host_work, [](Node&) {});
 }
 
 SC_EXPORT CUresult cuGraphDebugDotPrint(CUgraph handle, const char* path, unsigned) {

@@ -59,6 +59,13 @@ CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* p, Work* out) {
   return CUDA_SUCCESS;
 }
 
+CUresult host_work(const CUDA_HOST_NODE_PARAMS* p, Work* out) {
+  if (p == nullptr || p->fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  out->kind = WorkKind::host;
+  out->host = HostWork{p->fn, p->userData};
+  return CUDA_SUCCESS;
+}
+
 std::shared_ptr<Graph> clone_graph(const Graph& graph) {
   auto clone = std::make_shared<Graph>();
   clone->references = std::make_shared<References>(*graph.references);
@@ -199,11 +206,9 @@ SC_EXPORT CUresult cuGraphAddKernelNode_v2(CUgraphNode* out, CUgraph graph, cons
 SC_EXPORT CUresult cuGraphAddHostNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
                                       size_t n, const CUDA_HOST_NODE_PARAMS* params) {
   SC_API(cuGraphAddHostNode, 0);
-  if (params == nullptr || params->fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_HOST;
-  node->work.kind = WorkKind::host;
-  node->work.host = HostWork{params->fn, params->userData};
+  if (CUresult r = host_work(params, &node->work); r != CUDA_SUCCESS) return r;
   return add_node(out, graph, deps, n, std::move(node));
 }
 

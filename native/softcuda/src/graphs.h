@@ -116,6 +116,7 @@ CUresult set_exec_work(CUgraphExec exec, CUgraphNode node, int type, Work work,
 CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* params, Work* out);
 CUresult copy_work(const CUDA_MEMCPY3D* params, Work* out);
 CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* params, Work* out);
+CUresult host_work(const CUDA_HOST_NODE_PARAMS* params, Work* out);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
 // The executable's graph as a definition, with its present parameters.
 std::shared_ptr<Graph> graph_of(const Exec& exec);

@@ -7,7 +7,17 @@
 using namespace softcuda;
 
 namespace {
-constexpr int kAccessPolicyWindow = 1, kPriority = 8;
+constexpr int kAccessPolicyWindow = 1, kClusterDimension = 4, kPriority = 8;
+
+// Blocks do not form clusters: of one block, which is the default, they may be.
+bool is_one_block(const void* value) {
+  unsigned size[3];
+  std::memcpy(size, value, sizeof size);
+  for (unsigned n : size) {
+    if (n > 1) return false;
+  }
+  return true;
+}
 
 CUresult kernel_node(CUgraphNode handle, int attribute, const void* value,
                      std::shared_ptr<Node>* out) {
@@ -16,7 +26,10 @@ CUresult kernel_node(CUgraphNode handle, int attribute, const void* value,
   if (value == nullptr || (*out)->type != CU_GRAPH_NODE_TYPE_KERNEL) {
     return refuse(CUDA_ERROR_INVALID_VALUE, "only kernel nodes have these attributes");
   }
-  if (attribute == kAccessPolicyWindow || attribute == kPriority) return CUDA_SUCCESS;
+  if (attribute == kAccessPolicyWindow || attribute == kPriority ||
+      attribute == kClusterDimension) {
+    return CUDA_SUCCESS;
+  }
   return refuse(CUDA_ERROR_NOT_SUPPORTED,
                 "kernel attribute " + std::to_string(attribute) + " is not implemented");
 }
@@ -27,6 +40,9 @@ SC_EXPORT CUresult cuGraphKernelNodeSetAttribute(CUgraphNode handle, int attribu
   SC_API(cuGraphKernelNodeSetAttribute, 0);
   std::shared_ptr<Node> node;
   if (CUresult r = kernel_node(handle, attribute, value, &node); r != CUDA_SUCCESS) return r;
+  if (attribute == kClusterDimension && !is_one_block(value)) {
+    return refuse(CUDA_ERROR_NOT_SUPPORTED, "clusters of several blocks are not implemented");
+  }
   std::lock_guard<std::mutex> lock(graph_mutex());
   std::memcpy(node->attributes[attribute].data(), value, kAttributeBytes);
   return CUDA_SUCCESS;

@@ -101,14 +101,7 @@ CUresult make_kernel(const std::shared_ptr<Function>& function, softcuda_dim3 gr
     if (value == 0) continue;
     Target target;
     std::string why;
-    // Stricter than hardware, which lets a kernel follow pinned host pointers: device code gets
-    // device addresses only (K6).
-    bool good = resolve(value, 0, &target, &why);
-    if (good && !is_alias(value)) {
-      good = false;
-      why = hex(value) + " is a host address (use cuMemHostGetDevicePointer)";
-    }
-    if (!good) {
+    if (!resolve_for_device(value, 0, &target, &why)) {
       return refuse(CUDA_ERROR_INVALID_VALUE,
                     "kernel '" + function->name + "' parameter " + std::to_string(i) + ": " + why);
     }
@@ -123,6 +116,7 @@ static CUresult launch(CUfunction handle, softcuda_dim3 grid, softcuda_dim3 bloc
                        unsigned shared_bytes, CUstream stream_handle, void** params, void** extra) {
   std::shared_ptr<Stream> stream = find_stream(stream_handle);
   if (!stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a stream");
+  keep_fault_handlers();
   std::shared_ptr<Function> function = find_function(handle);
   Work work;
   work.kind = WorkKind::kernel;

@@ -151,7 +151,7 @@ SC_EXPORT CUresult cuKernelGetParamCount(CUkernel kernel, size_t* count) {
 
 SC_EXPORT CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset,
                                         size_t* size) {
-  SC_API(cuKernelGetParamInfo, 0);
+  SC_API(cuKernelGetParamInfo, kContext);
   return cuFuncGetParamInfo(function_of(kernel), index, offset, size);
 }
 

@@ -14,21 +14,15 @@ CUresult refuse_op(unsigned i, CUresult code, const std::string& why) {
   return refuse(code, "memory operation " + std::to_string(i) + ": " + why);
 }
 
-// The word of an operation: a live device address of `bytes` that is aligned to its size. Host
-// addresses are refused, also pinned ones: their device address is what the driver wants.
+// The word of an operation: `bytes` that the device may follow, aligned to their size.
 CUresult find_word(unsigned i, CUdeviceptr address, size_t bytes, Target* out) {
-  if (!is_alias(address)) {
-    return refuse_op(i, CUDA_ERROR_INVALID_VALUE,
-                     hex(address) +
-                         " is no device address (pinned memory has one: "
-                         "cuMemHostGetDevicePointer; pageable memory has none)");
-  }
   if (address % bytes != 0) {
     return refuse_op(i, CUDA_ERROR_INVALID_VALUE,
                      hex(address) + " is not aligned to " + std::to_string(bytes) + " bytes");
   }
   std::string why;
-  if (!resolve(address, bytes, out, &why)) return refuse_op(i, CUDA_ERROR_INVALID_VALUE, why);
+  if (!resolve_for_device(address, bytes, out, &why))
+    return refuse_op(i, CUDA_ERROR_INVALID_VALUE, why);
   if (out->owner && out->owner->host && (out->owner->flags & CU_MEMHOSTALLOC_WRITECOMBINED) != 0) {
     return refuse_op(i, CUDA_ERROR_INVALID_VALUE, "the word is in write-combined memory");
   }

@@ -2,6 +2,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -19,6 +20,7 @@ struct Table {
   std::mutex mutex;
   CUdeviceptr base = 0, end = 0, next = 0;
   uint64_t ids = 0;
+  size_t used = 0;  // bytes of device memory
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> by_alias;
   std::map<unsigned long long, std::shared_ptr<Allocation>> by_host;
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> dead;  // recent ones, for messages
@@ -33,7 +35,7 @@ size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 bool reserve(Table& t) {
   if (t.base != 0) return true;
-  for (size_t bytes = size_t{1} << 44; bytes >= size_t{1} << 36; bytes >>= 2) {
+  for (size_t bytes = size_t{1} << 44; bytes >= size_t{1} << 32; bytes >>= 2) {
     void* range =
         mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) continue;
@@ -57,13 +59,53 @@ std::shared_ptr<Allocation> floor_entry(const Map& map, unsigned long long key) 
   return it == map.begin() ? nullptr : std::prev(it)->second;
 }
 
-CUresult give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
-  const size_t span = round_up(a->size + kAliasStep, kAliasStep);
-  if (!reserve(t) || t.end - t.next < span) {
-    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "the range of device addresses is used up");
+// "" or what limits the process's addresses.
+std::string address_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  return ": the process may have " + std::to_string(limit.rlim_cur) +
+         " bytes of addresses (ulimit -v)";
+}
+
+size_t span_of(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
+
+// The next free addresses, going up; from the lowest on again once the end is reached (M1).
+CUdeviceptr next_free(const Table& t, size_t span) {
+  CUdeviceptr at = t.next;
+  for (bool again = false;;) {
+    if (t.end - at < span) {
+      if (again) return 0;
+      again = true;
+      at = t.base;
+    }
+    auto after = t.by_alias.lower_bound(at);
+    if (after != t.by_alias.begin()) {
+      const Allocation& below = *std::prev(after)->second;
+      if (below.alias + span_of(below.size) > at) {
+        at = below.alias + span_of(below.size);
+        continue;
+      }
+    }
+    if (after == t.by_alias.end() || after->first - at >= span) return at;
+    at = after->first + span_of(after->second->size);
   }
-  a->alias = t.next;
-  t.next += span;
+}
+
+CUresult give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
+  const size_t span = span_of(a->size);
+  if (!reserve(t)) {
+    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "cannot reserve device addresses" + address_limit());
+  }
+  a->alias = next_free(t, span);
+  if (a->alias == 0) {
+    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "no device addresses are free" + address_limit());
+  }
+  t.next = a->alias + span;
+  auto dead = t.dead.lower_bound(a->alias);
+  if (dead != t.dead.begin()) --dead;
+  while (dead != t.dead.end() && dead->first < t.next) {
+    dead = dead->first + dead->second->size < a->alias ? std::next(dead) : t.dead.erase(dead);
+  }
   a->id = ++t.ids;
   t.by_alias.emplace(a->alias, a);
   if (a->host) t.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
@@ -113,21 +155,30 @@ CUresult map_storage(Allocation* a) {
   return CUDA_SUCCESS;
 }
 
+size_t physical_memory() {
+  static const size_t bytes =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 CUresult allocate(size_t size, bool host, unsigned flags, std::shared_ptr<Allocation>* out) {
   if (size == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
-  if (size > total_memory()) {
-    return refuse(CUDA_ERROR_OUT_OF_MEMORY, std::to_string(size) + " bytes exceed this machine");
-  }
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = host;
   a->flags = flags;
-  if (CUresult r = map_storage(a.get()); r != CUDA_SUCCESS) {
-    return refuse(r, "cannot map " + std::to_string(size) + " bytes");
-  }
   Table& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
+  const size_t left = host ? physical_memory() : total_memory() - t.used;
+  if (size > left) {
+    return refuse(CUDA_ERROR_OUT_OF_MEMORY, std::to_string(size) + " bytes were asked for, " +
+                                                std::to_string(left) + " are free");
+  }
+  if (CUresult r = map_storage(a.get()); r != CUDA_SUCCESS) {
+    return refuse(r, "cannot map " + std::to_string(size) + " bytes" + address_limit());
+  }
   if (CUresult r = give_alias(t, a); r != CUDA_SUCCESS) return r;
+  if (!host) t.used += size;
   live_add(host ? Kind::pinned_memory : Kind::device_memory, 1);
   *out = std::move(a);
   return CUDA_SUCCESS;
@@ -162,8 +213,6 @@ void retire(Table& t, const std::shared_ptr<Allocation>& a) {
   live_add(a->host ? Kind::pinned_memory : Kind::device_memory, -1);
 }
 
-std::atomic<size_t> g_used{0};
-
 }  // namespace
 
 Allocation::~Allocation() {
@@ -175,11 +224,7 @@ std::string Allocation::describe() const {
          std::to_string(id) + " (" + std::to_string(size) + " bytes at " + hex(alias) + ")";
 }
 
-size_t total_memory() {
-  static const size_t bytes =
-      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
+size_t total_memory() { return settings().memory != 0 ? settings().memory : physical_memory(); }
 
 bool is_alias(unsigned long long address) {
   Table& t = table();
@@ -223,6 +268,23 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) 
   return true;
 }
 
+bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why) {
+  if (!resolve(p, bytes, out, why)) return false;
+  if (is_alias(p)) return true;
+  if (!out->owner) {
+    *why = hex(p) + " is the address of pageable host memory";
+  } else if (out->owner->registered) {
+    *why = hex(p) +
+           " is in registered memory, whose device address is another "
+           "(cuMemHostGetDevicePointer)";
+  } else if (settings().aliases_only) {
+    *why = hex(p) + " is a host address (use cuMemHostGetDevicePointer; SOFTCUDA_ALIASES_ONLY)";
+  } else {
+    return true;
+  }
+  return false;
+}
+
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
   Table& t = table();
   // Called while a worker reports a fault: it held no lock of ours when it faulted in a kernel.
@@ -248,7 +310,6 @@ SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   std::shared_ptr<Allocation> a;
   if (CUresult r = allocate(size, false, 0, &a); r != CUDA_SUCCESS) return r;
-  g_used += size;
   *out = a->alias;
   return CUDA_SUCCESS;
 }
@@ -268,7 +329,7 @@ SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
   }
   std::shared_ptr<Allocation> a = it->second;
   if (!check_slack(*a)) return sticky();
-  g_used -= a->size;
+  t.used -= a->size;
   retire(t, a);
   return CUDA_SUCCESS;
 }
@@ -340,8 +401,9 @@ SC_EXPORT CUresult cuMemHostUnregister(void* p) {
 SC_EXPORT CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
   SC_API(cuMemGetInfo, kContext);
   if (free_bytes == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  const size_t used = g_used.load();
+  Table& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
   *total = total_memory();
-  *free_bytes = used < *total ? *total - used : 0;
+  *free_bytes = *total - t.used;
   return CUDA_SUCCESS;
 }

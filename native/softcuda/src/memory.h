@@ -36,6 +36,9 @@ bool is_alias(unsigned long long address);
 // Resolves [p, p + bytes). Aliases are checked for bounds and lifetime; anything else is a host
 // address. On failure `why` says what is wrong with the address.
 bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why);
+// The same for what device code may follow: an alias or, as unified addressing is reported, pinned
+// memory that the driver allocated (K6).
+bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why);
 // Allocation whose alias range or storage (guards included) holds `address`, for fault messages.
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address);
 

@@ -43,47 +43,48 @@ SC_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUde
 }
 
 namespace {
-CUresult pointer_attribute(void* out, int attribute, CUdeviceptr p) {
-  Target target;
-  std::string why;
-  const bool known = resolve(p, 1, &target, &why) && target.owner != nullptr;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (attribute == 13) {  // MAPPED
-    *static_cast<int*>(out) = known;
-    return CUDA_SUCCESS;
-  }
-  if (!known) return refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
-  const Allocation& a = *target.owner;
-  const auto offset = static_cast<size_t>(target.address - a.storage);
+constexpr int kNoDevice = -2;  // CU_DEVICE_INVALID
+
+template <class T>
+CUresult tell(void* out, T value) {
+  *static_cast<T*>(out) = value;
+  return CUDA_SUCCESS;
+}
+
+// `a` is null for memory that the device does not know: the values that stand for nothing.
+CUresult pointer_attribute(void* out, int attribute, const Target& target) {
+  const Allocation* a = target.owner.get();
   switch (attribute) {
     case 1:  // CONTEXT
-      *static_cast<CUcontext*>(out) = primary_context();
-      return CUDA_SUCCESS;
+      return tell<CUcontext>(out, a ? primary_context() : nullptr);
     case 2:  // MEMORY_TYPE
-      *static_cast<unsigned*>(out) = a.host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-      return CUDA_SUCCESS;
+      return tell<unsigned>(out, !a        ? 0u
+                                 : a->host ? 0u + CU_MEMORYTYPE_HOST
+                                           : 0u + CU_MEMORYTYPE_DEVICE);
     case 3:  // DEVICE_POINTER
-      *static_cast<CUdeviceptr*>(out) = a.alias + offset;
-      return CUDA_SUCCESS;
+      return tell<CUdeviceptr>(out,
+                               a ? a->alias + static_cast<size_t>(target.address - a->storage) : 0);
     case 4:  // HOST_POINTER
-      if (!a.host) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<void**>(out) = target.address;
-      return CUDA_SUCCESS;
+      return tell<void*>(out, a && a->host ? target.address : nullptr);
     case 7:  // BUFFER_ID
-      *static_cast<unsigned long long*>(out) = a.id;
-      return CUDA_SUCCESS;
-    case 8:  // IS_MANAGED
-      *static_cast<unsigned*>(out) = 0;
-      return CUDA_SUCCESS;
+      return tell<unsigned long long>(out, a ? a->id : 0);
     case 9:  // DEVICE_ORDINAL
-      *static_cast<int*>(out) = 0;
-      return CUDA_SUCCESS;
+      return tell<int>(out, a ? 0 : kNoDevice);
     case 11:  // RANGE_START_ADDR
-      *static_cast<CUdeviceptr*>(out) = a.alias;
-      return CUDA_SUCCESS;
+      return tell<CUdeviceptr>(out, a ? a->alias : 0);
     case 12:  // RANGE_SIZE
-      *static_cast<size_t*>(out) = a.size;
-      return CUDA_SUCCESS;
+      return tell<size_t>(out, a ? a->size : 0);
+    case 13:  // MAPPED
+      return tell<bool>(out, a != nullptr);
+    case 6:   // SYNC_MEMOPS
+    case 8:   // IS_MANAGED
+    case 10:  // IS_LEGACY_CUDA_IPC_CAPABLE
+    case 15:  // IS_GPU_DIRECT_RDMA_CAPABLE
+      return tell<bool>(out, false);
+    case 14:  // ALLOWED_HANDLE_TYPES
+      return tell<unsigned long long>(out, 0);
+    case 17:  // MEMPOOL_HANDLE
+      return tell<void*>(out, nullptr);
     default:
       return refuse(CUDA_ERROR_NOT_SUPPORTED,
                     "pointer attribute " + std::to_string(attribute) + " is not implemented");
@@ -93,14 +94,27 @@ CUresult pointer_attribute(void* out, int attribute, CUdeviceptr p) {
 
 SC_EXPORT CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr p) {
   SC_API(cuPointerGetAttribute, kNoLock);
-  return pointer_attribute(out, attribute, p);
+  constexpr int kHostPointer = 4, kMapped = 13;
+  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  Target target;
+  std::string why;
+  if (!resolve(p, 1, &target, &why)) target.owner = nullptr;
+  if (!target.owner && attribute != kMapped) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
+  }
+  if (attribute == kHostPointer && !target.owner->host) return CUDA_ERROR_INVALID_VALUE;
+  return pointer_attribute(out, attribute, target);
 }
 
+// Succeeds for any address.
 SC_EXPORT CUresult cuPointerGetAttributes(unsigned n, int* attributes, void** out, CUdeviceptr p) {
   SC_API(cuPointerGetAttributes, kNoLock);
-  if (attributes == nullptr || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (n == 0 || attributes == nullptr || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  Target target;
+  std::string why;
+  if (!resolve(p, 1, &target, &why)) target.owner = nullptr;
   for (unsigned i = 0; i < n; ++i) {
-    if (CUresult r = pointer_attribute(out[i], attributes[i], p); r != CUDA_SUCCESS) return r;
+    if (CUresult r = pointer_attribute(out[i], attributes[i], target); r != CUDA_SUCCESS) return r;
   }
   return CUDA_SUCCESS;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdio>
 
 #include "conditionals.h"
 #include "memops.h"
@@ -50,9 +51,35 @@ Handles<Stream>& streams() {
   return h;
 }
 
+std::shared_ptr<Stream> new_stream(unsigned flags, int priority) {
+  static std::atomic<uint64_t> ids{1};
+  auto stream = std::make_shared<Stream>();
+  stream->flags = flags;
+  stream->priority = priority;
+  stream->id = ++ids;
+  stream->handle = streams().add(stream);
+  return stream;
+}
+
+namespace {
+// A thread's default stream: a blocking one that goes with the thread.
+struct ThreadStream {
+  ThreadStream() : stream(new_stream(0, 0)) {}
+  ~ThreadStream() {
+    streams().take(stream->handle);
+    abandon(*stream);
+  }
+  std::shared_ptr<Stream> stream;
+};
+}  // namespace
+
 std::shared_ptr<Stream> find_stream(CUstream handle) {
   const auto value = reinterpret_cast<uint64_t>(handle);
   if (value <= 1) return g_legacy_ref;  // NULL and CU_STREAM_LEGACY
+  if (handle == kPerThread) {
+    thread_local ThreadStream own;
+    return own.stream;
+  }
   return streams().get(handle);
 }
 
@@ -156,7 +183,9 @@ CUresult wait_done(const OpRef& op, const char* what) {
 
 CUresult wait_op(const OpRef& op, const char* what) {
   may_wait_for_device(what);
-  return wait_done(op, what);
+  const CUresult r = wait_done(op, what);
+  std::fflush(stdout);  // what kernels printed
+  return r;
 }
 
 void abandon(Stream& stream) {
@@ -177,6 +206,7 @@ CUresult wait_idle(const char* what) {
   }
   for (auto& stream : streams().all()) tails.push_back(stream_tail(*stream));
   for (auto& tail : tails) wait_done(tail, what);
+  std::fflush(stdout);
   return sticky();
 }
 

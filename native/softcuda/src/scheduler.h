@@ -151,11 +151,14 @@ struct Program {
 // A launch's reference to a plan (G8); taken under graph_mutex().
 std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan);
 
-// null for an unknown handle; the legacy stream for NULL and CU_STREAM_LEGACY.
+const CUstream kPerThread = reinterpret_cast<CUstream>(2);  // CU_STREAM_PER_THREAD
+// null for an unknown handle; the legacy stream for NULL and CU_STREAM_LEGACY, and the calling
+// thread's own for CU_STREAM_PER_THREAD.
 std::shared_ptr<Stream> find_stream(CUstream handle);
 std::shared_ptr<Event> find_event(CUevent handle);  // null for an unknown one
 Handles<Stream>& streams();
 
+std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
 // Appends `work` to the stream; `after` adds one more dependency, `serial` is a slot that orders
 // launches of one executable and receives the new op.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
@@ -189,6 +192,9 @@ Executor* make_executor(unsigned worker);
 bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint64_t last);
 bool run_copy(Executor* executor, const CopyWork& work);
 bool run_fill(Executor* executor, const FillWork& work);
+// Again at every module load and, by one question to the system, at every launch: a handler that
+// was installed since (faulthandler's, or some library's) becomes the one we chain to.
 void install_fault_handlers();
+void keep_fault_handlers();
 
 }  // namespace softcuda

@@ -27,13 +27,8 @@ using namespace softcuda;
 
 static CUresult create_stream(CUstream* out, unsigned flags, int priority) {
   if (out == nullptr || (flags & ~CU_STREAM_NON_BLOCKING) != 0) return CUDA_ERROR_INVALID_VALUE;
-  static std::atomic<uint64_t> ids{1};
-  auto stream = std::make_shared<Stream>();
-  stream->flags = flags;
   // Out-of-range priorities are clamped, as documented.
-  stream->priority = priority > 0 ? 0 : priority < -5 ? -5 : priority;
-  stream->id = ++ids;
-  stream->handle = streams().add(stream);
+  auto stream = new_stream(flags, priority > 0 ? 0 : priority < -5 ? -5 : priority);
   live_add(Kind::stream, 1);
   *out = static_cast<CUstream>(stream->handle);
   return CUDA_SUCCESS;
