@@ -1,0 +1,57 @@
+"""Options: stated once, and wrong ones refused by name before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from engine_util import DEMO
+
+from graft.cudagraph import OptionError
+from graft.models import Engine, Limits, Options
+
+NAMES = [field.name for field in fields(Options)]
+WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 2**70, "no", "2", True, 2.5)
+#: What of these is right, by option.
+RIGHT = {
+    "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
+    "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_a_wrong_type_or_size_are_refused_by_name(name):
+    """No value is taken for another: not "no" for True, not 2.0 or "2" for 2, not True for 1."""
+    for value in WRONG:
+        if any(type(value) is type(r) and value == r for r in RIGHT.get(name, ())):
+            continue
+        with pytest.raises(OptionError, match=f"^{name} must be"):
+            Options(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "page_size", "draft_length", "overlap"])
+def test_none_is_a_value_of_those_that_have_a_default_to_find(name):
+    """An option without one says so."""
+    with pytest.raises(OptionError, match=f"^{name} must be"):
+        Options(**{name: None})
+
+
+def test_an_engine_takes_the_fields_of_options_and_no_others(device):
+    """Unknown names and wrong values never get as far as the model."""
+    with pytest.raises(OptionError, match="no option batch; there are compile_threads"):
+        Engine("no such folder", batch=3)
+    with pytest.raises(OptionError, match="max_batch_size must be a whole number from 1 to 4096"):
+        Engine("no such folder", max_batch_size="2")
+    with Engine(DEMO / "target", max_batch_size=2, limits=Limits(waiting=1)) as engine:
+        assert engine.options.max_batch_size == 2 and engine.options.positions == 1024
+
+
+def test_sizes_come_from_the_target_where_they_were_left_open():
+    """Whole requests for every row; a longer limit than the model's is refused."""
+    with pytest.raises(OptionError, match="sized for a target first"):
+        _ = Options().positions
+    assert Options(max_batch_size=3, page_size=16).sized(100).sizes == (100, 21)
+    assert Options().sized(1 << 17).sizes[0] == 4096
+    assert Options(pages=2, page_size=8).sized(100).positions == 16
+    with pytest.raises(OptionError, match="max_length 200 is above the model's 100 positions"):
+        Options(max_length=200).sized(100)
