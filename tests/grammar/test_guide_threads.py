@@ -20,6 +20,7 @@ from guide_util import (
     Device,
     Gated,
     Rig,
+    SlotTruth,
     budgets_by,
     byte_vocabulary,
     exchange_for,
@@ -109,12 +110,12 @@ class HeldDevice(Device):
                 half = True
             step.join(1e-4)
 
-    def _check_row(self, slot: int, j: int) -> None:
+    def _check_row(self, truth: SlotTruth, j: int) -> None:
         """A row may be missing where the slot is late; one that is there is right."""
-        if self.hold and self._state(slot, j) == NOT_READY:
+        if self.hold and self._state(truth, j) == NOT_READY:
             self.sat_out += j == 0
             return
-        super()._check_row(slot, j)
+        super()._check_row(truth, j)
 
     def serve(self, requests: int) -> dict[int, tuple[int, list[int]]]:
         """Run requests 0 .. requests-1; the reason and tokens of each."""
@@ -334,7 +335,7 @@ def test_closing_waits_for_late_slots(backend):
 
 FORKING = """
 import gc, os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
 decoder = GuidedDecoder(exchange_for(4, 1, 270), masked_drafts=True, threads=3)
