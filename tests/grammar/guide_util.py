@@ -113,7 +113,7 @@ def mix(*values: int) -> int:
     """A number that looks random and depends on the values alone."""
     state = 0x9E3779B97F4A7C15
     for value in values:
-        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ value) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29
     return state
 
