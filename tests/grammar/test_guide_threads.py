@@ -25,6 +25,7 @@ from guide_util import (
     byte_vocabulary,
     exchange_for,
     mix,
+    run_held,
     run_work,
 )
 from test_guide_rounds import play
@@ -97,18 +98,7 @@ class HeldDevice(Device):
                 self.gates[slot, 0] = 0
                 while worker.busy(slot):
                     time.sleep(1e-4)
-        step = threading.Thread(target=run_work, args=(self.works[index][0],))
-        step.start()
-        posted = half = False
-        while step.is_alive():
-            posted = posted or worker.waiting()
-            waiting = int(self.gates[:, 1].sum())
-            if posted and waiting == worker.busy_slots():
-                self.clock += BUDGET_NS
-            elif posted and waiting and not half:
-                self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
-                half = True
-            step.join(1e-4)
+        run_held(self.works[index][0], self.decoders[0], self.clock, self.gates)
 
     def _check_row(self, truth: SlotTruth, j: int) -> None:
         """A row may be missing where the slot is late; one that is there is right."""
