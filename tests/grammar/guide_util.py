@@ -192,11 +192,10 @@ class Rig:
 
     def committed(self, replay, *tokens, slot=0):
         """What verification writes: the tokens, and that there are no drafts yet."""
-        self.exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
-        self.drafted(replay, slot=slot)
+        ref.record(self.exchange, slot, replay, tokens)
 
     def drafted(self, replay, *tokens, slot=0):
-        self.exchange.drafted[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
+        ref.record_drafts(self.exchange, slot, replay, tokens)
 
     def run(self, *works):
         """Run steps; a budget ends when only a slot at its gate is left."""

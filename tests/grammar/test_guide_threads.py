@@ -28,6 +28,7 @@ from guide_util import (
     run_held,
     run_work,
 )
+from reference_round import record
 from test_guide_rounds import play
 
 from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest, make_backend
@@ -246,7 +247,7 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[Guid
     compiled = backend.compile(SPECS["regex"])
     requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
-    committed, done = exchange.committed, [0] * slots
+    done = [0] * slots
     for replay in range(1, steps + 1):
         decoder.publish(replay, requests)
         run_work(work)
@@ -254,7 +255,7 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[Guid
             ready = bool(exchange.stamps["state"][slot, 0] == READY)
             text = b"ab".ljust(steps, b"c")[done[slot] :][:ready]
             done[slot] += len(text)
-            committed[slot, : 2 + len(text)] = (replay, len(text), *text)
+            record(exchange, slot, replay, text)
         decoder.retire(replay)
     return decoder, compiled
 

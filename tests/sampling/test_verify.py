@@ -60,7 +60,7 @@ def random_masks(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
             legal[slot.drafts[j]] = True
         state = int(rng.choice([1, 2, 2, 2, 2, 2, 2, 0, 3, 4])) if rng.random() < 0.5 else ref.READY
         epoch = slot.epoch + int(rng.random() < 0.04)
-        position = slot.n + j + int(rng.random() < 0.04)
+        position = slot.n + j + int(rng.random() < (0.3 if state == ref.FREE else 0.04))
         if not legal.any() and rng.random() < 0.5:
             legal[:] = True
         more = int(rng.random() < 0.3)
