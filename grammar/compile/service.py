@@ -195,9 +195,11 @@ class GrammarService:
         """Kill the processes; what has not been compiled fails with ``GrammarError``.
 
         Waits for what each thread does outside a process: the grammars of unbounded backends, and
-        reading what a process has compiled.
+        reading what a process has compiled. A second call does nothing.
         """
         with self._lock:
+            if self._closed:  # a process that is left twice would serve two at once
+                return
             self._closed = True
         for child in self._children:
             leave(child)

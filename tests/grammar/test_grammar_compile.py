@@ -13,7 +13,6 @@ import time
 from concurrent.futures import wait
 from typing import Any
 
-import numpy as np
 import pytest
 from guide_util import byte_vocabulary
 
@@ -40,10 +39,8 @@ def backend() -> XGrammarBackend:
 
 
 @pytest.fixture
-def service():
-    made = GrammarService(byte_vocabulary(), timeout_s=600)
-    yield made
-    made.close()
+def service(serve) -> GrammarService:
+    return serve(timeout_s=600)
 
 
 def test_compiled_elsewhere_gives_the_same_masks(backend, service):
@@ -100,10 +97,15 @@ def test_refusals_and_ignored_features_are_errors(service, capfd, spec, message)
     assert printed.out == printed.err == ""
 
 
-def test_partial_takes_a_grammar_with_ignored_features(service):
-    """partial=True compiles a schema of which XGrammar ignores a part."""
-    schema = {"type": "number", "multipleOf": 0.5}
-    assert service.submit(GrammarSpec.json_schema(schema, partial=True)).result().nbytes > 0
+@pytest.mark.parametrize("choice, schema, text", [
+    ("xgrammar", {"type": "number", "multipleOf": 0.5}, b"0.3"),
+    ("auto", {"type": "array", "items": {"type": "string"}, "uniqueItems": True}, b'["x", "x"]'),
+])  # fmt: skip
+def test_partial_takes_a_grammar_with_ignored_features(serve, choice, schema, text):
+    """partial=True compiles a schema of which the backend ignores a part, and marks it."""
+    compiled = serve(choice).submit(GrammarSpec.json_schema(schema, partial=True)).result(300)
+    matcher = compiled.matcher()
+    assert compiled.spec.partial and all(matcher.accept(byte) for byte in text)
 
 
 class Slow(LLGuidanceBackend):
@@ -115,27 +117,20 @@ class Slow(LLGuidanceBackend):
         return super().question(spec, routed)
 
 
-def slow_service(**limits: Any) -> GrammarService:
-    return GrammarService(byte_vocabulary(), Slow, **limits)
-
-
 def sleeping(seconds: float) -> GrammarSpec:
     return GrammarSpec("regex", f"sleep{seconds}")
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_quick_grammars_never_wait_for_slow_ones(count):
+def test_quick_grammars_never_wait_for_slow_ones(serve, count):
     """While grammars do not get on, twenty others compile: they wait for the first lane only."""
-    service = slow_service(timeout_s=3600)
-    try:
-        slow = [service.submit(sleeping(3600 + i)) for i in range(count)]
-        quick = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
-        for future in quick:
-            assert future.result(timeout=300).nbytes > 0
-        assert not any(future.done() for future in slow)
-        assert service.counters()["compiled"] == 20
-    finally:
-        service.close()
+    service = serve(Slow, timeout_s=3600)
+    slow = [service.submit(sleeping(3600 + i)) for i in range(count)]
+    quick = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
+    for future in quick:
+        assert future.result(timeout=300).nbytes > 0
+    assert not any(future.done() for future in slow)
+    assert service.counters()["compiled"] == 20
 
 
 WIDE = GrammarSpec(
@@ -144,41 +139,32 @@ WIDE = GrammarSpec(
 
 
 @pytest.mark.parametrize("choice, spec", [("xgrammar", ENDLESS), ("auto", WIDE)])
-def test_the_bound_of_time_holds_for_every_backend(choice, spec):
+def test_the_bound_of_time_holds_for_every_backend(serve, choice, spec):
     """What XGrammar or LLGuidance does not come to an end with is refused by its limit."""
-    service = GrammarService(byte_vocabulary(), choice, timeout_s=0.3)
-    try:
-        with pytest.raises(GrammarError, match=r"json_schema: took longer than 0.3 s to compile"):
-            service.submit(spec).result(timeout=300)
-    finally:
-        service.close()
+    service = serve(choice, timeout_s=0.3)
+    with pytest.raises(GrammarError, match=r"json_schema: took longer than 0.3 s to compile"):
+        service.submit(spec).result(timeout=300)
 
 
-def test_the_bound_of_memory_refuses_one_grammar():
+def test_the_bound_of_memory_refuses_one_grammar(serve):
     """Past it the grammar fails with a sentence that names it; others compile afterwards."""
-    service = GrammarService(byte_vocabulary(), memory_bytes=1 << 27, timeout_s=600)
+    service = serve(memory_bytes=1 << 27, timeout_s=600)
     large = {"type": "array", "maxItems": 3000, "items": {"type": "string", "maxLength": 3000}}
     # of libraries without memory some raise, and some end the process
     said = r"json_schema: (needs more than|the compiling process, limited to) 0\.125 GiB of memory"
-    try:
-        with pytest.raises(GrammarError, match=said):
-            service.submit(GrammarSpec.json_schema(large)).result(timeout=300)
-        assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
-    finally:
-        service.close()
+    with pytest.raises(GrammarError, match=said):
+        service.submit(GrammarSpec.json_schema(large)).result(timeout=300)
+    assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
 
 
 @pytest.mark.parametrize("spec, kept", [(sleeping(60), False), (GrammarSpec("regex", "(a"), True)])
-def test_refusals_for_lack_of_time_are_not_kept(spec, kept):
+def test_refusals_for_lack_of_time_are_not_kept(serve, spec, kept):
     """What another attempt may bring is tried again; a refusal of the grammar itself is kept."""
-    service = slow_service(timeout_s=1)
-    try:
-        first = service.submit(spec)
-        assert isinstance(first.exception(timeout=300), GrammarError)
-        wait_until(lambda: not service._pending)
-        assert (service.submit(spec) is first) == kept
-    finally:
-        service.close()
+    service = serve(Slow, timeout_s=1)
+    first = service.submit(spec)
+    assert isinstance(first.exception(timeout=300), GrammarError)
+    wait_until(lambda: not service._pending)
+    assert (service.submit(spec) is first) == kept
 
 
 def working(service: GrammarService) -> int:
@@ -188,25 +174,25 @@ def working(service: GrammarService) -> int:
     return child.pid
 
 
-def test_a_process_that_dies_fails_one_grammar():
+def test_a_process_that_dies_fails_one_grammar(serve):
     """When the process is killed, the grammar at hand fails and the next one compiles."""
-    service = slow_service()
-    try:
-        doomed = service.submit(sleeping(25))
-        os.kill(working(service), signal.SIGKILL)
-        with pytest.raises(GrammarError, match="ended with status -9"):
-            doomed.result(timeout=300)
-        assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
-    finally:
-        service.close()
+    service = serve(Slow)
+    doomed = service.submit(sleeping(25))
+    os.kill(working(service), signal.SIGKILL)
+    with pytest.raises(GrammarError, match="ended with status -9"):
+        doomed.result(timeout=300)
+    assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
 
 
-def test_close_stops_at_once_and_fails_what_is_left():
-    """close() does not wait for a long compilation; waiting and later requests fail typed."""
-    service = slow_service(timeout_s=3600)
+def test_close_stops_at_once_and_fails_what_is_left(serve):
+    """close() does not wait for a long compilation; waiting and later requests fail typed; what
+    it leaves to the next service is left once, however often it is called."""
+    service = serve(Slow, timeout_s=3600)
     futures = [service.submit(sleeping(3600 + i)) for i in range(3)]
     pid = working(service)
     service.close()
+    service.close()
+    assert len(process._idle) == len({id(child) for child in process._idle})
     for future in futures:
         with pytest.raises(GrammarError, match="closed"):
             future.result(timeout=0)
@@ -278,24 +264,21 @@ def test_a_statement_has_a_bound(monkeypatch):
             state()
 
 
-def test_the_cache_is_bounded_in_bytes():
+def test_the_cache_is_bounded_in_bytes(serve):
     """Least recently used grammars go when their bytes pass the bound, which always holds."""
-    probe = GrammarService(byte_vocabulary(), cache_bytes=(1 << 20) + 1)
+    probe = serve(cache_bytes=(1 << 20) + 1)
     probe.submit(GrammarSpec.regex("x0")).result()
     wait_until(lambda: probe.counters()["cache_entries"] == 1)
     one = probe.counters()["cache_bytes"]
     probe.close()
-    service = GrammarService(byte_vocabulary(), cache_bytes=3 * one + one // 2)
-    try:
-        specs = [GrammarSpec.regex(f"x{i}") for i in range(5)]
-        futures = [service.submit(spec) for spec in specs]
-        wait(futures)
-        wait_until(lambda: service.counters()["cache_evictions"] == 2)
-        assert service.submit(specs[4]) is futures[4]
-        assert service.submit(specs[0]) is not futures[0]
-        assert service.counters()["cache_bytes"] <= 3 * one + one // 2
-    finally:
-        service.close()
+    service = serve(cache_bytes=3 * one + one // 2)
+    specs = [GrammarSpec.regex(f"x{i}") for i in range(5)]
+    futures = [service.submit(spec) for spec in specs]
+    wait(futures)
+    wait_until(lambda: service.counters()["cache_evictions"] == 2)
+    assert service.submit(specs[4]) is futures[4]
+    assert service.submit(specs[0]) is not futures[0]
+    assert service.counters()["cache_bytes"] <= 3 * one + one // 2
 
 
 def wait_until(condition):
@@ -307,13 +290,13 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("choice", ["xgrammar", "auto"])
-def test_grammars_without_a_text_are_refused(choice):
+def test_grammars_without_a_text_are_refused(serve, choice):
     """Where every text could be spelled and none is the grammar's; else a dead end says so."""
     every = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
     some = Vocabulary([bytes([b]) for b in range(128)] + [b""], 129, [128])
     nothing = (GrammarSpec.regex(r"[^\s\S]"), GrammarSpec.ebnf('root ::= root "a"'))
     for vocabulary, refused in ((every, True), (some, False)):
-        service = GrammarService(vocabulary, choice)
+        service = serve(choice, vocabulary)
         try:
             for spec in nothing:
                 error = service.submit(spec).exception(timeout=300)
@@ -340,53 +323,43 @@ class Vague:
         return compiled
 
 
-def test_what_a_backend_does_wrong_costs_one_grammar(caplog):
+def test_what_a_backend_does_wrong_costs_one_grammar(serve, caplog):
     """Whatever a backend raises is a GrammarError of that grammar; the service goes on."""
-    service = GrammarService(byte_vocabulary(), Vague)
-    try:
-        failed = service.submit(GrammarSpec("regex", "fails+")).exception(timeout=300)
-        assert isinstance(failed, GrammarError) and str(failed) == "regex: KeyError: 'fails'"
-        for text in ("a+", "b+", "a+"):
-            assert service.submit(GrammarSpec("regex", text)).result(timeout=300) is not None
-        wait_until(lambda: not service._pending)
-        assert "not kept" in caplog.text
-    finally:
-        service.close()
+    service = serve(Vague)
+    failed = service.submit(GrammarSpec("regex", "fails+")).exception(timeout=300)
+    assert isinstance(failed, GrammarError) and str(failed) == "regex: KeyError: 'fails'"
+    for text in ("a+", "b+", "a+"):
+        assert service.submit(GrammarSpec("regex", text)).result(timeout=300) is not None
+    wait_until(lambda: not service._pending)
+    assert "not kept" in caplog.text
 
 
-def test_a_grammar_larger_than_the_cache_is_not_kept_but_works(backend):
+def test_a_grammar_larger_than_the_cache_is_not_kept_but_works(serve, backend):
     """Eviction never takes a grammar from a matcher, even when nothing at all can be kept."""
-    service = GrammarService(byte_vocabulary(), cache_bytes=1)
-    try:
-        spec = GrammarSpec.json_object()
-        compiled = service.submit(spec).result()
-        matcher = compiled.matcher()
-        del compiled
-        wait_until(lambda: not service._pending)
-        assert service.counters()["cache_entries"] == 0
-        gc.collect()
-        again = backend.compile(spec).matcher()
-        for token in b'{"a": 1}':
-            assert matcher.legal().tolist() == again.legal().tolist()
-            assert matcher.accept(token) and again.accept(token)
-    finally:
-        service.close()
+    service = serve(cache_bytes=1)
+    spec = GrammarSpec.json_object()
+    compiled = service.submit(spec).result()
+    matcher = compiled.matcher()
+    del compiled
+    wait_until(lambda: not service._pending)
+    assert service.counters()["cache_entries"] == 0
+    gc.collect()
+    again = backend.compile(spec).matcher()
+    for token in b'{"a": 1}':
+        assert matcher.legal().tolist() == again.legal().tolist()
+        assert matcher.accept(token) and again.accept(token)
 
 
-def test_services_of_equal_settings_share_backend_and_grammars():
+def test_services_of_equal_settings_share_backend_and_grammars(serve):
     """A second service in the process finds what the first compiled; other settings do not."""
     spec = GrammarSpec.regex("shared+")
-    first, second = GrammarService(byte_vocabulary()), GrammarService(byte_vocabulary())
-    other = GrammarService(byte_vocabulary(), cache_bytes=1 << 20)
-    try:
-        compiled = first.submit(spec).result()
-        wait_until(lambda: first.counters()["cache_entries"] == 1)
-        assert second.submit(spec).result() is compiled
-        assert other.submit(spec).result() is not compiled
-        assert "compiled" not in second.counters()
-    finally:
-        for service in (first, second, other):
-            service.close()
+    first, second = serve(), serve()
+    other = serve(cache_bytes=1 << 20)
+    compiled = first.submit(spec).result()
+    wait_until(lambda: first.counters()["cache_entries"] == 1)
+    assert second.submit(spec).result() is compiled
+    assert other.submit(spec).result() is not compiled
+    assert "compiled" not in second.counters()
 
 
 def test_bad_options_are_refused():
@@ -399,17 +372,12 @@ def test_bad_options_are_refused():
 STOP = 256
 NOT = {"type": "object", "properties": {"a": {"type": ["string", "null"], "not": {"const": "x"}}},
        "required": ["a"], "additionalProperties": False}  # fmt: skip
-UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
 def vocabulary() -> Vocabulary:
     """Single bytes and a stop id."""
     return Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [STOP])
-
-
-def routed(choice: Any) -> GrammarService:
-    return GrammarService(vocabulary(), choice)
 
 
 def takes(compiled: Any, value: Any) -> bool:
@@ -419,48 +387,35 @@ def takes(compiled: Any, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("choice", ["auto", "llguidance"])
-def test_the_engines_router_enforces_what_xgrammar_would_ignore(choice):
-    """A schema with a complement runs, exactly, where the engine's backend can enforce it."""
-    with_router = routed(choice)
-    try:
-        compiled = with_router.submit(GrammarSpec.json_schema(NOT)).result(120)
-        assert compiled.spec.backend == "llguidance" and not compiled.spec.partial
-        assert compiled.spec.schema == NOT
-        assert takes(compiled, {"a": "y"}) and takes(compiled, {"a": None})
-        assert not takes(compiled, {"a": "x"})
-        again = with_router.submit(GrammarSpec.json_schema(NOT))
-        assert again.result(120) is compiled
-    finally:
-        with_router.close()
+def test_the_engines_router_enforces_what_xgrammar_would_ignore(serve, choice):
+    """A schema with a complement runs, exactly, where the engine's backend can enforce it, with
+    the masks of the grammar that names it."""
+    service = serve(choice, vocabulary())
+    compiled = service.submit(GrammarSpec.json_schema(NOT)).result(120)
+    assert compiled.spec.backend == "llguidance" and not compiled.spec.partial
+    assert compiled.spec.schema == NOT
+    assert takes(compiled, {"a": "y"}) and takes(compiled, {"a": None})
+    assert not takes(compiled, {"a": "x"})
+    again = service.submit(GrammarSpec.json_schema(NOT))
+    assert again.result(120) is compiled
+    named = GrammarSpec.json_schema(NOT, backend="auto", strict=True)
+    one, other = compiled.matcher(), service.submit(named).result(120).matcher()
+    for byte in b'{"a": "yes"}':
+        assert one.legal().tolist() == other.legal().tolist()
+        assert one.accept(byte) and other.accept(byte)
 
 
-def test_an_xgrammar_engine_refuses_what_it_would_ignore():
+def test_an_xgrammar_engine_refuses_what_it_would_ignore(serve):
     """The same schema fails by place and keyword with XGrammar; nothing is dropped."""
-    plain = routed("xgrammar")
-    try:
-        spec = GrammarSpec.json_schema(NOT)
-        error = plain.submit(spec).exception(120)
-        assert isinstance(error, GrammarError) and "#/properties/a: not" in str(error)
-        assert str(plain.submit(spec).exception(120)) == str(error)
-        compiled = plain.submit(GrammarSpec.json_schema(PLAIN)).result(120)
-        assert isinstance(compiled.backend, XGrammarBackend) and takes(compiled, {"n": 1})
-    finally:
-        plain.close()
+    plain = serve("xgrammar", vocabulary())
+    spec = GrammarSpec.json_schema(NOT)
+    error = plain.submit(spec).exception(120)
+    assert isinstance(error, GrammarError) and "#/properties/a: not" in str(error)
+    assert str(plain.submit(spec).exception(120)) == str(error)
+    compiled = plain.submit(GrammarSpec.json_schema(PLAIN)).result(120)
+    assert isinstance(compiled.backend, XGrammarBackend) and takes(compiled, {"n": 1})
     with pytest.raises(GrammarError, match="#/properties/a: not"):
         XGrammarBackend(vocabulary()).compile(GrammarSpec.json_schema(NOT))
-
-
-def test_what_no_backend_enforces_is_refused_when_it_is_stated():
-    """uniqueItems over any strings is refused at once, by whichever name; partial takes it."""
-    for backend in ("", "auto", "llguidance", "xgrammar"):
-        with pytest.raises(GrammarError, match=r"cannot be enforced: #: uniqueItems"):
-            GrammarSpec.json_schema(UNIQUE, backend=backend)
-    with_router = routed("auto")
-    try:
-        compiled = with_router.submit(GrammarSpec.json_schema(UNIQUE, partial=True)).result(120)
-        assert compiled.spec.partial and takes(compiled, ["x", "x"])
-    finally:
-        with_router.close()
 
 
 def test_a_backend_by_itself_judges_like_the_engine():
@@ -474,58 +429,36 @@ def test_a_backend_by_itself_judges_like_the_engine():
     assert takes(open_, {"n": 1, "more": 2})
 
 
-def test_auto_compiles_every_kind_of_grammar():
+def test_auto_compiles_every_kind_of_grammar(serve):
     """EBNF goes to XGrammar, whose notation it is; markers stay with their grammar."""
-    with_router = routed("auto")
-    try:
-        ebnf = with_router.submit(GrammarSpec.ebnf('root ::= "a" [0-9]')).result(120)
-        assert isinstance(ebnf.backend, XGrammarBackend)
-        for spec in (GrammarSpec.regex("a+"), GrammarSpec.choice(["a", "b"]),
-                     GrammarSpec.json_object(), GrammarSpec.lark('start: "a"')):  # fmt: skip
-            assert with_router.submit(spec).result(120).spec.kind == spec.kind
-        marked = GrammarSpec.json_schema(PLAIN).after("</think>")
-        compiled = with_router.submit(marked).result(120)
-        assert compiled.spec.marker == marked.marker
-        matcher = compiled.matcher()
-        assert all(matcher.accept(b) for b in b'hm</think>{"n": 1}') and matcher.accept(STOP)
-    finally:
-        with_router.close()
+    service = serve("auto", vocabulary())
+    ebnf = service.submit(GrammarSpec.ebnf('root ::= "a" [0-9]')).result(120)
+    assert isinstance(ebnf.backend, XGrammarBackend)
+    for spec in (GrammarSpec.regex("a+"), GrammarSpec.choice(["a", "b"]),
+                 GrammarSpec.json_object(), GrammarSpec.lark('start: "a"')):  # fmt: skip
+        assert service.submit(spec).result(120).spec.kind == spec.kind
+    marked = GrammarSpec.json_schema(PLAIN).after("</think>")
+    compiled = service.submit(marked).result(120)
+    assert compiled.spec.marker == marked.marker
+    matcher = compiled.matcher()
+    assert all(matcher.accept(b) for b in b'hm</think>{"n": 1}') and matcher.accept(STOP)
 
 
-def test_a_closed_router_fails_what_is_open_and_what_comes():
+def test_a_closed_router_fails_what_is_open_and_what_comes(serve):
     """Closing leaves no future without an outcome, and no thread behind."""
-    with_router = routed("auto")
+    service = serve("auto", vocabulary())
     specs = [GrammarSpec.json_schema({"type": "string", "maxLength": n}) for n in range(1, 40)]
-    futures = [with_router.submit(spec) for spec in specs]
-    with_router.close()
+    futures = [service.submit(spec) for spec in specs]
+    service.close()
     assert not wait(futures, timeout=120).not_done
     for future in futures:
         assert future.exception() is None or isinstance(future.exception(), GrammarError)
     with pytest.raises(GrammarError, match="closed"):
-        with_router.submit(specs[-1])
+        service.submit(specs[-1])
 
 
-def test_auto_needs_a_backend(monkeypatch):
+def test_auto_needs_a_backend(serve, monkeypatch):
     """With neither library there is nothing to choose from."""
     monkeypatch.setattr(service_module, "available_backends", lambda: ())
     with pytest.raises(OptionError, match="auto needs llguidance or xgrammar"):
-        routed("auto")
-
-
-def test_masks_of_a_routed_grammar_are_those_of_the_named_one():
-    """Routing at submission and routing by name give one and the same grammar."""
-    with_router = routed("auto")
-    try:
-        first = with_router.submit(GrammarSpec.json_schema(NOT)).result(120)
-        second = with_router.submit(
-            GrammarSpec.json_schema(NOT, backend="auto", strict=True)
-        ).result(120)
-        rows = np.zeros((2, vocabulary().words), np.int32)
-        matchers = [c.matcher() for c in (first, second)]
-        for byte in b'{"a": "yes"}':
-            for row, matcher in zip(rows, matchers, strict=True):
-                matcher.fill(row)
-                assert matcher.accept(byte)
-            np.testing.assert_array_equal(rows[0], rows[1])
-    finally:
-        with_router.close()
+        serve("auto", vocabulary())

@@ -1,0 +1,31 @@
+"""Fixtures of the grammars' tests; a file whose tests need one backend has its own `backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from guide_util import byte_vocabulary
+
+from graft.grammar import GrammarBackend, GrammarService, make_backend
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request: pytest.FixtureRequest) -> GrammarBackend:
+    """Each backend, of a small vocabulary."""
+    return make_backend(request.param, byte_vocabulary())
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., GrammarService]]:
+    """Opens compile services, which are closed after the test."""
+    opened: list[GrammarService] = []
+
+    def make(choice: Any = "xgrammar", vocabulary: Any = None, **limits: Any) -> GrammarService:
+        opened.append(GrammarService(vocabulary or byte_vocabulary(), choice, **limits))
+        return opened[-1]
+
+    yield make
+    for service in opened:
+        service.close()
