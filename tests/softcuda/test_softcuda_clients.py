@@ -88,7 +88,7 @@ def test_nodes_know_their_dependents_and_parameters(soft, module):
     soft.ok(d.cuGraphNodeSetParams(first, params))
     assert soft.ok(d.cuGraphNodeGetParams(first)).memset.value == 50
     params.type = types.CU_GRAPH_NODE_TYPE_GRAPH
-    assert short_code(d.cuGraphNodeSetParams(first, params)) == "NOT_SUPPORTED"
+    assert short_code(d.cuGraphNodeSetParams(first, params)) == "INVALID_VALUE"
     cluster = d.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     value = soft.ok(d.cuGraphKernelNodeGetAttribute(kernel, cluster))
     value.clusterDim.x = value.clusterDim.y = value.clusterDim.z = 1

@@ -287,14 +287,6 @@ struct CUgraphNodeParams {
 };
 static_assert(sizeof(CUgraphNodeParams) == 256, "driver ABI");
 
-// One entry point calls another across files.
-CUresult cuGraphAddEventRecordNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                   size_t n, CUevent event);
-CUresult cuGraphAddEventWaitNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
-                                 CUevent event);
-CUresult cuGraphAddBatchMemOpNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                  size_t n, const CUDA_BATCH_MEM_OP_NODE_PARAMS* params);
-
 struct CUgraphEdgeData {
   unsigned char from_port, to_port, type, reserved[5];
 };

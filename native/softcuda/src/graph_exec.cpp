@@ -5,6 +5,7 @@
 #include "capture.h"
 #include "conditionals.h"
 #include "graphs.h"
+#include "memops.h"
 #include "modules.h"
 
 namespace softcuda {
@@ -257,27 +258,14 @@ static CUresult find_flat(CUgraphExec handle, CUgraphNode node, int type,
   return refuse(CUDA_ERROR_INVALID_VALUE, "the node has another type");
 }
 
-template <class Params, class Build>
-static CUresult set_exec(CUgraphExec handle, CUgraphNode node, int type, const Params* params,
-                         const Build& build) {
-  std::shared_ptr<Exec> exec;
-  FlatNode* flat = nullptr;
-  Work work;
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, type, &exec, &flat); r != CUDA_SUCCESS) return r;
-  if (CUresult r = build(params, &work); r != CUDA_SUCCESS) return r;
-  flat->work = std::move(work);
-  replace_work(*exec, *flat);
-  return CUDA_SUCCESS;
-}
-
-CUresult set_exec_work(CUgraphExec handle, CUgraphNode node, int type, Work work,
-                       CUresult (*check)(const Work& old, const Work& now)) {
+CUresult set_exec_work(CUgraphExec handle, CUgraphNode node, CUgraphNodeType type, Work work) {
   std::shared_ptr<Exec> exec;
   FlatNode* flat = nullptr;
   std::lock_guard<std::mutex> lock(graph_mutex());
   if (CUresult r = find_flat(handle, node, type, &exec, &flat); r != CUDA_SUCCESS) return r;
-  if (CUresult r = check(flat->work, work); r != CUDA_SUCCESS) return r;
+  if (type == CU_GRAPH_NODE_TYPE_BATCH_MEM_OP && !same_operations(flat->work, work)) {
+    return refuse(CUDA_ERROR_INVALID_VALUE, "the count or kinds of the operations changed");
+  }
   flat->work = std::move(work);
   replace_work(*exec, *flat);
   return CUDA_SUCCESS;
@@ -406,31 +394,6 @@ SC_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph_handle
   exec->references = references;
   exec->program = make_program(exec->flat, references);
   return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
-                                                     const CUDA_KERNEL_NODE_PARAMS* params) {
-  SC_API(cuGraphExecKernelNodeSetParams, 0);
-  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_KERNEL, params, kernel_work);
-}
-
-SC_EXPORT CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec exec, CUgraphNode node,
-                                                  const CUDA_MEMCPY3D* params, CUcontext) {
-  SC_API(cuGraphExecMemcpyNodeSetParams, 0);
-  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_MEMCPY, params, copy_work);
-}
-
-SC_EXPORT CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec exec, CUgraphNode node,
-                                                  const CUDA_MEMSET_NODE_PARAMS* params,
-                                                  CUcontext) {
-  SC_API(cuGraphExecMemsetNodeSetParams, 0);
-  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_MEMSET, params, fill_work);
-}
-
-SC_EXPORT CUresult cuGraphExecHostNodeSetParams(CUgraphExec exec, CUgraphNode node,
-                                                const CUDA_HOST_NODE_PARAMS* params) {
-  SC_API(cuGraphExecHostNodeSetParams, 0);
-  return set_exec(exec, node, CU_GRAPH_NODE_TYPE_HOST, params, host_work);
 }
 
 // Kernel, memset and memcpy nodes only, as documented.

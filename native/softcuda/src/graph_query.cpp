@@ -8,13 +8,6 @@
 using namespace softcuda;
 
 namespace {
-const char* type_name(CUgraphNodeType type) {
-  static const char* const names[] = {"kernel", "memcpy", "memset",     "host",
-                                      "graph",  "empty",  "event wait", "event record"};
-  if (type == CU_GRAPH_NODE_TYPE_BATCH_MEM_OP) return "memory operation";
-  return type >= 0 && type <= CU_GRAPH_NODE_TYPE_EVENT_RECORD ? names[type] : "other";
-}
-
 // The two-call protocol: null asks for the count, an array takes at most *n and the rest is null.
 template <class Get>
 CUresult give_list(CUgraphNode* out, size_t* n, size_t count, const Get& get) {
@@ -112,114 +105,6 @@ SC_EXPORT CUresult cuGraphNodeGetType(CUgraphNode handle, int* out) {
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *out = node->type;
   return CUDA_SUCCESS;
-}
-
-static CUresult typed(CUgraphNode handle, CUgraphNodeType type, std::shared_ptr<Node>* out) {
-  *out = graph_nodes().get(handle);
-  if (!*out) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
-  if ((*out)->type == type) return CUDA_SUCCESS;
-  return refuse(CUDA_ERROR_INVALID_VALUE, std::string("the node is a ") + type_name((*out)->type) +
-                                              " node, not a " + type_name(type) + " node");
-}
-
-// The parameter pointers stay valid as long as the node and its parameters.
-SC_EXPORT CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode handle, CUDA_KERNEL_NODE_PARAMS* out) {
-  SC_API(cuGraphKernelNodeGetParams, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = typed(handle, CU_GRAPH_NODE_TYPE_KERNEL, &node); r != CUDA_SUCCESS) return r;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  const KernelWork& k = *node->work.kernel;
-  const softcuda_entry& entry = k.function->entry();
-  node->param_pointers.clear();
-  for (unsigned i = 0; i < entry.nparams; ++i) {
-    node->param_pointers.push_back(const_cast<char*>(k.given.data()) + entry.offsets[i]);
-  }
-  *out = CUDA_KERNEL_NODE_PARAMS{static_cast<CUfunction>(k.function->handle),
-                                 k.grid.x,
-                                 k.grid.y,
-                                 k.grid.z,
-                                 k.block.x,
-                                 k.block.y,
-                                 k.block.z,
-                                 k.shared_bytes,
-                                 node->param_pointers.data(),
-                                 nullptr,
-                                 nullptr,
-                                 primary_context()};
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphMemcpyNodeGetParams(CUgraphNode handle, CUDA_MEMCPY3D* out) {
-  SC_API(cuGraphMemcpyNodeGetParams, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = typed(handle, CU_GRAPH_NODE_TYPE_MEMCPY, &node); r != CUDA_SUCCESS) return r;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = node->copy_params;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphMemsetNodeGetParams(CUgraphNode handle, CUDA_MEMSET_NODE_PARAMS* out) {
-  SC_API(cuGraphMemsetNodeGetParams, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = typed(handle, CU_GRAPH_NODE_TYPE_MEMSET, &node); r != CUDA_SUCCESS) return r;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = node->fill_params;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphHostNodeGetParams(CUgraphNode handle, CUDA_HOST_NODE_PARAMS* out) {
-  SC_API(cuGraphHostNodeGetParams, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = typed(handle, CU_GRAPH_NODE_TYPE_HOST, &node); r != CUDA_SUCCESS) return r;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = CUDA_HOST_NODE_PARAMS{node->work.host.fn, node->work.host.data};
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphChildGraphNodeGetGraph(CUgraphNode handle, CUgraph* out) {
-  SC_API(cuGraphChildGraphNodeGetGraph, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = typed(handle, CU_GRAPH_NODE_TYPE_GRAPH, &node); r != CUDA_SUCCESS) return r;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = static_cast<CUgraph>(node->child->handle);
-  return CUDA_SUCCESS;
-}
-
-// New parameters for a definition's node; executables made before keep theirs.
-template <class Params, class Build, class Keep>
-static CUresult set_params(CUgraphNode handle, CUgraphNodeType type, const Params* params,
-                           const Build& build, const Keep& keep) {
-  std::shared_ptr<Node> node;
-  if (CUresult r = typed(handle, type, &node); r != CUDA_SUCCESS) return r;
-  Work work;
-  if (CUresult r = build(params, &work); r != CUDA_SUCCESS) return r;
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  node->work = std::move(work);
-  keep(*node);
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphKernelNodeSetParams_v2(CUgraphNode h, const CUDA_KERNEL_NODE_PARAMS* p) {
-  SC_API(cuGraphKernelNodeSetParams, 0);
-  return set_params(h, CU_GRAPH_NODE_TYPE_KERNEL, p, kernel_work, [](Node&) {});
-}
-
-SC_EXPORT CUresult cuGraphMemcpyNodeSetParams(CUgraphNode h, const CUDA_MEMCPY3D* p) {
-  SC_API(cuGraphMemcpyNodeSetParams, 0);
-  return set_params(h, CU_GRAPH_NODE_TYPE_MEMCPY, p, copy_work,
-                    [&](Node& node) { node.copy_params = *p; });
-}
-
-SC_EXPORT CUresult cuGraphMemsetNodeSetParams(CUgraphNode h, const CUDA_MEMSET_NODE_PARAMS* p) {
-  SC_API(cuGraphMemsetNodeSetParams, 0);
-  return set_params(h, CU_GRAPH_NODE_TYPE_MEMSET, p, fill_work,
-                    [&](Node& node) { node.fill_params = *p; });
-}
-
-SC_EXPORT CUresult cuGraphHostNodeSetParams(CUgraphNode h, const CUDA_HOST_NODE_PARAMS* p) {
-  SC_API(cuGraphHostNodeSetParams, 0);
-  return set_params(h, CU_GRAPH_NODE_TYPE_HOST, p, host_work, [](Node&) {});
 }
 
 SC_EXPORT CUresult cuGraphDebugDotPrint(CUgraph handle, const char* path, unsigned) {

@@ -5,8 +5,6 @@
 #include <cstdio>
 
 #include "conditionals.h"
-#include "copies.h"
-#include "modules.h"
 
 namespace softcuda {
 
@@ -27,43 +25,6 @@ Graph::Graph() { live_add(Kind::graph, 1); }
 Graph::~Graph() {
   for (auto& node : nodes) graph_nodes().take(node->handle);
   live_add(Kind::graph, -1);
-}
-
-CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* p, Work* out) {
-  if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  // A kernel of a library is named by the other field; both hold one handle (library.cpp).
-  const CUfunction function = p->func != nullptr ? p->func : static_cast<CUfunction>(p->kern);
-  out->kind = WorkKind::kernel;
-  return make_kernel(find_function(function), softcuda_dim3{p->gridDimX, p->gridDimY, p->gridDimZ},
-                     softcuda_dim3{p->blockDimX, p->blockDimY, p->blockDimZ}, p->sharedMemBytes,
-                     p->kernelParams, p->extra, &out->kernel);
-}
-
-CUresult copy_work(const CUDA_MEMCPY3D* p, Work* out) {
-  if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  auto copy = std::make_shared<CopyWork>();
-  if (CUresult r = make_copy(*p, copy.get()); r != CUDA_SUCCESS) return r;
-  if (copy->width == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "a copy node of 0 bytes");
-  out->kind = WorkKind::copy;
-  out->copy = std::move(copy);
-  return CUDA_SUCCESS;
-}
-
-CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* p, Work* out) {
-  if (p == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  auto fill = std::make_shared<FillWork>();
-  if (CUresult r = make_fill(*p, fill.get()); r != CUDA_SUCCESS) return r;
-  if (fill->width == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "a fill node of 0 bytes");
-  out->kind = WorkKind::fill;
-  out->fill = std::move(fill);
-  return CUDA_SUCCESS;
-}
-
-CUresult host_work(const CUDA_HOST_NODE_PARAMS* p, Work* out) {
-  if (p == nullptr || p->fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  out->kind = WorkKind::host;
-  out->host = HostWork{p->fn, p->userData};
-  return CUDA_SUCCESS;
 }
 
 std::shared_ptr<Graph> clone_graph(const Graph& graph) {
@@ -188,51 +149,6 @@ SC_EXPORT CUresult cuGraphNodeFindInClone(CUgraphNode* out, CUgraphNode original
   return CUDA_ERROR_INVALID_VALUE;
 }
 
-SC_EXPORT CUresult cuGraphAddEmptyNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                       size_t n) {
-  SC_API(cuGraphAddEmptyNode, 0);
-  return add_node(out, graph, deps, n, std::make_shared<Node>());
-}
-
-SC_EXPORT CUresult cuGraphAddKernelNode_v2(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                           size_t n, const CUDA_KERNEL_NODE_PARAMS* params) {
-  SC_API(cuGraphAddKernelNode, 0);
-  auto node = std::make_shared<Node>();
-  node->type = CU_GRAPH_NODE_TYPE_KERNEL;
-  if (CUresult r = kernel_work(params, &node->work); r != CUDA_SUCCESS) return r;
-  return add_node(out, graph, deps, n, std::move(node));
-}
-
-SC_EXPORT CUresult cuGraphAddHostNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                      size_t n, const CUDA_HOST_NODE_PARAMS* params) {
-  SC_API(cuGraphAddHostNode, 0);
-  auto node = std::make_shared<Node>();
-  node->type = CU_GRAPH_NODE_TYPE_HOST;
-  if (CUresult r = host_work(params, &node->work); r != CUDA_SUCCESS) return r;
-  return add_node(out, graph, deps, n, std::move(node));
-}
-
-SC_EXPORT CUresult cuGraphAddMemcpyNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                        size_t n, const CUDA_MEMCPY3D* params, CUcontext) {
-  SC_API(cuGraphAddMemcpyNode, 0);
-  auto node = std::make_shared<Node>();
-  node->type = CU_GRAPH_NODE_TYPE_MEMCPY;
-  if (CUresult r = copy_work(params, &node->work); r != CUDA_SUCCESS) return r;
-  node->copy_params = *params;
-  return add_node(out, graph, deps, n, std::move(node));
-}
-
-SC_EXPORT CUresult cuGraphAddMemsetNode(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                        size_t n, const CUDA_MEMSET_NODE_PARAMS* params,
-                                        CUcontext) {
-  SC_API(cuGraphAddMemsetNode, 0);
-  auto node = std::make_shared<Node>();
-  node->type = CU_GRAPH_NODE_TYPE_MEMSET;
-  if (CUresult r = fill_work(params, &node->work); r != CUDA_SUCCESS) return r;
-  node->fill_params = *params;
-  return add_node(out, graph, deps, n, std::move(node));
-}
-
 // The child is cloned into the node, with the references it holds at this moment.
 SC_EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode* out, CUgraph graph,
                                             const CUgraphNode* deps, size_t n, CUgraph child) {
@@ -298,27 +214,8 @@ SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgr
     }
   }
   switch (params->type) {
-    case CU_GRAPH_NODE_TYPE_EMPTY:
-      return cuGraphAddEmptyNode(out, graph, deps, n);
-    case CU_GRAPH_NODE_TYPE_KERNEL:
-      return cuGraphAddKernelNode_v2(out, graph, deps, n, &params->kernel);
-    case CU_GRAPH_NODE_TYPE_HOST: {
-      if (params->host.syncMode > 1) return CUDA_ERROR_INVALID_VALUE;
-      const CUDA_HOST_NODE_PARAMS host{params->host.fn, params->host.userData};
-      return cuGraphAddHostNode(out, graph, deps, n, &host);
-    }
-    case CU_GRAPH_NODE_TYPE_MEMCPY:
-      return cuGraphAddMemcpyNode(out, graph, deps, n, &params->memcpy.copyParams, nullptr);
-    case CU_GRAPH_NODE_TYPE_MEMSET:
-      return cuGraphAddMemsetNode(out, graph, deps, n, &params->memset, nullptr);
     case CU_GRAPH_NODE_TYPE_CONDITIONAL:
       return add_conditional(out, graph, deps, n, &params->conditional);
-    case CU_GRAPH_NODE_TYPE_WAIT_EVENT:
-      return cuGraphAddEventWaitNode(out, graph, deps, n, params->event);
-    case CU_GRAPH_NODE_TYPE_EVENT_RECORD:
-      return cuGraphAddEventRecordNode(out, graph, deps, n, params->event);
-    case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
-      return cuGraphAddBatchMemOpNode(out, graph, deps, n, &params->memOp);
     case CU_GRAPH_NODE_TYPE_GRAPH: {
       if (params->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
         return move_child(out, graph, deps, n, params->graph.graph);
@@ -333,8 +230,7 @@ SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgr
       return r;
     }
     default:
-      return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                    "graph nodes of type " + std::to_string(params->type) + " are not implemented");
+      return add_params(out, graph, deps, n, *params);
   }
 }
 

@@ -110,13 +110,12 @@ Handles<Graph>& graphs();
 Handles<Node>& graph_nodes();
 Handles<Exec>& graph_execs();
 
-// Gives an executable's node new work, if `check(old, new)` agrees.
-CUresult set_exec_work(CUgraphExec exec, CUgraphNode node, int type, Work work,
-                       CUresult (*check)(const Work& old, const Work& now));
-CUresult kernel_work(const CUDA_KERNEL_NODE_PARAMS* params, Work* out);
-CUresult copy_work(const CUDA_MEMCPY3D* params, Work* out);
-CUresult fill_work(const CUDA_MEMSET_NODE_PARAMS* params, Work* out);
-CUresult host_work(const CUDA_HOST_NODE_PARAMS* params, Work* out);
+// Gives an executable's node of `type` new work.
+CUresult set_exec_work(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, Work work);
+// Adds a node of any type but child graphs and conditionals.
+CUresult add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                    const CUgraphNodeParams& params);
+const char* type_name(CUgraphNodeType type);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
 // The executable's graph as a definition, with its present parameters.
 std::shared_ptr<Graph> graph_of(const Exec& exec);

@@ -116,24 +116,6 @@ CUresult enqueue_ops(CUstream handle, unsigned count, const CUstreamBatchMemOpPa
   return CUDA_SUCCESS;
 }
 
-// New parameters may change addresses, values and wait types, and nothing else.
-CUresult same_shape(const Work& old, const Work& now) {
-  const auto& a = old.memop->given;
-  const auto& b = now.memop->given;
-  const auto same = [](const CUstreamBatchMemOpParams& x, const CUstreamBatchMemOpParams& y) {
-    return x.operation == y.operation;
-  };
-  if (std::equal(a.begin(), a.end(), b.begin(), b.end(), same)) return CUDA_SUCCESS;
-  return refuse(CUDA_ERROR_INVALID_VALUE, "the count or kinds of the operations changed");
-}
-
-CUresult find_node(CUgraphNode handle, std::shared_ptr<Node>* out) {
-  *out = graph_nodes().get(handle);
-  if (!*out) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
-  if ((*out)->type == CU_GRAPH_NODE_TYPE_BATCH_MEM_OP) return CUDA_SUCCESS;
-  return refuse(CUDA_ERROR_INVALID_VALUE, "the node is no batch of memory operations");
-}
-
 CUresult stream_op(CUstream stream, const CUstreamBatchMemOpParams& op) {
   return enqueue_ops(stream, 1, &op, 0);
 }
@@ -149,6 +131,14 @@ CUstreamBatchMemOpParams wait_params(CUstreamBatchMemOpType type, CUdeviceptr ad
 }
 
 }  // namespace
+
+bool same_operations(const Work& a, const Work& b) {
+  const auto same = [](const CUstreamBatchMemOpParams& x, const CUstreamBatchMemOpParams& y) {
+    return x.operation == y.operation;
+  };
+  return std::equal(a.memop->given.begin(), a.memop->given.end(), b.memop->given.begin(),
+                    b.memop->given.end(), same);
+}
 
 CUresult memop_work(const CUDA_BATCH_MEM_OP_NODE_PARAMS* p, Work* out) {
   if (!settings().memops) {
@@ -204,49 +194,4 @@ SC_EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address,
                                            unsigned flags) {
   SC_API(cuStreamWriteValue64, 0);
   return stream_op(stream, wait_params(CU_STREAM_MEM_OP_WRITE_VALUE_64, address, value, flags));
-}
-
-SC_EXPORT CUresult cuGraphAddBatchMemOpNode(CUgraphNode* out, CUgraph graph,
-                                            const CUgraphNode* deps, size_t n,
-                                            const CUDA_BATCH_MEM_OP_NODE_PARAMS* params) {
-  SC_API(cuGraphAddBatchMemOpNode, 0);
-  auto node = std::make_shared<Node>();
-  node->type = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
-  if (CUresult r = memop_work(params, &node->work); r != CUDA_SUCCESS) return r;
-  return add_node(out, graph, deps, n, std::move(node));
-}
-
-// The array stays valid as long as the node and its parameters.
-SC_EXPORT CUresult cuGraphBatchMemOpNodeGetParams(CUgraphNode handle,
-                                                  CUDA_BATCH_MEM_OP_NODE_PARAMS* out) {
-  SC_API(cuGraphBatchMemOpNodeGetParams, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = find_node(handle, &node); r != CUDA_SUCCESS) return r;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  const MemopWork& work = *node->work.memop;
-  *out = CUDA_BATCH_MEM_OP_NODE_PARAMS{primary_context(), static_cast<unsigned>(work.given.size()),
-                                       const_cast<CUstreamBatchMemOpParams*>(work.given.data()),
-                                       work.flags};
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphBatchMemOpNodeSetParams(CUgraphNode handle,
-                                                  const CUDA_BATCH_MEM_OP_NODE_PARAMS* params) {
-  SC_API(cuGraphBatchMemOpNodeSetParams, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = find_node(handle, &node); r != CUDA_SUCCESS) return r;
-  Work work;
-  if (CUresult r = memop_work(params, &work); r != CUDA_SUCCESS) return r;
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  node->work = std::move(work);
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphExecBatchMemOpNodeSetParams(CUgraphExec exec, CUgraphNode node,
-                                                      const CUDA_BATCH_MEM_OP_NODE_PARAMS* params) {
-  SC_API(cuGraphExecBatchMemOpNodeSetParams, 0);
-  Work work;
-  if (CUresult r = memop_work(params, &work); r != CUDA_SUCCESS) return r;
-  return set_exec_work(exec, node, CU_GRAPH_NODE_TYPE_BATCH_MEM_OP, std::move(work), same_shape);
 }

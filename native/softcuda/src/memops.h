@@ -24,6 +24,8 @@ struct MemopWork {
   unsigned flags = 0;
 };
 
+// Whether counts and kinds agree: new parameters may change addresses, values and wait types only.
+bool same_operations(const Work& a, const Work& b);
 CUresult memop_work(const CUDA_BATCH_MEM_OP_NODE_PARAMS* params, Work* out);
 
 // Runs a batch from its first operation. True: it is finished. False: it waits for a word, and the
