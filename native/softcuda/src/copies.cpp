@@ -211,27 +211,16 @@ SC_EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t
   SC_API(cuMemcpyDtoDAsync, kContext);
   return copy(flat_copy(kDevice, dst, kDevice, src, n), s, false);
 }
-SC_EXPORT CUresult cuMemsetD8_v2(CUdeviceptr dst, unsigned char v, size_t n) {
-  SC_API(cuMemsetD8, kContext | kUnsafe);
-  return fill(dst, v, 1, 0, n, 1, nullptr, true);
-}
-SC_EXPORT CUresult cuMemsetD16_v2(CUdeviceptr dst, unsigned short v, size_t n) {
-  SC_API(cuMemsetD16, kContext | kUnsafe);
-  return fill(dst, v, 2, 0, n, 1, nullptr, true);
-}
-SC_EXPORT CUresult cuMemsetD32_v2(CUdeviceptr dst, unsigned v, size_t n) {
-  SC_API(cuMemsetD32, kContext | kUnsafe);
-  return fill(dst, v, 4, 0, n, 1, nullptr, true);
-}
-SC_EXPORT CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char v, size_t n, CUstream s) {
-  SC_API(cuMemsetD8Async, kContext);
-  return fill(dst, v, 1, 0, n, 1, s, false);
-}
-SC_EXPORT CUresult cuMemsetD16Async(CUdeviceptr dst, unsigned short v, size_t n, CUstream s) {
-  SC_API(cuMemsetD16Async, kContext);
-  return fill(dst, v, 2, 0, n, 1, s, false);
-}
-SC_EXPORT CUresult cuMemsetD32Async(CUdeviceptr dst, unsigned v, size_t n, CUstream s) {
-  SC_API(cuMemsetD32Async, kContext);
-  return fill(dst, v, 4, 0, n, 1, s, false);
-}
+
+#define FILL(name, T)                                                          \
+  SC_EXPORT CUresult name##_v2(CUdeviceptr dst, T v, size_t n) {               \
+    SC_API(name, kContext | kUnsafe);                                          \
+    return fill(dst, v, sizeof v, 0, n, 1, nullptr, true);                     \
+  }                                                                            \
+  SC_EXPORT CUresult name##Async(CUdeviceptr dst, T v, size_t n, CUstream s) { \
+    SC_API(name##Async, kContext);                                             \
+    return fill(dst, v, sizeof v, 0, n, 1, s, false);                          \
+  }
+FILL(cuMemsetD8, unsigned char)
+FILL(cuMemsetD16, unsigned short)
+FILL(cuMemsetD32, unsigned)

@@ -1,20 +1,41 @@
 // Error names, the sticky error and its text (invariants E1-E3).
+#include <cctype>
 #include <cstdio>
 #include <cstring>
 
-#include "error_names.h"
 #include "runtime.h"
 
 namespace softcuda {
 namespace {
+
+struct Named {
+  CUresult code;
+  const char* name;
+  std::string text;  // the name in plain words
+};
+
+Named named(CUresult code, const char* name) {
+  std::string text = std::strncmp(name, "CUDA_ERROR_", 11) == 0 ? name + 11 : "no error";
+  for (char& c : text) c = c == '_' ? ' ' : static_cast<char>(std::tolower(c));
+  return {code, name, text};
+}
+
+const std::vector<Named>& errors() {
+  static const auto& all = *new std::vector<Named>{
+#define E(code, name) named(code, #name),
+#include "cuda_errors.inc"
+#undef E
+  };
+  return all;
+}
 
 std::atomic<CUresult> g_sticky{CUDA_SUCCESS};
 std::mutex& g_text_mutex = *new std::mutex;
 std::string& g_fault_text = *new std::string;
 thread_local std::string t_refusal_text;
 
-const NamedError* find(CUresult code) {
-  for (const NamedError& e : kErrors) {
+const Named* find(CUresult code) {
+  for (const Named& e : errors()) {
     if (e.code == code) return &e;
   }
   return nullptr;
@@ -55,7 +76,7 @@ void fault(CUresult code, const std::string& text) {
 CUresult refuse(CUresult code, const std::string& text) {
   t_refusal_text = text;
   if (settings().log) {
-    const NamedError* e = find(code);
+    const Named* e = find(code);
     log_line(std::string("softcuda: refused with ") + (e ? e->name : "?") + ": " + text);
   }
   return code;
@@ -68,7 +89,7 @@ using namespace softcuda;
 SC_EXPORT CUresult cuGetErrorName(CUresult code, const char** out) {
   SC_API(cuGetErrorName, kAlways);
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  const NamedError* e = find(code);
+  const Named* e = find(code);
   *out = e != nullptr ? e->name : nullptr;
   return e != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
@@ -76,8 +97,8 @@ SC_EXPORT CUresult cuGetErrorName(CUresult code, const char** out) {
 SC_EXPORT CUresult cuGetErrorString(CUresult code, const char** out) {
   SC_API(cuGetErrorString, kAlways);
   if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  const NamedError* e = find(code);
-  *out = e != nullptr ? e->text : nullptr;
+  const Named* e = find(code);
+  *out = e != nullptr ? e->text.c_str() : nullptr;
   return e != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

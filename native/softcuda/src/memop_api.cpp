@@ -172,26 +172,13 @@ SC_EXPORT CUresult cuStreamBatchMemOp_v2(CUstream stream, unsigned count,
   return enqueue_ops(stream, count, ops, flags);
 }
 
-SC_EXPORT CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, uint32_t value,
-                                          unsigned flags) {
-  SC_API(cuStreamWaitValue32, 0);
-  return stream_op(stream, wait_params(CU_STREAM_MEM_OP_WAIT_VALUE_32, address, value, flags));
-}
-
-SC_EXPORT CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, uint64_t value,
-                                          unsigned flags) {
-  SC_API(cuStreamWaitValue64, 0);
-  return stream_op(stream, wait_params(CU_STREAM_MEM_OP_WAIT_VALUE_64, address, value, flags));
-}
-
-SC_EXPORT CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, uint32_t value,
-                                           unsigned flags) {
-  SC_API(cuStreamWriteValue32, 0);
-  return stream_op(stream, wait_params(CU_STREAM_MEM_OP_WRITE_VALUE_32, address, value, flags));
-}
-
-SC_EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, uint64_t value,
-                                           unsigned flags) {
-  SC_API(cuStreamWriteValue64, 0);
-  return stream_op(stream, wait_params(CU_STREAM_MEM_OP_WRITE_VALUE_64, address, value, flags));
-}
+#define STREAM_OP(name, bits, OPERATION)                                                         \
+  SC_EXPORT CUresult name##bits##_v2(CUstream stream, CUdeviceptr address, uint##bits##_t value, \
+                                     unsigned flags) {                                           \
+    SC_API(name##bits, 0);                                                                       \
+    return stream_op(stream, wait_params(OPERATION, address, value, flags));                     \
+  }
+STREAM_OP(cuStreamWaitValue, 32, CU_STREAM_MEM_OP_WAIT_VALUE_32)
+STREAM_OP(cuStreamWaitValue, 64, CU_STREAM_MEM_OP_WAIT_VALUE_64)
+STREAM_OP(cuStreamWriteValue, 32, CU_STREAM_MEM_OP_WRITE_VALUE_32)
+STREAM_OP(cuStreamWriteValue, 64, CU_STREAM_MEM_OP_WRITE_VALUE_64)

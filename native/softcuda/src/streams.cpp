@@ -88,14 +88,6 @@ SC_EXPORT CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsi
   return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext* out) {
-  SC_API(cuStreamGetCtx, kNoLock);
-  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = primary_context();
-  return CUDA_SUCCESS;
-}
-
 SC_EXPORT CUresult cuStreamGetCtx_v2(CUstream handle, CUcontext* out, void** green) {
   SC_API(cuStreamGetCtx_v2, kNoLock);
   if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
@@ -105,40 +97,20 @@ SC_EXPORT CUresult cuStreamGetCtx_v2(CUstream handle, CUcontext* out, void** gre
   return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuStreamGetFlags(CUstream handle, unsigned* out) {
-  SC_API(cuStreamGetFlags, kNoLock);
-  std::shared_ptr<Stream> stream = find_stream(handle);
-  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = stream->flags;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuStreamGetPriority(CUstream handle, int* out) {
-  SC_API(cuStreamGetPriority, kNoLock);
-  std::shared_ptr<Stream> stream = find_stream(handle);
-  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = stream->priority;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuStreamGetId(CUstream handle, unsigned long long* out) {
-  SC_API(cuStreamGetId, kNoLock);
-  std::shared_ptr<Stream> stream = find_stream(handle);
-  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = stream->id;
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuStreamGetDevice(CUstream handle, CUdevice* out) {
-  SC_API(cuStreamGetDevice, kNoLock);
-  if (!find_stream(handle)) return CUDA_ERROR_INVALID_HANDLE;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *out = 0;
-  return CUDA_SUCCESS;
-}
+#define STREAM_GET(name, T, value)                        \
+  SC_EXPORT CUresult name(CUstream handle, T* out) {      \
+    SC_API(name, kNoLock);                                \
+    std::shared_ptr<Stream> stream = find_stream(handle); \
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;        \
+    if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;  \
+    *out = value;                                         \
+    return CUDA_SUCCESS;                                  \
+  }
+STREAM_GET(cuStreamGetCtx, CUcontext, primary_context())
+STREAM_GET(cuStreamGetFlags, unsigned, stream->flags)
+STREAM_GET(cuStreamGetPriority, int, stream->priority)
+STREAM_GET(cuStreamGetId, unsigned long long, stream->id)
+STREAM_GET(cuStreamGetDevice, CUdevice, 0)
 
 SC_EXPORT CUresult cuEventCreate(CUevent* out, unsigned flags) {
   SC_API(cuEventCreate, kContext);
