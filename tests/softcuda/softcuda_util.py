@@ -88,8 +88,7 @@ class Soft:
         for name in ("softcuda_live", "softcuda_leaked", "softcuda_count", "softcuda_calls"):
             getattr(self.lib, name).restype = ctypes.c_int64
         self.lib.softcuda_gil_held.restype = ctypes.c_int64
-        for name in ("softcuda_kind_name", "softcuda_count_name", "softcuda_api_name"):
-            getattr(self.lib, name).restype = ctypes.c_char_p
+        self.lib.softcuda_kind_name.restype = ctypes.c_char_p
         for name in ("softcuda_last_fault", "softcuda_last_refusal", "softcuda_describe"):
             getattr(self.lib, name).restype = ctypes.c_size_t
         from cuda.bindings import driver

@@ -239,16 +239,19 @@ def test_raw_host_functions_run_while_the_gil_is_held(soft):
 def test_the_gil_record(soft):
     """Calls through cuda.bindings come without the GIL; through a GIL-keeping door they show."""
     pointer = soft.alloc(64)
-    soft.lib.softcuda_reset_counters()
+
+
+    def record():
+        names = (b"cuMemsetD8", b"cuCtxSynchronize", None)
+        held = [soft.lib.softcuda_gil_held(name) for name in names]
+        return np.array([*(soft.lib.softcuda_calls(name) for name in names[:2]), *held])
+
+    before = record()
     soft.ok(soft.d.cuMemsetD8(pointer, 0, 64))
     soft.ok(soft.d.cuCtxSynchronize())
-    assert soft.lib.softcuda_calls(b"cuMemsetD8") == 1
-    assert soft.lib.softcuda_gil_held(b"cuMemsetD8") == 0
-    assert soft.lib.softcuda_gil_held(None) == 0
-    keeping = ctypes.PyDLL(soft.lib._name)
-    assert keeping.cuCtxSynchronize() == 0
-    assert soft.lib.softcuda_gil_held(b"cuCtxSynchronize") == 1
-    assert soft.lib.softcuda_calls(b"cuCtxSynchronize") == 2
+    assert (record() - before).tolist() == [1, 1, 0, 0, 0]
+    assert ctypes.PyDLL(soft.lib._name).cuCtxSynchronize() == 0
+    assert (record() - before).tolist() == [1, 2, 0, 1, 1]
     soft.free(pointer)
 
 

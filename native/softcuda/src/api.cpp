@@ -269,17 +269,9 @@ SC_EXPORT int64_t softcuda_count(const char* what) {
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// Names by index, null after the last: resource kinds, counts, and APIs called so far.
+// Names of resource kinds by index, null after the last.
 SC_EXPORT const char* softcuda_kind_name(unsigned i) {
   return i < kKinds ? kKindNames[i] : nullptr;
-}
-SC_EXPORT const char* softcuda_count_name(unsigned i) {
-  return i < kWhats ? kWhatNames[i] : nullptr;
-}
-SC_EXPORT const char* softcuda_api_name(unsigned i) {
-  const ApiSite* site = g_sites.load();
-  for (; site != nullptr && i > 0; --i) site = site->next;
-  return site != nullptr ? site->name : nullptr;
 }
 
 static int64_t sum_sites(const char* api, std::atomic<long> ApiSite::* field) {
@@ -291,20 +283,6 @@ static int64_t sum_sites(const char* api, std::atomic<long> ApiSite::* field) {
 }
 SC_EXPORT int64_t softcuda_calls(const char* api) { return sum_sites(api, &ApiSite::calls); }
 SC_EXPORT int64_t softcuda_gil_held(const char* api) { return sum_sites(api, &ApiSite::gil_held); }
-
-// Zeroes counts and the call and GIL records; live and leaked resources stay what they are.
-SC_EXPORT void softcuda_reset_counters() {
-  for (auto& count : g_count) count = 0;
-  for (ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    site->calls = 0;
-    site->gil_held = 0;
-  }
-}
-
-// The description with stacks, native and Python's; Python's only under SOFTCUDA_WATCHDOG.
-SC_EXPORT size_t softcuda_describe_stacks(char* buffer, size_t size) {
-  return give(describe_with_stacks(), buffer, size);
-}
 
 // Calls in progress, the running host function and the running kernels, one line each.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {

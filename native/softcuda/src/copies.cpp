@@ -179,38 +179,23 @@ unsigned long long address(const void* p) { return reinterpret_cast<unsigned lon
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpy, kContext | kUnsafe);
-  return copy(flat_copy(kUnified, dst, kUnified, src, n), nullptr, true);
-}
-SC_EXPORT CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t n, CUstream s) {
-  SC_API(cuMemcpyAsync, kContext);
-  return copy(flat_copy(kUnified, dst, kUnified, src, n), s, false);
-}
-SC_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr dst, const void* src, size_t n) {
-  SC_API(cuMemcpyHtoD, kContext | kUnsafe);
-  return copy(flat_copy(kDevice, dst, kHost, address(src), n), nullptr, true);
-}
-SC_EXPORT CUresult cuMemcpyDtoH_v2(void* dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpyDtoH, kContext | kUnsafe);
-  return copy(flat_copy(kHost, address(dst), kDevice, src, n), nullptr, true);
-}
-SC_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr dst, CUdeviceptr src, size_t n) {
-  SC_API(cuMemcpyDtoD, kContext | kUnsafe);
-  return copy(flat_copy(kDevice, dst, kDevice, src, n), nullptr, true);
-}
-SC_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void* src, size_t n, CUstream s) {
-  SC_API(cuMemcpyHtoDAsync, kContext);
-  return copy(flat_copy(kDevice, dst, kHost, address(src), n), s, false);
-}
-SC_EXPORT CUresult cuMemcpyDtoHAsync_v2(void* dst, CUdeviceptr src, size_t n, CUstream s) {
-  SC_API(cuMemcpyDtoHAsync, kContext);
-  return copy(flat_copy(kHost, address(dst), kDevice, src, n), s, false);
-}
-SC_EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t n, CUstream s) {
-  SC_API(cuMemcpyDtoDAsync, kContext);
-  return copy(flat_copy(kDevice, dst, kDevice, src, n), s, false);
-}
+#define COPY(name, symbol, Dst, dst_kind, dst, Src, src_kind, src)          \
+  SC_EXPORT CUresult symbol(Dst to, Src from, size_t n) {                   \
+    SC_API(name, kContext | kUnsafe);                                       \
+    return copy(flat_copy(dst_kind, dst, src_kind, src, n), nullptr, true); \
+  }
+#define COPY_ASYNC(name, symbol, Dst, dst_kind, dst, Src, src_kind, src) \
+  SC_EXPORT CUresult symbol(Dst to, Src from, size_t n, CUstream s) {    \
+    SC_API(name, kContext);                                              \
+    return copy(flat_copy(dst_kind, dst, src_kind, src, n), s, false);   \
+  }
+#define COPIES(name, suffix, ...)       \
+  COPY(name, name##suffix, __VA_ARGS__) \
+  COPY_ASYNC(name##Async, name##Async##suffix, __VA_ARGS__)
+COPIES(cuMemcpy, , CUdeviceptr, kUnified, to, CUdeviceptr, kUnified, from)
+COPIES(cuMemcpyHtoD, _v2, CUdeviceptr, kDevice, to, const void*, kHost, address(from))
+COPIES(cuMemcpyDtoH, _v2, void*, kHost, address(to), CUdeviceptr, kDevice, from)
+COPIES(cuMemcpyDtoD, _v2, CUdeviceptr, kDevice, to, CUdeviceptr, kDevice, from)
 
 #define FILL(name, T)                                                          \
   SC_EXPORT CUresult name##_v2(CUdeviceptr dst, T v, size_t n) {               \

@@ -309,6 +309,9 @@ void hook_trap(softcuda_block* block, int code, const char* text) { of(block).fa
 unsigned long long hook_timer() { return now_ns(); }
 }  // namespace
 
+const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,
+                               hook_exit,    hook_trap, hook_timer};
+
 }  // namespace softcuda
 
 // printf of device code, on the kernel's stack; written at once and flushed by every wait.
@@ -321,10 +324,3 @@ SC_EXPORT int softcuda_printf(const char* format, ...) {
   std::fputs(text, stdout);
   return n;
 }
-
-namespace softcuda {
-
-const softcuda_hooks kHooks = {hook_barrier, hook_warp, hook_active,
-                               hook_exit,    hook_trap, hook_timer};
-
-}  // namespace softcuda

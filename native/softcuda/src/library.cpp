@@ -169,19 +169,12 @@ SC_EXPORT CUresult cuKernelSetAttribute(int attribute, int value, CUkernel kerne
 }
 
 // ---- memory pools: none ----------------------------------------------------------------------
-SC_EXPORT CUresult cuDeviceGetDefaultMemPool(void**, CUdevice) {
-  SC_API(cuDeviceGetDefaultMemPool, 0);
-  return no_pools();
-}
-SC_EXPORT CUresult cuDeviceGetMemPool(void**, CUdevice) {
-  SC_API(cuDeviceGetMemPool, 0);
-  return no_pools();
-}
-SC_EXPORT CUresult cuMemPoolCreate(void**, const void*) {
-  SC_API(cuMemPoolCreate, 0);
-  return no_pools();
-}
-SC_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr*, size_t, void*, CUstream) {
-  SC_API(cuMemAllocFromPoolAsync, 0);
-  return no_pools();
-}
+#define NO_POOL(name, ...)               \
+  SC_EXPORT CUresult name(__VA_ARGS__) { \
+    SC_API(name, 0);                     \
+    return no_pools();                   \
+  }
+NO_POOL(cuDeviceGetDefaultMemPool, void**, CUdevice)
+NO_POOL(cuDeviceGetMemPool, void**, CUdevice)
+NO_POOL(cuMemPoolCreate, void**, const void*)
+NO_POOL(cuMemAllocFromPoolAsync, CUdeviceptr*, size_t, void*, CUstream)
