@@ -208,6 +208,12 @@ class Soft:
         return self.ok(self.d.cuGraphAddHostNode(graph, list(deps), len(deps), p))
 
 
+def code(result: tuple[Any, ...]) -> str:
+    """Name of a call's result code."""
+    name: str = result[0].name
+    return name
+
+
 def short_code(result: tuple[Any, ...]) -> str:
     """Name of a call's result code, without its prefix."""
     name: str = result[0].name

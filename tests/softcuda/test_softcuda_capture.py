@@ -18,25 +18,6 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 
 
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
-@pytest.fixture(scope="module")
-def module(soft):
-    made = soft.module(KERNELS)
-    yield made
-    soft.ok(soft.d.cuModuleUnload(made))
-
-
-@pytest.fixture
-def stream(soft):
-    made = soft.stream()
-    yield made
-    soft.ok(soft.d.cuStreamDestroy(made))
-
-
 @pytest.fixture
 def other(soft):
     made = soft.stream()

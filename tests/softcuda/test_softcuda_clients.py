@@ -17,18 +17,6 @@ extern "C" __global__ void say(int n) { printf("thread %d of %s\\n", n + threadI
 PAGEABLE = np.zeros(64, np.uint8)
 
 
-@pytest.fixture(scope="module")
-def soft():
-    """The process's soft device."""
-    return util.device()
-
-
-@pytest.fixture(scope="module")
-def module(soft):
-    """The kernels of this file."""
-    return soft.module(KERNELS)
-
-
 def test_every_public_error_has_its_name(soft):
     """cuGetErrorName and cuGetErrorString know each code of the public enumeration."""
     for error in soft.d.CUresult:

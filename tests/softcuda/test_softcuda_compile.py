@@ -12,11 +12,6 @@ import softcuda_util as util
 rng = np.random.default_rng(7)
 
 
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
 def error(source: str) -> str:
     with pytest.raises(util.compile_module().KernelCompileError) as caught:
         util.compile_kernel(source, "bad.cu")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import softcuda_util as util
 from softcuda_util import replay as run
 from softcuda_util import short_code as code
 
@@ -17,32 +15,6 @@ extern "C" __global__ void set(cudaGraphConditionalHandle handle, unsigned value
   cudaGraphSetConditional(handle, value);
 }
 """
-
-
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
-@pytest.fixture(scope="module")
-def module(soft):
-    made = soft.module(KERNELS)
-    yield made
-    soft.ok(soft.d.cuModuleUnload(made))
-
-
-@pytest.fixture
-def stream(soft):
-    made = soft.stream()
-    yield made
-    soft.ok(soft.d.cuStreamDestroy(made))
-
-
-@pytest.fixture
-def graph(soft):
-    made = soft.ok(soft.d.cuGraphCreate(0))
-    yield made
-    soft.ok(soft.d.cuGraphDestroy(made))
 
 
 def condition(soft, graph, default: int | None = None):

@@ -10,11 +10,6 @@ import softcuda_util as util
 from softcuda_util import short_code as code
 
 
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
 @pytest.fixture
 def streams(soft):
     made = [soft.stream(), soft.stream()]

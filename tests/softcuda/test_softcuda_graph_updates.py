@@ -6,9 +6,8 @@ import ctypes
 import threading
 
 import numpy as np
-import pytest
 import softcuda_util as util
-from softcuda_util import copy_params, fill_params
+from softcuda_util import code, copy_params, fill_params
 
 KERNELS = r"""
 extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
@@ -21,36 +20,6 @@ extern "C" __global__ void spin_until(const volatile int* flag, int* out, int va
 """
 USLEEP = util.address(ctypes.CDLL(None).usleep)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def code(result) -> str:
-    return result[0].name
-
-
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
-@pytest.fixture(scope="module")
-def module(soft):
-    made = soft.module(KERNELS)
-    yield made
-    soft.ok(soft.d.cuModuleUnload(made))
-
-
-@pytest.fixture
-def stream(soft):
-    made = soft.stream()
-    yield made
-    soft.ok(soft.d.cuStreamDestroy(made))
-
-
-@pytest.fixture
-def graph(soft):
-    made = soft.ok(soft.d.cuGraphCreate(0))
-    yield made
-    soft.ok(soft.d.cuGraphDestroy(made))
 
 
 def test_set_params_change_later_launches_only(soft, module, stream, graph):

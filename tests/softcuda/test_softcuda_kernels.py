@@ -82,11 +82,6 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
 
 
 @pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
-@pytest.fixture(scope="module")
 def warp(soft):
     module = soft.module(WARP)
     yield module

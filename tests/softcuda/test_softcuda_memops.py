@@ -13,11 +13,6 @@ EQ, AND, NOR = 1, 2, 3
 WAIT32, WRITE32, FLUSH, WAIT64, WRITE64, BARRIER, REDUCE = 1, 2, 3, 4, 5, 6, 8
 
 
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
 class Words:
     """Pinned 64-bit words, one cache line each, with host view and device addresses."""
 
@@ -48,13 +43,6 @@ def words(soft):
     made = Words(soft, 8)
     yield made
     made.close()
-
-
-@pytest.fixture
-def stream(soft):
-    made = soft.stream()
-    yield made
-    soft.ok(soft.d.cuStreamDestroy(made))
 
 
 def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):

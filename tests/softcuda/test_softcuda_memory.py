@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import softcuda_util as util
+from softcuda_util import code
 
 COPY = r"""
 extern "C" __global__ void copy(const int* in, int* out, int n) {
@@ -18,19 +19,10 @@ extern "C" __global__ void copy(const int* in, int* out, int n) {
 
 
 @pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
-@pytest.fixture(scope="module")
 def copy(soft):
     module = soft.module(COPY)
     yield soft.function(module, "copy")
     soft.ok(soft.d.cuModuleUnload(module))
-
-
-def code(result) -> str:
-    return result[0].name
 
 
 def test_round_trip_and_interior_pointers(soft, copy):

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import softcuda_util as util
+from softcuda_util import code
 
 KERNELS = r"""
 extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
@@ -23,22 +24,6 @@ extern "C" __global__ void __launch_bounds__(64) bounded(int* p) { p[threadIdx.x
 extern "C" __global__ void shared_user(int* p) { extern __shared__ int s[]; p[0] = s[0] * 0 + 3; }
 """
 USLEEP = util.address(ctypes.CDLL(None).usleep)
-
-
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
-
-
-@pytest.fixture(scope="module")
-def module(soft):
-    made = soft.module(KERNELS)
-    yield made
-    soft.ok(soft.d.cuModuleUnload(made))
-
-
-def code(result) -> str:
-    return result[0].name
 
 
 def host(soft, stream, fn: int, data: int = 0) -> None:

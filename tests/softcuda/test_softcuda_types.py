@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import softcuda_util as util
 
 rng = np.random.default_rng(7)
-
-
-@pytest.fixture(scope="module")
-def soft():
-    return util.device()
 
 
 HALF = r"""
