@@ -11,7 +11,8 @@ from graft.cudagraph import OptionError
 from graft.models import Engine, Limits, Options
 
 NAMES = [field.name for field in fields(Options)]
-WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 2**70, "no", "2", True, 2.5)
+WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 2**70, "no", "2", True,
+         2.5)  # fmt: skip
 #: What of these is right, by option.
 RIGHT = {
     "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
