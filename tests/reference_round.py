@@ -238,6 +238,12 @@ class MaskRow:
         return (ids < token_limit) & (True if self.state == FREE else self.legal[:size])
 
 
+def row_at(exchange: Any, slot: int, j: int) -> MaskRow:
+    """What mask row j of a slot says in exchange memory, but for its mask."""
+    state, epoch, position, more = exchange.stamps[slot, j].tolist()
+    return MaskRow(state, epoch, position, more=more)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What verification brings."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
-from graft.tools import demo, doctor, generate
+from graft.tools import demo, doctor, generate, soft
 
 FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
         "generate", help="generate text, guided by a schema, expression, grammar or choice"))
     doctor.add_arguments(commands.add_parser(
         "doctor", help="say what this machine has and what to do about what is missing"))
+    soft.add_arguments(commands.add_parser(
+        "soft", help="run a program on the soft device"))
     commands.add_parser("demo", help="ten requests, each with its own grammar, in one batch"
                         ).set_defaults(run=lambda options: demo.main())
     return top

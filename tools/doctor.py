@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graft.cudagraph.errors import GraftError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.tools import watch
 
 #: Asks NVIDIA's driver in a process of its own: a driver that was once loaded would answer for the
@@ -266,8 +266,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGS...]",
                         help="run a program (a .py file, -m MODULE, -c CODE or an executable) on "
                              "the soft device and look for GIL deadlocks, whether they happen or "
-                             "not; exit status 0 and the program's own: none, 3: potential, 4: it "
-                             "hung, 2: nothing could be seen")
+                             "not; exit status 0: none, 1: none, but the program failed, 2: "
+                             "nothing could be seen, 3: potential, 4: it hung")
     parser.set_defaults(run=run)
 
 
@@ -280,17 +280,38 @@ def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**report.to_json(), "status": status}, indent=1))
     else:
-        print(watch.show(report), file=sys.stderr)
+        print(watch.show(report, status), file=sys.stderr)
     if report.verdict == "none":
-        return status if status >= 0 else 128 - status
+        return watch.FAILED if status else 0
     return {"potential": watch.POTENTIAL, "unseen": watch.UNSEEN}.get(report.verdict,
                                                                       watch.DEADLOCK)
+
+
+def watched(options: argparse.Namespace) -> list[str]:
+    """The program behind --watch; the doctor's own options may stand before it too.
+
+    Raises
+    ------
+    OptionError
+        The limit is no number.
+    """
+    program = list(options.watch)
+    while program and program[0].startswith(("--json", "--limit")):
+        name, is_joined, value = program.pop(0).partition("=")
+        if name == "--json":
+            options.json = True
+        elif name == "--limit":
+            value = value if is_joined or not program else program.pop(0)
+            if not value.isdecimal():
+                raise OptionError(f"--limit takes seconds, not {value!r}")
+            options.limit = int(value)
+    return program
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings; returns 1 when something that graft needs is missing."""
     if options.watch is not None:
-        return run_watch(options.watch, options.limit, options.json)
+        return run_watch(watched(options), options.limit, options.json)
     found = examine()
     healthy = all(finding.status != "missing" for finding in found)
     if options.json:

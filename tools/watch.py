@@ -12,26 +12,22 @@ whether it came to that this time or not. The switch is ``SOFTCUDA_WATCH=FILE``;
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.chooser import soft_library
-from graft.cudagraph.errors import DeviceError, OptionError
+from graft.cudagraph.errors import OptionError
+from graft.tools.soft import command_of, environment
 
-__all__ = ["DEADLOCK", "POTENTIAL", "UNSEEN", "Edge", "Report", "command_of", "read", "show",
-           "watch"]
+__all__ = ["DEADLOCK", "FAILED", "POTENTIAL", "UNSEEN", "Edge", "Report", "read", "show", "watch"]
 
 GIL = "GIL"
 #: The soft device's watchdog ends a process that hangs with this status.
 WATCHDOG_STATUS = 86
-#: Exit statuses of ``graft doctor --watch``.
-UNSEEN, POTENTIAL, DEADLOCK = 2, 3, 4
+#: Exit statuses of ``graft doctor --watch``; the program's own is told, never taken over.
+FAILED, UNSEEN, POTENTIAL, DEADLOCK = 1, 2, 3, 4
 VERDICTS = {"none": "no cycle", "potential": "POTENTIAL DEADLOCK", "deadlock": "DEADLOCK",
             "hang": "HANG, of which the edges are no explanation",
             "unseen": "nothing was seen"}
@@ -128,34 +124,13 @@ def read(path: Path) -> Report:
     return Report(len(pids), ordered, sees_gil, hang)
 
 
-def command_of(program: list[str]) -> list[str]:
-    """The command line of a program: a Python file, ``-m module``, ``-c code``, or an executable.
-
-    Raises
-    ------
-    OptionError
-        There is no such program.
-    """
-    if not program:
-        raise OptionError("--watch needs a program to run")
-    first = program[0]
-    if first in ("-m", "-c") and len(program) > 1:
-        return [sys.executable, *program]
-    if first.endswith(".py") and Path(first).is_file():
-        return [sys.executable, *program]
-    found = shutil.which(first)
-    if found is None:
-        raise OptionError(f"--watch: there is no program {first!r}")
-    return [found, *program[1:]]
-
-
 def watch(program: list[str], limit_s: int, *, stdout: int | None = None) -> tuple[Report, int]:
     """Run a program on the soft device and watch it.
 
     Parameters
     ----------
     program : list of str
-        See :func:`command_of`.
+        See :func:`graft.tools.soft.command_of`.
     limit_s : int
         A driver call or host function that lasts longer counts as hanging: the process is ended,
         and both sides' stacks are in the report.
@@ -176,15 +151,10 @@ def watch(program: list[str], limit_s: int, *, stdout: int | None = None) -> tup
     """
     if limit_s < 1:
         raise OptionError(f"the limit must be at least 1 second, not {limit_s}")
-    command, library = command_of(program), soft_library()
-    if not library.is_file():
-        raise DeviceError(f"the soft device is not built: {library} does not exist (make native)")
+    command, around = command_of(program), environment()
     with tempfile.TemporaryDirectory(prefix="graft-watch-") as folder:
         path = Path(folder) / "edges.jsonl"
-        # Loaded first, it answers for libcuda.so.1 whoever asks: graft, cuda.bindings, cuda.core.
-        loaded = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
-        env = {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": loaded,
-               "SOFTCUDA_WATCH": str(path), "SOFTCUDA_WATCHDOG": str(limit_s)}
+        env = {**around, "SOFTCUDA_WATCH": str(path), "SOFTCUDA_WATCHDOG": str(limit_s)}
         done = subprocess.run(command, env=env, stdout=stdout, check=False)
         return read(path), done.returncode
 
@@ -195,8 +165,8 @@ def _stack(title: str, frames: list[str], most: int) -> list[str]:
     return [f"      {title}", *shown, *rest] if frames else []
 
 
-def show(report: Report, most: int = 12) -> str:
-    """The report as text: a table of the edges with their stacks, and the verdict."""
+def show(report: Report, status: int | None = None, most: int = 12) -> str:
+    """The report as text: the edges with their stacks, the verdict, the program's exit status."""
     lines: list[str] = []
     for edge in report.edges:
         lines.append(f"{', '.join(edge.holds)} -> {', '.join(edge.wants)}: {edge.at}, "
@@ -216,4 +186,7 @@ def show(report: Report, most: int = 12) -> str:
         lines.append("  the program did not open the soft device")
     elif not report.sees_gil:
         lines.append("  requests for the GIL are not seen in this interpreter (one without a GIL?)")
+    if status is not None:
+        ended = f"by signal {-status}" if status < 0 else f"with status {status}"
+        lines.append(f"the program ended {ended}")
     return "\n".join(lines)

@@ -124,7 +124,9 @@ bool flush(double timeout_s) {
 }
 
 void start_reaper() {
-  std::thread([] { reaper().run(); }).detach();
+  // Made here: a process that forks while the thread makes it leaves its child waiting for ever.
+  Reaper& made = reaper();
+  std::thread([&made] { made.run(); }).detach();
 }
 
 std::int64_t leaked_items() { return reaper().leaked(); }

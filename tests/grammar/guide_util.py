@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import reference_round as ref
+from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.exchange import Exchange
@@ -33,7 +35,6 @@ from graft.grammar import (
 from graft.grammar.forced import ForcedText
 from graft.native import _native
 
-NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)
 STOP, OTHER_STOP = 256, 257
 MARKER_TOKENS = [*b'a":', 261, 265]
 
@@ -108,17 +109,11 @@ def run_work(work: Any) -> None:
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
 
 
-def bits(row: np.ndarray) -> np.ndarray:
-    """Ids whose bit is set in a mask row."""
-    words = np.ascontiguousarray(row)
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-
-
 def mix(*values: int) -> int:
     """A number that looks random and depends on the values alone."""
     state = 0x9E3779B97F4A7C15
     for value in values:
-        state = ((state ^ value) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ value) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29
     return state
 
@@ -155,6 +150,22 @@ def budgets_by(clock: np.ndarray) -> Iterator[None]:
         _native.guide.Worker = plain
 
 
+def run_held(work: Any, decoder: GuidedDecoder, clock: np.ndarray, gates: np.ndarray) -> None:
+    """Run a step; its budget ends when every slot that is not done waits at its gate."""
+    worker, posted, half = decoder._worker, False, False
+    step = threading.Thread(target=run_work, args=(work,))
+    step.start()
+    while step.is_alive():
+        posted = posted or worker.waiting()
+        waiting = int(gates[:, 1].sum())
+        if posted and waiting and waiting == worker.busy_slots():
+            clock += BUDGET_NS
+        elif posted and waiting and not half:
+            clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
+            half = True
+        step.join(1e-4)
+
+
 class Rig:
     """A decoder driven by hand.
 
@@ -181,29 +192,18 @@ class Rig:
 
     def committed(self, replay, *tokens, slot=0):
         """What verification writes: the tokens, and that there are no drafts yet."""
-        self.exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
-        self.drafted(replay, slot=slot)
+        ref.record(self.exchange, slot, replay, tokens)
 
     def drafted(self, replay, *tokens, slot=0):
-        self.exchange.drafted[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
+        ref.record_drafts(self.exchange, slot, replay, tokens)
 
     def run(self, *works):
         """Run steps; a budget ends when only a slot at its gate is left."""
         for work in works:
-            if not self.held:
+            if self.held:
+                run_held(work, self.decoder, self.clock, self.gate[None])
+            else:
                 run_work(work)
-                continue
-            worker, posted, half = self.decoder._worker, False, False
-            step = threading.Thread(target=run_work, args=(work,))
-            step.start()
-            while step.is_alive():
-                posted = posted or worker.waiting()
-                if posted and self.gate[1] and worker.busy_slots() == 1:
-                    self.clock += BUDGET_NS
-                elif posted and self.gate[1] and not half:
-                    self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind it
-                    half = True
-                step.join(1e-4)
 
     def close_gate(self, call):
         """Slot 0's matcher waits in the ``call``-th call from now on."""
@@ -233,17 +233,13 @@ class Rig:
 
 
 @dataclass
-class SlotTruth:
+class SlotTruth(ref.Slot):
     """What the simulated device knows about one slot."""
 
-    name: int  # what it generates depends on it
-    epoch: int
-    start: Callable[[], Matcher] | None  # None: unconstrained
-    position: int  # n when it joined
-    n: int
-    limit: int
-    active: bool = True
-    drafts: list[int] = field(default_factory=list)
+    index: int = 0
+    name: int = 0  # what it generates depends on it
+    start: Callable[[], Matcher] | None = None  # None: unconstrained
+    position: int = 0  # n when it joined
     history: list[int] = field(default_factory=list)
     reason: int = 0
     confused: bool = False  # an illegal token was committed on purpose
@@ -273,8 +269,7 @@ class Device:
     ):
         self.forced = forced
         self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
-        self.oracle = oracle or backend
-        self.oracle_grammars: dict[GrammarSpec, CompiledGrammar] = {}
+        self.oracle = functools.cache((oracle or backend).compile)
         self.rng = np.random.default_rng(seed)
         self.size = backend.vocabulary.size
         self.illegal, self.stall, self.wrong = illegal, stall, wrong
@@ -283,7 +278,7 @@ class Device:
         self.exchanges = [exchange_for(*sizes) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
-        self.slots: list[SlotTruth | None] = [None] * slots
+        self.slots: list[Any] = [None] * slots
         self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
         self.epoch = 0
         self.replay = 0
@@ -307,13 +302,11 @@ class Device:
         self.epoch += 1
         name = self.epoch if name is None else name
         position = mix(name) % 50
-        start = None
-        if compiled is not None:
-            if compiled.spec not in self.oracle_grammars:
-                self.oracle_grammars[compiled.spec] = self.oracle.compile(compiled.spec)
-            known = self.oracle_grammars[compiled.spec]
-            start = lambda: known.matcher()  # noqa: E731
-        self.slots[slot] = SlotTruth(name, self.epoch, start, position, position, position + limit)
+        self.slots[slot] = SlotTruth(
+            n=position, tree=ref.chain(-1), limit=position + limit, epoch=self.epoch,
+            stop_ids=(STOP, OTHER_STOP), index=slot, name=name, position=position,
+            start=None if compiled is None else self.oracle(compiled.spec).matcher,
+        )  # fmt: skip
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
             matchers[slot] = compiled and KINDS[kind](compiled.matcher())
 
@@ -326,19 +319,13 @@ class Device:
     def publish(self, leave_out: Sequence[int] = ()) -> None:
         """Announce the next replay with every slot that is not known to have ended."""
         self.published += 1
-        rows = [
-            s
-            for s, truth in enumerate(self.slots)
-            if truth and not truth.left and s not in leave_out
-        ]
+        here = [s for s, truth in enumerate(self.slots) if truth and not truth.left]
+        rows = [s for s in here if s not in leave_out]
         self.rng.shuffle(rows)
         self.snapshots[self.published] = rows
         for decoder, matchers in zip(self.decoders, self.matchers, strict=True):
-            requests = []
-            for s in rows:
-                truth = self.slots[s]
-                assert truth is not None
-                requests.append(GuidedRequest(s, truth.epoch, matchers[s], truth.position))
+            named = [(s, self.slots[s]) for s in rows]
+            requests = [GuidedRequest(s, t.epoch, matchers[s], t.position) for s, t in named]
             decoder.publish(self.published, requests)
 
     # The device's side.
@@ -346,28 +333,28 @@ class Device:
     def run(self) -> None:
         """One replay: open, verify, commit, draft, with all checks; then the replay retires."""
         self.replay += 1
-        rows = self.snapshots.pop(self.replay)
+        truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
         self._step(0)
-        self._check_open(rows)
-        counts = {s: self._verify(s) for s in rows}
+        for truth in truths:
+            for j in range(len(truth.drafts) + 1 if truth.active else 0):
+                self._check_row(truth, j)
+        drafting = [truth for truth in truths if self._verify(truth)]
         if self.k:
             self._step(1)
-            for s in rows:
-                if counts[s] and not self.probe:
-                    self._check_row(s, 0)
+            for truth in drafting:
+                if not self.probe:
+                    self._check_row(truth, 0)
         for j in range(1, self.k + 1):
             if self.probe:
-                self._probe(j, [s for s in rows if counts[s]])
+                self._probe(j, drafting)
                 continue
-            for s in rows:
-                if counts[s]:
-                    self._draft(s, j)
+            for truth in drafting:
+                self._draft(truth, j)
             if self.masked and j < self.k:
                 self._step(1 + j)
-                for s in rows:
-                    truth = self.slots[s]
-                    if counts[s] and truth and len(truth.drafts) == j:
-                        self._check_row(s, j)
+                for truth in drafting:
+                    if len(truth.drafts) == j:
+                        self._check_row(truth, j)
         for decoder in self.decoders:
             decoder.retire(self.replay)
 
@@ -386,97 +373,63 @@ class Device:
             for name in ("stamps", "masks", "answer"):
                 np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
 
-    def _state(self, slot: int, j: int) -> int:
-        """The row's state as a kernel reads it; a foreign stamp counts as none."""
-        truth = self.slots[slot]
-        assert truth is not None
-        state, epoch, position, more = self.exchanges[0].stamps[slot, j].tolist()
-        anywhere = state == FREE and more == 1  # a request without a grammar
-        if epoch != truth.epoch or (position != truth.n + j and not anywhere):
-            return NOT_READY
-        return int(state)
+    def _state(self, truth: SlotTruth, j: int) -> int:
+        """The row's state as a kernel reads it."""
+        return ref.row_at(self.exchanges[0], truth.index, j).counts_as(truth, truth.n + j)
 
-    def _check_row(self, slot: int, j: int) -> None:
+    def _legal(self, truth: SlotTruth, j: int) -> np.ndarray:
+        ready = self._state(truth, j) == READY
+        return bits(self.exchanges[0].masks[truth.index, j]) if ready else np.arange(self.size)
+
+    def _oracle_row(self, truth: SlotTruth, drafts: Sequence[int]) -> np.ndarray | None:
+        return oracle_row(truth.start, [*truth.history, *drafts])
+
+    def _check_row(self, truth: SlotTruth, j: int) -> None:
         """Row j is a fresh matcher's after the history and j drafts; its state says what it is."""
-        truth = self.slots[slot]
-        assert truth is not None
-        if not truth.active and j == 0 and truth.reason:
-            return
-        state = self._state(slot, j)
+        state, where = self._state(truth, j), (truth.index, j)
         if truth.start is None:
             assert state == FREE
             return
         if truth.confused:
             assert j > 0 or state == ERROR
             return
-        row = oracle_row(truth.start, truth.history + truth.drafts[:j])
+        row = self._oracle_row(truth, truth.drafts[:j])
         if row is None:
             # the history has ended (row 0), or drafts no row can follow
-            assert state == (DEAD_END if j == 0 else NOT_READY), (slot, j, state)
+            assert state == (DEAD_END if j == 0 else NOT_READY), where
         elif (row == -1).all():
-            assert state == FREE, (slot, j, state)
+            assert state == FREE, where
         else:
-            assert state == (READY if row.any() else DEAD_END), (slot, j, state)
+            assert state == (READY if row.any() else DEAD_END), where
             if self.forced is not None and state == READY:
-                more = self.exchanges[0].stamps["more"][slot, j]
+                more = self.exchanges[0].stamps["more"][where]
                 assert more == 1 + self.forced.token(row)
-            np.testing.assert_array_equal(self.exchanges[0].masks[slot, j], row)
+            np.testing.assert_array_equal(self.exchanges[0].masks[where], row)
 
-    def _check_open(self, rows: Sequence[int]) -> None:
-        for s in rows:
-            truth = self.slots[s]
-            assert truth is not None
-            if truth.active:
-                for j in range(len(truth.drafts) + 1):
-                    self._check_row(s, j)
+    def _verify(self, truth: SlotTruth) -> bool:
+        """Verify and commit; whether there is something to draft for."""
 
-    def _verify(self, slot: int) -> int:
-        truth = self.slots[slot]
-        assert truth is not None
-        tokens: list[int] = []
-        if truth.active:
-            state = self._state(slot, 0)
-            if state in (DEAD_END, ERROR):
-                truth.active = False
-                truth.reason = 3 if state == DEAD_END else 4
-            elif state != NOT_READY and self.rng.random() >= self.stall:
-                tokens = self._walk(slot, truth)
-        for exchange in self.exchanges:
-            committed = exchange.committed[slot]
-            committed[0], committed[1] = self.replay, len(tokens)
-            committed[2 : 2 + len(tokens)] = tokens
-            if tokens:
-                exchange.drafted[slot, :2] = (self.replay, 0)
-        if tokens:
-            truth.n += len(tokens)
-            truth.drafts = []
-            if not truth.confused:
-                truth.history += tokens
-            stop = tokens[-1] in (STOP, OTHER_STOP)
-            if stop or truth.n + 1 >= truth.limit:
-                truth.active = False
-                truth.reason = 1 if stop else 2
-        return len(tokens) if truth.active else 0
+        def row(node: int, position: int) -> tuple[int, np.ndarray]:
+            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < self.stall
+            stalls = stalls and state in (FREE, READY)
+            return NOT_READY if stalls else state, self._legal(truth, node)
 
-    def _walk(self, slot: int, truth: SlotTruth) -> list[int]:
-        tokens: list[int] = []
-        for j in range(len(truth.drafts) + 1):
-            if truth.n + j + 1 >= truth.limit or self._state(slot, j) not in (FREE, READY):
-                break
-            legal = self._legal(slot, j)
+        def decide(node: int, position: int, legal: np.ndarray) -> tuple[int, int | None]:
             if truth.start and self.rng.random() < self.wrong:
-                illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
-                tokens.append(int(self.rng.choice(illegal)))
                 truth.confused = True
-                break
-            tokens.append(self._wanted(truth, truth.n + j + 1, legal))
-            if [tokens[-1]] != truth.drafts[j : j + 1] or tokens[-1] in (STOP, OTHER_STOP):
-                break
-        return tokens
+                illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
+                return int(self.rng.choice(illegal)), None
+            token = self._wanted(truth, position, legal)
+            return token, truth.tree.child(node, token)
 
-    def _legal(self, slot: int, j: int) -> np.ndarray:
-        ready = self._state(slot, j) == READY
-        return bits(self.exchanges[0].masks[slot, j]) if ready else np.arange(self.size)
+        outcome = ref.walk(truth, row, decide)
+        ref.commit(truth, outcome)
+        for exchange in self.exchanges:
+            ref.record(exchange, truth.index, self.replay, outcome.tokens)
+        if not truth.confused:
+            truth.history += outcome.tokens
+        truth.reason = truth.reason or outcome.reason
+        return truth.active and bool(outcome.tokens)
 
     def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
         """One of the legal ids, by request and position alone; often one that a marker is made of,
@@ -486,25 +439,22 @@ class Device:
             legal = likely
         return max(legal.tolist(), key=lambda token: mix(truth.name, position, token))
 
-    def _draft(self, slot: int, j: int) -> None:
-        truth = self.slots[slot]
-        assert truth is not None
-        if not self._drafts_on(slot, j):
+    def _draft(self, truth: SlotTruth, j: int) -> None:
+        if not ref.is_drafting(truth, j):
             return
-        if self.forced is not None:
-            more = int(self.exchanges[0].stamps["more"][slot, j - 1])
-            if self._state(slot, j - 1) == READY and more > 0:
-                self._keep(slot, j, more - 1)
-                return
-            if not self.masked:
-                return
+        token = ref.row_at(self.exchanges[0], truth.index, j - 1).forced(truth, truth.n + j - 1)
+        if token >= 0:
+            self._keep(truth, token)
+            return
+        if self.forced is not None and not self.masked:
+            return
         choices = np.arange(self.size)
         if self.masked:
-            if self._state(slot, j - 1) not in (FREE, READY):
+            if self._state(truth, j - 1) not in (FREE, READY):
                 return
-            choices = self._legal(slot, j - 1)
+            choices = self._legal(truth, j - 1)
         elif truth.start:  # a drafter that mostly knows what is legal
-            row = oracle_row(truth.start, truth.history + truth.drafts)
+            row = self._oracle_row(truth, truth.drafts)
             if row is not None and row.any():
                 choices = bits(row)
         choices = choices[choices < self.size]
@@ -513,65 +463,52 @@ class Device:
             token = int(self.rng.choice(choices))
         if self.rng.random() < self.illegal:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
-        self._keep(slot, j, token)
+        self._keep(truth, token)
 
-    def _probe(self, j: int, rows: Sequence[int]) -> None:
+    def _probe(self, j: int, truths: Sequence[SlotTruth]) -> None:
         """Offer candidates, legal and not; the answer is the first that is legal."""
-        offers = {s: self._offer(s, j) for s in rows if self._drafts_on(s, j)}
+        offers = [(truth, self._offer(truth, j)) for truth in truths if ref.is_drafting(truth, j)]
         self._step(1 + j)
-        for s, offer in offers.items():
-            truth = self.slots[s]
-            assert truth is not None
-            if truth.start is None:
-                self._keep(s, j, self._wanted(truth, truth.n + j, np.arange(self.size)))
-                continue
-            row = oracle_row(truth.start, truth.history + truth.drafts)
-            replay, draft, token = self.exchanges[0].answer[s].tolist()
-            if truth.confused or row is None:
-                assert (replay, draft) != (self.replay, j)
-                continue
-            legal = bits(row)
-            if not len(legal):  # a dead end: found by filling the row
-                self._check_row(s, j - 1)
-                continue
-            assert (replay, draft) == (self.replay, j)
-            expected = [int(id) for id in offer if id in legal and 0 <= id < self.size]
-            assert token == (expected[0] if expected else -1)
-            if token < 0:
-                self._check_row(s, j - 1)
-                token = self._wanted(truth, truth.n + j, legal[legal < self.size])
-            self._keep(s, j, token)
+        for truth, offer in offers:
+            legal = np.arange(self.size)
+            token = -1
+            if truth.start is not None:
+                row = self._oracle_row(truth, truth.drafts)
+                answer = self.exchanges[0].answer[truth.index].tolist()
+                if truth.confused or row is None:
+                    assert answer[:2] != (self.replay, j)
+                    continue
+                legal = bits(row)
+                if not len(legal):  # a dead end: found by filling the row
+                    self._check_row(truth, j - 1)
+                    continue
+                legal = legal[legal < self.size]
+                token = next((id for id in offer if id in legal), -1)
+                assert answer == (self.replay, j, token)
+                if token < 0:
+                    self._check_row(truth, j - 1)
+            self._keep(truth, token if token >= 0 else self._wanted(truth, truth.n + j, legal))
 
-    def _drafts_on(self, slot: int, j: int) -> bool:
-        truth = self.slots[slot]
-        assert truth is not None
-        stopped = truth.drafts and truth.drafts[-1] in (STOP, OTHER_STOP)
-        return len(truth.drafts) == j - 1 and truth.n + j < truth.limit and not stopped
-
-    def _offer(self, slot: int, j: int) -> list[int]:
-        truth = self.slots[slot]
-        assert truth is not None
+    def _offer(self, truth: SlotTruth, j: int) -> list[int]:
         likely = [-1, self.size, 2**31 - 1, *range(self.size)]
-        row = None
+        legal: np.ndarray | None = None
         if truth.start and self.rng.random() < 0.8:
-            row = oracle_row(truth.start, truth.history + truth.drafts)
-            likely = likely if row is None or not row.any() else likely[:3] + bits(row).tolist()
+            row = self._oracle_row(truth, truth.drafts)
+            if row is not None and row.any():
+                legal = bits(row)
+                likely = likely[:3] + legal.tolist()
         count = int(self.rng.integers(0, 5))
         offer = [int(id) for id in self.rng.choice(likely, count)]
-        if count and row is not None and row.any():
-            legal = bits(row)
+        if count and legal is not None:
             offer[-1] = self._wanted(truth, truth.n + j, legal[legal < self.size])
         for exchange in self.exchanges:
-            exchange.candidates[slot, : 3 + count] = [self.replay, j, count, *offer]
+            exchange.candidates[truth.index, : 3 + count] = [self.replay, j, count, *offer]
         return offer
 
-    def _keep(self, slot: int, j: int, token: int) -> None:
-        truth = self.slots[slot]
-        assert truth is not None
-        truth.drafts.append(token)
+    def _keep(self, truth: SlotTruth, token: int) -> None:
+        ref.keep(truth, token)
         for exchange in self.exchanges:
-            drafted = exchange.drafted[slot]
-            drafted[0], drafted[1], drafted[1 + j] = self.replay, j, token
+            ref.record_drafts(exchange, truth.index, self.replay, truth.drafts)
 
 
 SPECS = {

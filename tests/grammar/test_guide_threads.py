@@ -20,11 +20,14 @@ from guide_util import (
     Device,
     Gated,
     Rig,
+    SlotTruth,
     budgets_by,
     exchange_for,
     mix,
+    run_held,
     run_work,
 )
+from reference_round import record
 from test_guide_rounds import equal_counters, play
 
 from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
@@ -87,25 +90,14 @@ class HeldDevice(Device):
                 self.gates[slot, 0] = 0
                 while worker.busy(slot):
                     time.sleep(1e-4)
-        step = threading.Thread(target=run_work, args=(self.works[index][0],))
-        step.start()
-        posted = half = False
-        while step.is_alive():
-            posted = posted or worker.waiting()
-            waiting = int(self.gates[:, 1].sum())
-            if posted and waiting == worker.busy_slots():
-                self.clock += BUDGET_NS
-            elif posted and waiting and not half:
-                self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
-                half = True
-            step.join(1e-4)
+        run_held(self.works[index][0], self.decoders[0], self.clock, self.gates)
 
-    def _check_row(self, slot: int, j: int) -> None:
+    def _check_row(self, truth: SlotTruth, j: int) -> None:
         """A row may be missing where the slot is late; one that is there is right."""
-        if self.hold and self._state(slot, j) == NOT_READY:
+        if self.hold and self._state(truth, j) == NOT_READY:
             self.sat_out += j == 0
             return
-        super()._check_row(slot, j)
+        super()._check_row(truth, j)
 
     def serve(self, requests: int) -> dict[int, tuple[int, list[int]]]:
         """Run requests 0 .. requests-1; the reason and tokens of each."""
@@ -246,7 +238,7 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[Guid
     compiled = backend.compile(SPECS["regex"])
     requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
-    committed, done = exchange.committed, [0] * slots
+    done = [0] * slots
     for replay in range(1, steps + 1):
         decoder.publish(replay, requests)
         run_work(work)
@@ -254,7 +246,7 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[Guid
             ready = bool(exchange.stamps["state"][slot, 0] == READY)
             text = b"ab".ljust(steps, b"c")[done[slot] :][:ready]
             done[slot] += len(text)
-            committed[slot, : 2 + len(text)] = (replay, len(text), *text)
+            record(exchange, slot, replay, text)
         decoder.retire(replay)
     return decoder, compiled
 
@@ -325,7 +317,7 @@ def test_closing_waits_for_late_slots(backend):
 
 FORKING = """
 import gc, os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
 decoder = GuidedDecoder(exchange_for(4, 1, 270), masked_drafts=True, threads=3)

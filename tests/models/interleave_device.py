@@ -17,33 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from guide_util import DEAD_END, ERROR, FREE, NOT_READY, READY, run_work
+import reference_round as ref
+from guide_util import run_work
 from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
+from reference_round import FREE, NOT_READY, READY
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.kv import PageAllocator, PagedKV
 
-STOP, LENGTH, DEAD, BROKEN = 1, 2, 3, 4  # REASON_* of cudagraph/kernels/graft.cuh
 PAGE = 4
 
 
 class Hang(AssertionError):
     """The host waits for something that the device has no reason to do."""
-
-
-@dataclass
-class SlotMemory:
-    """What the device keeps of one slot."""
-
-    n: int = 0
-    last: int = 0
-    drafts: list[int] = field(default_factory=list)
-    active: bool = False
-    epoch: int = 0
-    limit: int = 0
-    stops: tuple[int, ...] = ()
-    seed: int = 0
 
 
 @dataclass
@@ -104,7 +91,7 @@ class ToyDevice:
 
     def __init__(self, rng: random.Random, slots: int, draft_length: int, masked: bool):
         self.rng, self.k, self.masked = rng, draft_length, masked
-        self.slots = [SlotMemory() for _ in range(slots)]
+        self.slots = [ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False) for _ in range(slots)]
         self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
         self.unread: set[int] = set()  # slots whose prompt no copy has read
         self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; one for all
@@ -183,9 +170,9 @@ class ToyDevice:
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:
         def joined() -> None:
-            self.slots[slot] = SlotMemory(
-                n=values["position"], last=values["last"], active=True, epoch=values["epoch"],
-                limit=values["limit"], stops=tuple(values["stop_ids"]), seed=values["seed"],
+            self.slots[slot] = ref.Slot(
+                n=values["position"], tree=ref.chain(values["last"]), epoch=values["epoch"],
+                limit=values["limit"], stop_ids=tuple(values["stop_ids"]), seed=values["seed"],
             )  # fmt: skip
 
         self.enqueue(joined)
@@ -274,7 +261,7 @@ class ToyDevice:
             if slot < 0:
                 continue
             s = self.slots[slot]
-            for j, token in enumerate([s.last, *s.drafts]):
+            for j, token in enumerate(s.tree.token):
                 if s.n + j < s.limit:
                     for cache in self.caches:
                         cache.write(slot, s.n + j, token)
@@ -282,62 +269,41 @@ class ToyDevice:
                     replay.contexts[b, j] = context_of(context)
 
     def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
-        """State of a mask row and the ids it allows, by the kernels' rules."""
-        s = self.slots[slot]
-        state, epoch, stamped, more = self.exchange.stamps[slot, j].tolist()
-        anywhere = state == FREE and more == 1  # a request without a grammar
-        if epoch != s.epoch or (stamped != position and not anywhere):
-            return NOT_READY, ()
-        if state == FREE:
-            return READY, ALL_IDS
-        return state, row_ids(self.exchange.masks[slot, j].tobytes())
+        """State of a mask row and the ids it allows."""
+        state = ref.row_at(self.exchange, slot, j).counts_as(self.slots[slot], position)
+        ready = state == READY
+        return state, row_ids(self.exchange.masks[slot, j].tobytes()) if ready else ALL_IDS
 
     def _verify(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
         for b, slot in enumerate(replay.slots):
-            tokens, reason, accepted, tested = [], 0, 0, 0
-            if slot >= 0 and self.slots[slot].active:
-                tokens, reason, accepted, tested = self._walk(replay, b, slot)
+            outcome = ref.Outcome()
             if slot >= 0:
-                committed = self.exchange.committed[slot]
-                committed[: 2 + len(tokens)] = (replay.number, len(tokens), *tokens)
-            replay.counts[b] = len(tokens)
-            values = (slot, len(tokens), reason, accepted, tested, 0, *tokens)  # RoundRow, tokens
-            self.outputs.field("rows").array[entry, b, : len(values)] = values
+                outcome = self._walk(replay, b, slot)
+                ref.record(self.exchange, slot, replay.number, outcome.tokens)
+            count = replay.counts[b] = len(outcome.tokens)
+            values = (slot, count, outcome.reason, outcome.accepted, outcome.tested, 0)  # RoundRow
+            self.outputs.field("rows").array[entry, b, : len(values) + count] = (
+                *values, *outcome.tokens,
+            )  # fmt: skip
 
-    def _walk(self, replay: Replay, b: int, slot: int) -> tuple[list[int], int, int, int]:
+    def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
         s = self.slots[slot]
-        tokens: list[int] = []
-        reason, accepted, tested = 0, 0, len(s.drafts)
-        for j in range(tested + 1):
-            if s.n + j + 1 >= s.limit:
-                reason = LENGTH
-                break
-            state, legal = self._row(slot, j, s.n + j)
-            self.starved += j == 0 and state == NOT_READY
-            if state == READY and self.rng.random() < self.stall:
+
+        def row(node: int, position: int) -> tuple[int, tuple[int, ...]]:
+            state, legal = self._row(slot, node, position)
+            self.starved += node == 0 and state == NOT_READY
+            if state in (FREE, READY) and self.rng.random() < self.stall:
                 state = NOT_READY  # the grammar's budget ran out
-            if state != READY:
-                if j == 0:
-                    reason = {DEAD_END: DEAD, ERROR: BROKEN}.get(state, 0)
-                break
-            token = choose(replay.contexts[b, j], s.seed, legal)
-            tokens.append(token)
-            if j == tested or s.drafts[j] != token:
-                break
-            accepted += 1
-            if token in s.stops:
-                break
-        if tokens:
-            if tokens[-1] in s.stops:
-                reason = STOP
-            elif not reason and s.n + len(tokens) + 1 >= s.limit:
-                reason = LENGTH
-            s.n, s.last, s.drafts = s.n + len(tokens), tokens[-1], []
-            self.exchange.drafted[slot, :2] = (replay.number, 0)
-        if reason:
-            s.active = False
-        return tokens, reason, accepted, tested
+            return state, legal
+
+        def decide(node: int, position: int, legal: tuple[int, ...]) -> tuple[int, int | None]:
+            token = choose(replay.contexts[b, node], s.seed, legal)
+            return token, s.tree.child(node, token)
+
+        outcome = ref.walk(s, row, decide)
+        ref.commit(s, outcome)
+        return outcome
 
     def _publish(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
@@ -347,25 +313,20 @@ class ToyDevice:
     def _draft(self, replay: Replay, j: int) -> None:
         for b, slot in enumerate(replay.slots):
             s = self.slots[slot]
-            if slot < 0 or not replay.counts[b] or not s.active or len(s.drafts) != j - 1:
-                continue
-            if s.n + j >= s.limit or (s.drafts and s.drafts[-1] in s.stops):
+            if slot < 0 or not replay.counts[b] or not ref.is_drafting(s, j):
                 continue
             legal = ALL_IDS
             if self.masked:
                 state, legal = self._row(slot, j - 1, s.n + j - 1)
-                if state != READY:
+                if state not in (FREE, READY):
                     continue
-            read = self.caches[0].read(slot, s.n)
-            context = context_of([*read, s.last, *s.drafts])
+            context = context_of([*self.caches[0].read(slot, s.n), *s.tree.token])
             token = choose(context, s.seed, legal)
             h = mix(context, 77)
             if h % 100 >= self.agreement:
                 token = legal[(h >> 8) % len(legal)]
-            s.drafts.append(token)
-            drafted = self.exchange.drafted[slot]
-            drafted[:2] = (replay.number, j)
-            drafted[1 + j] = token
+            ref.keep(s, token)
+            ref.record_drafts(self.exchange, slot, replay.number, s.drafts)
 
 
 class TickingRing(Ring):

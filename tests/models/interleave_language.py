@@ -11,6 +11,8 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+from guide_util import mix
+from reference_round import pack_bits
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
@@ -21,15 +23,6 @@ VOCAB = 40  # no multiple of 32
 STOPS = (38, 39)
 ALL_IDS = tuple(range(VOCAB))
 _MASK64 = (1 << 64) - 1
-
-
-def mix(*values: int) -> int:
-    """64 well-mixed bits of some numbers."""
-    h = 0x9E3779B97F4A7C15
-    for value in values:
-        h = ((h ^ value) * 0xBF58476D1CE4E5B9) & _MASK64
-        h ^= h >> 29
-    return h
 
 
 @functools.lru_cache(1 << 16)
@@ -60,9 +53,7 @@ def legal_ids(grammar: int, state: int) -> tuple[int, ...]:
 @functools.lru_cache(1 << 16)
 def mask_row(legal: tuple[int, ...]) -> np.ndarray:
     """The ids as bits of int32 words."""
-    bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
-    bits[list(legal)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+    return pack_bits(np.isin(ALL_IDS, legal))
 
 
 @functools.lru_cache(1 << 16)

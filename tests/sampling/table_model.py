@@ -255,25 +255,16 @@ def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
         seen.append(observed[~big].sum())
         wanted.append(rest)
     statistic = sum((o - e) ** 2 / e for o, e in zip(seen, wanted, strict=True))
-    return chi_square_tail(float(statistic), len(wanted) - 1)
+    return chi_square_tail(float(statistic), max(len(wanted) - 1, 0))
 
 
 def chi_square_tail(x: float, dof: int) -> float:
-    """P(chi-square with dof degrees > x): exact finite sums for even and odd dof."""
-    if dof <= 0:
-        return 1.0
-    if dof % 2 == 0:
-        term = total = math.exp(-x / 2)
-        for i in range(1, dof // 2):
-            term *= x / 2 / i
-            total += term
-        return min(total, 1.0)
-    total = math.erfc(math.sqrt(x / 2))
-    term = math.sqrt(2 * x / math.pi) * math.exp(-x / 2)
-    for i in range(1, (dof - 1) // 2 + 1):
-        total += term
-        term *= x / (2 * i + 1)
-    return min(total, 1.0)
+    """P(chi-square with dof degrees > x), by its recurrence over dof."""
+    if dof < 3:
+        return (1.0, math.erfc(math.sqrt(x / 2)), math.exp(-x / 2))[dof]
+    half = math.log(max(x, 1e-300) / 2)
+    term = math.exp((dof / 2 - 1) * half - x / 2 - math.lgamma(dof / 2))
+    return min(1.0, chi_square_tail(x, dof - 2) + term)
 
 
 def smallest_p(tokens: np.ndarray, table: Table, case: Case) -> float:

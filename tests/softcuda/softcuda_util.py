@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SOURCE = ROOT / "native" / "softcuda"
 CACHE = Path(tempfile.gettempdir()) / f"softcuda-test-kernels-{os.getuid()}"
 
@@ -263,11 +264,11 @@ class _Zygote:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "softcuda_zygote.py")],
+            [sys.executable, str(HERE / "softcuda_zygote.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
         )
         atexit.register(self.process.kill)
 

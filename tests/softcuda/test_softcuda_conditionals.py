@@ -9,12 +9,11 @@ from softcuda_util import replay as run
 from softcuda_util import short_code as code
 
 KERNELS = r"""
-#include "softcuda_conditional.h"
 extern "C" __global__ void add(int* p, int value) { *p += value; }
 extern "C" __global__ void decide(unsigned long long handle, const int* p, int below) {
   cudaGraphSetConditional(handle, *p < below ? 1u : 0u);
 }
-extern "C" __global__ void set(unsigned long long handle, unsigned value) {
+extern "C" __global__ void set(cudaGraphConditionalHandle handle, unsigned value) {
   cudaGraphSetConditional(handle, value);
 }
 """

@@ -6,6 +6,7 @@ import pytest
 import softcuda_util as util
 
 KERNELS = r"""
+#include <cassert>
 extern "C" __global__ void write_at(int* p, long long i) {
   if (blockIdx.x == 2 && threadIdx.x == 5) p[i] = 1;
 }
@@ -30,6 +31,8 @@ extern "C" __global__ void shared_over(int n) {
 extern "C" __global__ void divide(int* p) { p[0] = p[2] / p[1]; }
 extern "C" __global__ void trap(int* p) { if (p[0] == 0) __trap(); }
 extern "C" __global__ void asserting(int* p) { assert(p[0] == 42); }
+extern "C" __global__ void included(int* p) { assert(p[0] == 43); }
+extern "C" __global__ void jump(int* p) { reinterpret_cast<void (*)()>(p)(); }
 extern "C" __global__ void nop(int* p) { *p += 1; }
 __device__ int deep(int n, volatile char* up) {
   volatile char local[4096];
@@ -163,7 +166,9 @@ faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "past the end of 256 bytes of dynamic shar
 @pytest.mark.parametrize(
     ("kernel", "code", "words"),
     [
-        ("divide", "CUDA_ERROR_LAUNCH_FAILED", "division by zero"),
+        ("divide", "CUDA_ERROR_LAUNCH_FAILED", "division by zero, or of the least integer by -1"),
+        ("jump", "CUDA_ERROR_ILLEGAL_ADDRESS", "a jump into device allocation #"),
+        ("included", "CUDA_ERROR_ASSERT", "assertion failed: p[0] == 43"),
         ("trap", "CUDA_ERROR_LAUNCH_FAILED", "__trap"),
         ("asserting", "CUDA_ERROR_ASSERT", "assertion failed: p[0] == 42"),
         ("overflow", "CUDA_ERROR_LAUNCH_FAILED", "stack overflow"),
@@ -175,6 +180,19 @@ def test_other_faults(kernel, code, words):
 s.launch(f({kernel!r}), 1, 1, p)
 faulted({code!r}, "'{kernel}'", {words!r})
 """)
+
+
+def test_misaligned_accesses_are_found_where_kernels_check_for_them():
+    """With SOFTCUDA_ALIGNMENT=1 a vector load from the wrong address fails the launch by name."""
+    code = """
+run = s.function(s.module('''extern "C" __global__ void quad(const float4* p, float* out) {
+  const float4 v = *p; *out = v.x + v.w; }'''), "quad")
+s.ok(s.launch(run, 1, 1, p, p))
+s.ok(d.cuCtxSynchronize())
+s.ok(s.launch(run, 1, 1, p + 4, p))
+faulted("CUDA_ERROR_MISALIGNED_ADDRESS", "'quad'", "misaligned access")
+"""
+    check(code, SOFTCUDA_ALIGNMENT="1")
 
 
 def test_freed_memory_in_a_graph_is_found_at_the_launch():

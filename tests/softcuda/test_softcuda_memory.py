@@ -111,7 +111,7 @@ def test_kernel_pointers_are_checked_at_launch(soft, copy):
     for bad, word in (
         (gone, "freed"),
         (good + 100000, "no allocation"),
-        (pageable.ctypes.data, "host address"),
+        (pageable.ctypes.data, "pageable host memory"),
     ):
         assert code(soft.launch(copy, 1, 4, good, bad, n)) == "CUDA_ERROR_INVALID_VALUE"
         assert "'copy' parameter 1" in soft.refusal()
@@ -121,7 +121,7 @@ def test_kernel_pointers_are_checked_at_launch(soft, copy):
 
 
 def test_pinned_memory_has_its_own_device_address(soft, copy):
-    """Mapped pinned memory is one memory with two addresses; the host's is no kernel argument."""
+    """Mapped pinned memory is one memory with two addresses; kernels are given the device's."""
     host = soft.ok(soft.d.cuMemHostAlloc(400, 1 | 2))
     view = np.ctypeslib.as_array((ctypes.c_int32 * 100).from_address(host))
     view[:] = np.arange(100)
@@ -131,6 +131,7 @@ def test_pinned_memory_has_its_own_device_address(soft, copy):
     assert inside == alias + 40
     out = soft.alloc(400)
     assert code(soft.launch(copy, 1, 128, host, out, np.int32(100))) == "CUDA_ERROR_INVALID_VALUE"
+    assert "SOFTCUDA_ALIASES_ONLY" in soft.refusal()
     soft.run(copy, 1, 128, alias, out, np.int32(100))
     assert np.array_equal(soft.get(out, 100, np.int32), np.arange(100))
     soft.run(copy, 1, 128, out, inside, np.int32(90))
@@ -162,6 +163,8 @@ def test_registered_host_memory(soft):
     assert code(twice) == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
     alias = int(soft.ok(soft.d.cuMemHostGetDevicePointer(p, 0)))
     assert np.array_equal(soft.get(alias, 1024, np.uint8), memory)
+    assert code(soft.d.cuStreamWriteValue32(0, p, 1, 0)) == "CUDA_ERROR_INVALID_VALUE"
+    assert "in registered memory" in soft.refusal()
     soft.ok(soft.d.cuMemHostUnregister(p))
     assert code(soft.d.cuMemHostUnregister(p)) == "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
     assert memory[5] == 5

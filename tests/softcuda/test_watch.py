@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -58,7 +59,7 @@ def test_both_orders_are_a_potential_deadlock(program, capfd):
             a_call_that_keeps_the_gil()
         print("the program's own output")
     """)
-    assert cli.main(["doctor", "--json", "--watch", path]) == watch.POTENTIAL
+    assert cli.main(["doctor", "--watch", "--json", path]) == watch.POTENTIAL
     out, err = capfd.readouterr()
     said = json.loads(out)
     assert "the program's own output" in err
@@ -88,8 +89,9 @@ def test_slow_work_without_the_gil_is_no_alarm(program, capfd):
         run.synchronize(60)
         sys.exit(7)
     """)
-    assert cli.main(["doctor", "--watch", path]) == 7
+    assert cli.main(["doctor", "--watch", path]) == watch.FAILED
     said = capfd.readouterr().err
+    assert "the program ended with status 7" in said
     assert "verdict: no cycle" in said and "-> GIL:" not in said and "50 x" in said
 
 
@@ -173,7 +175,7 @@ def test_a_hang_is_told_with_both_sides(program, capfd):
             held.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
         waits_with_the_gil()
     """)
-    assert cli.main(["doctor", "--limit", "2", "--watch", path]) == watch.DEADLOCK
+    assert cli.main(["doctor", "--watch", "--limit", "2", path]) == watch.DEADLOCK
     said = capfd.readouterr().err
     report = said[said.index("the watchdog ended"):]
     assert "verdict: DEADLOCK" in report
@@ -196,10 +198,37 @@ def test_the_switch_alone_writes_the_edges(program, tmp_path):
 
 def test_what_cannot_be_watched_is_said(program, capfd, tmp_path):
     """No program, no such program, no device opened: exit status 2 and why."""
-    for command in ([], ["no-such-program"]):
+    for command in ([], ["no-such-program"], ["--limit", "5"], ["--limit", "soon", "-c", "0"]):
         assert cli.main(["doctor", "--watch", *command]) == 2
-        assert "--watch" in capfd.readouterr().err
+        assert re.search("no program|takes seconds", capfd.readouterr().err)
     assert cli.main(["doctor", "--watch", "-c", "print('hello')"]) == watch.UNSEEN
     assert "did not open the soft device" in capfd.readouterr().err
     with pytest.raises(OptionError, match="at least 1"):
         watch.watch(["-c", "0"], 0)
+
+
+@pytest.mark.parametrize("status", [2, 3, 4])
+def test_a_programs_own_status_is_no_verdict(status, program, capfd):
+    """A program that ends with a status that stands for a verdict has failed, and it is told."""
+    assert cli.main(["doctor", "--watch", program(f"sys.exit({status})")]) == watch.FAILED
+    said = capfd.readouterr().err
+    assert "verdict: no cycle" in said and f"ended with status {status}" in said
+
+
+def test_the_launcher_runs_anything_on_the_soft_device(tmp_path):
+    """``graft soft``: cuda.bindings finds it, arguments and status pass, pytest says the device."""
+    (tmp_path / "test_it.py").write_text(
+        "from cuda.bindings import driver\n"
+        "def test_it():\n"
+        "    assert driver.cuInit(0)[0] == 0\n"
+        "    assert driver.cuDeviceGetName(64, 0)[1].startswith(b'graft soft device')\n")
+    soft = [sys.executable, "-m", "graft.tools.cli", "soft"]
+    tested = subprocess.run(
+        [*soft, "--", "-m", "pytest", "-p", "graft.tools.pytest_device", str(tmp_path), "-q"],
+        capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert "cuda: graft's soft device, 0 kernels and 0 graphs" in tested.stdout
+    said = subprocess.run([*soft, "--", "-c", "import sys; sys.exit(len(sys.argv))", "a", "b"])
+    assert said.returncode == 3
+    lacking = subprocess.run([*soft, "no-such-program"], capture_output=True, text=True)
+    assert lacking.returncode == 2 and "no-such-program" in lacking.stderr

@@ -2,6 +2,8 @@
 // of such a cell; cells are never freed, so that a stale handle is harmless.
 #pragma once
 
+// A kernel text that includes this gets it from the shim, which stands before the text.
+#if !defined(__SOFTCUDA__) || defined(SOFTCUDA_SHIM)
 struct softcuda_condition {
   unsigned magic;
   unsigned value;
@@ -18,4 +20,5 @@ static inline void cudaGraphSetConditional(unsigned long long handle, unsigned i
   }
   __atomic_store_n(&cell->value, value, __ATOMIC_RELEASE);
 }
+#endif
 #endif

@@ -2,6 +2,7 @@
 // words the text uses. Includes no standard header, so that a kernel compiles in well under 1 s.
 #pragma once
 
+#define SOFTCUDA_SHIM 1
 #include "softcuda_abi.h"
 
 #ifndef __SOFTCUDA__

@@ -1,6 +1,6 @@
 """One process of the conformance table: calls every function in one state of the driver.
 
-``python -m graft.tools.conformance_child STATE IMAGE`` (of TEXT) writes a JSON list of [function,
+``python conformance_child.py STATE IMAGE`` (of TEXT) writes a JSON list of [function,
 behaviour, expected, got]. Functions are called by address, as cuGetProcAddress gives it, with bare
 words.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.chooser import soft_library
-from graft.tools.conformance_calls import DEFAULT_CODES, KINDS, Call, calls
+from conformance_table import DEFAULT_CODES, KINDS, Call, calls
 
 __all__ = ["STATES", "TEXT", "main"]
 
@@ -33,7 +33,7 @@ class Driver:
     """The soft device, called by address; codes by name."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(soft_library()), mode=ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(os.environ["SOFTCUDA_LIBRARY"], mode=ctypes.RTLD_GLOBAL)
         from cuda.bindings import driver
 
         self.d = driver
@@ -117,6 +117,9 @@ class World:
 
     def make_ctx(self) -> Any:
         return self.driver.context
+
+    def make_made(self) -> Any:
+        return self.ok(self.d.cuCtxCreate(None, 0, 0))
 
     def make_dptr(self) -> Any:
         return self.ok(self.d.cuMemAlloc(64))
@@ -226,8 +229,8 @@ class World:
         p.WidthInBytes, p.Height, p.Depth = 64, 1, 1
         return p
 
-    def fill(self) -> Any:
-        p = self.d.CUDA_MEMSET_NODE_PARAMS()
+    def fill(self, kind: Any = None) -> Any:
+        p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
         p.dst, p.elementSize, p.width, p.height = self.d.CUdeviceptr(self.make_dptr()), 4, 16, 1
         return p
 
@@ -309,7 +312,8 @@ class World:
 
     def make_node_params(self) -> int:
         p = self.d.CUgraphNodeParams()
-        p.type = self.d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
+        p.type = self.d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
+        p.memset = self.fill(self.d.CUDA_MEMSET_NODE_PARAMS_v2)
         return self.struct(p)
 
     def make_first(self) -> int:
@@ -336,7 +340,7 @@ def right(world: World, parameter: str) -> int:
     what, _, _ = split(parameter)
     if what[0].isdigit():
         return int(what.split("|")[0])
-    names = {"in.kernel": "kernel_params", "in.node": "node_params"}
+    names = {"in.kernel": "kernel_params"}
     return world.word(names.get(what, what.removeprefix("in.")))
 
 

@@ -21,7 +21,7 @@ __all__ = ["DEFAULT_CODES", "KINDS", "Call", "calls"]
 #: What an unknown one is answered with, where that is not INVALID_HANDLE.
 DEFAULT_CODES = {
     "dev": "INVALID_DEVICE", "dptr": "INVALID_VALUE", "pinned": "INVALID_VALUE",
-    "ctx": "INVALID_CONTEXT", "registered": "HOST_MEMORY_NOT_REGISTERED",
+    "ctx": "INVALID_CONTEXT", "made": "INVALID_CONTEXT", "registered": "HOST_MEMORY_NOT_REGISTERED",
 }  # fmt: skip
 #: Kinds of handles and pointers.
 KINDS = frozenset({
@@ -48,6 +48,9 @@ cuDeviceComputeCapability [f] out out dev
 cuDevicePrimaryCtxRetain [] out dev
 cuDevicePrimaryCtxSetFlags [] dev 0|256
 cuDevicePrimaryCtxGetState [f] dev out out
+cuCtxCreate [] out 0 0|256 dev
+cuCtxCreate@3020 [] out 0|256 dev
+cuCtxDestroy [f] made
 cuCtxSetCurrent [] ctx
 cuCtxGetCurrent [f] out
 cuCtxPushCurrent [] ctx
@@ -68,7 +71,7 @@ cuMemHostGetFlags [] out pinned
 cuMemGetInfo [c] out? out?
 cuMemGetAddressRange [] out? out? dptr~NOT_FOUND
 cuPointerGetAttribute [] out 2|9999:NOT_SUPPORTED dptr
-cuPointerGetAttributes [] 1 in.attributes in.results dptr~-
+cuPointerGetAttributes [] 1|0 in.attributes in.results dptr~-
 cuMemcpy [cu] dptr~- dptr~- 64|65536
 cuMemcpyAsync [c] dptr~- dptr~- 64|65536 stream
 cuMemcpyHtoD [cu] dptr in.bytes 64|65536
@@ -112,7 +115,7 @@ cuKernelGetFunction [] out kernel
 cuKernelGetName [] out kernel~INVALID_VALUE
 cuKernelGetAttribute [] out 0|9999:NOT_SUPPORTED kernel dev
 cuKernelSetAttribute [] 8|9999:NOT_SUPPORTED 64 kernel dev
-cuKernelGetParamInfo [] kernel~INVALID_VALUE 0|99 out out?
+cuKernelGetParamInfo [c] kernel~INVALID_VALUE 0|99 out out?
 cuKernelGetParamCount [] kernel~INVALID_VALUE out
 cuDeviceGetDefaultMemPool [] out? 0 -> NOT_SUPPORTED
 cuDeviceGetMemPool [] out? 0 -> NOT_SUPPORTED
@@ -181,7 +184,7 @@ cuGraphEventWaitNodeSetEvent [] wnode event
 cuGraphExecEventRecordNodeSetEvent [] exec rnode~INVALID_VALUE event
 cuGraphExecEventWaitNodeSetEvent [] exec wnode~INVALID_VALUE event
 cuGraphAddChildGraphNode [] out graph 0 0 graph2
-cuGraphAddNode [] out graph 0 0 0 in.node
+cuGraphAddNode [] out graph 0 0 0 in.node_params
 cuGraphConditionalHandleCreate [] out graph ctx 0 0|2
 cuGraphAddDependencies [] graph in.first in.second 0 1
 cuGraphRemoveDependencies [] graph in.joined_from in.joined_to 0 1
@@ -190,7 +193,12 @@ cuGraphGetNodes [] graph 0 out
 cuGraphGetRootNodes [] graph 0 out
 cuGraphGetEdges [] graph 0 0 0 out
 cuGraphNodeGetDependencies [] node 0 0 out
+cuGraphNodeGetDependentNodes [] node 0 0 out
 cuGraphNodeGetType [] node out
+cuGraphNodeGetParams [] knode out
+cuGraphNodeSetParams [] mnode in.node_params
+cuGraphExecNodeSetParams [] exec mnode~INVALID_VALUE in.node_params
+cuGraphHostNodeSetParams [] hnode in.host
 cuGraphKernelNodeGetParams [] knode out
 cuGraphKernelNodeSetParams [] knode in.kernel
 cuGraphKernelNodeGetAttribute [] knode 8|99:NOT_SUPPORTED out
