@@ -181,7 +181,7 @@ def test_another_release_is_refused_with_the_command_that_helps(
 
 @pytest.mark.parametrize("room, backend, package, name, check", ROOMS)
 def test_a_library_that_is_absent_is_named_with_the_command_that_helps(
-    fresh_rooms, room, backend, package, name, check
+    fresh_rooms, serve, room, backend, package, name, check
 ):
     """One sentence where an engine names the backend, and where a grammar of a request does."""
     real = importlib.metadata.version
@@ -196,12 +196,8 @@ def test_a_library_that_is_absent_is_named_with_the_command_that_helps(
     with pytest.raises(OptionError, match=said):
         GrammarService(byte_vocabulary(), package)
     other = "llguidance" if package == "xgrammar" else "xgrammar"
-    service = GrammarService(byte_vocabulary(), other)
-    try:
-        with pytest.raises(GrammarError, match=f"regex: {said}"):
-            service.submit(GrammarSpec("regex", "a", backend=package)).result(300)
-    finally:
-        service.close()
+    with pytest.raises(GrammarError, match=f"regex: {said}"):
+        serve(other).submit(GrammarSpec("regex", "a", backend=package)).result(300)
 
 
 @pytest.mark.parametrize("room, backend, package, name, check", ROOMS)

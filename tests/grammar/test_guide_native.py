@@ -223,34 +223,6 @@ def test_dead_ends_at_row_zero_and_inside_drafts(backend, kind):
     assert rig.decoder.counters()["dead_ends"] == 2
 
 
-@both
-def test_termination_inside_drafts_is_undone_until_committed(backend, kind):
-    """A drafted stop id leaves later rows not ready; refusing it lets the matcher go on."""
-    rig = Rig(backend, kind, k=3)
-    request = rig.request("regex")
-    rig.decoder.publish(1, [request])
-    rig.run(rig.open)
-    rig.committed(1, ord("c"))
-    rig.run(rig.commit)
-    rig.drafted(1, 256, 256)
-    for work in rig.drafts:
-        run_work(work)
-    assert [row[0] for row in rig.states()] == [READY, NOT_READY, NOT_READY, NOT_READY]
-    rig.decoder.publish(2, [request])
-    rig.run(rig.open)
-    rig.committed(2, ord("c"))  # verification refused the stop id
-    rig.run(rig.commit)
-    assert rig.states()[0] == [READY, 1, 12, 0]
-    rig.drafted(2)
-    rig.decoder.publish(3, [request])
-    rig.run(rig.open)
-    rig.committed(3, ord("1"), 257)  # the other stop id
-    rig.run(rig.commit)
-    counters = rig.decoder.counters()
-    assert counters["terminations"] == 1 and counters["desyncs"] == 0
-    assert counters["committed_tokens"] == 4
-
-
 def test_steps_are_timed_by_kind_and_replay(backend):
     """The timeline holds each step's span in order on the monotonic clock, of the last 256 replays;
     counters add them up."""

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guide_util import KINDS, NOT_READY, READY, SPECS, Rig, byte_vocabulary, run_work
+from guide_util import KINDS, NOT_READY, READY, SPECS, Rig, run_work
 
-from graft.grammar import GrammarBackend, GrammarError, GuidedRequest, make_backend
+from graft.grammar import GrammarError, GuidedRequest
 from graft.grammar.statement import GrammarSpec
-
-
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def backend(request, device) -> GrammarBackend:
-    return make_backend(request.param, byte_vocabulary())
-
 
 both = pytest.mark.parametrize("kind", KINDS)
 
@@ -147,13 +141,19 @@ def test_rows_that_are_not_contiguous_are_refused(backend):
 
 
 def test_ids_out_of_range_and_after_the_end_change_nothing(backend, capfd):
-    """-1, the size, 2**31 and a token after the stop id are refused, silently, without a trace."""
-    matcher = backend.compile(GrammarSpec.regex("ab")).matcher()
+    """-1, the size, 2**31 and a token after the stop id are refused, silently, without a trace;
+    every stop id ends a complete grammar, until it is rolled back."""
+    matcher = backend.compile(GrammarSpec.regex("ab+")).matcher()
     for token in (-1, 270, 2**31, -(2**31) - 1, 2**40):
         assert not matcher.accept(token)
-    assert matcher.accept(ord("a")) and matcher.accept(ord("b")) and matcher.accept(256)
-    assert not matcher.accept(256) and not matcher.accept(ord("a"))
-    matcher.rollback(1)
-    assert matcher.legal().tolist() == [256, 257]
+    assert matcher.accept(ord("a")) and not matcher.accept(256) and matcher.accept(ord("b"))
+    for stop in (256, 257):
+        assert {256, 257} <= set(matcher.legal().tolist())
+        assert matcher.accept(stop) and matcher.is_terminated()
+        assert not matcher.accept(256) and not matcher.accept(ord("b"))
+        with pytest.raises(GrammarError, match="terminated"):
+            matcher.legal()
+        matcher.rollback(1)
+        assert matcher.accept(ord("b")) and not matcher.is_terminated()
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""

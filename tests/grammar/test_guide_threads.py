@@ -22,22 +22,16 @@ from guide_util import (
     Rig,
     SlotTruth,
     budgets_by,
-    byte_vocabulary,
     exchange_for,
     mix,
     run_held,
     run_work,
 )
 from reference_round import record
-from test_guide_rounds import play
+from test_guide_rounds import equal_counters, play
 
-from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest, make_backend
+from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
 from graft.grammar.decoder import default_threads
-
-
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def backend(request) -> GrammarBackend:
-    return make_backend(request.param, byte_vocabulary())
 
 
 @pytest.mark.parametrize("draft_length, masked", [(0, False), (3, True), (2, False)])
@@ -48,10 +42,7 @@ def test_several_threads_make_the_same_rows(backend, draft_length, masked):
         options={"threads": 3},
     )  # fmt: skip
     play(device, 60 if backend.name == "XGrammar" else 20)
-    native, python = (decoder.counters() for decoder in device.decoders)
-    for name, value in native.items():
-        if not name.endswith("_ns"):
-            assert value == python[name], name
+    native = equal_counters(device)
     assert native["late_rows"] == native["budget_stalls"] == 0
 
 

@@ -89,9 +89,11 @@ SCHEMAS: list[Any] = [
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
 def test_a_rewritten_schema_accepts_exactly_the_same_values(schema):
-    """LLGuidance on the rewritten schema agrees with jsonschema on the original one."""
+    """LLGuidance on the rewritten schema agrees with jsonschema on the original one, which is left
+    unchanged."""
+    before = json.dumps(schema)
     new = rewrite(schema, oracle=unsatisfiable)
-    assert not new.lost
+    assert not new.lost and json.dumps(schema) == before
     grammar = Grammar(new.schema)
     judge = jsonschema.Draft202012Validator(schema)
     assert any(judge.is_valid(value) for value in VALUES)
@@ -215,14 +217,6 @@ def test_host_names_are_exact_up_to_draft_6_and_refused_later():
         assert [text for text in good if not grammar.takes(text)] == []
         assert [text for text in bad if grammar.takes(text)] == []
     assert [reason.keyword for reason in rewrite(schema, draft=7).lost] == ["format"]
-
-
-def test_a_schema_is_left_unchanged_by_its_rewriting():
-    """Rewriting works on copies."""
-    for schema in SCHEMAS:
-        before = json.dumps(schema)
-        rewrite(schema)
-        assert json.dumps(schema) == before
 
 
 def test_old_drafts_ignore_what_stands_beside_a_reference_and_newer_keywords():
