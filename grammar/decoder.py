@@ -23,8 +23,6 @@ from .matcher import Matcher
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
 
-#: How masked drafts are made legal.
-LEGALITIES = ("fill", "probe")
 #: Ids that a drafter offers per draft in mode probe.
 CANDIDATES = 16
 #: Ways a step can be part of a graph.
@@ -91,8 +89,6 @@ class GuidedDecoder:
     transport
         ``"native"``: host nodes; ``"mailbox"``, ``"spinkernel"``: a worker thread, waited for by
         memory operations or by a spinning kernel.
-    worker
-        Who answers mailboxes: one thread, since steps run in order. Default: one of its own.
     deadline_s
         Seconds that a worker has for one step; see :meth:`graft.cudagraph.graph.GraphLane.mailbox`.
     ring
@@ -118,7 +114,6 @@ class GuidedDecoder:
         masked_drafts: bool,
         forced: ForcedText | None = None,
         transport: str = "native",
-        worker: MailboxWorker | None = None,
         deadline_s: float = 10.0,
         ring: int = 8,
         threads: int | None = None,
@@ -151,9 +146,8 @@ class GuidedDecoder:
         self._owners: dict[int, GuidedRequest] = {}
         self._closed = False
         self._deadline_s = deadline_s
-        self._answers = worker
-        if worker is None and transport != "native":
-            self._answers = MailboxWorker(name="grammar")
+        # one thread answers all mailboxes, since steps run in order
+        self._answers = None if transport == "native" else MailboxWorker(name="grammar")
         self._worker = _native.guide.Worker(
             exchange.host_ptr,
             exchange.layout.tobytes(),

@@ -255,16 +255,7 @@ class LLGuidanceBackend:
         return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(answer))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start of the grammar, independent of all others.
-
-        Parameters
-        ----------
-        compiled
-            A grammar of this backend.
-        stop_ids
-            The request's stop ids, the vocabulary's if absent. Once the grammar is complete, each
-            of them that is no text is legal and terminates it.
-        """
+        """A new matcher at the start; once complete, each of its `ending_ids` terminates it."""
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)

@@ -257,17 +257,7 @@ class XGrammarBackend:
         return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
-        """A new matcher at the start of the grammar.
-
-        Parameters
-        ----------
-        compiled
-            A grammar of this backend.
-        stop_ids
-            The request's stop ids, the vocabulary's if absent. Once the grammar is complete, each
-            of them is legal and terminates it. Ids that are text stay text to the grammar: whether
-            they end the request is for the device to decide.
-        """
+        """A new matcher at the start; once complete, each of its `ending_ids` terminates it."""
         if compiled.backend is not self:
             raise GrammarError("matcher: the grammar was compiled for another vocabulary")
         ending = ending_ids(self.vocabulary, stop_ids)

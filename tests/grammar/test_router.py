@@ -76,8 +76,6 @@ def test_marked_outputs_are_checked_against_the_users_schema():
     assert not check_output(schema, '["2024-02-29", "2024-02-29"]')
     assert not check_output(schema, '["2023-02-29"]')
     assert not check_output(schema, '["2024-02-29"')
-    with pytest.raises(GrammarError, match="cannot be checked"):
-        check_output({"$ref": "https://example.com/nowhere"}, "1")
 
 
 @pytest.mark.parametrize("schema", [False, {"allOf": [True, False]}, {"not": {}}, {"type": "string",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Request
+from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -19,16 +19,9 @@ def demo_engine(*, speculation: bool = True, **options: Any) -> Engine:
     return Engine(TARGET, DRAFTER if speculation else None, **options)
 
 
-def grammar_of(task: Task) -> GrammarSpec | None:
-    """The constraint a task comes with, if any."""
-    if task.schema is not None:
-        return GrammarSpec.json_schema(task.schema)
-    return None if task.pattern is None else GrammarSpec.regex(task.pattern)
-
-
 def task_request(task: Task, **options: Any) -> Request:
     """The request that asks for a task's answer."""
-    return Request(prompt=task.text, grammar=grammar_of(task), **({"max_tokens": 160} | options))
+    return Request(prompt=task.text, grammar=task_grammar(task), **({"max_tokens": 160} | options))
 
 
 def mixed_requests(count: int, seed: int = 7, **options: Any) -> list[Request]:

@@ -144,13 +144,6 @@ class ToyText:
         return text
 
 
-def replayed(compiled: CompiledGrammar, running: Running, tokens: Sequence[int]) -> Matcher:
-    """A new matcher that has taken the tokens."""
-    matcher = compiled.matcher(running.stop_ids)
-    assert all(matcher.accept(token) for token in tokens)
-    return matcher
-
-
 def sequential(
     running: Running,
     compiled: CompiledGrammar | None,
@@ -158,7 +151,7 @@ def sequential(
 ) -> tuple[list[int], str]:
     """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
-    matcher = None if compiled is None else replayed(compiled, running, [])
+    matcher = None if compiled is None else compiled.matcher(running.stop_ids)
     text, decoder = "", ToyText(vocabulary)
     while True:
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())

@@ -33,6 +33,12 @@ def integers(device: Any, values: Sequence[int] | np.ndarray) -> Any:
     return device.from_host(np.asarray(values, dtype=np.int32))
 
 
+def host(stream: Any, array: Any) -> np.ndarray:
+    """What the device has made of an array."""
+    stream.synchronize()
+    return array.to_host()
+
+
 def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
     """Rows from host lists; a scalar slot counts for all."""
     count = len(token)

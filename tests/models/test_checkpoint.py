@@ -9,11 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_models import (
     from_bfloat16,
-    llama_config,
-    llama_tensors,
     make_tiny_llama,
-    rounded,
-    write_safetensors,
 )
 
 from graft.models.checkpoint import Checkpoint
@@ -154,17 +150,3 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match="save_file"):
         Checkpoint(tmp_path)
-
-
-def test_the_test_writer_agrees_with_the_library(tmp_path):
-    """The tiny models' own bfloat16 writer writes what the safetensors library reads."""
-    from safetensors import safe_open
-
-    tensors = llama_tensors(llama_config(num_hidden_layers=1), 3)
-    write_safetensors(tmp_path / "x.safetensors", tensors, "bfloat16")
-    with safe_open(tmp_path / "x.safetensors", framework="numpy") as opened:
-        assert sorted(opened.keys()) == sorted(tensors)
-        for name, tensor in tensors.items():
-            assert opened.get_slice(name).get_dtype() == "BF16"
-            assert tuple(opened.get_slice(name).get_shape()) == tensor.shape
-    assert np.abs(rounded(tensors["model.norm.weight"], "bfloat16") - 1).max() < 2

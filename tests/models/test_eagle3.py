@@ -11,6 +11,7 @@ from nets_util import (
     FIXTURES,
     FORMS,
     forward,
+    host,
     integers,
     load_eagle3,
     load_llama,
@@ -31,11 +32,6 @@ from graft.models.drafters.eagle3 import Eagle3Head, read_draft_map
 from graft.models.errors import CheckpointError, ConfigError
 
 TARGET = llama_config()
-
-
-def host(stream, array) -> np.ndarray:
-    stream.synchronize()
-    return array.to_host()
 
 
 def entries(stream, drafter, token, slot, pos, features) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,12 +15,6 @@ from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.models.stops import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with demo_engine(max_batch_size=4) as made:
-        yield made
 
 
 def test_what_a_round_costs(engine: Engine) -> None:

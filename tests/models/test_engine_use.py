@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,6 @@ from graft.models.seating import Seating
 FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 #: Runs to its end: nothing stops it.
 LONG = Request(tokens=[300, 301, 302], max_tokens=1000, temperature=4.0, seed=1)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with demo_engine(max_batch_size=4) as made:
-        yield made
 
 
 def outputs(events: Any) -> dict[str, Output]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy_llama
 import pytest
-from nets_util import FORMS, integers, make_rows, same_bits, upload
+from nets_util import FORMS, host, integers, make_rows, same_bits, upload
 from tiny_models import rounded
 
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
@@ -25,11 +25,6 @@ def layers(device, request) -> Layers:
 @pytest.fixture
 def lane(stream) -> StreamLane:
     return StreamLane(stream)
-
-
-def host(stream, array) -> np.ndarray:
-    stream.synchronize()
-    return array.to_host()
 
 
 def run_linear(layers, lane, x, w, **more) -> np.ndarray:

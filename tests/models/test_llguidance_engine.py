@@ -19,13 +19,10 @@ from graft.tools.validity import is_valid
 
 
 def generate(requests, **options):
-    engine = demo_engine(max_batch_size=4, **options)
-    try:
+    with demo_engine(max_batch_size=4, **options) as engine:
         outputs = engine.generate(requests)
         assert engine._parts.decoder.counters()["desyncs"] == 0
         return outputs
-    finally:
-        engine.close()
 
 
 def schema_requests(**options):
@@ -157,14 +154,11 @@ def test_a_backend_in_python_alone_serves_requests(transport, threads, budget_us
     """A user's backend runs on every transport, on several threads and under a budget; one whose
     matcher raises loses its own request, which says what was raised."""
     requests = [Request(prompt="Digits.", grammar=GrammarSpec.regex(str(n))) for n in (1, 13, 5, 9)]
-    engine = demo_engine(
+    with demo_engine(
         max_batch_size=4, grammar_backend=Countdown, grammar_transport=transport,
         grammar_threads=threads, grammar_budget_us=budget_us,
-    )  # fmt: skip
-    try:
+    ) as engine:  # fmt: skip
         one, unlucky, five, nine = engine.generate(requests)
-    finally:
-        engine.close()
     assert unlucky.reason == "error" and unlucky.error == "LookupError: unlucky"
     for length, output in ((1, one), (5, five), (9, nine)):
         assert output.finished and output.text.isdigit() and len(output.text) == length

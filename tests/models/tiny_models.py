@@ -11,8 +11,6 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Bits of float32 values rounded to nearest even."""

@@ -29,7 +29,7 @@ def _read(path: Path) -> str:
         raise OptionError(f"{path}: {error}") from error
 
 
-def rows_of(folder: Path, every: int = 1, offset: int = 0) -> Iterator[dict[str, Any]]:
+def rows_of(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
     """Every k-th schema with instances of each ``.jsonl.gz`` or ``.jsonl`` file below a folder."""
     files = sorted([*folder.rglob("*.jsonl.gz"), *folder.rglob("*.jsonl")])
     if not files:
@@ -38,7 +38,7 @@ def rows_of(folder: Path, every: int = 1, offset: int = 0) -> Iterator[dict[str,
         # Only a line feed ends a row: JSON strings may hold what Python also calls a line's end.
         lines = filter(str.strip, _read(path).split("\n"))
         rows = [row for row in map(json.loads, lines) if row["valid"] or row["invalid"]]
-        yield from rows[offset::every]
+        yield from rows[::every]
 
 
 def load_tokenizer(path: Path, stop: str | None = None) -> tuple[tokenizers.Tokenizer, Vocabulary]:

@@ -46,9 +46,8 @@ class Child:
     """One subject's process, restarted after each death."""
 
     def __init__(self, subject: str, tokenizer: Path, timeout_s: float, stop: str | None = None,
-                 draft: int = 2020, key_order: str = "schema"):  # fmt: skip
-        options = {"draft": draft, "key_order": key_order}
-        self._setup = (subject, str(tokenizer), stop, MEMORY_BYTES, options)
+                 key_order: str = "schema"):  # fmt: skip
+        self._setup = (subject, str(tokenizer), stop, MEMORY_BYTES, key_order)
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -156,7 +155,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def run(rows: Sequence[dict[str, Any]], children: dict[str, Child], compact: bool = False
+def run(rows: Sequence[dict[str, Any]], children: dict[str, Child]
         ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """Every subject's answers, in the order of the rows; subjects take turns on each schema."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
@@ -164,7 +163,7 @@ def run(rows: Sequence[dict[str, Any]], children: dict[str, Child], compact: boo
         for row in tqdm(rows, unit="schema", disable=not sys.stderr.isatty()):
             task = {key: row[key] for key in ("schema", "valid", "invalid")}
             for name, child in children.items():
-                answers[name].append(child.ask(task | {"compact": compact}))
+                answers[name].append(child.ask(task))
     finally:
         for child in children.values():
             child.close()
@@ -180,13 +179,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--stop-token", help="name of the end token (default: as it is known)")
     made.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     made.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
-    made.add_argument("--offset", type=int, default=0, help="first schema of each file")
     made.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")
-    made.add_argument("--draft", type=int, default=2020, choices=(3, 4, 6, 7, 2019, 2020),
-                      help="draft of schemas that name none")  # fmt: skip
     made.add_argument("--key-order", default="schema", choices=("schema", "any"), help="of auto")
-    made.add_argument("--compact", action="store_true",
-                      help="instances without spaces, grammars that take any white space")
     made.add_argument("--json", type=Path, help="write the results here")
     return made
 
@@ -195,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; refusals are one line on stderr and exit status 2."""
     options = parser().parse_args(arguments)
     try:
-        rows = list(rows_of(options.folder, options.every, options.offset))
+        rows = list(rows_of(options.folder, options.every))
         load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
         with tempfile.TemporaryDirectory() as folder:
             tokenizer = options.tokenizer
@@ -203,9 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tokenizer = Path(folder) / "tokenizer.json"
                 tokenizer.write_bytes(gzip.decompress(options.tokenizer.read_bytes()))
             children = {name: Child(name, tokenizer, options.timeout, options.stop_token,
-                                    options.draft, options.key_order)
+                                    options.key_order)
                         for name in options.subjects}  # fmt: skip
-            answers = run(rows, children, options.compact)
+            answers = run(rows, children)
     except (GraftError, OSError) as error:
         print(f"graft: {error}", file=sys.stderr)
         return 2

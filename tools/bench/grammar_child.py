@@ -2,7 +2,7 @@
 
 It reads pickled messages from its standard input and answers on its standard output (see
 `graft.grammar.compile.child.send`): first the setup ``(subject, tokenizer path, stop token, memory
-bytes)``, answered by ``"ready"``; then one row as a dict each, answered by a dict.
+bytes, key order)``, answered by ``"ready"``; then one row as a dict each, answered by a dict.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ class LLGuidance:
                                                  eos_token=stop)  # fmt: skip
         self._mask = np.zeros(vocabulary.words, np.int32)
 
-    def compile(self, schema: Any, compact: bool) -> Callable[[], Any]:
-        options: Any = {"whitespace_flexible": compact}
-        if not compact:
-            options |= {"item_separator": ", ", "key_separator": ": "}
+    def compile(self, schema: Any) -> Callable[[], Any]:
+        options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         try:
             text = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
@@ -76,10 +74,10 @@ class XGrammar:
         self._info = tokenizer_info(vocabulary)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
-    def compile(self, schema: Any, compact: bool) -> Callable[[], Any]:
+    def compile(self, schema: Any) -> Callable[[], Any]:
         compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
         try:
-            compiled = compiler.compile_json_schema(json.dumps(schema), compact, None, None, True,
+            compiled = compiler.compile_json_schema(json.dumps(schema), False, None, None, True,
                                                     None, False)  # fmt: skip
         except (RuntimeError, ValueError, TypeError) as error:
             raise Refused(str(error).strip().split("\n")[-1]) from error
@@ -102,18 +100,15 @@ class Auto:
         self._backend = make_backend("llguidance", vocabulary)
         self._mask = np.zeros(vocabulary.words, np.int32)
         self.found: Any = None
-        self.draft = 2020
         self.key_order: Any = "schema"
 
-    def compile(self, schema: Any, compact: bool) -> Callable[[], Any]:
+    def compile(self, schema: Any) -> Callable[[], Any]:
         self.found = None
-        whitespace: Any = "any" if compact else "line"
-        found = self.found = route(schema, draft=self.draft, key_order=self.key_order,
-                                   whitespace=whitespace)  # fmt: skip
+        found = self.found = route(schema, draft=2020, key_order=self.key_order)
         if found.backend is None:
             raise Refused(found.refusal())
         compiled = self._backend.compile(GrammarSpec(
-            "json_schema", json.dumps(found.schema, ensure_ascii=False), whitespace=whitespace,
+            "json_schema", json.dumps(found.schema, ensure_ascii=False),
             partial=not found.exact, backend=found.backend, rules=found.rules))  # fmt: skip
         return lambda: compiled.matcher()
 
@@ -143,10 +138,9 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         instance), ``narrowed`` (of `auto`: valid ones that the route had said it would not accept).
     """
     answer: dict[str, Any] = {"marked": False, "backend": None, "why": "", "keyword": ""}
-    compact = bool(row.get("compact"))
     begin = time.perf_counter()
     try:
-        compiled = subject.compile(row["schema"], compact)
+        compiled = subject.compile(row["schema"])
     except (Refused, GrammarError) as error:
         found = getattr(subject, "found", None)
         said = (*found.reasons, *found.narrowed) if found is not None else ()
@@ -160,12 +154,11 @@ def try_row(subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]
         answer |= {"marked": not found.exact, "backend": found.backend}
         if said := (*found.reasons, *narrowed, *spelled):
             answer |= {"why": said[0].why, "keyword": said[0].keyword}
-    separators = (",", ":") if compact else None
     fills: list[int] = []
 
     def fits(value: Any, filled: bool) -> bool:
         matcher = compiled()
-        for token in encode(json.dumps(value, ensure_ascii=False, separators=separators)):
+        for token in encode(json.dumps(value, ensure_ascii=False)):
             if filled and len(fills) < _FILLED_TOKENS:
                 start = time.perf_counter_ns()
                 subject.fill(matcher)
@@ -195,11 +188,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    name, path, stop, memory, options = receive(sys.stdin.buffer)
+    name, path, stop, memory, key_order = receive(sys.stdin.buffer)
     tokenizer, vocabulary = load_tokenizer(Path(path), stop)
     subject = SUBJECTS[name](vocabulary, tokenizer)
     if isinstance(subject, Auto):
-        subject.draft, subject.key_order = options["draft"], options["key_order"]
+        subject.key_order = key_order
     resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
     sys.setrecursionlimit(20_000)
     send(answers, "ready")

@@ -28,13 +28,13 @@ from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
+from graft.models.options import LEGALITIES
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_tasks import held_out_tasks
 
 #: A round with grammar may take this much of a round without.
 BAR = 1.05
-LEGALITIES = ("fill", "probe")
 #: Characters of an answer that lasts for some rounds.
 LEAST = 120
 #: Turns that are not counted: grammars compile, caches fill.

@@ -67,7 +67,7 @@ def documents(folder: Path, backend: Any, stock: Any, name: str, tokenizer: Any,
             continue
         try:
             spec = GrammarSpec.json_schema(row["schema"], backend=name)
-            compiled, made = backend.compile(spec), stock.compile(json.loads(spec.text), False)
+            compiled, made = backend.compile(spec), stock.compile(json.loads(spec.text))
         except (GraftError, Refused):
             continue
         ours, theirs = compiled.matcher(), made()

@@ -19,6 +19,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -146,24 +147,16 @@ def train_target(run: Run) -> None:
     probe = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
     rng, share, losses, seen, began = random.Random(opt.step_no), 0.0, [], 0, time.monotonic()
     bar = tqdm(total=run.args.minutes, unit="min", initial=opt.spent)
+
+    def stream_of(copying: float, longest: int) -> Iterator[tuple[Tensor, Tensor]]:
+        tasks = drawn.mixture(run.documents, copying, opt.step_no * 1000)
+        return data.batches(tokenizer, tasks, run.args.tokens, longest, rng)
+
     early = opt.progress() < 0.15
-    stream = data.batches(
-        tokenizer,
-        drawn.mixture(run.documents, 0.3 if early else 0.03, opt.step_no * 1000),
-        run.args.tokens,
-        128 if early else 320,
-        rng,
-    )
+    stream = stream_of(0.3, 128) if early else stream_of(0.03, 320)
     while share < 1.0:
         if early and share >= 0.15:
-            early = False
-            stream = data.batches(
-                tokenizer,
-                drawn.mixture(run.documents, 0.03, opt.step_no * 1000),
-                run.args.tokens,
-                320,
-                rng,
-            )
+            early, stream = False, stream_of(0.03, 320)
         ids, answer = next(stream)
         wanted = answer[:, 1:]
         hidden = model(ids[:, :-1])[-1][wanted]
@@ -297,16 +290,7 @@ def export(run: Run) -> None:
     s, tokenizer = run.sizes, run.tokenizer()
     ids = {name: tokenizer.token_to_id(name) for name in data.SPECIAL}
     shape = {
-        "hidden_size": s.hidden,
-        "intermediate_size": s.inner,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": s.eps,
-        "rope_theta": s.theta,
-        "max_position_embeddings": s.positions,
-        "vocab_size": s.vocab,
+        **s.config(),
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
@@ -316,7 +300,6 @@ def export(run: Run) -> None:
     files: dict[str, dict[str, Any]] = {
         "target/config.json": {
             "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
             **shape,
             "num_hidden_layers": s.layers,
             "tie_word_embeddings": True,
@@ -346,7 +329,6 @@ def export(run: Run) -> None:
         }
         files["eagle3/config.json"] = {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
             **shape,
             "num_hidden_layers": 1,
             "draft_vocab_size": len(head.d2t),

@@ -130,19 +130,6 @@ def make_eagle3(folder: Path, seed: int) -> None:
         everywhere = torch.arange(LENGTH - 1)[None]
         outs = head.unroll(features, embedded, 4, everywhere)
         logits = [head.lm_head(head.norm(out)) for out in outs]
-    shared = {
-        "model_type": "llama",
-        "vocab_size": sizes.vocab,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "rms_norm_eps": sizes.eps,
-        "max_position_embeddings": sizes.positions,
-        "rope_theta": sizes.theta,
-        "hidden_act": "silu",
-    }
     of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
     of_head = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -155,7 +142,7 @@ def make_eagle3(folder: Path, seed: int) -> None:
         ("head", head, {**of_head, "tie_word_embeddings": False}),
     ):
         (folder / name).mkdir(parents=True)
-        text = json.dumps({**shared, **own}, indent=1) + "\n"
+        text = json.dumps({**sizes.config(), **own}, indent=1) + "\n"
         (folder / name / "config.json").write_text(text)
         tensors = {k: v.contiguous() for k, v in module.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")

@@ -9,6 +9,7 @@ layer over [embedding, feature] with its own head over a pruned vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,22 @@ class Sizes:
     theta: float = 10000.0
     eps: float = 1e-5
     positions: int = 1024
+
+    def config(self) -> dict[str, Any]:
+        """What a Hugging Face config says of the target and of the drafter alike."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.theta,
+            "max_position_embeddings": self.positions,
+            "vocab_size": self.vocab,
+        }
 
 
 class RMSNorm(nn.Module):

@@ -44,7 +44,6 @@ from graft.tools.labs.callback_latency.arms import (
     PEER,
     Arm,
     Samples,
-    make_arm,
     unavailable,
 )
 
@@ -248,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = open_device()
         names = [n for n in dict.fromkeys([BASELINE, *options.transports]) if not unavailable(n)]
         for n in options.callbacks:
-            arms += [make_arm(device, name, n) for name in names]
+            arms += [Arm(device, name, n) for name in names]
         result = report(device, measure(arms, options.samples, options.python, options.limit_s))
     except GraftError as error:
         print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)

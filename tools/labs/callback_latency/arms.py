@@ -24,8 +24,7 @@ from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
 
-__all__ = ["ARMS", "BASELINE", "HOPPING", "MOST", "PEER", "Arm", "Samples", "make_arm",
-           "unavailable"]
+__all__ = ["ARMS", "BASELINE", "HOPPING", "MOST", "PEER", "Arm", "Samples", "unavailable"]
 
 KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
 #: The floor, graft's transports, and the peer.
@@ -213,8 +212,3 @@ def _object_code(device: Device) -> Any:
     options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}",
                              include_path=[str(folder) for folder in folders])
     return Program(text, "c++", options).compile("cubin")
-
-
-def make_arm(device: Device, name: str, callbacks: int) -> Arm:
-    """Build an arm by name."""
-    return Arm(device, name, callbacks)
