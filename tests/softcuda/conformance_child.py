@@ -84,8 +84,10 @@ class World:
         """Return a handle, pointer or structure; the same one for the same name."""
         fresh = name in ("dptr", "timed", "out")
         if fresh or name not in self.made:
-            maker: Callable[[], Any] = getattr(self, f"make_{name}")
-            self.made[name] = int(maker())
+            if name.endswith("node"):
+                return self.of_graph(name)
+            maker = MAKERS.get(name)
+            self.made[name] = int(maker(self) if maker else getattr(self, f"make_{name}")())
         return self.made[name]
 
     def buffer(self, data: bytes = bytes(4096)) -> int:
@@ -112,40 +114,16 @@ class World:
 
     make_out = make_bytes = buffer
 
-    def make_dev(self) -> int:
-        return 0
-
-    def make_ctx(self) -> Any:
-        return self.driver.context
-
-    def make_made(self) -> Any:
-        return self.ok(self.d.cuCtxCreate(None, 0, 0))
-
-    def make_dptr(self) -> Any:
-        return self.ok(self.d.cuMemAlloc(64))
-
-    def make_pinned(self) -> Any:
-        return self.ok(self.d.cuMemHostAlloc(64, 3))
-
-    def make_pageable(self) -> int:
-        return (self.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096
-
     def make_registered(self) -> int:
-        address = self.make_pageable()
+        address = self.word("pageable")
         self.ok(self.d.cuMemHostRegister(address, 4096, 2))
         return address
 
-    def make_stream(self) -> Any:
-        return self.ok(self.d.cuStreamCreate(1))
-
     def make_capturing(self) -> Any:
-        stream = self.make_stream()
+        stream = self.word("stream")
         self.ok(self.d.cuStreamBeginCapture(stream, self.d.CUstreamCaptureMode(2)))
         self.open_captures.append(stream)
         return stream
-
-    def make_event(self) -> Any:
-        return self.ok(self.d.cuEventCreate(2))
 
     def make_timed(self) -> Any:
         event = self.ok(self.d.cuEventCreate(0))
@@ -153,23 +131,8 @@ class World:
         self.ok(self.d.cuEventSynchronize(event))
         return event
 
-    def make_module(self) -> Any:
-        return self.ok(self.d.cuModuleLoadData(self.image))
-
-    def make_function(self) -> Any:
-        return self.ok(self.d.cuModuleGetFunction(self.d.CUmodule(self.word("module")), b"step"))
-
-    def make_library(self) -> Any:
-        return self.ok(self.d.cuLibraryLoadData(self.image, [], [], 0, [], [], 0))
-
-    def make_kernel(self) -> Any:
-        return self.ok(self.d.cuLibraryGetKernel(self.d.CUlibrary(self.word("library")), b"step"))
-
-    def make_object(self) -> Any:
-        return self.ok(self.d.cuUserObjectCreate(0, self.d.CUhostFn(self.word("fn")), 1, 1))
-
     def make_held(self) -> Any:
-        made = self.make_object()
+        made = self.word("object")
         self.ok(self.d.cuGraphRetainUserObject(self.d.CUgraph(self.word("graph")), made, 1, 1))
         return made
 
@@ -184,8 +147,8 @@ class World:
             "bnode": lambda: self.d.cuGraphAddBatchMemOpNode(graph, [], 0, self.batch()),
             "gnode": lambda: self.d.cuGraphAddChildGraphNode(
                 graph, [], 0, self.ok(self.d.cuGraphCreate(0))),
-            "rnode": lambda: self.d.cuGraphAddEventRecordNode(graph, [], 0, self.make_event()),
-            "wnode": lambda: self.d.cuGraphAddEventWaitNode(graph, [], 0, self.make_event()),
+            "rnode": lambda: self.d.cuGraphAddEventRecordNode(graph, [], 0, self.word("event")),
+            "wnode": lambda: self.d.cuGraphAddEventWaitNode(graph, [], 0, self.word("event")),
         }  # fmt: skip
         for name, make in add.items():
             self.made[name] = int(self.ok(make()))
@@ -198,20 +161,9 @@ class World:
         self.ok(self.d.cuGraphAddEmptyNode(graph, [], 0))
         return graph
 
-    def make_clone(self) -> Any:
-        return self.ok(self.d.cuGraphClone(self.d.CUgraph(self.word("graph"))))
-
-    def make_exec(self) -> Any:
-        return self.ok(self.d.cuGraphInstantiate(self.d.CUgraph(self.word("graph")), 0))
-
     def of_graph(self, name: str) -> int:
         self.word("graph")
         return self.made[name]
-
-    def __getattr__(self, name: str) -> Any:
-        if not (name.startswith("make_") and name.endswith("node")):
-            raise AttributeError(name)
-        return lambda: self.of_graph(name.removeprefix("make_"))
 
     # ---- structures ---------------------------------------------------------------------------
     def kernel(self) -> Any:
@@ -225,13 +177,13 @@ class World:
     def copy(self) -> Any:
         p, device = self.d.CUDA_MEMCPY3D(), self.d.CUmemorytype.CU_MEMORYTYPE_DEVICE
         p.srcMemoryType = p.dstMemoryType = device
-        p.srcDevice, p.dstDevice = (self.d.CUdeviceptr(self.make_dptr()) for _ in range(2))
+        p.srcDevice, p.dstDevice = (self.d.CUdeviceptr(self.word("dptr")) for _ in range(2))
         p.WidthInBytes, p.Height, p.Depth = 64, 1, 1
         return p
 
     def fill(self, kind: Any = None) -> Any:
         p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
-        p.dst, p.elementSize, p.width, p.height = self.d.CUdeviceptr(self.make_dptr()), 4, 16, 1
+        p.dst, p.elementSize, p.width, p.height = self.d.CUdeviceptr(self.word("dptr")), 4, 16, 1
         return p
 
     def host(self) -> Any:
@@ -242,28 +194,13 @@ class World:
     def operation(self) -> Any:
         p, kinds = self.d.CUstreamBatchMemOpParams(), self.d.CUstreamBatchMemOpType
         p.operation = p.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        p.writeValue.address = self.d.CUdeviceptr(self.make_dptr())
+        p.writeValue.address = self.d.CUdeviceptr(self.word("dptr"))
         return p
 
     def batch(self) -> Any:
         p = self.d.CUDA_BATCH_MEM_OP_NODE_PARAMS()
         p.ctx, p.count, p.paramArray = self.driver.context, 1, [self.operation()]
         return p
-
-    def make_fn(self) -> int:
-        return int(ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0)
-
-    def make_arguments(self) -> int:
-        return self.array(self.array(int(self.make_dptr())))
-
-    def make_symbol(self) -> int:
-        return self.buffer(b"cuInit")
-
-    def make_name(self) -> int:
-        return self.buffer(b"step")
-
-    def make_image(self) -> int:
-        return self.buffer(self.image)
 
     def make_path(self) -> int:
         file = tempfile.NamedTemporaryFile(suffix=".image")  # noqa: SIM115  (lives with this)
@@ -277,38 +214,11 @@ class World:
         self.keep.append(folder)
         return self.buffer(f"{folder.name}/graph.dot".encode())
 
-    def make_attributes(self) -> int:
-        return self.array(2)
-
-    def make_results(self) -> int:  # one address per attribute
-        return self.array(self.buffer())
-
     def make_config(self) -> int:
         p = self.d.CUlaunchConfig()
         p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
         p.hStream = self.d.CUstream(self.word("stream"))
         return self.struct(p)
-
-    def make_host(self) -> int:
-        return self.struct(self.host())
-
-    def make_copy(self) -> int:
-        return self.struct(self.copy())
-
-    def make_fill(self) -> int:
-        return self.struct(self.fill())
-
-    def make_batch(self) -> int:
-        return self.struct(self.batch())
-
-    def make_operations(self) -> int:
-        return self.struct(self.operation())
-
-    def make_kernel_params(self) -> int:
-        return self.struct(self.kernel())
-
-    def make_instantiate(self) -> int:
-        return self.struct(self.d.CUDA_GRAPH_INSTANTIATE_PARAMS())
 
     def make_node_params(self) -> int:
         p = self.d.CUgraphNodeParams()
@@ -316,17 +226,42 @@ class World:
         p.memset = self.fill(self.d.CUDA_MEMSET_NODE_PARAMS_v2)
         return self.struct(p)
 
-    def make_first(self) -> int:
-        return self.array(self.of_graph("node"))
-
-    def make_second(self) -> int:
-        return self.array(self.of_graph("knode"))
-
-    def make_joined_from(self) -> int:
-        return self.array(self.of_graph("mnode"))
-
-    def make_joined_to(self) -> int:
-        return self.array(self.of_graph("cnode"))
+#: How a right argument is made, where one line says it; the others are methods of World.
+MAKERS: dict[str, Callable[[World], Any]] = {
+    "dev": lambda w: 0,
+    "ctx": lambda w: w.driver.context,
+    "made": lambda w: w.ok(w.d.cuCtxCreate(None, 0, 0)),
+    "dptr": lambda w: w.ok(w.d.cuMemAlloc(64)),
+    "pinned": lambda w: w.ok(w.d.cuMemHostAlloc(64, 3)),
+    "pageable": lambda w: (w.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
+    "stream": lambda w: w.ok(w.d.cuStreamCreate(1)),
+    "event": lambda w: w.ok(w.d.cuEventCreate(2)),
+    "module": lambda w: w.ok(w.d.cuModuleLoadData(w.image)),
+    "function": lambda w: w.ok(w.d.cuModuleGetFunction(w.d.CUmodule(w.word("module")), b"step")),
+    "library": lambda w: w.ok(w.d.cuLibraryLoadData(w.image, [], [], 0, [], [], 0)),
+    "kernel": lambda w: w.ok(w.d.cuLibraryGetKernel(w.d.CUlibrary(w.word("library")), b"step")),
+    "object": lambda w: w.ok(w.d.cuUserObjectCreate(0, w.d.CUhostFn(w.word("fn")), 1, 1)),
+    "clone": lambda w: w.ok(w.d.cuGraphClone(w.d.CUgraph(w.word("graph")))),
+    "exec": lambda w: w.ok(w.d.cuGraphInstantiate(w.d.CUgraph(w.word("graph")), 0)),
+    "fn": lambda w: int(ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0),
+    "arguments": lambda w: w.array(w.array(int(w.word("dptr")))),
+    "symbol": lambda w: w.buffer(b"cuInit"),
+    "name": lambda w: w.buffer(b"step"),
+    "image": lambda w: w.buffer(w.image),
+    "attributes": lambda w: w.array(2),
+    "results": lambda w: w.array(w.buffer()),
+    "host": lambda w: w.struct(w.host()),
+    "copy": lambda w: w.struct(w.copy()),
+    "fill": lambda w: w.struct(w.fill()),
+    "batch": lambda w: w.struct(w.batch()),
+    "operations": lambda w: w.struct(w.operation()),
+    "kernel_params": lambda w: w.struct(w.kernel()),
+    "instantiate": lambda w: w.struct(w.d.CUDA_GRAPH_INSTANTIATE_PARAMS()),
+    "first": lambda w: w.array(w.of_graph("node")),
+    "second": lambda w: w.array(w.of_graph("knode")),
+    "joined_from": lambda w: w.array(w.of_graph("mnode")),
+    "joined_to": lambda w: w.array(w.of_graph("cnode")),
+}
 
 
 def split(parameter: str) -> tuple[str, str, bool]:
@@ -434,7 +369,7 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
     driver.open()
     for call in calls():
         world = World(driver, image)
-        stream, event = driver.d.CUstream(world.word("stream")), world.make_event()
+        stream, event = driver.d.CUstream(world.word("stream")), world.word("event")
         wanted = "STREAM_CAPTURE_UNSUPPORTED"
         words = {"cuStreamSynchronize": [int(stream)], "cuStreamQuery": [int(stream)],
                  "cuCtxSynchronize": [], "cuEventSynchronize": [int(event)],

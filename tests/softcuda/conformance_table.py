@@ -59,7 +59,7 @@ cuCtxGetDevice [] out
 cuCtxGetFlags [] out
 cuCtxSynchronize []
 cuCtxGetStreamPriorityRange [] out? out?
-cuMemAlloc [cu] out 64|0
+cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
 cuMemFree [cu] dptr
 cuMemHostAlloc [cu] out 64|0 3|64
 cuMemAllocHost [cu] out 64|0
@@ -146,10 +146,10 @@ cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9
 cuStreamUpdateCaptureDependencies [] capturing~ILLEGAL_STATE 0 0 0 0|9
 cuThreadExchangeStreamCaptureMode [] out
 cuStreamBatchMemOp [] stream 1|0|256 in.operations 0|1
-cuStreamWaitValue32 [] stream dptr 0 0|64
-cuStreamWaitValue64 [] stream dptr 0 0|64
-cuStreamWriteValue32 [] stream dptr 0 0|64
-cuStreamWriteValue64 [] stream dptr 0 0|64
+cuStreamWaitValue32 [] stream dptr 0 0|64|4
+cuStreamWaitValue64 [] stream dptr 0 0|64|4
+cuStreamWriteValue32 [] stream dptr 0 0|64|2|1:NOT_SUPPORTED
+cuStreamWriteValue64 [] stream dptr 0 0|64|2|1:NOT_SUPPORTED
 cuEventCreate [c] out 2|64|4:NOT_SUPPORTED
 cuEventDestroy [] event
 cuEventRecord [] event stream

@@ -236,30 +236,6 @@ def test_child_graphs_and_clones(soft, module, stream, graph):
     soft.free(log)
 
 
-def test_generic_node_creation(soft, module, stream, graph):
-    """cuGraphAddNode builds the same nodes as the specific calls."""
-    d = soft.d
-    p = soft.put(np.zeros(1, np.int32))
-    calls: list[int] = []
-    callback = CALLBACK(lambda _: calls.append(1))
-    params = d.CUgraphNodeParams()
-    params.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
-    memset = d.CUDA_MEMSET_NODE_PARAMS_v2()
-    memset.dst, memset.value, memset.elementSize = d.CUdeviceptr(p), 6, 4
-    memset.width, memset.height = 1, 1
-    params.memset = memset
-    first = soft.ok(d.cuGraphAddNode(graph, [], None, 0, params))
-    params = d.CUgraphNodeParams()
-    params.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
-    host = d.CUDA_HOST_NODE_PARAMS_v2()
-    host.fn, host.userData, host.syncMode = d.CUhostFn(util.address(callback)), 0, 1
-    params.host = host
-    soft.ok(d.cuGraphAddNode(graph, [first], None, 1, params))
-    run(soft, graph, stream)
-    assert soft.get(p, 1, np.int32)[0] == 6 and calls == [1]
-    soft.free(p)
-
-
 def test_empty_graphs_and_uploads(soft, stream, graph):
     """A graph without nodes launches; uploads are accepted on any stream."""
     executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))

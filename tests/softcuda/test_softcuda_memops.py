@@ -225,19 +225,6 @@ def test_addresses_that_hardware_cannot_watch_are_refused(soft, words, stream):
     assert int(soft.d.cuStreamWaitValue64(stream, words.address(0) + 4, 1, 0)[0]) == 1
 
 
-def test_flags_and_counts_outside_of_the_documentation_are_refused(soft, words, stream):
-    """NO_MEMORY_BARRIER is NOT_SUPPORTED; unknown flags, 0 and 256 operations INVALID_VALUE."""
-    d, at = soft.d, words.address(0)
-    assert int(d.cuStreamWriteValue32(stream, at, 1, 1)[0]) == 801
-    assert int(d.cuStreamWriteValue32(stream, at, 1, 2)[0]) == 1
-    assert int(d.cuStreamWaitValue32(stream, at, 1, 4)[0]) == 1
-    ops = [op(soft, WRITE32, at, 1)] * 256
-    assert int(d.cuStreamBatchMemOp(stream, 256, ops, 0)[0]) == 1
-    assert int(d.cuStreamBatchMemOp(stream, 0, [], 0)[0]) == 1
-    soft.ok(d.cuStreamBatchMemOp(stream, 255, ops[:255], 0))
-    soft.ok(d.cuStreamSynchronize(stream))
-
-
 ATTRIBUTES = """
 from test_softcuda_memops import *
 w, stream = Words(s, 2), s.stream()
