@@ -20,8 +20,8 @@ std::uint64_t now_ns();
 // The busy thread is in bytecode. Called by it with the GIL.
 void tick();
 
-// Spans (first, last) in ns of CLOCK_MONOTONIC without a tick that were longer than kGapNs. The busy
-// thread keeps the GIL from a tick of its own until somebody asks for it.
+// Spans (first, last) in ns of CLOCK_MONOTONIC without a tick that were longer than kGapNs. The
+// busy thread keeps the GIL from a tick of its own until somebody asks for it.
 constexpr std::uint64_t kGapNs = 5000;
 std::vector<std::pair<std::uint64_t, std::uint64_t>> gaps();
 
