@@ -34,3 +34,11 @@ def graph(soft):
     made = soft.ok(soft.d.cuGraphCreate(0))
     yield made
     soft.ok(soft.d.cuGraphDestroy(made))
+
+
+@pytest.fixture
+def event(soft):
+    """An event."""
+    made = soft.ok(soft.d.cuEventCreate(0))
+    yield made
+    soft.ok(soft.d.cuEventDestroy(made))

@@ -25,13 +25,6 @@ def other(soft):
     soft.ok(soft.d.cuStreamDestroy(made))
 
 
-@pytest.fixture
-def event(soft):
-    made = soft.ok(soft.d.cuEventCreate(2))
-    yield made
-    soft.ok(soft.d.cuEventDestroy(made))
-
-
 def mode(soft, value: int):
     return soft.d.CUstreamCaptureMode(value)
 

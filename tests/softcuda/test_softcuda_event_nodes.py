@@ -19,13 +19,6 @@ def streams(soft):
 
 
 @pytest.fixture
-def event(soft):
-    made = soft.ok(soft.d.cuEventCreate(0))
-    yield made
-    soft.ok(soft.d.cuEventDestroy(made))
-
-
-@pytest.fixture
 def gate(soft):
     made = Gate()
     yield made

@@ -1,10 +1,10 @@
-"""Explicit graphs on the soft device: order, concurrency, structure, queries."""
+"""Explicit graphs on the soft device: order, concurrency, structure, queries, updates."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
-from typing import Any
 
 import numpy as np
 import softcuda_util as util
@@ -22,34 +22,6 @@ extern "C" __global__ void spin_until(const volatile int* flag, int* out, int va
 """
 USLEEP = util.address(ctypes.CDLL(None).usleep)
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def test_every_node_type_in_one_chain(soft, module, stream, graph):
-    """Fill, kernel, copy, host and empty nodes run in dependency order on each replay."""
-    a, b = soft.alloc(4), soft.alloc(4)
-    host = soft.ok(soft.d.cuMemHostAlloc(64, 3))
-    value = ctypes.c_int.from_address(host)
-    seen: list[int] = []
-    callback = CALLBACK(lambda _: seen.append(value.value))
-    n0 = soft.ok(
-        soft.d.cuGraphAddMemsetNode(graph, [], 0, fill_params(soft, a, 5, 1), soft.context)
-    )
-    n1 = soft.add_kernel(graph, [n0], soft.function(module, "add"), 1, 1, a, np.int32(2))
-    n2 = soft.ok(
-        soft.d.cuGraphAddMemcpyNode(graph, [n1], 1, copy_params(soft, b, a, 4), soft.context)
-    )
-    n3 = soft.ok(soft.d.cuGraphAddEmptyNode(graph, [n2], 1))
-    n4 = soft.add_kernel(graph, [n3], soft.function(module, "scale"), 1, 1, b, np.int32(3))
-    n5 = soft.ok(
-        soft.d.cuGraphAddMemcpyNode(graph, [n4], 1, copy_params(soft, host, b, 4), soft.context)
-    )
-    soft.add_host(graph, [n5], util.address(callback))
-    run(soft, graph, stream, 3)
-    assert seen == [21, 21, 21]
-    types = [soft.ok(soft.d.cuGraphNodeGetType(n)).value for n in (n0, n1, n2, n3)]
-    assert types == [2, 0, 1, 5]
-    soft.free(a, b)
-    soft.ok(soft.d.cuMemFreeHost(host))
 
 
 def test_branches_overlap_a_kernel_with_a_host_node(soft, module, stream, graph):
@@ -107,39 +79,6 @@ def test_launches_of_one_executable_are_serialised():
         SOFTCUDA_WORKERS="2",
     )
     assert done.stdout.split() == ["1", "True"], done.stderr
-
-
-def test_random_graphs_respect_every_edge(soft, module, stream):
-    """In graphs with random edges each node runs once a replay, after all it depends on."""
-    rng = np.random.default_rng(3)
-    append = soft.function(module, "append")
-    for _ in range(5):
-        n = 40
-        graph = soft.ok(soft.d.cuGraphCreate(0))
-        order: list[int] = []
-        callbacks: list[Any] = []
-        nodes: list[Any] = []
-        edges: list[tuple[int, int]] = []
-        for i in range(n):
-            wanted = [j for j in range(i) if rng.random() < 0.08]
-            edges += [(j, i) for j in wanted]
-            deps = [nodes[j] for j in wanted]
-            if rng.random() < 0.4:
-                callbacks.append(CALLBACK(lambda _, i=i, order=order: order.append(i)))
-                nodes.append(soft.add_host(graph, deps, util.address(callbacks[-1])))
-            else:
-                # A device node is seen through a host node of its own right behind it.
-                log = soft.put(np.zeros(4, np.int32))
-                first = soft.add_kernel(graph, deps, append, 1, 1, log, np.int32(i))
-                callbacks.append(CALLBACK(lambda _, i=i, order=order: order.append(i)))
-                nodes.append(soft.add_host(graph, [first], util.address(callbacks[-1])))
-        run(soft, graph, stream, 2)
-        assert len(order) == 2 * n
-        for replay in (order[:n], order[n:]):
-            assert sorted(replay) == list(range(n))
-            position = {node: at for at, node in enumerate(replay)}
-            assert all(position[a] < position[b] for a, b in edges)
-        soft.ok(soft.d.cuGraphDestroy(graph))
 
 
 def test_structure_reads_back(soft, module, graph, tmp_path):
@@ -256,3 +195,149 @@ def test_launches_and_nodes_are_counted(soft, module, stream, graph):
     run(soft, graph, stream, 5)
     assert [soft.count(n) - b for n, b in zip(names, before, strict=True)] == [5, 10, 5, 5]
     soft.free(p)
+
+
+# ---- updates of executables --------------------------------------------------------------------
+def test_set_params_change_later_launches_only(soft, module, stream, graph):
+    """Launches already queued keep the parameters they were queued with."""
+    p = soft.put(np.zeros(32, np.int32))
+    append = soft.function(module, "append")
+    gate = threading.Event()
+    callback = CALLBACK(lambda _: gate.wait(10) and None)
+    hold = soft.add_host(graph, [], util.address(callback))
+    node = soft.add_kernel(graph, [hold], append, 1, 1, p, np.int32(1))
+    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
+    soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    for value in (2, 3):
+        params, keep = soft.kernel_params(append, 1, 1, p, np.int32(value))
+        soft.ok(soft.d.cuGraphExecKernelNodeSetParams(executable, node, params))
+        soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    gate.set()
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(p, 4, np.int32).tolist() == [3, 1, 2, 3]
+    wrong = soft.d.cuGraphExecKernelNodeSetParams(executable, hold, params)
+    assert code(wrong) == "CUDA_ERROR_INVALID_VALUE"
+    del keep
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    soft.free(p)
+
+
+def test_copy_and_fill_nodes_update(soft, stream, graph):
+    """Memcpy and memset nodes of an executable take new parameters."""
+    a, b, c = (soft.put(np.full(4, v, np.int32)) for v in (1, 2, 3))
+    fill = soft.ok(
+        soft.d.cuGraphAddMemsetNode(graph, [], 0, fill_params(soft, a, 7, 4), soft.context)
+    )
+    copy = soft.ok(
+        soft.d.cuGraphAddMemcpyNode(graph, [fill], 1, copy_params(soft, b, a, 16), soft.context)
+    )
+    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
+    soft.ok(
+        soft.d.cuGraphExecMemsetNodeSetParams(
+            executable, fill, fill_params(soft, a, 8, 4), soft.context
+        )
+    )
+    soft.ok(
+        soft.d.cuGraphExecMemcpyNodeSetParams(
+            executable, copy, copy_params(soft, c, a, 8), soft.context
+        )
+    )
+    soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(b, 4, np.int32).tolist() == [2] * 4
+    assert soft.get(c, 4, np.int32).tolist() == [8, 8, 3, 3]
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    soft.free(a, b, c)
+
+
+def test_nodes_can_be_disabled(soft, module, stream, graph):
+    """A disabled kernel node becomes empty and keeps the order; host nodes cannot be disabled."""
+    p = soft.put(np.ones(1, np.int32))
+    a = soft.add_kernel(graph, [], soft.function(module, "add"), 1, 1, p, np.int32(4))
+    b = soft.add_kernel(graph, [a], soft.function(module, "scale"), 1, 1, p, np.int32(10))
+    h = soft.add_host(graph, [b], USLEEP, 0)
+    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
+    assert soft.ok(soft.d.cuGraphNodeGetEnabled(executable, a)) == 1
+    soft.ok(soft.d.cuGraphNodeSetEnabled(executable, a, 0))
+    assert soft.ok(soft.d.cuGraphNodeGetEnabled(executable, a)) == 0
+    for _ in range(2):
+        soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(p, 1, np.int32)[0] == 100
+    soft.ok(soft.d.cuGraphNodeSetEnabled(executable, a, 1))
+    soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(p, 1, np.int32)[0] == 1040
+    refused = soft.d.cuGraphNodeSetEnabled(executable, h, 0)
+    assert code(refused) == "CUDA_ERROR_INVALID_VALUE"
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    soft.free(p)
+
+
+def test_whole_graph_update(soft, module, stream):
+    """cuGraphExecUpdate takes a definition of equal topology and names what differs otherwise."""
+    p = soft.put(np.zeros(1, np.int32))
+    add, scale = soft.function(module, "add"), soft.function(module, "scale")
+
+    def define(value: int, *, second: str = "kernel", extra: bool = False):
+        graph = soft.ok(soft.d.cuGraphCreate(0))
+        a = soft.add_kernel(graph, [], add, 1, 1, p, np.int32(value))
+        if second == "kernel":
+            soft.add_kernel(graph, [a], scale, 1, 1, p, np.int32(2))
+        else:
+            soft.add_host(graph, [a], USLEEP, 0)
+        if extra:
+            soft.ok(soft.d.cuGraphAddEmptyNode(graph, [], 0))
+        return graph
+
+    first = define(1)
+    executable = soft.ok(soft.d.cuGraphInstantiate(first, 0))
+    same, other, longer = define(5), define(5, second="host"), define(5, extra=True)
+    soft.ok(soft.d.cuGraphExecUpdate(executable, same))
+    result = soft.d.CUgraphExecUpdateResult
+    for graph, reason in (
+        (other, result.CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED),
+        (longer, result.CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED),
+    ):
+        outcome = soft.d.cuGraphExecUpdate(executable, graph)
+        assert code(outcome) == "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE"
+        info = soft.d.CUgraphExecUpdateResultInfo()
+        error = soft.lib.cuGraphExecUpdate_v2(
+            ctypes.c_void_p(int(executable)),
+            ctypes.c_void_p(int(graph)),
+            ctypes.c_void_p(info.getPtr()),
+        )
+        assert error == 910 and info.result == reason
+    soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(p, 1, np.int32)[0] == 10
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    for graph in (first, same, other, longer):
+        soft.ok(soft.d.cuGraphDestroy(graph))
+    soft.free(p)
+
+
+def test_updates_know_child_graphs_wherever_their_nodes_lie(soft, module, stream):
+    """Definitions of one shape agree, also with several nodes in a child; new parameters count."""
+    a = soft.put(np.zeros(1, np.int32))
+    function = soft.function(module, "add")
+    executable, definitions = None, []
+    for value in range(1, 21):
+        child, graph = (soft.ok(soft.d.cuGraphCreate(0)) for _ in range(2))
+        last: list = []
+        for _ in range(6):
+            last = [soft.add_kernel(child, last, function, 1, 1, a, np.int32(value))]
+        soft.ok(soft.d.cuGraphAddChildGraphNode(graph, [], 0, child))
+        soft.ok(soft.d.cuGraphDestroy(child))
+        definitions.append(graph)
+        if executable is None:
+            executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
+        else:
+            soft.ok(soft.d.cuGraphExecUpdate(executable, graph))
+        soft.ok(soft.d.cuGraphLaunch(executable, stream))
+    soft.ok(soft.d.cuStreamSynchronize(stream))
+    assert soft.get(a, 1, np.int32)[0] == 6 * sum(range(1, 21))
+    soft.ok(soft.d.cuGraphExecDestroy(executable))
+    for graph in definitions:
+        soft.ok(soft.d.cuGraphDestroy(graph))
+    soft.free(a)
