@@ -37,7 +37,7 @@ def test_round_trip_and_interior_pointers(soft, copy):
 
 
 def test_addresses_are_aligned_and_never_reused(soft):
-    """Allocations are aligned for any type; a freed address is not handed out while others are left."""
+    """Allocations are aligned for any type; a freed address waits until the others are used."""
     seen = set()
     for size in (1, 3, 100, 256, 4096, 70000):
         for _ in range(20):
