@@ -269,9 +269,17 @@ SC_EXPORT int64_t softcuda_count(const char* what) {
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// Names of resource kinds by index, null after the last.
+// Names by index, null after the last: resource kinds, counts, and APIs called so far.
 SC_EXPORT const char* softcuda_kind_name(unsigned i) {
   return i < kKinds ? kKindNames[i] : nullptr;
+}
+SC_EXPORT const char* softcuda_count_name(unsigned i) {
+  return i < kWhats ? kWhatNames[i] : nullptr;
+}
+SC_EXPORT const char* softcuda_api_name(unsigned i) {
+  const ApiSite* site = g_sites.load();
+  for (; site != nullptr && i > 0; --i) site = site->next;
+  return site != nullptr ? site->name : nullptr;
 }
 
 static int64_t sum_sites(const char* api, std::atomic<long> ApiSite::* field) {
