@@ -169,7 +169,6 @@ class Matcher(ABC):
             return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
-
     def _require_running(self) -> None:
         if self.is_terminated():
             raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")

@@ -18,7 +18,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.drafters import DrafterChoice, Eagle3, Forced
-from graft.models.drafters.base import Drafter, DrafterRoom
+from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
 from graft.models.kv import PagedKV
 from graft.models.legality import Blind, Fill, Legality, Probe
 from graft.models.llama import LlamaModel
@@ -81,20 +81,22 @@ def assemble(
         undo.callback(compiler.close)
         made = _drafter(device, options, drafter, target)
         parts = _parts(device, options, target, made, tokenizer, vocabulary)
+        prefill = Prefill(
+            device, target, made,
+            slots=options.slots, chunk=PREFILL_ROWS, max_length=options.sizes[0],
+        )  # fmt: skip
+        stream = device.stream("rounds")
         undo.pop_all()
     return Assembly(
         device=device,
-        stream=device.stream("rounds"),
+        stream=stream,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         parts=parts,
-        prefill=Prefill(
-            device, target, made,
-            slots=options.slots, chunk=PREFILL_ROWS, max_length=options.sizes[0],
-        ),
+        prefill=prefill,
         caches=(target.kv, *(made.caches if made else ())),
         compiler=compiler,
-    )  # fmt: skip
+    )
 
 
 def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):
@@ -143,15 +145,18 @@ def _drafter(
     elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
         module, _, attribute = choice.partition(":")
         try:
-            drafter = getattr(importlib.import_module(module), attribute)(room)
+            make = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise OptionError(f"drafter {choice!r}: {error}") from error
+        drafter = make(room)
     else:
         folder = Path(name)
         drafter = Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
     if not isinstance(drafter, Drafter):
         raise OptionError(f"drafter {name}: made a {type(drafter).__name__}, which is no Drafter")
-    drafter.shape.require_chain()
+    if not isinstance(getattr(drafter, "shape", None), TreeShape):
+        raise OptionError(f"drafter {name}: says nothing of its shape")
+    drafter.shape.require_chain(options.draft_length)
     if drafter.shape.levels and drafter.vocab is None:
         raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
     if drafter.taps:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.exchange import NUMBERS
 from graft.grammar.statement import GrammarSpec
 from graft.models.errors import RequestError
 from graft.sampling.state import MAX_STOP_IDS
 
-#: Finish reasons, in the order of the REASON_* codes of cudagraph/kernels/graft.cuh.
-DEVICE_REASONS = ("", "stop", "length", "dead_end", "error")
+#: Finish reasons by the device's codes for them.
+DEVICE_REASONS = {code: name.removeprefix("REASON_").lower()
+                  for name, code in NUMBERS.items() if name.startswith("REASON_")}  # fmt: skip
 VERIFY_MODES = ("rejection", "coupled")
 
 

@@ -15,11 +15,11 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
+from graft.models.errors import DrafterError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
-from graft.sampling.state import MAX_DRAFTS
 
 __all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
 
@@ -44,16 +44,16 @@ class TreeShape:
         """A chain whose drafts come one by one."""
         return TreeShape(drafts, (1,) * drafts)
 
-    def require_chain(self) -> None:
-        """Refuse what no round can be built for.
+    def require_chain(self, most: int) -> None:
+        """Refuse what no round can be built for, or what has more than `most` drafts.
 
         Raises
         ------
         OptionError
             Naming the shape.
         """
-        if not 1 <= self.nodes <= MAX_DRAFTS:
-            raise OptionError(f"a drafter makes 1 to {MAX_DRAFTS} drafts a round, not {self.nodes}")
+        if not 1 <= self.nodes <= most:
+            raise OptionError(f"{self.nodes} drafts a round, of the 1 to {most} asked for")
         if self.branch != 1 or self.levels not in ((), (1,) * self.nodes):
             raise OptionError(f"rounds verify chains so far, not {self}")
 
@@ -103,11 +103,11 @@ class Drafter:
 
         A drafter whose drafts come all at once writes them to ``feed.proposal`` and returns None.
         """
-        raise NotImplementedError
+        raise DrafterError(f"{type(self).__name__} has no method start")
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         """Feed the drafts of level ``level - 1``; return the logits of `level`, from 1."""
-        raise NotImplementedError
+        raise DrafterError(f"{type(self).__name__} drafts level by level and has no method step")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class DrafterRoom:
     Attributes
     ----------
     device, target : of the engine.
-    drafts : drafts per round that the engine was asked for.
+    drafts : most drafts per round: what the engine was asked for.
     max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
     cache : makes a paged cache of the engine's shape: layers, kv_heads, head_dim, dtype.
     """

@@ -62,10 +62,12 @@ class NoIds(Wrong):
 @pytest.mark.parametrize(
     "drafter, error, words",
     [
-        (wrong(shape=TreeShape(4, branch=2)), OptionError, "rounds verify chains"),
-        (wrong(shape=TreeShape(3, (1, 2))), OptionError, "rounds verify chains"),
-        (wrong(shape=TreeShape(0)), OptionError, "drafts a round, not 0"),
-        (wrong(shape=TreeShape(65)), OptionError, "drafts a round, not 65"),
+        (wrong(shape=TreeShape(2, branch=2)), OptionError, "rounds verify chains"),
+        (wrong(shape=TreeShape(2, (1, 2))), OptionError, "rounds verify chains"),
+        (wrong(shape=TreeShape(0)), OptionError, "0 drafts a round, of the 1 to 2 asked for"),
+        (wrong(shape=TreeShape(3)), OptionError, "3 drafts a round, of the 1 to 2 asked for"),
+        (wrong(shape=None), OptionError, "says nothing of its shape"),
+        (wrong(start=Drafter.start), DrafterError, "Wrong has no method start"),
         (wrong(shape=TreeShape.chain(2)), OptionError, "says nothing of its vocab"),
         (wrong(shape=TreeShape.chain(2), vocab=DraftVocab(8)), DrafterError, "level 0 has no"),
         (wrong(taps=(1, 0)), OptionError, "feature layers"),
