@@ -37,7 +37,7 @@ OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
          "model.norm.weight", "output.weight": "lm_head.weight"}
 ROPE_FACTORS = "rope_freqs.weight"
 #: Llama 3's scaling, of which a GGUF file keeps only the factors that come out of it.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 
 
 class GgufError(GraftError):
@@ -137,9 +137,10 @@ def rope_of(source: Source, head_dim: int) -> dict[str, Any]:
         raise GgufError(f"{source.path}: llama.rope.scaling.type = {kind!r} is not implemented")
     if ROPE_FACTORS in source.tensors:
         factors = source.array(ROPE_FACTORS)
-        rope |= {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
+        rope |= {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": LOW,
+                 "high_freq_factor": HIGH, "original_max_position_embeddings": ORIGINAL}
         plain = Rope(rope["rope_theta"])
-        scaled = Rope(rope["rope_theta"], "llama3", rope["factor"], *LLAMA3.values())
+        scaled = Rope(rope["rope_theta"], "llama3", rope["factor"], LOW, HIGH, ORIGINAL)
         expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
         if kind != "none" or factors.shape != expected.shape or not np.allclose(
                 factors, expected, rtol=1e-3):

@@ -88,9 +88,10 @@ def byte_level(source: Any, tokens: list[str], kinds: list[int]) -> Backend:
     if cut == "qwen2":
         backend.normalizer = normalizers.NFC()
     how = CUTS[cut]
-    first = [pre_tokenizers.Split(Regex(how), "isolated")] if isinstance(how, str) else how
+    own = isinstance(how, list)  # GPT-2's expression follows
+    first = how if isinstance(how, list) else [pre_tokenizers.Split(Regex(how), "isolated")]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(how, str))])
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)])
     backend.decoder = decoders.ByteLevel()
     return backend
 
