@@ -19,8 +19,8 @@ else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
-# A process per core, each with whole files; PYTEST="-n 0" runs all in one.
-PARALLEL := -n auto --maxprocesses 8 --dist loadfile
+# A process per core, each with whole files, where pytest-xdist is; PYTEST="-n 0" runs all in one.
+PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),,-n auto --maxprocesses 8 --dist loadfile)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
