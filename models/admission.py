@@ -67,6 +67,8 @@ class Admission:
             raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         output.prompt_tokens = len(prompt)
         output.seed = secrets.randbits(64) if request.seed is None else request.seed
+        output.sample = request.sample
+        output.logprobs = None if request.logprobs is None else []
         grammar: Future[CompiledGrammar] | None = None
         if request.grammar is not None:
             grammar = self._compiler.submit(request.grammar)

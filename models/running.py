@@ -10,6 +10,7 @@ from typing import Protocol
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.stops import StopFinder
+from graft.sampling.adjust import Adjust
 
 
 class TextDecoder(Protocol):
@@ -81,6 +82,24 @@ class Running:
     def limit(self) -> int:
         """Exclusive end of its positions."""
         return len(self.prompt) + self.max_tokens
+
+    @property
+    def adjust(self) -> Adjust:
+        """What is done to its logits from here on."""
+        request = self.request
+        least = min(request.min_tokens, self.max_tokens)
+        return Adjust(
+            bias=request.logit_bias or {},
+            allowed=request.allowed_ids,
+            banned=request.banned_ids or (),
+            presence=float(request.presence_penalty),
+            frequency=float(request.frequency_penalty),
+            repetition=float(request.repetition_penalty),
+            earliest=len(self.prompt) + least if least else 0,
+            logprobs=request.logprobs,
+            prompt=self.prompt,
+            output=self.output.tokens,
+        )
 
     @property
     def age_s(self) -> float:

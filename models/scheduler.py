@@ -165,6 +165,7 @@ class Scheduler:
         request = running.request
         sampling: dict[str, Any] = {
             "seed": running.output.seed,
+            "sample": request.sample,
             "temperature": float(request.temperature),
             "top_k": request.top_k,
             "top_p": float(request.top_p),
@@ -172,6 +173,7 @@ class Scheduler:
             "verify": VERIFY_MODES.index(
                 self._verify if request.verify is None else request.verify
             ),
+            "adjust": running.adjust,
         }
         joined = self.seating.join(running, **sampling)
         if joined:
@@ -240,6 +242,8 @@ class Scheduler:
             output.drafted += row.tested
             output.accepted += row.accepted
         text, stopped = running.push(tokens)
+        if output.logprobs is not None:
+            output.logprobs += row.logprobs[: len(output.tokens) - len(output.logprobs)]
         if stopped:
             self.end(running, "stop_string", text=text)
         elif row.reason:
