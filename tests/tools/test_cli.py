@@ -331,7 +331,7 @@ def test_samples_of_a_prompt_have_rows_of_their_own(capsys):
     _, said = run_json(capsys, "--prompt", "x", "--max-tokens", "3", "--temperature", "2",
                        "--n", "3", "--seed", "1", "--logprobs", "2")  # fmt: skip
     assert [output["id"] for output in said["outputs"]] == ["0/0", "0/1", "0/2"]
-    assert [len(output["logprobs"]) for output in said["outputs"]] == [3, 3, 3]
+    assert all(len(o["logprobs"]) == len(o["tokens"]) > 0 for o in said["outputs"])
 
 
 def test_streamed_text_is_the_whole_text(capsys):
