@@ -10,7 +10,7 @@ from typing import Protocol
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.stops import StopFinder
-from graft.sampling.adjust import Adjust
+from graft.sampling.adjust import NOTHING, Adjust
 
 
 class TextDecoder(Protocol):
@@ -27,6 +27,7 @@ class Running:
     Attributes
     ----------
     grammar : what it waits for outside the batch.
+    adjust : what is done to its logits, but for the output so far.
     place : its place among those waiting, -1 while it does not wait; never used twice.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
@@ -45,6 +46,7 @@ class Running:
     stop_ids: tuple[int, ...]
     decoder: TextDecoder
     grammar: Future[CompiledGrammar] | None = None
+    adjust: Adjust = NOTHING
     matcher: Matcher | None = None
     place: int = -1
     slot: int = -1
@@ -82,24 +84,6 @@ class Running:
     def limit(self) -> int:
         """Exclusive end of its positions."""
         return len(self.prompt) + self.max_tokens
-
-    @property
-    def adjust(self) -> Adjust:
-        """What is done to its logits from here on."""
-        request = self.request
-        least = min(request.min_tokens, self.max_tokens)
-        return Adjust(
-            bias=request.logit_bias or {},
-            allowed=request.allowed_ids,
-            banned=request.banned_ids or (),
-            presence=float(request.presence_penalty),
-            frequency=float(request.frequency_penalty),
-            repetition=float(request.repetition_penalty),
-            earliest=len(self.prompt) + least if least else 0,
-            logprobs=request.logprobs,
-            prompt=self.prompt,
-            output=self.output.tokens,
-        )
 
     @property
     def age_s(self) -> float:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
@@ -173,7 +174,7 @@ class Scheduler:
             "verify": VERIFY_MODES.index(
                 self._verify if request.verify is None else request.verify
             ),
-            "adjust": running.adjust,
+            "adjust": replace(running.adjust, output=running.output.tokens),
         }
         joined = self.seating.join(running, **sampling)
         if joined:
