@@ -138,21 +138,18 @@ struct CUDA_CONDITIONAL_NODE_PARAMS {
 };
 static_assert(sizeof(CUDA_CONDITIONAL_NODE_PARAMS) == 32, "driver ABI");
 
+struct CopyEnd {  // the fields of CUDA_MEMCPY3D that begin with src, or with dst
+  size_t x_in_bytes, y, z, lod;
+  CUmemorytype type;
+  const void* host;
+  CUdeviceptr device;
+  void* array;
+  void* reserved;
+  size_t pitch, height;
+};
+
 struct CUDA_MEMCPY3D {
-  size_t srcXInBytes, srcY, srcZ, srcLOD;
-  CUmemorytype srcMemoryType;
-  const void* srcHost;
-  CUdeviceptr srcDevice;
-  void* srcArray;
-  void* reserved0;
-  size_t srcPitch, srcHeight;
-  size_t dstXInBytes, dstY, dstZ, dstLOD;
-  CUmemorytype dstMemoryType;
-  void* dstHost;
-  CUdeviceptr dstDevice;
-  void* dstArray;
-  void* reserved1;
-  size_t dstPitch, dstHeight;
+  CopyEnd src, dst;
   size_t WidthInBytes, Height, Depth;
 };
 static_assert(sizeof(CUDA_MEMCPY3D) == 200, "driver ABI");
