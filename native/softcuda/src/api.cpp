@@ -3,13 +3,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <condition_variable>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <sstream>
-#include <thread>
 
 #include "calls.h"
 #include "gil.h"
@@ -108,42 +103,6 @@ ApiSite::ApiSite(const char* symbol, int version, unsigned given, void* function
   }
 }
 
-namespace {
-// SOFTCUDA_FAIL=function:n[:code],...: calls that fail on demand.
-struct Planned {
-  std::string function;
-  long nth = 0;
-  CUresult code = CUDA_ERROR_OUT_OF_MEMORY;
-  std::atomic<long> seen{0};
-};
-std::vector<std::unique_ptr<Planned>>& planned() {
-  static auto& all = *[] {
-    auto* out = new std::vector<std::unique_ptr<Planned>>;
-    const char* text = std::getenv("SOFTCUDA_FAIL");
-    std::istringstream items(text == nullptr ? "" : text);
-    for (std::string item; std::getline(items, item, ',');) {
-      auto plan = std::make_unique<Planned>();
-      char function[64] = "";
-      if (std::sscanf(item.c_str(), "%63[^:]:%ld:%d", function, &plan->nth, &plan->code) < 2) {
-        log_line("softcuda: SOFTCUDA_FAIL: '" + item + "' is not function:n or function:n:code");
-        continue;
-      }
-      plan->function = function;
-      out->push_back(std::move(plan));
-    }
-    return out;
-  }();
-  return all;
-}
-
-void fail_as_planned(const char* function) {
-  for (auto& plan : planned()) {
-    if (plan->function != function || ++plan->seen != plan->nth) continue;
-    refuse(plan->code, std::string(function) + " fails as SOFTCUDA_FAIL says");
-  }
-}
-}  // namespace
-
 ApiCall::ApiCall(ApiSite& site) : site_(site), gil_(gil_held()) {
   ThreadRecord& me = self();
   site.calls.fetch_add(1, std::memory_order_relaxed);
@@ -165,7 +124,6 @@ void ApiCall::admit() {
   // A forked process's threads stayed behind, maybe with our locks (A6).
   need(!forked(), CUDA_ERROR_NOT_INITIALIZED,
        "the process was forked from one that uses the device");
-  if (!planned().empty()) fail_as_planned(site_.name);
   need((flags & kNoInit) != 0 || initialised(), CUDA_ERROR_NOT_INITIALIZED);
   if ((flags & kAfterFault) == 0) need(sticky() == CUDA_SUCCESS, sticky());
   if ((flags & kContext) != 0 && current_context() == nullptr) {

@@ -180,14 +180,6 @@ enum : unsigned {
   CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER = 1,
 };
 
-enum : int {
-  CU_STREAM_ATOMIC_REDUCTION_OP_ADD = 0,
-  CU_STREAM_ATOMIC_REDUCTION_OP_AND = 5,
-  CU_STREAM_ATOMIC_REDUCTION_OP_OR = 6,
-  CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_32 = 14,
-  CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_64 = 22,
-};
-
 struct CUstreamMemOpWaitValueParams {
   CUstreamBatchMemOpType operation;
   CUdeviceptr address;
@@ -205,22 +197,11 @@ struct CUstreamMemOpMemoryBarrierParams {
   unsigned flags;
 };
 
-struct CUstreamMemOpAtomicReductionParams {
-  CUstreamBatchMemOpType operation;
-  unsigned flags;
-  int reductionOp;
-  int dataType;
-  CUdeviceptr address;
-  uint64_t value;
-  CUdeviceptr alias;
-};
-
 union CUstreamBatchMemOpParams {
   CUstreamBatchMemOpType operation;
   CUstreamMemOpWaitValueParams waitValue;
   CUstreamMemOpWriteValueParams writeValue;
   CUstreamMemOpMemoryBarrierParams memoryBarrier;  // also flushRemoteWrites
-  CUstreamMemOpAtomicReductionParams atomicReduction;
   uint64_t pad[6];
 };
 static_assert(sizeof(CUstreamBatchMemOpParams) == 48, "driver ABI");

@@ -61,8 +61,7 @@ struct Check {
         that(p.writeValue.flags == 0, "unknown write flags");
         break;
       case CU_STREAM_MEM_OP_ATOMIC_REDUCTION:
-        reduction(p.atomicReduction, &out);
-        return out;
+        fail(CUDA_ERROR_NOT_SUPPORTED, "atomic reductions (attribute 148 is 0)");
       case CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES:
       case CU_STREAM_MEM_OP_BARRIER: {
         const bool flush = p.operation == CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES;
@@ -76,19 +75,6 @@ struct Check {
     out.value = out.wide ? p.waitValue.value64 : p.waitValue.value;
     word(p.waitValue.address, &out);
     return out;
-  }
-
-  void reduction(const CUstreamMemOpAtomicReductionParams& p, Memop* out) const {
-    attribute(true, 148, "an atomic reduction");
-    out->wide = p.dataType == CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_64;
-    out->reduction = p.reductionOp;
-    out->value = p.value;
-    that(p.flags == 0 && (out->wide || p.dataType == CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_32) &&
-             (p.reductionOp == CU_STREAM_ATOMIC_REDUCTION_OP_ADD ||
-              p.reductionOp == CU_STREAM_ATOMIC_REDUCTION_OP_AND ||
-              p.reductionOp == CU_STREAM_ATOMIC_REDUCTION_OP_OR),
-         "unknown flags, operation or data type");
-    word(p.address, out);
   }
 };
 

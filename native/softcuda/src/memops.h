@@ -13,7 +13,6 @@ struct Memop {
   Target word;
   uint64_t value = 0;
   unsigned flags = 0;
-  int reduction = 0;
   bool wide = false;
 };
 
