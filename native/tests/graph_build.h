@@ -250,9 +250,9 @@ class Builder {
       }
       case Kind::copy: {
         CUDA_MEMCPY3D params{};
-        params.srcMemoryType = params.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-        params.dstDevice = cell(i);
-        params.srcDevice = cell(static_cast<size_t>(node.reads(0)));
+        params.src.type = params.dst.type = CU_MEMORYTYPE_DEVICE;
+        params.dst.device = cell(i);
+        params.src.device = cell(static_cast<size_t>(node.reads(0)));
         params.WidthInBytes = kBytes;
         params.Height = params.Depth = 1;
         CALL(cuGraphAddMemcpyNode(&out, graph, after.data(), after.size(), &params, nullptr));
