@@ -1,5 +1,3 @@
-#include "hostwork/mailbox_worker.h"
-
 #include <pthread.h>
 #include <sched.h>
 #include <sys/prctl.h>
@@ -7,11 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "hostwork/mailbox.h"
-#include "hostwork/relax.h"
-#include "short_slice.h"
+#include "threads.h"
 
 namespace graft::hostwork {
 
@@ -20,8 +19,7 @@ struct Worker::Core {
   const WorkerOptions options;
   mutable std::mutex mutex;
   std::condition_variable wake;
-  std::uint64_t wakes = 0;  // guarded by the mutex, like the three below
-  std::vector<std::shared_ptr<Port>> ports;
+  std::vector<std::shared_ptr<Port>> ports;  // guarded by the mutex, like the two below
   bool parked = false;
   bool stop = false;
   std::atomic<std::uint64_t> version{1};  // of `ports` and `stop`
@@ -115,10 +113,12 @@ void serve_forever(const std::shared_ptr<Core>& shared) {
   }
 }
 
-void kick(Core& core, bool changed) {
+// Makes a change under the mutex and wakes the thread.
+template <typename Change>
+void tell(Core& core, const Change& change) {
   {
     const std::lock_guard<std::mutex> lock(core.mutex);
-    if (changed) core.version.fetch_add(1);
+    change();
     core.kicks.fetch_add(1);
   }
   core.wake.notify_all();
@@ -131,36 +131,35 @@ Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(o
 }
 
 Worker::~Worker() {
-  {
-    const std::lock_guard<std::mutex> lock(core_->mutex);
+  tell(*core_, [this] {
     core_->stop = true;
-  }
-  kick(*core_, true);
+    core_->version.fetch_add(1);
+  });
 }
 
 void Worker::add(const std::shared_ptr<Port>& port) {
-  {
-    const std::lock_guard<std::mutex> lock(core_->mutex);
+  tell(*core_, [&] {
     core_->ports.push_back(port);
-  }
-  kick(*core_, true);
+    core_->version.fetch_add(1);
+  });
 }
 
 void Worker::remove(const Port* port) noexcept {
   std::shared_ptr<Port> dropped;  // its end may be the worker's: not under the mutex
-  {
-    const std::lock_guard<std::mutex> lock(core_->mutex);
+  tell(*core_, [&] {
     auto& ports = core_->ports;
     const auto it =
         std::find_if(ports.begin(), ports.end(), [&](const auto& p) { return p.get() == port; });
     if (it == ports.end()) return;
     dropped = std::move(*it);
     ports.erase(it);
-  }
-  kick(*core_, true);
+    core_->version.fetch_add(1);
+  });
 }
 
-void Worker::wake() noexcept { kick(*core_, false); }
+void Worker::wake() noexcept {
+  tell(*core_, [] {});
+}
 std::int64_t Worker::served() const { return core_->served.load(); }
 
 bool Worker::parked() const {

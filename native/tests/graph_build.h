@@ -5,9 +5,8 @@
 
 #include "driver_calls.h"
 #include "host_step.h"
-#include "hostwork/captured.h"
 #include "hostwork/exec.h"
-#include "hostwork/mailbox_worker.h"
+#include "hostwork/hostfunc.h"
 #include "model.h"
 
 namespace stress {

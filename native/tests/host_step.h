@@ -5,9 +5,7 @@
 #include <memory>
 
 #include "driver_calls.h"
-#include "hostwork/current.h"
 #include "hostwork/mailbox.h"
-#include "hostwork/record.h"
 #include "model.h"
 
 namespace stress {
@@ -46,7 +44,7 @@ class HostStep : public graft::hostwork::HostRecord {
     std::unique_ptr<Box> box;  // of a mailbox
   };
   HostStep(const std::string& name, Data* data)
-      : HostRecord(name, run, data, nullptr), data_(data) {}
+      : HostRecord(name, {nullptr, nullptr, run, data}, nullptr), data_(data) {}
 
  private:
   static void run(void* raw) {

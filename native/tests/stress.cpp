@@ -3,7 +3,6 @@
 //   stress graphs IMAGE SEED GRAPHS THREADS [no-barriers]   random graphs against a model
 //   stress plans IMAGE TIMES                                plans edited as soon as they have run
 //   stress faults IMAGE                                     a kernel that writes out of bounds
-//   stress rings SECONDS                                    lock-free parts between two threads
 //   stress guide SEED CASES                                 the guided worker's threads and budgets
 //   stress broken                                           a race and a use after free, on purpose
 //
@@ -18,7 +17,6 @@
 
 #include "graph_case.h"
 #include "guide_case.h"
-#include "rings.h"
 
 namespace stress {
 namespace {
@@ -183,8 +181,7 @@ int broken() {
 }
 
 int usage() {
-  std::fprintf(stderr,
-               "usage: stress graphs|plans|faults|rings|guide|broken ...; see stress.cpp\n");
+  std::fprintf(stderr, "usage: stress graphs|plans|faults|guide|broken ...; see stress.cpp\n");
   return 2;
 }
 
@@ -196,7 +193,6 @@ int run(int count, char** arguments) {
   }
   if (what == "plans" && count == 4) return plans(arguments[2], std::atoi(arguments[3]));
   if (what == "faults" && count == 3) return faults(arguments[2]);
-  if (what == "rings" && count == 3) return rings(std::atof(arguments[2]));
   if (what == "guide" && count == 4) {
     return guide(static_cast<unsigned>(std::atoi(arguments[2])), std::atoi(arguments[3]));
   }

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from process_util import run_python
+from cudagraph_util import run_python
 
 import graft.cudagraph
 from graft.cudagraph.device import Device, open_device

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cudagraph_util import replay, run_python
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
@@ -63,8 +62,7 @@ def use_everything(device: Device) -> None:
             executable.upload(stream)
         else:
             executable.update(graph)
-        executable.launch(stream)
-        executable.synchronize(60)
+        replay(executable, stream)
         executable.query()
     executable.close()
     graph.close()
@@ -175,10 +173,7 @@ stop.set()
 thread.join()
 print(len(done))
 """
-    environment = {**os.environ, "SOFTCUDA_LOCK_MODEL": model, "SOFTCUDA_WATCHDOG": "20"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
-    )
+    done = run_python(code, SOFTCUDA_LOCK_MODEL=model, SOFTCUDA_WATCHDOG="20")
     assert done.stdout.strip() == str(15 * 8), done.stderr
 
 
@@ -248,6 +243,5 @@ except interpreters.RunFailedError as error:
     said = error
 print(said)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=120)
+    done = run_python(program)
     assert "main interpreter" in done.stdout or "subinterpreters" in done.stdout, done

@@ -8,12 +8,12 @@ import threading
 
 import numpy as np
 import pytest
+from cudagraph_util import replay
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import PythonWork
-from graft.cudagraph.kernels import load_text
 
 TEXT = """
 extern "C" __global__ void add(int* data, int value, int n) {
@@ -25,12 +25,6 @@ extern "C" __global__ void scale(int* data, int value, int n) {
   if (i < n) data[i] *= value;
 }
 """
-
-
-@pytest.fixture(scope="module")
-def module(device: Device):
-    """Kernels add and scale."""
-    return load_text(device, TEXT, "arithmetic.cu")
 
 
 def test_replays_repeat_the_graph(device: Device, stream: Stream, module) -> None:
@@ -89,8 +83,7 @@ def test_arguments_are_copied_at_build_time(device: Device, stream: Stream, modu
     del lane, graph
     gc.collect()
     churn = [bytearray(np.random.default_rng(i).bytes(64)) for i in range(20000)]
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream)
     assert len(churn) == 20000 and (data.to_host() == 820).all()
 
 
@@ -104,9 +97,7 @@ def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
         graph.instantiate()
     first.launch(stream)
     first.close()
-    second = graph.instantiate()
-    second.launch(stream)
-    second.synchronize(60)
+    second = replay(graph, stream)
     assert len(ran) == 2 and second.launches == 1
     with pytest.raises(OptionError, match="closed"):
         first.launch(stream)
@@ -127,8 +118,7 @@ def test_update_changes_parameters(device: Device, stream: Stream, module) -> No
     later = build(10)
     executable.update(later)
     executable.launch(stream)
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream)
     assert executable.launches == 3
     assert (data.to_host() == 21).all()
     with pytest.raises(OptionError, match="add 10"):
@@ -251,9 +241,7 @@ def test_graphs_are_built_from_many_threads(device: Device, module) -> None:
         thread.join()
     assert len(graph.nodes) == 100 and len(graph.edges) == 96
     stream = device.stream()
-    executable = graph.instantiate()
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(graph, stream)
     assert data.to_host()[:, 0].tolist() == [25, 50, 75, 100]
     stream.close()
 
