@@ -166,6 +166,5 @@ void bind_guide(nb::module_& module) {
           nb::arg("step"), nb::arg("draft"))
       .def("counters", &counters)
       .def("timeline", &timeline)
-      .def("first_error", &Worker::first_error)
       .def("error", &Worker::error, nb::arg("slot"));
 }

@@ -55,7 +55,8 @@ struct Exchange {
 #define GRAFT_GUIDE_COUNTS(COUNT)                                                                  \
   COUNT(replays)                                                                                   \
   COUNT(missing_snapshots)                                                                         \
-  COUNT(joins) COUNT(fills) COUNT(accepts) COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens) \
+  COUNT(joins)                                                                                     \
+  COUNT(fills) COUNT(accepts) COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens)              \
       COUNT(refused_drafts) COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors)      \
           COUNT(free_rows) COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) \
               COUNT(forced_rows) COUNT(forced_tokens)

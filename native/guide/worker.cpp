@@ -66,8 +66,6 @@ void Worker::wait_idle() const {
   while (busy_slots() != 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
-std::string Worker::first_error() const { return has_error_.load() ? error_.text : ""; }
-
 void Worker::run(const StepRecord& record) noexcept {
   const int64_t start = monotonic_ns();
   if (record.step == Step::kOpen) {
@@ -293,10 +291,6 @@ void Worker::take_result(Slot& slot) noexcept {
     if (slot.tally[at(i)] == 0) continue;
     counters_.of[i].add(slot.tally[at(i)]);
     slot.tally[at(i)] = 0;
-  }
-  if (slot.error.text[0] != '\0' && !has_error_.load(std::memory_order_relaxed)) {
-    error_ = slot.error;
-    has_error_.store(true, std::memory_order_release);
   }
   if (slot.outdated) work_.forget_rows(slot);
   slot.outdated = false;

@@ -158,7 +158,6 @@ class Worker {
   const Exchange& exchange() const { return exchange_; }
   const Counters& counters() const { return counters_; }
   const Timeline& timeline() const { return timeline_; }
-  std::string first_error() const;
   // Why a slot failed, once the device has read that it did; empty where its backend did not say.
   std::string error(int slot) const { return slots_[at(slot)].error.text; }
   int busy_slots() const;
@@ -198,8 +197,6 @@ class Worker {
   std::vector<int> given_;  // slots with an order in this step
   Counters counters_;
   Timeline timeline_;
-  ErrorText error_;
-  std::atomic<bool> has_error_{false};
   const int threads_;
   const Budget budget_;
   // The last member: its threads end before anything they use.

@@ -114,7 +114,6 @@ void bind_lifetime(nb::module_& m) {
         "Wait until everything dropped so far is freed; False on timeout.");
   m.def("live_resources", &live_resources);
   m.def("failed_frees", &failed_frees);
-  m.def("leaked_items", &leaked_items);
   m.def("live_thread_states", &live_thread_states);
   m.def("close_gate", &close_gate,
         "Let no thread enter Python any more; called once, when the interpreter exits.");
@@ -172,19 +171,16 @@ void bind_exec(nb::module_& m) {
       .def(
           "wait",
           [](Exec& self, std::optional<double> timeout_s) {
-            std::shared_ptr<Resource> event;
-            Result idle = kSuccess;
+            std::pair<Result, std::shared_ptr<Resource>> last;
             {
               const GilRelease release;
-              event = self.launched_so_far();
-              if (event == nullptr && self.closed()) idle = kClosed;
+              last = self.launched_so_far();
             }
-            return wait_for(
-                [&] {
-                  return event == nullptr ? idle
-                                          : driver().event_query(pointer<void>(event->handle()));
-                },
-                timeout_s);
+            const auto& [idle, event] = last;
+            const auto query = [idle = idle, event = event] {
+              return event == nullptr ? idle : driver().event_query(pointer<void>(event->handle()));
+            };
+            return wait_for(query, timeout_s);
           },
           nb::arg().none(), "Wait for what was launched before the call: (finished, code).")
       .def(

@@ -98,10 +98,6 @@ void bind_records(nb::module_& m) {
       nb::call_guard<GilRelease>());
   m.def("live_records", &live_records);
   m.def("released_records", &released_records);
-  m.def("run_counts", [] {
-    const RunCounts c = run_counts();
-    return std::make_tuple(c.python, c.native, c.stood_down);
-  });
   m.def("running_host_work", [] {
     std::vector<Running> running;
     {
@@ -174,7 +170,6 @@ void bind_streams(nb::module_& m) {
       },
       "Failures that nobody was told of yet, told now: [(node, replay, exception, message)].");
   m.def("abandon_eager", &abandon_eager, nb::call_guard<GilRelease>());
-  m.def("pending_eager", &pending_eager, nb::call_guard<GilRelease>());
 }
 
 void bind_mailboxes(nb::module_& m) {

@@ -60,10 +60,6 @@ class Exec {
     if (end_ != nullptr) end_->event = std::move(event_);
     end_.reset();
   }
-  bool closed() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return end_ == nullptr;
-  }
 
   Outcome launch(std::uint64_t stream) {
     constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
@@ -94,12 +90,12 @@ class Exec {
                   [&] { return launches_ == 0 ? kSuccess : driver().event_query(event()); });
   }
   // The event behind what was launched so far: later launches record another one, so that who waits
-  // for it waits for no launch of others. Null when nothing was launched, or it is closed.
-  std::shared_ptr<Resource> launched_so_far() {
+  // for it waits for no launch of others. Null, and how such a wait ends, where there is none.
+  std::pair<Result, std::shared_ptr<Resource>> launched_so_far() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_ == nullptr || launches_ == 0) return nullptr;
+    if (end_ == nullptr || launches_ == 0) return {end_ == nullptr ? kClosed : kSuccess, nullptr};
     waited_for_ = true;
-    return event_;
+    return {kNotReady, event_};
   }
 
   Outcome upload(std::uint64_t stream) {

@@ -107,21 +107,12 @@ std::vector<Failure> take_eager_failures() {
   return out;
 }
 
-std::int64_t abandon_eager() {
+void abandon_eager() {
   const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  std::int64_t count = 0;
   for (EagerRecord* record : enqueued().pending) {
-    if (record->taken_.exchange(true)) continue;
-    retire(new AbandonedEnd(record));
-    ++count;
+    if (!record->taken_.exchange(true)) retire(new AbandonedEnd(record));
   }
   enqueued().pending.clear();
-  return count;
-}
-
-std::int64_t pending_eager() {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  return static_cast<std::int64_t>(enqueued().pending.size());
 }
 
 Result capture_info(std::uint64_t stream, CaptureInfo* out) {

@@ -19,7 +19,7 @@ class EagerRecord final : public HostRecord {
   Result launch(std::uint64_t stream, bool spin);
 
  private:
-  friend std::int64_t abandon_eager();
+  friend void abandon_eager();
   static void entry(void* data);
   void fail_eager(Failure failure) override;
 
@@ -35,9 +35,7 @@ std::vector<Failure> take_eager_failures();
 
 // After a context fault host functions are not called any more: gives up every pending record.
 // Their Python references are released; the small native part stays, in case one does run.
-std::int64_t abandon_eager();
-
-std::int64_t pending_eager();
+void abandon_eager();
 
 constexpr int kCapturing = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE
 

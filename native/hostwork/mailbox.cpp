@@ -113,6 +113,14 @@ void Port::acknowledge(std::uint32_t seq) noexcept {
   __atomic_store_n(words_.ack, words_.gave_up == nullptr ? 1u : seq, __ATOMIC_RELEASE);
 }
 
+bool Port::look(bool* more) noexcept {
+  const std::uint32_t seq = request();
+  const bool fresh = seq != 0 && seq != seen_;
+  if (fresh) serve(seen_ = seq);
+  *more = *more || expecting(seen_);
+  return fresh;
+}
+
 void Port::serve(std::uint32_t seq) noexcept {
   inside_.store(true);  // before the claim is read: the watchdog then sees this thread (M8)
   open(seq);

@@ -75,12 +75,9 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
        MailboxWords words, MailboxOutput output, MailboxLimits limits);
   ~Port() override;
 
-  // Number of the request that is posted now; 0: none.
-  std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Is a request coming that is newer than `last` and than the last one answered?
-  bool expecting(std::uint32_t last) const;
-  // Does the work of a request and answers it. Called by the worker.
-  void serve(std::uint32_t seq) noexcept;
+  // Called by the worker: does the work of a request that it has not seen yet, and answers it.
+  // Returns whether there was one, and tells whether another is coming.
+  bool look(bool* more) noexcept;
   // Called by the watchdog only: releases what is overdue. Returns whether it must look again.
   bool check(std::int64_t now_ns);
   // Notes what the device stored when it went on without an answer. Any thread.
@@ -99,12 +96,17 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
     return static_cast<std::uint32_t>(owner >> 2);
   }
 
+  void serve(std::uint32_t seq) noexcept;
   void open(std::uint32_t seq) noexcept;
   bool claim(std::uint32_t seq, Who who) noexcept;
   void acknowledge(std::uint32_t seq) noexcept;
   void release(std::uint32_t seq, const std::string& why);
   void fail(std::uint32_t seq, std::string why) noexcept;
   std::uint32_t closed() const;
+  // Number of the request that is posted now; 0: none.
+  std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
+  // Is a request coming that is newer than `last` and than the last one answered?
+  bool expecting(std::uint32_t last) const;
   std::int64_t replay_of(std::uint32_t seq) const { return state_->base() + before_ + seq; }
 
   HostRecord* const record_;
@@ -117,6 +119,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::atomic<std::uint64_t> owner_{kWorker};  // (request 0, answered)
   std::atomic<bool> inside_{false};            // is the worker in serve()?
   std::atomic<std::int64_t> due_since_ns_{0};  // since when the next request is expected
+  std::uint32_t seen_ = 0;                     // by the worker
   // The watchdog's own notes.
   std::uint32_t watched_ = 0;
   std::int64_t watched_since_ns_ = 0;

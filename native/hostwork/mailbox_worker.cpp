@@ -33,11 +33,6 @@ using Core = Worker::Core;
 
 constexpr unsigned long kTimerSlackNs = 1000;  // the default of 50 us would double a short sleep
 
-struct Served {
-  std::shared_ptr<Port> port;
-  std::uint32_t last = 0;
-};
-
 void place(Core& core) {
   pthread_setname_np(pthread_self(), core.options.name.substr(0, 15).c_str());
   ask_for_short_slice();
@@ -50,16 +45,11 @@ void place(Core& core) {
 }
 
 // Takes over the list of ports; false when the thread must end.
-bool refresh(Core& core, std::vector<Served>* mine, std::uint64_t* version) {
-  std::vector<Served> before = std::move(*mine);  // dropped after the mutex
+bool refresh(Core& core, std::vector<std::shared_ptr<Port>>* mine, std::uint64_t* version) {
+  std::vector<std::shared_ptr<Port>> before = std::move(*mine);  // dropped after the mutex
   const std::lock_guard<std::mutex> lock(core.mutex);
   *version = core.version.load();
-  mine->clear();
-  for (const auto& port : core.ports) {
-    const auto known =
-        std::find_if(before.begin(), before.end(), [&](const Served& s) { return s.port == port; });
-    mine->push_back({port, known == before.end() ? 0 : known->last});
-  }
+  *mine = core.ports;
   return !core.stop;
 }
 
@@ -85,22 +75,17 @@ void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
 void serve_forever(const std::shared_ptr<Core>& shared) {
   Core& core = *shared;
   place(core);
-  std::vector<Served> mine;
+  std::vector<std::shared_ptr<Port>> mine;
   std::uint64_t version = 0;
   std::int64_t idle_since = monotonic_ns();
   while (true) {
     const std::uint64_t kicks = core.kicks.load();
     if (version != core.version.load() && !refresh(core, &mine, &version)) return;
     bool any = false, expecting = false;
-    for (Served& s : mine) {
-      const std::uint32_t seq = s.port->request();
-      if (seq != 0 && seq != s.last) {
-        s.last = seq;
-        s.port->serve(seq);
-        core.served.fetch_add(1, std::memory_order_relaxed);
-        any = true;
-      }
-      expecting = expecting || s.port->expecting(s.last);
+    for (const auto& port : mine) {
+      if (!port->look(&expecting)) continue;
+      core.served.fetch_add(1, std::memory_order_relaxed);
+      any = true;
     }
     if (any) {
       idle_since = monotonic_ns();

@@ -42,18 +42,13 @@ class Reaper {
   }
 
   std::int64_t pending() const { return pending_.load(); }
-  std::int64_t leaked() const { return leaked_.load(); }
 
  private:
   void drain() {
     Reapable* const items = reversed(head_.exchange(nullptr));
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) {
-      free(items);
-    } else {
-      leaked_.fetch_add(count);  // the driver and the interpreter are going away: leave it to them
-    }
+    if (gate_open()) free(items);  // else driver and interpreter are going away: leave it to them
     pending_.fetch_sub(count);
   }
 
@@ -61,21 +56,15 @@ class Reaper {
   void free(Reapable* items) {
     std::vector<PyObject*> references;
     for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);
-    if (!references.empty()) drop(references);
+    if (!references.empty()) {
+      const PythonEntry python;
+      for (std::size_t i = 0; python && i < references.size(); ++i) Py_DECREF(references[i]);
+    }
     while (items != nullptr) {
       Reapable* next = items->next_;
       delete items;
       items = next;
     }
-  }
-
-  void drop(const std::vector<PyObject*>& references) {
-    const PythonEntry python;
-    if (!python) {
-      leaked_.fetch_add(static_cast<std::int64_t>(references.size()));
-      return;
-    }
-    for (PyObject* reference : references) Py_DECREF(reference);
   }
 
   // Oldest first, in the order of the hand-over.
@@ -92,7 +81,6 @@ class Reaper {
 
   std::atomic<Reapable*> head_{nullptr};
   std::atomic<std::int64_t> pending_{0};
-  std::atomic<std::int64_t> leaked_{0};
   sem_t wake_;
 };
 
@@ -123,8 +111,6 @@ void start_reaper() {
   Reaper& made = reaper();
   std::thread([&made] { made.run(); }).detach();
 }
-
-std::int64_t leaked_items() { return reaper().leaked(); }
 
 namespace {
 

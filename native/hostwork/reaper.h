@@ -76,7 +76,4 @@ bool flush(double timeout_s);
 // Starts the thread; called once the driver table is bound.
 void start_reaper();
 
-// Items handed over and not freed because the interpreter was shutting down.
-std::int64_t leaked_items();
-
 }  // namespace graft::hostwork

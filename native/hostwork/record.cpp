@@ -18,9 +18,6 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<std::int64_t> live{0};
 std::atomic<std::int64_t> released{0};
-std::atomic<std::int64_t> python_runs{0};
-std::atomic<std::int64_t> native_runs{0};
-std::atomic<std::int64_t> stood_down{0};
 
 struct ThreadSlot;
 
@@ -115,18 +112,13 @@ void HostRecord::run() noexcept {
 }
 
 void HostRecord::run_as(std::int64_t replay) noexcept {
-  if (state_ && state_->failed()) {
-    stood_down.fetch_add(1, std::memory_order_relaxed);
-    return;
-  }
+  if (state_ && state_->failed()) return;  // stands down (E3)
   const HostWorkScope host_work;
   const RunningScope running(this, replay);
   try {
     if (work_.callable != nullptr) {
-      python_runs.fetch_add(1, std::memory_order_relaxed);
       run_python(replay);
     } else {
-      native_runs.fetch_add(1, std::memory_order_relaxed);
       const bool fixed = cell_ == nullptr;
       work_.function(fixed ? work_.data : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
@@ -172,8 +164,6 @@ Result detach(Handle graph, Handle object) {
 
 std::int64_t live_records() { return live.load(); }
 std::int64_t released_records() { return released.load(); }
-
-RunCounts run_counts() { return {python_runs.load(), native_runs.load(), stood_down.load()}; }
 
 std::vector<Running> running_host_work() {
   std::vector<Running> out;

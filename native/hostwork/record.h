@@ -97,13 +97,6 @@ Result detach(Handle graph, Handle object);
 std::int64_t live_records();
 std::int64_t released_records();
 
-struct RunCounts {
-  std::int64_t python;
-  std::int64_t native;
-  std::int64_t stood_down;
-};
-RunCounts run_counts();
-
 // Host work that is running now, for reports about what is stuck.
 struct Running {
   const HostRecord* record;

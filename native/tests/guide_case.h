@@ -190,7 +190,6 @@ class GuidedCase {
 
   void read() {
     while (last_.load() < 0) {
-      WANT(worker_.first_error().empty());
       for (const guided::Timeline::Span& span : worker_.timeline().read()) {
         WANT(span.start_ns <= span.end_ns && span.end_ns <= graft::monotonic_ns());
       }

