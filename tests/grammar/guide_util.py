@@ -35,8 +35,21 @@ from graft.grammar import (
 from graft.grammar.forced import ForcedText
 from graft.native import _native
 
-STOP, OTHER_STOP = 256, 257
+STOP, OTHER_STOP, THINK = 256, 257, 266
 MARKER_TOKENS = [*b'a":', 261, 265]
+BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
+
+
+def accepts(compiled: CompiledGrammar, *parts: str | int) -> bool:
+    """Whether text byte by byte, ids as they are, and then the stop id are accepted."""
+    matcher = compiled.matcher()
+    tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
+    return all(map(matcher.accept, tokens)) and matcher.accept(STOP)
+
+
+def fits(backend: GrammarBackend, spec: GrammarSpec, *parts: str | int) -> bool:
+    """`accepts` of a grammar that the backend compiles."""
+    return accepts(backend.compile(spec), *parts)
 
 
 def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Vocabulary:

@@ -79,8 +79,7 @@ class StockLLGuidance:
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start."""
-        inner = StockMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
-        return inner
+        return StockMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 class StockMatcher(Matcher):

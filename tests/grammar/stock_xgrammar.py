@@ -17,7 +17,7 @@ class StockXGrammar(XGrammarBackend):
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start."""
-        return StockMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
+        return StockMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 class StockMatcher(Matcher):

@@ -116,7 +116,7 @@ class Countdown:
         return CompiledGrammar(self, spec, int(spec.text), 8)
 
     def matcher(self, compiled, stop_ids=None):
-        return CountdownMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
+        return CountdownMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 class CountdownMatcher(Matcher):
