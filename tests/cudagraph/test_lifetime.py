@@ -297,6 +297,7 @@ def replay(name, ask):
 replay("asked", True)
 replay("dropped", False)
 hostfunc(stream, lambda: 1 / 0)
+device.synchronize()
 """
 
 
