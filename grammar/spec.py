@@ -59,8 +59,7 @@ class Spec:
     Attributes
     ----------
     kind
-        ``"json_schema"``, ``"regex"``, ``"ebnf"``, ``"choice"``, ``"lark"`` or
-        ``"structural_tag"``.
+        See `Kind`.
     text
         The schema as JSON text, the regex, the EBNF, the Lark grammar, the choices as a JSON list,
         or ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``.

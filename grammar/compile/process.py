@@ -63,22 +63,11 @@ class Child:
         self._knows: set[str] = set()
         _children.add(self)
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the process, if there is one."""
-        process = self._process
-        return None if process is None else process.pid
-
     def ask(self, question: Question, limit_s: float = LIMIT_S) -> Any:
-        """The function's result.
+        """The function's result, or the ``GrammarError`` that it raised.
 
-        Raises
-        ------
-        GrammarError
-            As the function raised it.
-        ChildLost
-            If the process was killed, died, ran out of memory, or the function raised what it
-            should not. `TooSlow` if it took longer than ``limit_s``.
+        `ChildLost` if the process was killed, died, ran out of memory, or the function raised what
+        it should not; `TooSlow` if it took longer than ``limit_s``.
         """
         with self._turn:
             try:

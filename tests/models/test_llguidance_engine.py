@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
-from stock_llguidance import StockLLGuidance
+from stock import StockLLGuidance
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, StructuralTag
