@@ -64,10 +64,7 @@ class Span:
 
 
 def default_threads(batch: int, cores: int | None = None) -> int:
-    """Threads for steps of so many requests: one per 8, at most half the usable cores.
-
-    1 on two cores or for small batches: handing over costs more than it saves there.
-    """
+    """Threads for steps of so many requests: one per 8, at most half the usable cores."""
     usable = len(os.sched_getaffinity(0)) if cores is None else cores
     return max(1, min(usable // 2, batch // 8))
 
