@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from graft.tools.grammar_options import add_grammar_arguments
 from graft.tools.prompt_rows import Asked, read_requests
 from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
-
-#: Seconds between two lines of progress on a terminal.
-PROGRESS_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +107,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
     """Outputs in the order of the requests; with `stream`, text is printed as it comes."""
     if not stream:
-        return engine.generate(requests)
+        return engine.generate(requests, progress=sys.stderr.isatty())
     done: dict[str, Output] = {}
     for event in engine.stream(requests):
         label = "" if len(requests) == 1 else f"[{event.id}] "
@@ -124,30 +120,6 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
     if len(requests) == 1:
         print()
     return [done[str(request.id)] for request in requests]
-
-
-@contextmanager
-def progress(engine: Engine, requests: int) -> Iterator[None]:
-    """While open, say on a terminal now and then how far everything is."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    done, begun, stats = threading.Event(), time.monotonic(), engine.stats
-
-    def tell() -> None:
-        while not done.wait(PROGRESS_S):
-            seconds = time.monotonic() - begun
-            print(f"\rgraft: {seconds:.0f} s, {requests} requests, {stats.prefills} prompts read, "
-                  f"{stats.tokens} tokens", end="", file=sys.stderr, flush=True)  # fmt: skip
-
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        print(file=sys.stderr)
 
 
 def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
@@ -195,13 +167,9 @@ def run(options: argparse.Namespace) -> int:
     rows = sum(len(one.request.samples()) for one in asked if one.refusal is None)
     with open_engine(options, rows) as engine:
         asked, requests = make_prompts(asked, engine)
-        begun, trace = time.perf_counter(), None
-        with progress(engine, len(requests)):
-            if options.trace is None:
-                served = iter(run_requests(engine, requests, options.stream))
-            else:
-                with trace_rounds(engine) as trace:
-                    served = iter(run_requests(engine, requests, options.stream))
+        begun = time.perf_counter()
+        with nullcontext() if options.trace is None else trace_rounds(engine) as trace:
+            served = iter(run_requests(engine, requests, options.stream))
         outputs = [
             next(served) if one.refusal is None
             else Output(id=str(one.request.id), reason="refused", error=one.refusal)

@@ -193,6 +193,29 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
     assert third.request.grammar == grammar
 
 
+@pytest.mark.parametrize(("flags", "stated", "kind"), [
+    (["--whitespace", "compact"], {"whitespace": "compact"}, "schema"),
+    (["--whitespace", "2"], {"whitespace": 2}, "json_object"),
+    (["--whitespace", "any"], {"whitespace": "any"}, "structural_tag"),
+    (["--assert-formats"], {"assert_formats": True}, "schema"),
+    (["--no-assert-formats", "--key-order", "any"],
+     {"assert_formats": False, "key_order": "any"}, "schema"),
+])
+def test_how_json_is_written_is_said_by_flags_and_by_rows(tmp_path, flags, stated, kind):
+    """White space, formats and the order of keys reach the grammar; a row's own choice wins."""
+    value = {"schema": SCHEMA, "json_object": True, "structural_tag": TAGS}[kind]
+    make = {"schema": GrammarSpec.json_schema, "json_object": lambda _, **o:
+            GrammarSpec.json_object(**o), "structural_tag": lambda _, **o:
+            GrammarSpec.structural_tag([StructuralTag.of("<f>", {"type": "integer"}, "</f>")],
+                                       ["<f"], **o)}[kind]  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": "p", key: of} | own) for key, of, own in (
+        (kind, value, stated), (kind, value, {}), ("regex", "a+", {}))))
+    said = [one.request.grammar for one in requests_of("--prompts", str(rows), *flags)]
+    assert said == [make(value, **stated), make(value, **stated), GrammarSpec.regex("a+")]
+    assert requests_of("--prompts", str(rows))[0].request.grammar == said[0]
+
+
 def test_a_row_with_the_schema_false_is_refused(tmp_path):
     """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
     rows = tmp_path / "rows.jsonl"
@@ -225,6 +248,9 @@ def test_a_row_names_its_backend(tmp_path):
     (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
     (["--regex", "a", "--key-order", "any"], "--regex a --key-order any: key_order goes with"),
     (["--key-order", "any"], "--key-order any: key_order goes with a schema"),
+    (["--json-object", "--whitespace", "none"], "--whitespace none: whitespace 'none' is unknown"),
+    (["--lark", "FILE", "--whitespace", "2"], "--whitespace 2: whitespace goes with a schema or"),
+    (["--regex", "a", "--assert-formats"], "--assert-formats: assert_formats goes with a schema"),
     (["--partial"], "--partial goes with --schema"),
     (["--regex", "a", "--partial"], "--partial goes with --schema"),
     (["--after", "###"], "--after ###: after names the end of free text"),
