@@ -7,6 +7,7 @@ those marked ``cuda`` where ``GRAFT_DEVICE=cuda``; the others always, on whichev
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # graft gives device code device addresses only, which hardware would not demand.
 os.environ.setdefault("SOFTCUDA_ALIASES_ONLY", "1")
+# A shell's background job begins with Ctrl-C ignored, and so would the tests' own processes.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,7 @@
 #include <deque>
 #include <thread>
 
-#include "../../short_slice.h"
+#include "../../threads.h"
 
 namespace softcuda {
 namespace {
