@@ -96,7 +96,7 @@ class GuidedDecoder:
         Microseconds of processor time that one slot may take in a step, at least 1; None: as much
         as it needs. A slot that takes more is late: rows it has made by then are used, and it sits
         rounds out until its thread has finished. Tokens stay the same, but for rejection sampling,
-        whose rounds then end elsewhere. See ``native/guide/pace.h`` for what it costs.
+        whose rounds then end elsewhere. See ``native/guide/matcher.h`` for what it costs.
 
     """
 
@@ -210,10 +210,6 @@ class GuidedDecoder:
     def counters(self) -> dict[str, int]:
         """What was done so far; ``*_ns`` are host nanoseconds per kind of step."""
         return dict(self._worker.counters())
-
-    def first_error(self) -> str:
-        """Text of the first internal error of a grammar backend, empty if there was none."""
-        return str(self._worker.first_error())
 
     def error(self, slot: int) -> str:
         """Why the last request that failed in a slot did, in its backend's words, or empty."""

@@ -151,7 +151,7 @@ def test_an_internal_error_stays_in_its_slot(backend):
     step(worker.record(0, 0))
     assert exchange.stamps[0, 0].tolist() == (ERROR, 1, 5, 0)
     assert exchange.stamps["state"][1, 0] == FREE
-    assert worker.counters()["errors"] == 1 and worker.first_error()
+    assert worker.counters()["errors"] == 1 and worker.error(0)
     with pytest.raises(IndexError):
         worker.publish(2, [(2, 1, 5, matcher.native)])
     with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
