@@ -22,8 +22,9 @@ from graft.cudagraph.errors import GraftError
 from graft.models.errors import RequestTimeoutError
 from graft.models.interrupt import Shield
 from graft.models.outbox import Outbox
-from graft.models.replay import Launchable, Replays, RowResult
+from graft.models.replay import Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
+from graft.models.round import RoundGraph
 from graft.models.running import Running
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
@@ -60,7 +61,7 @@ class Scheduler:
         self,
         replays: Replays,
         seating: Seating,
-        rounds: Mapping[int, Launchable],
+        rounds: Mapping[int, RoundGraph],
         stats: EngineStats,
         *,
         depth: int,
@@ -74,7 +75,6 @@ class Scheduler:
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
-        self._bucket = 0
         self._places = itertools.count()
         self._ready: list[tuple[int, Running]] = []  # a heap, by place; may hold who has left
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
@@ -180,8 +180,6 @@ class Scheduler:
             if running.output.queue_s is None:
                 running.output.queue_s = running.age_s
             self.stats.joins += 1
-            self.stats.prefills += 1
-            self.stats.prefill_tokens += running.position
         return joined
 
     def launch(self) -> bool:
@@ -189,17 +187,13 @@ class Scheduler:
         self.seating.prefill(self._prefill_rows)
         rows = list(self.seating.seated.values())
         if not rows:
-            self.replays.resting = not self.replays.unread
             return False
         ahead = (len(self.replays.unread) + 1) * self._width
         for running in rows:
             self.seating.check_reserve(running, ahead)
         size = next(s for s in sorted(self.rounds) if s >= len(rows))
-        self.stats.bucket_changes += size != self._bucket
-        self._bucket = size
         self.stats.rounds += 1
         self.replays.launch(self.rounds[size], rows)
-        self.stats.launches += 1
         return True
 
     def read(self, shield: Shield) -> None:

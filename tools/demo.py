@@ -82,7 +82,7 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
         s = arm.stats
         length = f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-"
         each = " ".join(f"{a:.0%}" for a in s.acceptance) or "-"
-        print(f"{arm.name:<20}{s.launches:>9}{s.row_rounds:>8}{s.tokens:>8}"
+        print(f"{arm.name:<20}{s.rounds:>9}{s.row_rounds:>8}{s.tokens:>8}"
               f"{s.tokens_per_round:>14.2f}{length:>12}{each:>22}{arm.seconds:>9.2f}")
     print("launches: of the round's graph, for all requests at once; rounds: summed over requests;"
           "\nacceptance: mean tokens of a round that tested drafts")

