@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.text import IncrementalDecoder, StopFinder
+from graft.sampling.adjust import NOTHING, Adjust
 
 
 @dataclass(eq=False)
@@ -18,6 +19,7 @@ class Running:
     Attributes
     ----------
     grammar : what it waits for outside the batch.
+    adjust : what is done to its logits, but for the output so far.
     place : its place among those waiting, -1 while it does not wait; never used twice.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
@@ -36,6 +38,7 @@ class Running:
     stop_ids: tuple[int, ...]
     decoder: IncrementalDecoder
     grammar: Future[CompiledGrammar] | None = None
+    adjust: Adjust = NOTHING
     matcher: Matcher | None = None
     place: int = -1
     slot: int = -1

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
 from graft.tools import demo, doctor, generate, soft
+from graft.tools.report import refuse
 
-FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+FAILED, INTERRUPTED, UNREAD = 1, 130, 141
 
 
 def version() -> str:
@@ -54,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except GraftError as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return REFUSED
+        return refuse(error)
     except KeyboardInterrupt:
         print("graft: interrupted", file=sys.stderr)
         return INTERRUPTED

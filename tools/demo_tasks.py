@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,8 @@ UNSEEN: dict[str, list[str]] = WORDS["unseen"]
 CHOICES: list[list[str]] = WORDS["choices"]
 PHRASES: dict[str, str] = WORDS["phrases"]
 FIRST, LAST, PLACES, NOUNS, INTROS, ASKS, ONSETS, VOWELS, CODAS = (
-    WORDS[name]
-    for name in (
-        *("first_names", "last_names", "places", "nouns", "intros", "asks"),
-        *("onsets", "vowels", "codas"),
-    )
-)
+    WORDS[name] for name in ("first_names", "last_names", "places", "nouns", "intros", "asks",
+                             "onsets", "vowels", "codas"))
 PHONE = r"\+[0-9]{2} [0-9]{3} [0-9]{4}"
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 
@@ -85,16 +81,18 @@ def invented(rng: random.Random, syllables: int | None = None) -> str:
 
 def is_reserved(key: str) -> bool:
     """Whether `key` is kept out of training (natural held-out keys and 1 in 8 others)."""
-    natural = any(key in keys for keys in UNSEEN.values())
-    return natural or (
-        zlib.crc32(key.encode()) % 8 == 0 and not any(key in keys for keys in SEEN.values())
-    )
+    if any(key in keys for keys in UNSEEN.values()):
+        return True
+    return zlib.crc32(key.encode()) % 8 == 0 and not any(key in keys for keys in SEEN.values())
 
 
 def code(rng: random.Random) -> tuple[str, str]:
     """A random identifier and the regular expression that describes it."""
     upper, digit, hexa = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789", "0123456789abcdef"
-    pick: Callable[[str, int], str] = lambda s, n: "".join(rng.choice(s) for _ in range(n))  # noqa: E731
+
+    def pick(letters: str, n: int) -> str:
+        return "".join(rng.choice(letters) for _ in range(n))
+
     a, n = rng.randint(1, 3), rng.randint(3, 5)
     form = rng.randrange(5)
     if form == 0:
@@ -173,30 +171,15 @@ def object_schema(fields: Iterable[tuple[str, Schema]], optional: Iterable[str] 
     """A closed object schema whose properties stand in the order given."""
     properties = dict(fields)
     left_out = set(optional)
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [k for k in properties if k not in left_out],
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties,
+            "required": [k for k in properties if k not in left_out],
+            "additionalProperties": False}
 
 
 SCALARS = ("person", "place", "noun", "integer", "number", "boolean", "enum", "code", "date")
-WEIGHTS = {
-    "person": 4,
-    "place": 3,
-    "noun": 3,
-    "integer": 4,
-    "number": 3,
-    "boolean": 2,
-    "enum": 2.5,
-    "words": 2.5,
-    "integers": 1,
-    "code": 3,
-    "date": 2,
-    "object": 2,
-    "objects": 1.5,
-}
+WEIGHTS = {"person": 4, "place": 3, "noun": 3, "integer": 4, "number": 3, "boolean": 2,
+           "enum": 2.5, "words": 2.5, "integers": 1, "code": 3, "date": 2, "object": 2,
+           "objects": 1.5}
 
 
 def new_key(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> str:
@@ -232,29 +215,21 @@ def _field(rng: random.Random, kind: str, unseen: bool, taken: set[str]) -> Fiel
     subs = [_field(rng, k, unseen, inner) for k in kinds]
     schema = object_schema((f.key, f.schema) for f in subs)
     joiner = rng.choice((" ", ": ", " is "))
-    row: Callable[[Iterable[Field]], str] = lambda fs: ", ".join(  # noqa: E731
-        f"{f.label}{joiner}{f.words}" for f in fs
-    )
+
+    def row(told: Iterable[Field]) -> str:
+        return ", ".join(f"{f.label}{joiner}{f.words}" for f in told)
+
     if kind == "object":
         words = rng.choice(("{}", "({})", "[{}]")).format(row(rng.sample(subs, len(subs))))
         return Field(key, label, schema, {f.key: f.value for f in subs}, words)
     rows = []
     for _ in range(rng.randint(1, 3)):
-        rows.append(
-            [
-                Field(f.key, f.label, f.schema, *_again(rng, k, f.schema))
-                for k, f in zip(kinds, subs, strict=True)
-            ]
-        )
+        rows.append([Field(f.key, f.label, f.schema, *_again(rng, k, f.schema))
+                     for k, f in zip(kinds, subs, strict=True)])
     wrap, between = rng.choice((("({})", ", "), ("{}", " / "), ("[{}]", " "), ("({})", " and ")))
     words = between.join(wrap.format(row(r)) for r in rows)
-    return Field(
-        key,
-        label,
-        {"type": "array", "items": schema},
-        [{f.key: f.value for f in r} for r in rows],
-        words,
-    )
+    return Field(key, label, {"type": "array", "items": schema},
+                 [{f.key: f.value for f in r} for r in rows], words)
 
 
 def _again(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
@@ -289,13 +264,9 @@ def _tell(rng: random.Random, fields: Sequence[Field]) -> str:
     said = []
     for f in told:
         by_label = rng.choice(
-            ("with {} {}", "{} is {}", "its {} is {}", "{}: {}", "the {} being {}")
-        )
-        said.append(
-            f"{f.phrase} {f.words}"
-            if f.phrase and rng.random() < 0.7
-            else by_label.format(f.label, f.words)
-        )
+            ("with {} {}", "{} is {}", "its {} is {}", "{}: {}", "the {} being {}"))
+        by_phrase = f.phrase and rng.random() < 0.7
+        said.append(f"{f.phrase} {f.words}" if by_phrase else by_label.format(f.label, f.words))
     return rng.choice(("It ", "This one ", "")) + (", " if plain else "; ").join(said) + "."
 
 
@@ -338,17 +309,15 @@ def regex_task(rng: random.Random, unseen: bool = False) -> Task:
     kind = rng.choice(("date", "code", "integer", "phone"))
     taken = {f.key for f in fields}
     wanted = _field(rng, "code" if kind == "phone" else kind, unseen, taken)
-    pattern = {"date": DATE, "integer": "[0-9]+", "phone": PHONE}.get(kind) or wanted.schema[
-        "pattern"
-    ][1:-1]
+    patterns = {"date": DATE, "integer": "[0-9]+", "phone": PHONE}
+    pattern = patterns[kind] if kind in patterns else wanted.schema["pattern"][1:-1]
     if kind == "phone":
         digits = "".join(rng.choice("0123456789") for _ in range(9))
         number = f"+{digits[:2]} {digits[2:5]} {digits[5:]}"
         wanted = Field("phone", "phone", {"type": "string"}, number, number)
     told = _tell(rng, [*fields, wanted])
-    ask = rng.choice(
-        ("Give only the {}.", "What is the {}?", "Answer with the {} only.", "Just the {}, please.")
-    )
+    ask = rng.choice(("Give only the {}.", "What is the {}?", "Answer with the {} only.",
+                      "Just the {}, please."))
     return Task(f"{told}\n{ask.format(wanted.label)}", None, wanted.words, pattern, "regex")
 
 
@@ -357,9 +326,8 @@ def free_task(rng: random.Random, unseen: bool = False) -> Task:
     fields = _fields(rng, unseen, 2, 3, SCALARS)
     sentence = " and ".join(f"the {f.label} is {f.words}" for f in fields)
     told = "; ".join(f"{f.label}: {f.words}" for f in fields)
-    ask = rng.choice(
-        ("Say it in one sentence.", "Summarise in one sentence.", "Describe the record.")
-    )
+    ask = rng.choice(("Say it in one sentence.", "Summarise in one sentence.",
+                      "Describe the record."))
     return Task(f"{told}\n{ask}", None, sentence[0].upper() + sentence[1:] + ".", None, "free")
 
 
@@ -407,7 +375,6 @@ def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
     except json.JSONDecodeError:
         return 0, len(expected), False
     found = leaves(given)
-    same = sum(
-        k in found and type(found[k]) is type(v) and found[k] == v for k, v in expected.items()
-    )
+    same = sum(k in found and type(found[k]) is type(v) and found[k] == v
+               for k, v in expected.items())
     return same, len(expected), same == len(expected) == len(found)

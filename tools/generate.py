@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from graft.tools.grammar_options import add_grammar_arguments
 from graft.tools.prompt_rows import Asked, read_requests
 from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
-
-#: Seconds between two lines of progress on a terminal.
-PROGRESS_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     sampling.add_argument("--min-p", type=float, default=0.0, help="0 is off (default)")
     sampling.add_argument("--seed", type=int, help="of the first prompt; the next has seed + 1")
+    sampling.add_argument("--n", type=int, default=1, help="completions of each prompt (default 1)")
+    sampling.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=V",
+                          help="add to the logit of a token id; may repeat")
+    for name, off in (("presence", 0), ("frequency", 0), ("repetition", 1)):
+        sampling.add_argument(f"--{name}-penalty", type=float, default=float(off),
+                              help=f"{off} is off (default)")
+    sampling.add_argument("--min-tokens", type=int, default=0, help="tokens before a stop id")
+    sampling.add_argument("--logprobs", type=int, metavar="N",
+                          help="with --json, log probabilities of tokens and of the N best")
     sampling.add_argument("--stop", action="append", default=[], help="stop string; may repeat")
     sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
 
@@ -75,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="outputs and figures as JSON")
     output.add_argument("--stream", action="store_true", help="print text as rounds bring it")
     parser.set_defaults(run=run)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """ID=V of --logit-bias."""
+    token, _, value = text.partition("=")
+    return int(token), float(value)
 
 
 def open_engine(options: argparse.Namespace, batch: int) -> Engine:
@@ -96,7 +107,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
     """Outputs in the order of the requests; with `stream`, text is printed as it comes."""
     if not stream:
-        return engine.generate(requests)
+        return engine.generate(requests, progress=sys.stderr.isatty())
     done: dict[str, Output] = {}
     for event in engine.stream(requests):
         label = "" if len(requests) == 1 else f"[{event.id}] "
@@ -109,30 +120,6 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
     if len(requests) == 1:
         print()
     return [done[str(request.id)] for request in requests]
-
-
-@contextmanager
-def progress(engine: Engine, requests: int) -> Iterator[None]:
-    """While open, say on a terminal now and then how far everything is."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    done, begun, stats = threading.Event(), time.monotonic(), engine.stats
-
-    def tell() -> None:
-        while not done.wait(PROGRESS_S):
-            seconds = time.monotonic() - begun
-            print(f"\rgraft: {seconds:.0f} s, {requests} requests, {stats.joins} prompts read, "
-                  f"{stats.tokens} tokens", end="", file=sys.stderr, flush=True)  # fmt: skip
-
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        print(file=sys.stderr)
 
 
 def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
@@ -177,15 +164,12 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None:
         check_trace_path(options.trace)
     asked = read_requests(options)
-    with open_engine(options, sum(one.refusal is None for one in asked)) as engine:
+    rows = sum(len(one.request.samples()) for one in asked if one.refusal is None)
+    with open_engine(options, rows) as engine:
         asked, requests = make_prompts(asked, engine)
-        begun, trace = time.perf_counter(), None
-        with progress(engine, len(requests)):
-            if options.trace is None:
-                served = iter(run_requests(engine, requests, options.stream))
-            else:
-                with trace_rounds(engine) as trace:
-                    served = iter(run_requests(engine, requests, options.stream))
+        begun = time.perf_counter()
+        with nullcontext() if options.trace is None else trace_rounds(engine) as trace:
+            served = iter(run_requests(engine, requests, options.stream))
         outputs = [
             next(served) if one.refusal is None
             else Output(id=str(one.request.id), reason="refused", error=one.refusal)
@@ -211,12 +195,14 @@ def make_prompts(asked: Sequence[Asked], engine: Engine) -> tuple[list[Asked], l
     """Requests as the engine takes them; a row whose prompt cannot be made is refused alone."""
     kept, requests = [], []
     for one in asked:
+        made = [one.request]
         if one.refusal is None:
             try:
-                requests.append(one.for_engine(engine))
+                made = one.for_engine(engine).samples()
+                requests += made
             except GraftError as error:
                 one = dataclasses.replace(one, refusal=str(error))
-        kept.append(one)
+        kept += [dataclasses.replace(one, request=request) for request in made]
     return kept, requests
 
 

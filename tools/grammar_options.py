@@ -15,14 +15,12 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.schema.options import KEY_ORDERS
 from graft.grammar.statement import GrammarSpec, StructuralTag
 
-__all__ = [
-    "BACKEND_CHOICES", "GRAMMARS", "GRAMMAR_KEYS", "add_grammar_arguments", "given_grammar",
-    "make_grammar", "read_text",
-]  # fmt: skip
-
-#: Keys that state a grammar, of which a request has at most one; then those that go with one.
+#: Keys that state a grammar, of which a request has at most one; those that go with some of them,
+#: and those that go with all.
 GRAMMARS = ("schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag")
-GRAMMAR_KEYS = (*GRAMMARS, "after", "backend", "key_order")
+GOES_WITH = {"key_order": ("schema",), "assert_formats": ("schema",),
+             "whitespace": ("schema", "json_object", "structural_tag")}
+GRAMMAR_KEYS = (*GRAMMARS, *GOES_WITH, "after", "backend")
 BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
 _FILES = ("schema", "ebnf", "lark", "structural_tag")
 
@@ -48,6 +46,13 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--key-order", choices=KEY_ORDERS, default=None,
                        help="order of an object's keys under --schema (default schema: as it "
                             "lists them, reasoning before answers)")
+    group.add_argument("--whitespace", type=lambda text: int(text) if text.isdecimal() else text,
+                       metavar="{line,compact,any,N}",
+                       help="of JSON: on one line (default), none, any, or at most N characters in "
+                            "a row")
+    group.add_argument("--assert-formats", action=argparse.BooleanOptionalAction, default=None,
+                       help="enforce the formats of a schema, or take them for annotations "
+                            "(default: as its draft says)")
     group.add_argument("--partial", action="store_true",
                        help="take a schema of which a part cannot be enforced; the output is "
                             "checked against it then, and marked validated or not")
@@ -69,7 +74,7 @@ def given_grammar(options: argparse.Namespace) -> dict[str, Any]:
     OptionError
         Naming the flag and its value: a file that cannot be read, or what makes no grammar.
     """
-    given = {key: getattr(options, key) for key in (*GRAMMARS, "after", "key_order")}
+    given = {key: getattr(options, key) for key in (*GRAMMARS, "after", *GOES_WITH)}
     for key in _FILES:
         if given[key] is not None:
             given[key] = read_text(given[key], _flag(key))
@@ -81,11 +86,9 @@ def given_grammar(options: argparse.Namespace) -> dict[str, Any]:
     try:
         make_grammar(given, options.partial)
     except (GrammarError, OptionError) as error:
-        values = {key: getattr(options, key) for key in (*stated, "after", "key_order")}
-        said = [
-            _flag(key) if value is True else f"{_flag(key)} {value!s}"
-            for key, value in values.items() if value is not None
-        ]  # fmt: skip
+        values = {key: getattr(options, key) for key in (*stated, "after", *GOES_WITH)}
+        said = [_flag(key) if value is True else f"{_flag(key)} {value!s}"
+                for key, value in values.items() if value is not None]
         raise OptionError(f"{' '.join(said)}: {error}") from error
     return given
 
@@ -114,9 +117,11 @@ def make_grammar(
     if backend and backend not in BACKEND_CHOICES:
         raise OptionError(f"backend must be one of {', '.join(BACKEND_CHOICES)}, got {backend!r}")
     marker = given.get("after")
-    if given.get("key_order") is not None and named != ["schema"]:
-        beside = ", not with " + " and ".join(named) if named else ""
-        raise OptionError(f"key_order goes with a schema{beside}")
+    chosen: dict[str, Any] = {o: given[o] for o in GOES_WITH if given.get(o) is not None}
+    for option in chosen:
+        if not set(named) & set(GOES_WITH[option]):
+            beside = ", not with " + " and ".join(named) if named else ""
+            raise OptionError(f"{option} goes with a {' or '.join(GOES_WITH[option])}{beside}")
     if not named:
         if marker is not None:
             raise OptionError("after names the end of free text: give the grammar that follows")
@@ -124,15 +129,13 @@ def make_grammar(
     key = named[0]
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
-            GrammarSpec.json_schema, partial=partial, backend=backend,
-            key_order=given.get("key_order") or "schema",
-        ),
-        "json_object": lambda _: GrammarSpec.json_object(),
+            GrammarSpec.json_schema, partial=partial, backend=backend, **chosen),
+        "json_object": lambda _: GrammarSpec.json_object(**chosen),
         "regex": GrammarSpec.regex,
         "ebnf": GrammarSpec.ebnf,
         "lark": GrammarSpec.lark,
         "choice": lambda value: GrammarSpec.choice(_choices(value)),
-        "structural_tag": _structural_tag,
+        "structural_tag": functools.partial(_structural_tag, **chosen),
     }
     spec = makers[key](given[key])
     if backend in ("xgrammar", "llguidance"):
@@ -150,7 +153,7 @@ def _choices(value: object) -> list[str]:
     return value
 
 
-def _structural_tag(value: object) -> GrammarSpec:
+def _structural_tag(value: object, **chosen: Any) -> GrammarSpec:
     """From JSON text or the object it parses to."""
     if isinstance(value, str):
         try:
@@ -172,5 +175,4 @@ def _structural_tag(value: object) -> GrammarSpec:
         made.append(StructuralTag.of(tag["begin"], tag["schema"], tag["end"]))
     return GrammarSpec.structural_tag(
         made, triggers, at_least_one=value.get("at_least_one", False),
-        at_once=value.get("at_once", False),
-    )  # fmt: skip
+        at_once=value.get("at_once", False), **chosen)

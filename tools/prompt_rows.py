@@ -14,22 +14,16 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.models.engine import Engine
 from graft.models.request import Request
-from graft.tools.grammar_options import (
-    GRAMMAR_KEYS,
-    GRAMMARS,
-    given_grammar,
-    make_grammar,
-    read_text,
-)
+from graft.tools import grammar_options as grammars
 from graft.tools.validity import is_valid
 
-__all__ = ["Asked", "read_requests"]
-
 #: Fields of a row that go into the request as they are, and those that say how to make its prompt.
-PASSED = ("prompt", "messages", "tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p",
-          "seed", "verify", "stop", "stop_ids")
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "n", "presence_penalty",
+            "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs", "verify")
+PASSED = ("prompt", "messages", "tokens", *SAMPLING, "seed", "stop", "stop_ids", "logit_bias",
+          "allowed_ids", "banned_ids")
 MAKING = ("raw", "tools", "variables")
-KEYS = {"id", *PASSED, *MAKING, *GRAMMAR_KEYS}
+KEYS = {"id", *PASSED, *MAKING, *grammars.GRAMMAR_KEYS}
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class Asked:
 
 def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
     """Rows of a JSON-lines file by line, blank ones left out; names the line of what is no row."""
-    text = sys.stdin.read() if str(path) == "-" else read_text(path, "--prompts")
+    text = sys.stdin.read() if str(path) == "-" else grammars.read_text(path, "--prompts")
     rows = {}
     # Only a line feed ends a row: JSON strings may hold what Python also calls a line's end.
     for number, line in enumerate(text.split("\n"), 1):
@@ -108,10 +102,11 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
 
 def _with_defaults(own: dict[str, Any], grammar: dict[str, Any]) -> dict[str, Any]:
     """A row's grammar in place of the options'; what goes with a grammar each by itself."""
-    if any(name in own for name in GRAMMARS):
-        order = {"key_order": grammar["key_order"]} if "schema" in own else {}
-        return {"after": grammar["after"]} | order | own
-    stated = any(grammar[name] is not None for name in GRAMMARS)
+    if any(name in own for name in grammars.GRAMMARS):
+        fitting = {option: grammar[option] for option, kinds in grammars.GOES_WITH.items()
+                   if any(kind in own for kind in kinds)}
+        return {"after": grammar["after"]} | fitting | own
+    stated = any(grammar[name] is not None for name in grammars.GRAMMARS)
     return (grammar if stated else {}) | own
 
 
@@ -138,28 +133,32 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
     OptionError
         If an option is wrong, or a line of the file is no row.
     """
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "verify")
-    sampling = {name: getattr(options, name) for name in names} | {"stop": tuple(options.stop)}
-    grammar = given_grammar(options)
-    rows = {0: {"prompt": options.prompt}} if options.prompts is None else _read_rows(
-        options.prompts)  # fmt: skip
+    sampling: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING}
+    sampling |= {"stop": tuple(options.stop), "logit_bias": dict(options.logit_bias)}
+    grammar = grammars.given_grammar(options)
+    rows = ({0: {"prompt": options.prompt}} if options.prompts is None
+            else _read_rows(options.prompts))
     ids = [row["id"] for row in rows.values() if isinstance(row.get("id"), str)]
     free = (name for name in map(str, itertools.count()) if name not in ids)
     lines: dict[str, int] = {}
     asked = []
     for index, (number, row) in enumerate(rows.items()):
         fields = sampling | {name: row[name] for name in PASSED if name in row}
+        if isinstance(bias := fields["logit_bias"], dict):  # JSON has text for keys
+            fields["logit_bias"] = {
+                int(key) if str(key).isdecimal() else key: value for key, value in bias.items()
+            }
         if options.seed is not None:
             fields.setdefault("seed", options.seed + index)
         name = row.get("id")
-        own = {key: row[key] for key in GRAMMAR_KEYS if row.get(key) is not None}
+        own = {key: row[key] for key in grammars.GRAMMAR_KEYS if row.get(key) is not None}
         try:
             if name is not None and not isinstance(name, str):
                 raise OptionError(f"id must be text, got {name!r}")
             if name in lines:
                 raise OptionError(f"id {name!r} is that of line {lines[name]}")
             made = _making({"raw": options.raw} | row)
-            spec, choices = make_grammar(_with_defaults(own, grammar), options.partial)
+            spec, choices = grammars.make_grammar(_with_defaults(own, grammar), options.partial)
         except (GrammarError, OptionError) as error:
             known = isinstance(name, str) and name not in lines
             refused = Request(id=name if known else next(free))

@@ -32,11 +32,16 @@ def test_options_become_a_request(tmp_path):
     (one,) = requests_of(
         "--prompt", "hello", "--schema", str(tmp_path / "s.json"), "--max-tokens", "9",
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1",
-        "--seed", "3", "--verify", "coupled")
+        "--seed", "3", "--verify", "coupled", "--n", "2", "--logit-bias", "7=-1.5",
+        "--logit-bias", "8=2", "--presence-penalty", "1", "--frequency-penalty", "0.5",
+        "--repetition-penalty", "1.2", "--min-tokens", "4", "--logprobs", "5")
     request = one.request
     assert (request.prompt, request.max_tokens, request.temperature) == ("hello", 9, 0.5)
     assert (request.top_k, request.top_p, request.min_p) == (7, 0.9, 0.1)
     assert (request.seed, request.verify) == (3, "coupled")
+    assert (request.n, request.logit_bias, request.min_tokens) == (2, {7: -1.5, 8: 2.0}, 4)
+    assert (request.presence_penalty, request.frequency_penalty) == (1.0, 0.5)
+    assert (request.repetition_penalty, request.logprobs) == (1.2, 5)
     assert request.grammar == GrammarSpec.json_schema(SCHEMA)
 
 
@@ -44,7 +49,7 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
     """A row's own grammar and sampling replace the options'; other rows keep the options'."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n\n{"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, '
-                    '"id": "mine"}\n')
+                    '"id": "mine", "logit_bias": {"5": 1, "no": 2}}\n')
     one, other = requests_of("--prompts", str(rows), "--regex", "[0-9]+", "--seed", "10")
     first, second = one.request, other.request
     assert first.grammar is not None and first.grammar.kind == "regex"
@@ -53,6 +58,7 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
     assert (first.temperature, second.temperature) == (0.0, 1.5)
     assert (first.seed, second.seed) == (10, 11)
     assert (first.id, second.id) == ("0", "mine")
+    assert (first.logit_bias, second.logit_bias) == ({}, {5: 1, "no": 2})
 
 
 @pytest.mark.parametrize(("line", "words"), [
@@ -187,6 +193,29 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
     assert third.request.grammar == grammar
 
 
+@pytest.mark.parametrize(("flags", "stated", "kind"), [
+    (["--whitespace", "compact"], {"whitespace": "compact"}, "schema"),
+    (["--whitespace", "2"], {"whitespace": 2}, "json_object"),
+    (["--whitespace", "any"], {"whitespace": "any"}, "structural_tag"),
+    (["--assert-formats"], {"assert_formats": True}, "schema"),
+    (["--no-assert-formats", "--key-order", "any"],
+     {"assert_formats": False, "key_order": "any"}, "schema"),
+])
+def test_how_json_is_written_is_said_by_flags_and_by_rows(tmp_path, flags, stated, kind):
+    """White space, formats and the order of keys reach the grammar; a row's own choice wins."""
+    value = {"schema": SCHEMA, "json_object": True, "structural_tag": TAGS}[kind]
+    make = {"schema": GrammarSpec.json_schema, "json_object": lambda _, **o:
+            GrammarSpec.json_object(**o), "structural_tag": lambda _, **o:
+            GrammarSpec.structural_tag([StructuralTag.of("<f>", {"type": "integer"}, "</f>")],
+                                       ["<f"], **o)}[kind]  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": "p", key: of} | own) for key, of, own in (
+        (kind, value, stated), (kind, value, {}), ("regex", "a+", {}))))
+    said = [one.request.grammar for one in requests_of("--prompts", str(rows), *flags)]
+    assert said == [make(value, **stated), make(value, **stated), GrammarSpec.regex("a+")]
+    assert requests_of("--prompts", str(rows))[0].request.grammar == said[0]
+
+
 def test_a_row_with_the_schema_false_is_refused(tmp_path):
     """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
     rows = tmp_path / "rows.jsonl"
@@ -219,6 +248,9 @@ def test_a_row_names_its_backend(tmp_path):
     (["--json-object", "--after", ""], "--json-object --after : marker: is empty"),
     (["--regex", "a", "--key-order", "any"], "--regex a --key-order any: key_order goes with"),
     (["--key-order", "any"], "--key-order any: key_order goes with a schema"),
+    (["--json-object", "--whitespace", "none"], "--whitespace none: whitespace 'none' is unknown"),
+    (["--lark", "FILE", "--whitespace", "2"], "--whitespace 2: whitespace goes with a schema or"),
+    (["--regex", "a", "--assert-formats"], "--assert-formats: assert_formats goes with a schema"),
     (["--partial"], "--partial goes with --schema"),
     (["--regex", "a", "--partial"], "--partial goes with --schema"),
     (["--after", "###"], "--after ###: after names the end of free text"),
@@ -318,6 +350,14 @@ def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
     assert [output["valid"] for output in said["outputs"]] == [True, True, True, None, None]
     assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", said["outputs"][4]["text"])
     assert said["outputs"][3]["text"] in {"00", "01", "10", "11"}
+
+
+def test_samples_of_a_prompt_have_rows_of_their_own(capsys):
+    """With --n each completion has its id, and with --logprobs its tokens' log probabilities."""
+    _, said = run_json(capsys, "--prompt", "x", "--max-tokens", "3", "--temperature", "2",
+                       "--n", "3", "--seed", "1", "--logprobs", "2")  # fmt: skip
+    assert [output["id"] for output in said["outputs"]] == ["0/0", "0/1", "0/2"]
+    assert all(len(o["logprobs"]) == len(o["tokens"]) > 0 for o in said["outputs"])
 
 
 def test_streamed_text_is_the_whole_text(capsys):

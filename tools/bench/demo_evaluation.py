@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from graft.cudagraph.errors import GraftError
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
+from graft.tools.report import program
 from graft.tools.validity import is_valid
 
 SETS: dict[str, Callable[[int], list[Task]]] = {
@@ -50,14 +50,14 @@ class Result:
     seconds: float
 
 
-def run_tasks(engine: Engine, tasks: list[Task], progress: bool) -> Result:
+def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
     """Answer all tasks at temperature 0; the counters are those of this run alone."""
     engine.reset_stats()
     before = engine.counters()["grammar"]
     requests = [Request(prompt=task.text, grammar=task_grammar(task), max_tokens=MAX_TOKENS)
                 for task in tasks]
     begun = time.perf_counter()
-    outputs = engine.generate(requests, progress=progress)
+    outputs = engine.generate(requests, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - begun
     counters = engine.counters()
     counters["grammar"] = {name: value - before[name]
@@ -120,7 +120,7 @@ def pair(masked: Result, unmasked: Result) -> dict[str, Any]:
     return {"tokens_per_round_difference": interval(differences), "same_tokens": same}
 
 
-def evaluate(tasks: int, batch: int, draft_length: int, progress: bool) -> dict[str, Any]:
+def evaluate(tasks: int, batch: int, draft_length: int) -> dict[str, Any]:
     """Run both sets masked and unmasked; returns everything that is written."""
     target, drafter = demo_model()
     results: dict[str, dict[str, Result]] = {name: {} for name in SETS}
@@ -130,7 +130,7 @@ def evaluate(tasks: int, batch: int, draft_length: int, progress: bool) -> dict[
                     mask_drafts=masked) as engine:
             described = engine.device.describe()
             for name, make in SETS.items():
-                results[name][arm] = run_tasks(engine, make(tasks), progress)
+                results[name][arm] = run_tasks(engine, make(tasks))
     answer: dict[str, Any] = {"device": described, "draft_length": draft_length, "batch": batch}
     for name, arms in results.items():
         answer[name] = {
@@ -141,27 +141,20 @@ def evaluate(tasks: int, batch: int, draft_length: int, progress: bool) -> dict[
     return answer
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
     """Evaluate and print or write the JSON."""
     parser = argparse.ArgumentParser(description="Score the demo model through the engine.")
     parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write here instead of printing")
-    parser.add_argument("--progress", action="store_true")
     options = parser.parse_args(arguments)
-    try:
-        answer = evaluate(options.tasks, options.batch, options.draft_length, options.progress)
-    except GraftError as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    text = json.dumps(answer, indent=1) + "\n"
+    text = json.dumps(evaluate(options.tasks, options.batch, options.draft_length), indent=1)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text)
+        options.json.write_text(text + "\n")
     else:
-        print(text, end="")
-    return 0
+        print(text)
 
 
 if __name__ == "__main__":

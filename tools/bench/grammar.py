@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import gzip
 import json
 import os
 import platform
@@ -26,16 +25,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.compile.child import receive, send
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
+from graft.tools.report import program, table
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 START_S = 120.0
@@ -50,14 +50,17 @@ class Child:
         self._setup = (subject, str(tokenizer), stop, MEMORY_BYTES, key_order)
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
 
     def ask(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "graft.tools.bench.grammar_child"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "graft.tools.bench.grammar_child",
+                     str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                )  # fmt: skip
             ready = self._exchange(self._setup, START_S)
             if ready != "ready":
                 raise GraftError(f"grammar bench: {self._setup[0]} does not start: {ready}")
@@ -65,26 +68,16 @@ class Child:
         return cast(dict[str, Any], answer)
 
     def _exchange(self, message: Any, timeout_s: float) -> Any:
-        process = cast("subprocess.Popen[bytes]", self._process)
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        timer = threading.Timer(timeout_s, expire)
-        timer.start()
         try:
-            send(cast(BinaryIO, process.stdin), message)
-            return receive(cast(BinaryIO, process.stdout))
+            self._pipe.send(message)
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
         except (EOFError, OSError):
-            code = process.wait()
+            code = cast("subprocess.Popen[bytes]", self._process).wait()
             self._process = None
-            if expired.is_set():
-                return {"outcome": "timeout", "why": f"took longer than {timeout_s:g} s"}
             return {"outcome": "crash", "why": f"the process ended with status {code}"}
-        finally:
-            timer.cancel()
+        self.close()
+        return {"outcome": "timeout", "why": f"took longer than {timeout_s:g} s"}
 
     def close(self) -> None:
         """End the process."""
@@ -141,8 +134,8 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
     return {name: round(float(np.quantile(values, q)), 4) for name, q in QUANTILES.items()}
 
 
-def table(summaries: dict[str, dict[str, Any]]) -> str:
-    """A plain-text table, a line a subject."""
+def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
+    """A line a subject."""
     lines = [["subject", *VERDICTS, "valid taken", "invalid taken", "compile ms p50/p99/p99.9/max",
               "fill us p50/p99/p99.9/max"]]  # fmt: skip
     for name, s in summaries.items():
@@ -151,8 +144,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
         lines.append([name, f"{s['right_percent']:.2f} %", *(str(s[v]) for v in VERDICTS[1:]),
                       f"{s['valid_accepted']}/{s['valid']}",
                       f"{s['invalid_accepted']}/{s['invalid']}", *times])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return table(lines)
 
 
 def run(rows: Sequence[dict[str, Any]], children: dict[str, Child]
@@ -170,53 +162,38 @@ def run(rows: Sequence[dict[str, Any]], children: dict[str, Child]
     return answers
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="python -m graft.tools.bench.grammar",
-                                   description=(__doc__ or "").split("\n\n")[0])  # fmt: skip
-    made.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
-    made.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
-    made.add_argument("--stop-token", help="name of the end token (default: as it is known)")
-    made.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    made.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
-    made.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")
-    made.add_argument("--key-order", default="schema", choices=("schema", "any"), help="of auto")
-    made.add_argument("--json", type=Path, help="write the results here")
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; refusals are one line on stderr and exit status 2."""
-    options = parser().parse_args(arguments)
-    try:
-        rows = list(rows_of(options.folder, options.every))
-        load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer = options.tokenizer
-            if tokenizer.suffix == ".gz":
-                tokenizer = Path(folder) / "tokenizer.json"
-                tokenizer.write_bytes(gzip.decompress(options.tokenizer.read_bytes()))
-            children = {name: Child(name, tokenizer, options.timeout, options.stop_token,
-                                    options.key_order)
-                        for name in options.subjects}  # fmt: skip
-            answers = run(rows, children)
-    except (GraftError, OSError) as error:
-        print(f"graft: {error}", file=sys.stderr)
-        return 2
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.grammar",
+                                     description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
+    parser.add_argument("--stop-token", help="name of the end token (default: as it is known)")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")
+    parser.add_argument("--key-order", default="schema", choices=("schema", "any"), help="of auto")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args(arguments)
+    rows = list(rows_of(options.folder, options.every))
+    load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
+    children = {name: Child(name, options.tokenizer, options.timeout, options.stop_token,
+                            options.key_order) for name in options.subjects}  # fmt: skip
+    answers = run(rows, children)
     summaries = {name: summary(found) for name, found in answers.items()}
-    print(table(summaries))
+    print(summary_table(summaries))
     if options.json:
         not_right = [{"id": row["id"], "verdict": verdict(a), "keyword": a.get("keyword", ""),
                       "why": a["why"][:160]}
-                     for row, a in zip(rows, answers.get("auto", rows), strict=True)
-                     if "auto" in answers and verdict(a) != "right"]  # fmt: skip
+                     for row, a in zip(rows, answers.get("auto", ()), strict=False)
+                     if verdict(a) != "right"]  # fmt: skip
         report = {"hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, no GPU involved",
                   "folder": options.folder.name, "tokenizer": options.tokenizer.name,
                   "schemas": len(rows), "every": options.every, "key_order": options.key_order,
                   "load": os.getloadavg(), "subjects": summaries,
                   "not_right": not_right}  # fmt: skip
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graft.cudagraph.kernels import nvrtc_options
+from graft.tools.report import table
+
 ARCHITECTURES = (80, 90, 100)
 ROOMS = ("cudagraph", "sampling", "models", "tools")
 # CuPy appends this to whatever it is given (denormals flush to zero, as on the soft device).
@@ -30,7 +33,7 @@ DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\([^)]*\)\s*)?void\s+'
                    r'(?:__launch_bounds__\([^)]*\)\s*)?(\w+)')
-SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 
@@ -58,9 +61,7 @@ class Usage:
     arch: str
     registers: int
     shared_bytes: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
+    spilled_bytes: int
 
 
 class CompileError(Exception):
@@ -126,8 +127,6 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
     """
     from cuda.bindings import nvrtc
 
-    from graft.cudagraph.kernels import nvrtc_options
-
     options = [*nvrtc_options(variant.path, dict(variant.defines)), *CUPY_OPTIONS,
                f"-arch=sm_{arch}", "--ptxas-options=-v"]
     text = variant.path.read_bytes()
@@ -153,30 +152,20 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
         spills, used, shared = SPILLS.search(part), USED.search(part), SHARED.search(part)
         if spills is None or used is None:
             raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
-        stack, stores, loads = map(int, spills.groups())
         usages.append(Usage(title, name, arch, int(used[1]), int(shared[1]) if shared else 0,
-                            stack, stores, loads))
+                            sum(map(int, spills.groups()))))
     return usages
 
 
-def report(variants: Iterable[Variant], arches: Sequence[int] = ARCHITECTURES) -> list[Usage]:
-    """Usages of every entry of every variant on every architecture."""
-    return [usage for v in variants for arch in arches for usage in compile_variant(v, arch)]
-
-
-def table(usages: Iterable[Usage]) -> str:
+def usage_table(usages: Iterable[Usage]) -> str:
     """One line for each kernel of a variant, the architectures side by side."""
     rows: dict[tuple[str, str], dict[str, Usage]] = {}
     for usage in usages:
         rows.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
     arches = sorted({a for row in rows.values() for a in row}, key=lambda a: int(a[3:]))
-    title = f"{'registers / shared bytes / spilled bytes':<62}"
-    lines = [title + "".join(f"{a:>16}" for a in arches)]
-    for (variant, kernel), row in rows.items():
-        cells = [f"{u.registers}/{u.shared_bytes}/{u.spill_store_bytes + u.spill_load_bytes}"
-                 for u in (row[a] for a in arches)]
-        lines.append(f"{variant + ': ' + kernel:<62}" + "".join(f"{c:>16}" for c in cells))
-    return "\n".join(lines)
+    return table([("registers / shared bytes / spilled bytes", *arches), *(
+        (": ".join(which), *(f"{u.registers}/{u.shared_bytes}/{u.spilled_bytes}"
+                             for u in (row[a] for a in arches))) for which, row in rows.items())])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,11 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     options = parser.parse_args(arguments)
     try:
-        usages = report(all_variants(), options.arch)
+        usages = [usage for variant in all_variants() for arch in options.arch
+                  for usage in compile_variant(variant, arch)]
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(usages))
+    print(usage_table(usages))
     return 0
 
 

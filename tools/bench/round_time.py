@@ -25,13 +25,14 @@ from typing import Any
 from tqdm import tqdm
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.errors import OptionError
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.options import LEGALITIES
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_tasks import held_out_tasks
+from graft.tools.report import program
 
 #: A round with grammar may take this much of a round without.
 BAR = 1.05
@@ -104,7 +105,8 @@ def measure(batch: int, pairs: int, rounds: int, legality: str, overlap: bool) -
             "quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a JSON object a line."""
     parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.round_time",
                                      description=(__doc__ or "").splitlines()[0])
@@ -115,15 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.batch, options.pairs, options.rounds) < 1:
         parser.error("--batch, --pairs and --rounds must be at least 1")
-    try:
-        print(open_device().describe())
-        for legality, overlap in itertools.product(options.legality, (True, False)):
-            print(json.dumps(measure(options.batch, options.pairs, options.rounds, legality,
-                                     overlap)), flush=True)
-    except GraftError as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    print(open_device().describe())
+    for legality, overlap in itertools.product(options.legality, (True, False)):
+        print(json.dumps(measure(options.batch, options.pairs, options.rounds, legality, overlap)),
+              flush=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from graft.cudagraph.graph import Graph
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, make_backend
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import LLGuidance, Refused, XGrammar
+from graft.tools.report import program
 
 KERNELS = Path(__file__).parent / "kernels" / "place.cu"
 BACKENDS = ("xgrammar", "llguidance")
@@ -234,7 +235,8 @@ class Graft:
         self._decoder.retire(self._replay)
         after = self._decoder.counters()
         if after["desyncs"] or after["errors"] or after["refused_drafts"]:
-            raise GraftError(f"the worker failed: {self._decoder.first_error()} {after}")
+            said = next(filter(None, map(self._decoder.error, range(self._decoder.slots))), "")
+            raise GraftError(f"the worker failed: {said} {after}")
         return sum(after[f"{s}_ns"] - before[f"{s}_ns"] for s in ("open", "commit", "draft"))
 
 
@@ -293,7 +295,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
                                  ((key, row.values()) for key, row in figures.items())}}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every backend; refusals are one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.rounds",
                                      description=(__doc__ or "").split("\n\n")[0])
@@ -306,15 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--wrong", type=float, default=0.3, help="share of wrong drafts")
     options = parser.parse_args(arguments)
-    try:
-        if min(value for value in vars(options).values() if isinstance(value, int)) < 1:
-            raise OptionError("sizes and counts must be at least 1")
-        for name in options.backends:
-            print(json.dumps({"backend": name} | run(name, options), indent=1), flush=True)
-    except (GraftError, OSError) as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    if min(value for value in vars(options).values() if isinstance(value, int)) < 1:
+        raise OptionError("sizes and counts must be at least 1")
+    for name in options.backends:
+        print(json.dumps({"backend": name} | run(name, options), indent=1), flush=True)
 
 
 if __name__ == "__main__":

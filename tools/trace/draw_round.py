@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 
 from graft.cudagraph.drawing import COLOURS, OTHER, dot
-from graft.cudagraph.errors import GraftError
 from graft.cudagraph.graph import Graph, Node
 from graft.models.engine import Engine
 from graft.tools.demo_model import demo_model
+from graft.tools.report import program
 
 #: Longest label that a box of the drawing shows in full.
 LABEL = 34
@@ -128,7 +128,8 @@ def draw(path: Path, batch: int, draft_length: int, masked: bool, folded: bool) 
         return len(nodes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
     """Draw a round of the demo model."""
     parser = argparse.ArgumentParser(description="Draw one round's graph.")
     parser.add_argument("out", type=Path, help="file to write, .svg or .dot")
@@ -139,14 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out.suffix not in (".svg", ".dot"):
         parser.error(f"{options.out}: the name must end in .svg or .dot")
-    try:
-        boxes = draw(options.out, options.batch, options.draft_length, not options.unmasked,
-                     options.fold)
-    except GraftError as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    boxes = draw(options.out, options.batch, options.draft_length, not options.unmasked,
+                 options.fold)
     print(f"{options.out}: {boxes} boxes")
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from html import escape
 from pathlib import Path
 
 from graft.cudagraph.drawing import COLOURS, OTHER
-from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.errors import OptionError
 from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_prompts import demo_prompts
+from graft.tools.report import program
 from graft.tools.trace.record import Trace
 from graft.tools.trace.rounds import trace_rounds
 
@@ -92,7 +93,8 @@ def draw(trace: Trace, title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
     """Trace the demo's rounds; the JSON holds one typical round, the summary all of them."""
     parser = argparse.ArgumentParser(description="Trace rounds of the demo model.")
     parser.add_argument("out", type=Path, nargs="?", default=OUT, help="file to write, .json")
@@ -100,26 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--unmasked", action="store_true", help="draft without the grammar")
     options = parser.parse_args(arguments)
-    try:
-        check_trace_path(options.out)
-        target, drafter = demo_model()
-        requests = [
-            Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=48)
-            for prompt in demo_prompts()[: options.requests]
-        ]
-        with Engine(target, drafter, max_batch_size=len(requests),
-                    draft_length=options.draft_length,
-                    mask_drafts=not options.unmasked) as engine:
-            engine.generate(requests)  # everything was used once before it is timed
-            with trace_rounds(engine) as trace:
-                engine.generate(requests)
-        write_trace(trace, options.out)
-        options.out.write_text(typical(trace).to_chrome())
-    except GraftError as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    check_trace_path(options.out)
+    target, drafter = demo_model()
+    requests = [Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=48)
+                for prompt in demo_prompts()[: options.requests]]
+    with Engine(target, drafter, max_batch_size=len(requests), draft_length=options.draft_length,
+                mask_drafts=not options.unmasked) as engine:
+        engine.generate(requests)  # everything was used once before it is timed
+        with trace_rounds(engine) as trace:
+            engine.generate(requests)
+    write_trace(trace, options.out)
+    options.out.write_text(typical(trace).to_chrome())
     print(json.dumps(trace.summary(), indent=1, ensure_ascii=False))
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the demo model and its EAGLE-3 head, and write both checkpoints.
 
-    python -m tools.train.demo tokenizer target eagle export evaluate --work DIR
+    python -m tools.train.demo tokenizer target eagle export --work DIR
 
 Stages run in the order given and resume from what `--work` holds. Needs torch (CPU
 is enough), tokenizers, safetensors, jinja2 and tqdm: a development-time extra.
@@ -34,17 +34,17 @@ from tqdm import tqdm
 from .. import demo_tasks as demo
 from . import data
 from . import tasks as drawn
-from .evaluate import AUX, acceptance, decode, whole_right
+from .evaluate import AUX, acceptance, whole_right
 from .nets import Eagle3, Llama, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every batch has its own shape; without these glibc gives memory back to the kernel
 # after each step and half of the time goes into page faults.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "4000000000",
-    "MALLOC_TRIM_THRESHOLD_": "8000000000",
-    "MALLOC_TOP_PAD_": "500000000",
-}
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000",
+               "MALLOC_TOP_PAD_": "500000000"}
+#: Of the target's training, and the tokens of a batch; then those of the drafter's.
+RATE, TOKENS = 4e-3, 4096
+EAGLE_TOKENS, DRAFT_VOCABULARY, UNROLLED = 3072, 1024, 3
 
 
 class Run:
@@ -81,14 +81,14 @@ class Run:
 class Optimizers:
     """Muon for the matrices inside the layers, AdamW for the rest; one schedule by time."""
 
-    def __init__(self, model: nn.Module, rate: float, minutes: float) -> None:
+    def __init__(self, model: nn.Module, minutes: float) -> None:
         inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "layer" in n]
         rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layer" in n)]
         self.all = [
-            torch.optim.Muon(inner, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+            torch.optim.Muon(inner, lr=RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self.rate, self.minutes, self.step_no, self.spent = rate, minutes, 0, 0.0
+        self.minutes, self.step_no, self.spent = minutes, 0, 0.0
         self.params = [*inner, *rest]
         self.clock = time.monotonic()
 
@@ -101,7 +101,7 @@ class Optimizers:
         """One update; returns the share of the budget that is spent."""
         share = self.progress()
         warm = min(1.0, (self.step_no + 1) / 60)
-        rate = self.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        rate = RATE * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
         loss.backward()
         nn.utils.clip_grad_norm_(self.params, 1.0)
         for o in self.all:
@@ -113,11 +113,8 @@ class Optimizers:
         return share
 
     def state(self) -> dict[str, Any]:
-        return {
-            "all": [o.state_dict() for o in self.all],
-            "step": self.step_no,
-            "spent": self.spent,
-        }
+        return {"all": [o.state_dict() for o in self.all], "step": self.step_no,
+                "spent": self.spent}
 
     def load(self, state: dict[str, Any]) -> None:
         for o, s in zip(self.all, state["all"], strict=True):
@@ -138,7 +135,7 @@ def make_tokenizer(run: Run) -> None:
 def train_target(run: Run) -> None:
     """Next-token loss on the answers; copying and short sequences first."""
     model, tokenizer = Llama(run.sizes), run.tokenizer()
-    opt = Optimizers(model, run.args.rate, run.args.minutes)
+    opt = Optimizers(model, run.args.minutes)
     path = run.work / "target.pt"
     if path.exists():
         saved = torch.load(path)
@@ -150,7 +147,7 @@ def train_target(run: Run) -> None:
 
     def stream_of(copying: float, longest: int) -> Iterator[tuple[Tensor, Tensor]]:
         tasks = drawn.mixture(run.documents, copying, opt.step_no * 1000)
-        return data.batches(tokenizer, tasks, run.args.tokens, longest, rng)
+        return data.batches(tokenizer, tasks, TOKENS, longest, rng)
 
     early = opt.progress() < 0.15
     stream = stream_of(0.3, 128) if early else stream_of(0.03, 320)
@@ -167,14 +164,10 @@ def train_target(run: Run) -> None:
         bar.n = opt.spent
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
         if opt.step_no % 200 == 0 or share >= 1.0:
-            run.log(
-                stage="target",
-                step=opt.step_no,
-                minutes=opt.spent,
-                loss=sum(losses) / len(losses),
-                tokens_per_s=seen / (time.monotonic() - began),
-                held_out=whole_right(model, probe),
-            )
+            run.log(stage="target", step=opt.step_no, minutes=opt.spent,
+                    loss=sum(losses) / len(losses),
+                    tokens_per_s=seen / (time.monotonic() - began),
+                    held_out=whole_right(model, probe))
             losses, seen, began = [], 0, time.monotonic()
             torch.save({"model": model.state_dict(), "optimizers": opt.state()}, path)
 
@@ -188,7 +181,7 @@ def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
     vocabulary = tokenizer.get_vocab()
     for piece in [*(chr(c) for c in range(33, 127)), "<|end|>"]:
         counts[vocabulary[piece]] += 1_000_000
-    return torch.tensor(sorted(i for i, _ in counts.most_common(run.args.draft_vocab)))
+    return torch.tensor(sorted(i for i, _ in counts.most_common(DRAFT_VOCABULARY)))
 
 
 def distil_loss(head: Eagle3, target: Llama, ids: Tensor, answer: Tensor, steps: int) -> Tensor:
@@ -223,121 +216,58 @@ def train_eagle(run: Run) -> None:
     head = Eagle3(run.sizes, kept)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.model.embed_tokens.weight[kept])
-    opt = Optimizers(head, run.args.eagle_rate, run.args.eagle_minutes)
+    opt = Optimizers(head, run.args.eagle_minutes)
     if saved:
         head.load_state_dict(saved["model"])
         opt.load(saved["optimizers"])
     probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
-    stream = data.batches(
-        tokenizer,
-        drawn.mixture(run.documents, 0.0, 10**8 + opt.step_no * 1000),
-        run.args.eagle_tokens,
-        320,
-        random.Random(opt.step_no),
-    )
+    tasks = drawn.mixture(run.documents, 0.0, 10**8 + opt.step_no * 1000)
+    stream = data.batches(tokenizer, tasks, EAGLE_TOKENS, 320, random.Random(opt.step_no))
     share, losses = opt.progress(), []
     bar = tqdm(total=run.args.eagle_minutes, unit="min", initial=opt.spent)
     while share < 1.0:
         ids, answer = next(stream)
-        loss = distil_loss(head, target, ids, answer, run.args.steps)
+        loss = distil_loss(head, target, ids, answer, UNROLLED)
         share = opt.step(loss)
         losses.append(loss.item())
         bar.n = opt.spent
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
         if opt.step_no % 100 == 0 or share >= 1.0:
-            run.log(
-                stage="eagle",
-                step=opt.step_no,
-                minutes=opt.spent,
-                loss=sum(losses) / len(losses),
-                acceptance_length=acceptance(head, target, probe, run.args.steps),
-            )
+            run.log(stage="eagle", step=opt.step_no, minutes=opt.spent,
+                    loss=sum(losses) / len(losses),
+                    acceptance_length=acceptance(head, target, probe, UNROLLED))
             losses = []
             torch.save({"model": head.state_dict(), "optimizers": opt.state()}, path)
-
-
-def evaluate(run: Run) -> None:
-    """Fields and whole answers on held-out tasks, and the unmasked acceptance length."""
-    torch.manual_seed(0)
-    target, head, tokenizer = run.target(), run.eagle(), run.tokenizer()
-    sets = {"held_out": demo.held_out_tasks(500), "unseen_keys": demo.unseen_key_tasks(500)}
-    for name, tasks in sets.items():
-        rows = data.encode(tokenizer, tasks)
-        right = total = whole = 0
-        said = []
-        kinds: dict[str, list[int]] = {}
-        for task, (ids, start) in zip(tqdm(tasks, desc=name), rows, strict=True):
-            answer = ids[start:]
-            if whole_right(target, [(ids, start)]) < 1.0:
-                answer = decode(target, tokenizer, ids[:start])
-            r, t, w = demo.score_fields(tokenizer.decode(answer), task)
-            right, total, whole = right + r, total + t, whole + w
-            kinds.setdefault(task.kind, []).append(int(w))
-            said.append((ids[:start] + answer, start))
-        run.log(
-            stage="evaluate",
-            set=name,
-            tasks=len(tasks),
-            fields=right / total,
-            whole=whole / len(tasks),
-            whole_by_kind={k: round(sum(v) / len(v), 4) for k, v in kinds.items()},
-            unmasked_acceptance_length=acceptance(head, target, said, 3),
-        )
 
 
 def export(run: Run) -> None:
     """Write the checkpoints in the form of the Hugging Face and EAGLE-3 loaders, in bf16."""
     s, tokenizer = run.sizes, run.tokenizer()
     ids = {name: tokenizer.token_to_id(name) for name in data.SPECIAL}
-    shape = {
-        **s.config(),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": ids["<|begin|>"],
-        "eos_token_id": ids["<|end|>"],
-    }
+    ends = {"bos_token_id": ids["<|begin|>"], "eos_token_id": ids["<|end|>"]}
+    shape = {**s.config(), "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16",
+             **ends}
     files: dict[str, dict[str, Any]] = {
         "target/config.json": {
-            "architectures": ["LlamaForCausalLM"],
-            **shape,
-            "num_hidden_layers": s.layers,
-            "tie_word_embeddings": True,
-        },
+            "architectures": ["LlamaForCausalLM"], **shape, "num_hidden_layers": s.layers,
+            "tie_word_embeddings": True},
         "target/tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|begin|>",
-            "eos_token": "<|end|>",
-            "pad_token": "<|end|>",
-            "add_bos_token": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": s.positions,
-            "chat_template": data.TEMPLATE,
-        },
-        "target/generation_config.json": {
-            "bos_token_id": ids["<|begin|>"],
-            "eos_token_id": ids["<|end|>"],
-            "do_sample": False,
-            "max_new_tokens": 256,
-        },
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>",
+            "eos_token": "<|end|>", "pad_token": "<|end|>", "add_bos_token": False,
+            "clean_up_tokenization_spaces": False, "model_max_length": s.positions,
+            "chat_template": data.TEMPLATE},
+        "target/generation_config.json": {**ends, "do_sample": False, "max_new_tokens": 256},
     }
     weights = {"target": {k: v.bfloat16() for k, v in run.target().state_dict().items()}}
     if (run.work / "eagle.pt").exists():
         head = run.eagle()
-        weights["eagle3"] = {
-            k: v.bfloat16() if v.is_floating_point() else v for k, v in head.state_dict().items()
-        }
+        weights["eagle3"] = {k: v.bfloat16() if v.is_floating_point() else v
+                             for k, v in head.state_dict().items()}
         files["eagle3/config.json"] = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **shape,
-            "num_hidden_layers": 1,
-            "draft_vocab_size": len(head.d2t),
-            "tie_word_embeddings": False,
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(AUX),
-            },
-        }
+            "architectures": ["LlamaForCausalLMEagle3"], **shape, "num_hidden_layers": 1,
+            "draft_vocab_size": len(head.d2t), "tie_word_embeddings": False,
+            "eagle_config": {"use_aux_hidden_state": True,
+                             "eagle_aux_hidden_state_layer_ids": list(AUX)}}
     for name, tensors in weights.items():
         (run.out / name).mkdir(parents=True, exist_ok=True)
         path = run.out / name / "model.safetensors"
@@ -349,50 +279,26 @@ def export(run: Run) -> None:
     (run.out / "training_log.jsonl").write_text((run.work / "training_log.jsonl").read_text())
 
 
-STAGES = {
-    "tokenizer": make_tokenizer,
-    "target": train_target,
-    "eagle": train_eagle,
-    "evaluate": evaluate,
-    "export": export,
-}
+STAGES = {"tokenizer": make_tokenizer, "target": train_target, "eagle": train_eagle,
+          "export": export}
 
 
 def main() -> None:
     """Parse the command line and run the stages named, in order."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
     parser.add_argument("--work", default="build/demo", help="checkpoints, tokenizer and log")
     parser.add_argument("--out", default=str(ROOT / "models" / "demo"), help="where export writes")
-    parser.add_argument(
-        "--corpus", default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz")
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=45.0, help="budget of the target's training"
-    )
+    parser.add_argument("--corpus",
+                        default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz"))
+    parser.add_argument("--minutes", type=float, default=45.0, help="of the target's training")
     parser.add_argument("--eagle-minutes", type=float, default=12.0)
-    parser.add_argument("--rate", type=float, default=4e-3)
-    parser.add_argument("--eagle-rate", type=float, default=4e-3)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens a batch")
-    parser.add_argument("--eagle-tokens", type=int, default=3072)
-    parser.add_argument("--draft-vocab", type=int, default=1024)
-    parser.add_argument(
-        "--steps", type=int, default=3, help="draft steps that the drafter is unrolled for"
-    )
     parser.add_argument("--threads", type=int, default=2, help="use 1 where others compute too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     run = Run(args)
-    run.log(
-        stage="start",
-        stages=args.stages,
-        sizes=asdict(run.sizes),
-        rate=args.rate,
-        tokens=args.tokens,
-    )
+    run.log(stage="start", stages=args.stages, sizes=asdict(run.sizes), rate=RATE, tokens=TOKENS)
     for stage in args.stages:
         STAGES[stage](run)
 

@@ -1,9 +1,8 @@
-"""Measurements during and after training: whole answers right, acceptance length."""
+"""Measurements during training: whole answers right, acceptance length."""
 
 from __future__ import annotations
 
 import torch
-from tokenizers import Tokenizer
 
 from .data import pad
 from .nets import Eagle3, Llama
@@ -54,14 +53,3 @@ def acceptance(head: Eagle3, target: Llama, rows: list[tuple[list[int], int]], k
                 new = min(m + 1, len(row) - 1 - at)
                 rounds, tokens, at = rounds + 1, tokens + new, at + new
     return tokens / rounds
-
-
-@torch.no_grad()
-def decode(model: Llama, tokenizer: Tokenizer, ids: list[int], limit: int = 200) -> list[int]:
-    """Greedy answer, without a cache: for the few answers that are not right at once."""
-    answer: list[int] = []
-    end = tokenizer.token_to_id("<|end|>")
-    while len(answer) < limit and (not answer or answer[-1] != end):
-        stream = model(torch.tensor([ids + answer]))[-1]
-        answer.append(int(model.logits(stream[:, -1]).argmax()))
-    return answer

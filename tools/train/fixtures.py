@@ -25,61 +25,26 @@ import transformers
 from safetensors.torch import save_file
 
 LENGTH = 40
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": [0, 2],
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "tie_word_embeddings": False, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": [0, 2]}
 # name -> (stored dtype, shard size, changes of SMALL)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "heads_all_float32": ("float32", "1GB", {}),
-    "grouped_llama3_bfloat16": (
-        "bfloat16",
-        "1GB",
-        {
-            "hidden_size": 48,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-            "rope_parameters": LLAMA3,
-            "max_position_embeddings": 512,
-        },
-    ),
-    "single_key_linear_float16": (
-        "float16",
-        "1GB",
-        {
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0},
-        },
-    ),
-    "wide_heads_sharded": (
-        "float32",
-        "20KB",
-        {"hidden_size": 40, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
-    ),
-    "eight_layers_bfloat16": (
-        "bfloat16",
-        "1GB",
-        {"hidden_size": 24, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 64},
-    ),
+    "grouped_llama3_bfloat16": ("bfloat16", "1GB", {
+        "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "tie_word_embeddings": True, "rope_parameters": LLAMA3, "max_position_embeddings": 512}),
+    "single_key_linear_float16": ("float16", "1GB", {
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0}}),
+    "wide_heads_sharded": ("float32", "20KB", {
+        "hidden_size": 40, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+    "eight_layers_bfloat16": ("bfloat16", "1GB", {
+        "hidden_size": 24, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 64}),
 }
 
 
@@ -100,12 +65,9 @@ def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[st
     with torch.no_grad():
         result = exact(tokens, output_hidden_states=True)
     np.savez_compressed(
-        folder / "expected.npz",
-        tokens=tokens[0].numpy().astype(np.int32),
-        logits=result.logits[0].numpy(),
-        inputs=torch.cat(result.hidden_states[:-1]).numpy(),
-        transformers=np.array(transformers.__version__),
-    )
+        folder / "expected.npz", tokens=tokens[0].numpy().astype(np.int32),
+        logits=result.logits[0].numpy(), inputs=torch.cat(result.hidden_states[:-1]).numpy(),
+        transformers=np.array(transformers.__version__))
 
 
 def make_eagle3(folder: Path, seed: int) -> None:
@@ -131,12 +93,9 @@ def make_eagle3(folder: Path, seed: int) -> None:
         outs = head.unroll(features, embedded, 4, everywhere)
         logits = [head.lm_head(head.norm(out)) for out in outs]
     of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
-    of_head = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 40,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
-    }
+    of_head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+               "draft_vocab_size": 40,
+               "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
     for name, module, own in (
         ("target", target, {**of_target, "tie_word_embeddings": True}),
         ("head", head, {**of_head, "tie_word_embeddings": False}),
@@ -147,11 +106,8 @@ def make_eagle3(folder: Path, seed: int) -> None:
         tensors = {k: v.contiguous() for k, v in module.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")
     np.savez_compressed(
-        folder / "expected.npz",
-        tokens=tokens[0].numpy().astype(np.int32),
-        outs=torch.cat(outs).numpy(),
-        logits=torch.cat(logits).numpy(),
-    )
+        folder / "expected.npz", tokens=tokens[0].numpy().astype(np.int32),
+        outs=torch.cat(outs).numpy(), logits=torch.cat(logits).numpy())
 
 
 def main() -> None:

@@ -14,24 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..demo_tasks import (
-    CHOICES,
-    SEEN,
-    UNSEEN,
-    WORDS,
-    Json,
-    Schema,
-    Task,
-    code,
-    integer,
-    leaves,
-    make_task,
-    new_key,
-    object_schema,
-    string,
-)
+from .. import demo_tasks as demo
+from ..demo_tasks import Json, Schema, Task, object_schema
 
-FILLS: list[str] = WORDS["fills"]
+FILLS: list[str] = demo.WORDS["fills"]
 
 
 def repeat_task(rng: random.Random) -> Task:
@@ -39,26 +25,20 @@ def repeat_task(rng: random.Random) -> Task:
     parts = []
     for _ in range(rng.randint(3, 14)):
         form = rng.randrange(5)
-        parts.append(
-            code(rng)[0]
-            if form == 0
-            else str(integer(rng))
-            if form == 1
-            else string(rng, rng.choice(("person", "place", "noun")))
-        )
+        if form == 0:
+            parts.append(demo.code(rng)[0])
+        elif form == 1:
+            parts.append(str(demo.integer(rng)))
+        else:
+            parts.append(demo.string(rng, rng.choice(("person", "place", "noun"))))
     text = rng.choice((" ", ", ", "; ", "\n")).join(parts)
     return Task(f"Repeat: {text}", None, text, None, "repeat")
 
 
-MINIMAL: dict[str, str] = {
-    "": "none",
-    "date": "2000-01-01",
-    "date-time": "2000-01-01T00:00:00Z",
-    "time": "00:00:00Z",
-    "uri": "http://none",
-    "email": "none@none.com",
-    "uuid": "00000000-0000-0000-0000-000000000000",
-}
+MINIMAL = {
+    "": "none", "date": "2000-01-01", "date-time": "2000-01-01T00:00:00Z", "time": "00:00:00Z",
+    "uri": "http://none", "email": "none@none.com",
+    "uuid": "00000000-0000-0000-0000-000000000000"}
 
 
 def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
@@ -74,7 +54,7 @@ def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
     if form == 5:
         return {"type": "boolean"}, False
     if form == 6:
-        options = rng.choice(CHOICES)
+        options = rng.choice(demo.CHOICES)
         return {"enum": list(options)}, options[0]
     if form == 7:
         return rng.choice(({}, {"type": "object"})), {}
@@ -88,7 +68,7 @@ def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
     taken: set[str] = set()
     optional: list[str] = []
     for _ in range(rng.randint(1, 5)):
-        key = new_key(rng, rng.choice(tuple(SEEN)), False, taken)
+        key = demo.new_key(rng, rng.choice(tuple(demo.SEEN)), False, taken)
         schema, value = minimal(rng, depth - 1)
         fields.append((key, schema))
         if rng.random() < 0.4:
@@ -115,21 +95,20 @@ def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
         if rng.random() < extra:
             yield fill_task(rng) if rng.random() < 0.5 else repeat_task(rng)
         else:
-            yield make_task(rng)
+            yield demo.make_task(rng)
 
 
 def corpus_documents(path: Path) -> list[Any]:
     """Short JSON objects of the corpus' training split, none with a reserved key."""
 
     def keys(value: Any) -> Iterator[str]:
-        for child in (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        ):
-            yield from keys(child)
         if isinstance(value, dict):
             yield from value
+            value = list(value.values())
+        for child in value if isinstance(value, list) else ():
+            yield from keys(child)
 
-    held = {k for pool in UNSEEN.values() for k in pool}
+    held = {k for pool in demo.UNSEEN.values() for k in pool}
     found = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -137,14 +116,8 @@ def corpus_documents(path: Path) -> list[Any]:
             if row["split"] == "train" and len(row["text"]) < 4000:
                 value = json.loads(row["text"])
                 parts = [value, *(value.values() if isinstance(value, dict) else value)]
-                found += [
-                    v
-                    for v in parts
-                    if isinstance(v, dict)
-                    and v
-                    and len(json.dumps(v)) < 300
-                    and held.isdisjoint(keys(v))
-                ]
+                found += [v for v in parts if isinstance(v, dict) and v
+                          and len(json.dumps(v)) < 300 and held.isdisjoint(keys(v))]
     return found
 
 
@@ -159,12 +132,8 @@ def _infer(rng: random.Random, value: Any) -> tuple[dict[str, Any], Any]:
         item, least = _infer(rng, value[0]) if value else ({}, {})
         filled = int(rng.random() < 0.3)
         return {"type": "array", "items": item, "minItems": filled}, [least] * filled
-    kinds = {
-        bool: ("boolean", False),
-        int: ("integer", 0),
-        float: ("number", 0),
-        str: ("string", "none"),
-    }
+    kinds = {bool: ("boolean", False), int: ("integer", 0), float: ("number", 0),
+             str: ("string", "none")}
     name, least = kinds.get(type(value), ("null", None))
     return {"type": name}, least
 
@@ -176,7 +145,7 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
         return Task(rng.choice(FILLS), schema, json.dumps(least), None, "fill")
     told = [
         f"{k.strip('.').replace('.', ' ')}: {v if isinstance(v, str) else json.dumps(v)}"
-        for k, v in leaves(value).items()
+        for k, v in demo.leaves(value).items()
     ]
     return Task("\n".join(told), schema, json.dumps(value, ensure_ascii=False), None, "corpus")
 

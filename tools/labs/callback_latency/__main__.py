@@ -35,7 +35,6 @@ import numpy as np
 from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
-from graft.cudagraph.errors import GraftError
 from graft.native import _native
 from graft.tools.labs.callback_latency.arms import (
     ARMS,
@@ -45,9 +44,9 @@ from graft.tools.labs.callback_latency.arms import (
     Arm,
     Samples,
     unavailable,
-)
-
-__all__ = ["Cell", "bars", "main", "measure", "report"]
+)  # fmt: skip
+from graft.tools.report import program
+from graft.tools.report import table as columns
 
 PYTHON = ("idle", "busy")
 #: Replays of an arm in a turn.
@@ -205,21 +204,22 @@ def processor() -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The figures as lines of text."""
-    heads = "".join(f"{q:>10}" for q in QUANTILES)
     wake = result["wake_up_us"]
+    rows: list[list[object]] = [["transport", "steps", "python", "samples",
+                                 *(f"{what} {q}" for what in ("hop", "join") for q in QUANTILES),
+                                 "GIL held", ""]]
+    for row in result["cells"]:
+        figures = ["-" if row[what] is None else f"{row[what][q]:.2f}"
+                   for what in ("hop_us", "join_us") for q in QUANTILES]
+        is_busy = row["python"] == "busy"
+        rows.append([row["transport"], row["callbacks"], row["python"], row["samples"], *figures,
+                     f"{row['gil_held']:.0%}" if is_busy else "",
+                     "NOT BUSY" if is_busy and not row["was_busy"] else ""])
     lines = [f"device: {result['device']}; {result['cores']} cores of {result['processor']}",
              f"waking a sleeping thread takes {wake['p50']:.0f} us here ({wake['p99']:.0f} at 99 "
              "%): it is in every join of a worker that parks",
-             f"{'':<31}{'hop there and back, us':^32} {'join less empty nodes, us':^30}",
-             f"{'transport':<12}{'steps':>5} {'python':<6}{'samples':>7} {heads} {heads}  GIL held"]
-    for row in result["cells"]:
-        figures = [" " * 9 + "-" if row[what] is None else f"{row[what][q]:>10.2f}"
-                   for what in ("hop_us", "join_us") for q in QUANTILES]
-        said = ""
-        if row["python"] == "busy":
-            said = f"{row['gil_held']:>8.0%}" + ("" if row["was_busy"] else "  NOT BUSY")
-        lines.append(f"{row['transport']:<12}{row['callbacks']:>5} {row['python']:<6}"
-                     f"{row['samples']:>7} {''.join(figures[:3])} {''.join(figures[3:])}  {said}")
+             "microseconds: the hop there and back, the join less that of empty nodes",
+             columns(rows)]
     for bar in result["bars"]:
         lines.append(f"{bar['what']}: {bar['value']:.4f}, at most {bar['limit']:.2f}: "
                      f"{'holds' if bar['holds'] else 'MISSED'}")
@@ -227,7 +227,8 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *filter(None, [result["warning"]])])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and write JSON."""
     parser = argparse.ArgumentParser(prog="python -m graft.tools.labs.callback_latency",
                                      description="Latency of host work in a replayed graph.")
@@ -249,16 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for n in options.callbacks:
             arms += [Arm(device, name, n) for name in names]
         result = report(device, measure(arms, options.samples, options.python, options.limit_s))
-    except GraftError as error:
-        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     finally:
         for arm in arms:
             arm.close()
     print(table(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

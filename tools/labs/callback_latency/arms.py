@@ -24,8 +24,6 @@ from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
 
-__all__ = ["ARMS", "BASELINE", "HOPPING", "MOST", "PEER", "Arm", "Samples", "unavailable"]
-
 KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
 #: The floor, graft's transports, and the peer.
 ARMS = ("empty", "native", "native spin", "mailbox", "spinkernel", "python", "cuda.core")

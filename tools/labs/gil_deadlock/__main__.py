@@ -24,6 +24,7 @@ The exit status is 0 when every verdict on the soft device is the one that follo
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import subprocess
@@ -47,9 +48,8 @@ from graft.tools.labs.gil_deadlock.cell import (
     TRANSPORTS,
     Cell,
     unavailable,
-)
-
-__all__ = ["SHORT", "Verdict", "expected", "main", "matrix", "play"]
+)  # fmt: skip
+from graft.tools.report import table as columns
 
 COMPLETES, POTENTIAL, HANGS, FREED, FAILED = (
     "completes", "potential", "hangs", "released", "failed")
@@ -167,19 +167,14 @@ def table(verdicts: Iterable[Verdict]) -> str:
     """The verdicts, a row per pattern and transport, a column per lock model."""
     found = {(v.cell.pattern, v.cell.transport, v.cell.model): v for v in verdicts if v.cell.held}
     models = sorted({model for _, _, model in found})
-    width = 11
-    heads = ["as it is" if model == CUDA_MODEL else f"model {model}" for model in models]
-    lines = [f"{'driver call with the GIL':<26} {'callback by':<15}"
-             + "".join(f"{head:<{width}}" for head in heads)]
-    for pattern in PATTERNS:
-        for transport in TRANSPORTS:
-            row = [found.get((pattern, transport, model)) for model in models]
-            if not any(row):
-                continue
-            said = "".join(f"{mark(v):<{width}}" for v in row)
-            lines.append(f"{pattern:<26} {transport:<15}{said}".rstrip())
-    lines += sorted({f"-: {v.report}" for v in found.values() if v.outcome == "-"})
-    return "\n".join(lines)
+    rows = [["driver call with the GIL", "callback by",
+             *("as it is" if model == CUDA_MODEL else f"model {model}" for model in models)]]
+    for pattern, transport in itertools.product(PATTERNS, TRANSPORTS):
+        row = [found.get((pattern, transport, model)) for model in models]
+        if any(row):
+            rows.append([pattern, transport, *map(mark, row)])
+    lacking = sorted({f"-: {v.report}" for v in found.values() if v.outcome == "-"})
+    return "\n".join([columns(rows, left=len(rows[0])), *lacking])
 
 
 def details(verdicts: Iterable[Verdict]) -> str:
