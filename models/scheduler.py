@@ -15,14 +15,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
 from graft.models.errors import RequestTimeoutError
 from graft.models.interrupt import Shield
-from graft.models.outbox import Outbox
 from graft.models.replay import Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
 from graft.models.round import RoundGraph
@@ -36,6 +35,52 @@ MAX_STALLS, MAX_STALL_S = 256, 30.0
 #: Rows of prompts that are enqueued between two replays, at least, while there are any.
 PREFILL_ROWS_PER_ROUND = 1024
 REST_S = 0.1
+
+
+class Outbox:
+    """Events that nobody has fetched.
+
+    Who drives requests of its own claims them, and alone gets their events; everybody else's are
+    fetched together. So users of one engine may take turns, or one begin within another's turn.
+
+    Attributes
+    ----------
+    posted : events so far.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[str, list[Event]] = {}
+        self._claimed: set[str] = set()
+        self.posted = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are events that nobody has claimed."""
+        return not self._claimed.issuperset(self._events)
+
+    def post(self, event: Event) -> None:
+        self._events.setdefault(event.id, []).append(event)
+        self.posted += 1
+
+    def claim(self, request_id: str) -> None:
+        self._claimed.add(request_id)
+
+    def release(self, ids: Iterable[str]) -> None:
+        """End claims; what has not been fetched is forgotten."""
+        for request_id in ids:
+            self._claimed.discard(request_id)
+            self._events.pop(request_id, None)
+
+    def fetch(self, claimed: Collection[str]) -> list[Event]:
+        """The events of requests that the caller has claimed."""
+        return self._take([i for i in self._events if i in claimed])
+
+    def fetch_rest(self) -> list[Event]:
+        """The events of requests that nobody has claimed."""
+        return self._take([i for i in self._events if i not in self._claimed])
+
+    def _take(self, ids: list[str]) -> list[Event]:
+        return [event for request_id in ids for event in self._events.pop(request_id)]
 
 
 class Scheduler:

@@ -7,9 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from engine_util import demo_engine, mixed_requests
+from engine_util import mixed_requests
 
-from graft.cudagraph.errors import OptionError
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Request
@@ -187,17 +186,3 @@ def test_outputs_are_valid_json(engine: Engine) -> None:
     assert finished
     for output in finished:
         json.loads(output.text)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"draft_length": 0}, {"max_batch_size": 0}, {"verify": "x"}, {"max_length": 10**9},
-     {"page_size": 0}, {"grammar_transport": "pigeon"}, {"grammar_transport": "python"},
-     {"draft_legality": "guess"}, {"draft_legality": "probe", "mask_drafts": False},
-     {"grammar_threads": 0}, {"grammar_budget_us": 0.0}, {"grammar_budget_us": "some"}],
-    ids=str,
-)  # fmt: skip
-def test_bad_engine_option(option: dict[str, object]) -> None:
-    """An engine that cannot work is refused by the option's name, before anything is loaded."""
-    with pytest.raises(OptionError, match=next(iter(option))):
-        demo_engine(**option)
