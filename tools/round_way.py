@@ -20,8 +20,6 @@ from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_prompts import demo_prompts
 
-__all__ = ["way"]
-
 #: Where a round enters native code: the grammar's steps, host nodes, launches.
 NATIVE = ("guide/worker.cpp", "hostwork/record.cpp", "hostwork/exec.cpp")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
