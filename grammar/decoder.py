@@ -64,10 +64,7 @@ class Span:
 
 
 def default_threads(batch: int, cores: int | None = None) -> int:
-    """Threads for steps of so many requests: one per 8, at most half the usable cores.
-
-    1 on two cores or for small batches: handing over costs more than it saves there.
-    """
+    """Threads for steps of so many requests: one per 8, at most half the usable cores."""
     usable = len(os.sched_getaffinity(0)) if cores is None else cores
     return max(1, min(usable // 2, batch // 8))
 
@@ -99,7 +96,7 @@ class GuidedDecoder:
         Microseconds of processor time that one slot may take in a step, at least 1; None: as much
         as it needs. A slot that takes more is late: rows it has made by then are used, and it sits
         rounds out until its thread has finished. Tokens stay the same, but for rejection sampling,
-        whose rounds then end elsewhere. See ``native/guide/pace.h`` for what it costs.
+        whose rounds then end elsewhere. See ``native/guide/matcher.h`` for what it costs.
 
     Raises
     ------
@@ -234,10 +231,6 @@ class GuidedDecoder:
     def counters(self) -> dict[str, int]:
         """What was done so far; ``*_ns`` are host nanoseconds per kind of step."""
         return dict(self._worker.counters())
-
-    def first_error(self) -> str:
-        """Text of the first internal error of a grammar backend, empty if there was none."""
-        return str(self._worker.first_error())
 
     def error(self, slot: int) -> str:
         """Why the last request that failed in a slot did, in its backend's words, or empty."""

@@ -46,13 +46,7 @@ def found_in(pattern: str, text: str) -> bool:
 
     It cannot where no group is repeated or referred to: at each place of the text, each of the
     ``n`` signs of repetition or choice then stands for at most ``len(text) + 1`` ways to go on.
-
-    Raises
-    ------
-    re.error
-        If Python cannot read the pattern.
-    GrammarError
-        If it takes longer than `SEARCH_S` seconds.
+    Elsewhere a ``GrammarError`` says that it takes longer than `SEARCH_S` seconds.
     """
     signs = len(re.findall(r"[*+?{|]", pattern))
     nested = re.search(r"\)[*+{]|\\[1-9]|\(\?P=", pattern)
@@ -71,13 +65,7 @@ def _asked(what: str, question: Question, limit_s: float) -> bool:
 
 
 def learn() -> None:
-    """In a checking process: have ready what every check needs.
-
-    Raises
-    ------
-    GrammarError
-        If ``jsonschema`` is not installed.
-    """
+    """In a checking process: have ready what every check needs."""
     sys.set_int_max_str_digits(0)
     try:
         import jsonschema  # noqa: F401
@@ -86,13 +74,7 @@ def learn() -> None:
 
 
 def satisfies(schema: str, text: str) -> bool:
-    """In a checking process: whether a text is JSON that satisfies a schema; nothing is fetched.
-
-    Raises
-    ------
-    GrammarError
-        If the schema cannot be judged: an unresolvable reference, a bad pattern.
-    """
+    """In a checking process: whether a text is JSON that satisfies a schema; nothing is fetched."""
     import jsonschema
     from jsonschema_specifications import REGISTRY  # without it, a $ref is fetched by network
 

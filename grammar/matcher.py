@@ -15,8 +15,7 @@ import numpy as np
 from graft.native import _native
 
 from .errors import GrammarError, clean_message
-from .marker import Marker
-from .spec import Spec
+from .spec import Marker, Spec
 from .vocabulary import Vocabulary
 
 __all__ = ["CompiledGrammar", "GrammarBackend", "Matcher", "NativeBackedMatcher"]
@@ -30,12 +29,7 @@ class GrammarBackend(Protocol):
     comes as it stands (unless `resolved` knows the backend): enforce all of it, or
     refuse it.
 
-    Attributes
-    ----------
-    name
-        For messages.
-    vocabulary
-        Token bytes, logit columns and stop ids.
+    ``name`` is for messages.
     """
 
     name: str
@@ -57,19 +51,12 @@ class CompiledGrammar:
 
     Parameters
     ----------
-    backend
-        Whose grammar it is.
-    spec
-        What it was compiled from.
+    backend, spec
+        Whose grammar it is, and what it was compiled from.
     native
         The backend's own form of it.
     nbytes
         Memory it takes, in bytes, as far as the backend tells.
-
-    Attributes
-    ----------
-    pace
-        What the native worker knows of its matchers' speed.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -77,7 +64,7 @@ class CompiledGrammar:
         self.spec = spec
         self.native = native
         self.nbytes = nbytes
-        self.pace = _native.guide.Pace()
+        self.pace = _native.guide.Pace()  # what the native worker knows of its matchers' speed
 
     def matcher(
         self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()
@@ -98,7 +85,7 @@ class CompiledGrammar:
         """
         matcher = self.backend.matcher(self, stop_ids)
         if self.spec.marker is not None:
-            matcher = MarkedMatcher(matcher, self.spec.marker)
+            matcher = _marked(matcher, self.spec.marker)
         for index, token in enumerate(tokens):
             if not matcher.accept(token):
                 raise GrammarError(f"matcher: the grammar refuses token {token}, number {index}")
@@ -143,15 +130,8 @@ class Matcher(ABC):
     def fill(self, row: np.ndarray) -> bool:
         """Write the legal tokens as bits of ``row``, contiguous int32 ``[ceil(size / 32)]``.
 
-        Returns
-        -------
-        bool
-            False where nothing is constrained: the row is then left as it was.
-
-        Raises
-        ------
-        GrammarError
-            After termination: there is no next token.
+        False where nothing is constrained: the row is then left as it was. ``GrammarError`` after
+        termination: there is no next token.
         """
 
     @abstractmethod
@@ -175,13 +155,11 @@ class Matcher(ABC):
 
     def _require_row(self, row: np.ndarray) -> None:
         # The libraries look at the address alone: strides and other types would be written over.
-        if row.dtype != np.int32 or row.shape != ((self.size + 31) // 32,):
+        words = (self.size + 31) // 32
+        if row.dtype != np.int32 or row.shape != (words,) or not row.flags.c_contiguous:
             raise GrammarError(
-                f"mask row: is {row.dtype} {list(row.shape)}, "
-                f"expected int32 [{(self.size + 31) // 32}]"
+                f"mask row: is {row.dtype} {list(row.shape)}, expected contiguous int32 [{words}]"
             )
-        if not row.flags.c_contiguous:
-            raise GrammarError("mask row: must be contiguous")
 
 
 def _typed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,11 +176,13 @@ def _typed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class NativeBackedMatcher(Matcher):
-    """A matcher whose Python methods call the native one."""
+    """A matcher whose Python methods call the native one, which borrows what is kept."""
 
-    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any):
+    def __init__(
+        self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any, keep: Any = None
+    ):
         super().__init__(compiled, stop_ids)
-        self.native = native
+        self.native, self._keep = native, keep
 
     @_typed
     def accept(self, token: int) -> bool:
@@ -226,25 +206,18 @@ class NativeBackedMatcher(Matcher):
 @functools.lru_cache(maxsize=32)
 def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
     return _native.guide.Marker(
-        marker.ids(vocabulary),
-        marker.text.encode("utf-8"),
-        vocabulary.tokens,
-        vocabulary.size,
+        marker.ids(vocabulary), marker.text.encode("utf-8"), vocabulary.tokens, vocabulary.size,
         marker.required,
-    )
+    )  # fmt: skip
 
 
-class MarkedMatcher(NativeBackedMatcher):
+def _marked(inner: Matcher, marker: Marker) -> Matcher:
     """The native scanner in front of a matcher."""
-
-    def __init__(self, inner: Matcher, marker: Marker):
-        if set(marker.ids(inner.compiled.backend.vocabulary)) & set(inner.stop_ids):
-            raise GrammarError("marker: its token is one of the request's stop ids")
-        native = _native.guide.MarkedMatcher(
-            inner.native,
-            _native_marker(inner.compiled.backend.vocabulary, marker),
-            inner.stop_ids,
-        )
-        super().__init__(inner.compiled, inner.stop_ids, native)
-        self._inner = inner  # its native side is borrowed
+    compiled, vocabulary = inner.compiled, inner.compiled.backend.vocabulary
+    if set(marker.ids(vocabulary)) & set(inner.stop_ids):
+        raise GrammarError("marker: its token is one of the request's stop ids")
+    native = _native.guide.MarkedMatcher(
+        inner.native, _native_marker(vocabulary, marker), inner.stop_ids
+    )
+    return NativeBackedMatcher(compiled, inner.stop_ids, native, keep=inner)
 

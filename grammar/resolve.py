@@ -7,13 +7,12 @@ import json
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .checks import check_text, parsed
 from .errors import GrammarError
-from .schema.close import close_objects
 from .schema.enforcement import BACKENDS, available_backends, ignored
 from .schema.router import refusal, route
+from .schema.terms import word_set
 from .schema.wellformed import check_schema
-from .spec import Spec
+from .spec import Spec, check_text, parsed
 
 __all__ = ["json_text", "resolved", "said_of_tag"]
 
@@ -67,8 +66,8 @@ def _schema(spec: Stated, backend: str) -> Stated:
         if _named(backend) == "xgrammar":
             check_schema(value)
             return _for_xgrammar(spec, value)
-        if spec.strict:
-            value = close_objects(value)
+        if spec.strict and '"allOf"' not in json.dumps(value):  # closing one would forbid another
+            value = _closed(value)
         found = route(
             value, key_order=spec.key_order, whitespace=spec.whitespace,
             assert_formats=spec.assert_formats,
@@ -85,6 +84,32 @@ def _schema(spec: Stated, backend: str) -> Stated:
         spec, text=text, partial=not found.exact, backend=found.backend, rules=found.rules,
         source=spec.text,
     )  # fmt: skip
+
+
+_OPEN = word_set(
+    """additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf not if then
+    else $ref dependentSchemas"""
+)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with ``additionalProperties: false`` where an object merely lists properties."""
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(out.get(key), dict):
+            out[key] = {name: _closed(value) for name, value in out[key].items()}
+    for key in ("items", "additionalProperties", "contains"):
+        if key in out:
+            out[key] = _closed(out[key])
+    for key in ("prefixItems", "items", "anyOf", "oneOf"):
+        combined = key in ("anyOf", "oneOf") and "properties" in out
+        if isinstance(out.get(key), list) and not combined:
+            out[key] = [_closed(value) for value in out[key]]
+    if "properties" in out and not out.keys() & _OPEN:
+        out["additionalProperties"] = False
+    return out
 
 
 def _named(backend: str) -> str:
@@ -107,8 +132,7 @@ def _for_xgrammar(spec: Stated, value: Any) -> Stated:
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
     if spec.whitespace == "compact":
         raise GrammarError("JSON schema: XGrammar writes spaces where the value is left free")
-    found = [] if spec.partial else ignored(value)
-    if found:
+    if not spec.partial and (found := ignored(value)):
         raise GrammarError(f"JSON schema: {refusal(found)}{_HINT}")
     return replace(spec, backend="xgrammar", strict=spec.strict is not False)
 
@@ -117,8 +141,8 @@ def _for_xgrammar(spec: Stated, value: Any) -> Stated:
 def _tags(spec: Stated, backend: str) -> Stated:
     """A structural tag whose tags' schemas are what ``backend`` is to compile.
 
-    LLGuidance gets them rewritten where that is equivalent, with objects closed that list their
-    properties and say nothing of others; XGrammar gets them as they stand, and closes them itself.
+    Objects in them are closed as with ``strict``; XGrammar, which gets them as they stand, does so
+    itself.
     """
     parts = json.loads(spec.text)
     for tag in parts["tags"]:

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .checks import check_text, parsed
 from .errors import GrammarError
-from .marker import Marker
 from .schema.options import KeyOrder, Whitespace, check_options
+from .vocabulary import Vocabulary
 
-__all__ = ["Kind", "Spec"]
+__all__ = ["Marker", "Spec", "check_text", "parsed"]
 
 Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag"]
-_KINDS = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Where free text ends and the grammar begins, for models that reason before they answer.
+
+    Before the marker nothing is constrained. The grammar begins with the token after the one that
+    completes it; a token that would carry the marker's end *and* more text is illegal, so that no
+    byte of the answer escapes the grammar.
+
+    Attributes
+    ----------
+    text
+        The marker as text, or empty; it may be spread over tokens. Where an added token of the
+        tokenizer has this very text, its id is the marker too.
+    token
+        The marker as a token id, or None.
+    required
+        ``False``: a stop id in the free text ends the output, without the grammar ever having
+        begun. ``True``: stop ids are illegal until the marker has come.
+    """
+
+    text: str = ""
+    token: int | None = None
+    required: bool = False
+
+    def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
+        """Tokens that are the marker by themselves; refused if out of range or a stop id."""
+        ids = [] if self.token is None else [self.token]
+        if self.text in vocabulary.names:
+            ids.append(vocabulary.names[self.text])
+        for token in ids:
+            if not 0 <= token < vocabulary.size:
+                raise GrammarError(f"marker: token {token} is outside [0, {vocabulary.size})")
+            if token in vocabulary.stop_ids:
+                raise GrammarError(f"marker: token {token} is a stop id")
+        return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True)
@@ -23,8 +59,7 @@ class Spec:
     Attributes
     ----------
     kind
-        ``"json_schema"``, ``"regex"``, ``"ebnf"``, ``"choice"``, ``"lark"`` or
-        ``"structural_tag"``.
+        See `Kind`.
     text
         The schema as JSON text, the regex, the EBNF, the Lark grammar, the choices as a JSON list,
         or ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``.
@@ -72,8 +107,8 @@ class Spec:
     marker: Marker | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            kinds = ", ".join(_KINDS)
+        if self.kind not in get_args(Kind):
+            kinds = ", ".join(get_args(Kind))
             raise GrammarError(f"grammar: kind is {self.kind!r}, must be one of {kinds}")
         for name, text in (("text", self.text), ("root", self.root)):
             check_text(f"{self.kind} {name}", text)
@@ -83,13 +118,31 @@ class Spec:
 
     @property
     def schema(self) -> Any:
-        """The user's JSON schema, parsed, or None where the grammar is not one.
-
-        Raises
-        ------
-        GrammarError
-            If this was made directly and the text is not JSON.
-        """
+        """The user's JSON schema, parsed, or None where the grammar is not one."""
         if self.kind != "json_schema":
             return None
         return parsed("JSON schema", self.source or self.text)
+
+
+def parsed(what: str, text: object) -> Any:
+    """The value of a JSON text."""
+    if not isinstance(text, str):
+        raise GrammarError(f"{what}: must be JSON text, not {type(text).__name__}")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise GrammarError(f"{what}: is nested too deeply") from None
+    except ValueError as error:
+        raise GrammarError(f"{what}: the text is not JSON: {error}") from error
+
+
+def check_text(what: str, text: object) -> None:
+    """Refuses what is no text, empty, or cannot be written as UTF-8."""
+    if not isinstance(text, str):
+        raise GrammarError(f"{what}: must be a string, not {type(text).__name__}")
+    if not text:
+        raise GrammarError(f"{what}: is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"{what}: is not Unicode text: {error}") from error

@@ -9,14 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .checks import check_keys, check_text, parsed
 from .compile.process import ChildLost, Question, ask
 from .errors import GrammarError
-from .marker import Marker
 from .resolve import json_text, said_of_tag
 from .schema.options import KeyOrder, Whitespace
 from .schema.wellformed import check_schema
-from .spec import Spec
+from .spec import Marker, Spec, check_text, parsed
 
 __all__ = ["GrammarSpec", "StructuralTag"]
 
@@ -125,13 +123,7 @@ class GrammarSpec(Spec):
 
     @classmethod
     def choice(cls, options: Iterable[str | int | float] | type[enum.Enum]) -> GrammarSpec:
-        """Exactly one of the given strings and numbers, or of the values of an ``Enum``.
-
-        Raises
-        ------
-        GrammarError
-            If there is no option, or an option is empty or neither a string nor a number.
-        """
+        """Exactly one of the given strings and numbers, or of the values of an ``Enum``."""
         if isinstance(options, (str, bytes, Mapping)) or not isinstance(options, Iterable):
             raise GrammarError(f"choice: must be a list of strings, not {type(options).__name__}")
         texts = dict.fromkeys(map(_choice, options))
@@ -173,8 +165,8 @@ class GrammarSpec(Spec):
         Raises
         ------
         GrammarError
-            If there is no tag, or a tag begins with none or several of the triggers, or a trigger
-            with no tag, or ``at_least_one`` or ``at_once`` is no bool.
+            If there is no tag, or a tag begins with none or several of the triggers, or no tag
+            with one of them.
         """
         if isinstance(triggers, str) or not tags or not triggers:
             raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
@@ -185,10 +177,10 @@ class GrammarSpec(Spec):
                 raise GrammarError(
                     f"structural tag: a tag is a {type(tag).__name__}, expected StructuralTag"
                 )
-            opening = [trigger for trigger in triggers if tag.begin.startswith(trigger)]
-            if len(opening) != 1:
+            count = sum(map(tag.begin.startswith, triggers))
+            if count != 1:
                 raise GrammarError(
-                    f"structural tag: {tag.begin!r} begins with {len(opening)} of the triggers"
+                    f"structural tag: {tag.begin!r} begins with {count} of the triggers"
                 )
         for trigger in triggers:
             if not any(tag.begin.startswith(trigger) for tag in tags):
@@ -204,13 +196,14 @@ class GrammarSpec(Spec):
             ],
             "at_least_one": at_least_one, "at_once": at_once,
         }  # fmt: skip
-        text = json.dumps(parts, ensure_ascii=False)
-        return cls._checked("structural_tag", text, whitespace=whitespace)
+        return cls._checked(
+            "structural_tag", json.dumps(parts, ensure_ascii=False), whitespace=whitespace
+        )
 
     @classmethod
     def _checked(cls, *arguments: Any, **options: Any) -> GrammarSpec:
         spec = cls(*arguments, **options)
-        _bounded(spec.kind, "syntax:check_syntax", spec)
+        _bounded(spec.kind, "backends.registry:check_syntax", spec)
         return spec
 
     def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
@@ -223,20 +216,13 @@ class GrammarSpec(Spec):
         required
             Whether stop ids are illegal until the marker has come. If not, a stop id there ends
             the output and the grammar never begins.
-
-        Raises
-        ------
-        GrammarError
-            If the marker is empty, no text, or a negative id.
         """
-        if isinstance(marker, bool) or not isinstance(marker, (str, int)):
-            raise GrammarError(f"marker: must be text or an id, not {type(marker).__name__}")
-        if isinstance(marker, int):
-            if marker < 0:
-                raise GrammarError(f"marker: token {marker} is negative")
-            return replace(self, marker=Marker(token=marker, required=bool(required)))
-        check_text("marker", marker)
-        return replace(self, marker=Marker(text=marker, required=bool(required)))
+        if isinstance(marker, (str, bool)):
+            check_text("marker", marker)
+            return replace(self, marker=Marker(text=str(marker), required=bool(required)))
+        if not isinstance(marker, int) or marker < 0:
+            raise GrammarError(f"marker: token {marker!r} is negative or no id")
+        return replace(self, marker=Marker(token=marker, required=bool(required)))
 
 
 # GBNF's "any character", which XGrammar does not know; strings, classes and comments stay.
@@ -279,5 +265,20 @@ def _document(schema: Any) -> Any:
         )
     if isinstance(schema, str):
         return parsed("JSON schema", schema)
-    check_keys(schema)
+    _check_keys(schema)
     return schema
+
+
+def _check_keys(value: Any) -> None:
+    """Refuses what JSON would turn into other keys without a word."""
+    pending, seen = [value], set[int]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, (dict, list, tuple)) and id(part) not in seen:
+            seen.add(id(part))
+            pending.extend(part.values() if isinstance(part, dict) else part)
+            for key in part if isinstance(part, dict) else ():
+                if not isinstance(key, str):
+                    raise GrammarError(
+                        f"JSON schema: the key {key!r} is a {type(key).__name__}, not text"
+                    )

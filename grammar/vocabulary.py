@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,15 @@ class Vocabulary:
         vocab = description["model"]["vocab"]
         if not isinstance(vocab, dict):  # unigram models list [piece, score]
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        to_bytes = _byte_level if _is_byte_level(description) else _byte_fallback(description)
+        steps = _steps(description.get("decoder"))
+        to_bytes: Callable[[str], bytes] = _byte_level
+        if "ByteLevel" not in [*steps, *_steps(description.get("pre_tokenizer"))]:
+            if "ByteFallback" not in steps and not description["model"].get("byte_fallback"):
+                raise GrammarError(
+                    "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
+                    f"{sorted(steps) or 'none'})"
+                )
+            to_bytes = _byte_fallback(steps.get("Metaspace", {}).get("replacement", "\u2581"))
         names = {token["content"]: token["id"] for token in description.get("added_tokens") or []}
         added = set(names.values())
         last = max(max(vocab.values(), default=-1), max(added, default=-1))
@@ -151,33 +159,22 @@ def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
     return description
 
 
-def _parts(description: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The steps of a pipeline, nested sequences flattened."""
-    pending, parts = [description.get(key)], []
+def _steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """The steps of a pipeline by their types, nested sequences flattened."""
+    found, pending = {}, [pipeline] if pipeline else []
     while pending:
-        part = pending.pop(0)
-        if part:
-            parts.append(part)
-            for name in ("decoders", "pretokenizers", "normalizers"):
-                pending = list(part.get(name, ())) + pending
-    return parts
+        part = pending.pop()
+        found[part["type"]] = part
+        pending += [*part.get("decoders", ()), *part.get("pretokenizers", ())]
+    return found
 
 
-def _is_byte_level(description: dict[str, Any]) -> bool:
-    steps = _parts(description, "decoder") + _parts(description, "pre_tokenizer")
-    return any(step.get("type") == "ByteLevel" for step in steps)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return alphabet
-
-
-_ALPHABET = _byte_alphabet()
+# GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)
+}
 
 
 def _byte_level(piece: str) -> bytes:
@@ -187,19 +184,7 @@ def _byte_level(piece: str) -> bytes:
         return piece.encode("utf-8")
 
 
-def _byte_fallback(description: dict[str, Any]) -> Any:
-    steps = _parts(description, "decoder")
-    kinds = {step.get("type") for step in steps}
-    if "ByteFallback" not in kinds and not description["model"].get("byte_fallback"):
-        raise GrammarError(
-            "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
-            f"{sorted(str(kind) for kind in kinds) or 'none'})"
-        )
-    space = "\u2581"
-    for step in steps:
-        if step.get("type") == "Metaspace":
-            space = step.get("replacement", space)
-
+def _byte_fallback(space: str) -> Callable[[str], bytes]:
     def to_bytes(piece: str) -> bytes:
         byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode("utf-8")

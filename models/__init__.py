@@ -20,7 +20,7 @@ from graft.models.errors import (
     TokenizerError,
 )
 from graft.models.options import Options
-from graft.models.request import Event, Limits, Output, Request
+from graft.models.request import Event, Limits, Logprob, Output, Request
 
 __all__ = [
     "CheckpointError",
@@ -36,6 +36,7 @@ __all__ = [
     "Event",
     "Feed",
     "Limits",
+    "Logprob",
     "Options",
     "Output",
     "QueueFullError",

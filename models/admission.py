@@ -17,6 +17,7 @@ from graft.models.request import (
 )
 from graft.models.running import Running
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.adjust import Adjust
 from graft.sampling.state import MAX_STOP_IDS
 
 
@@ -67,6 +68,8 @@ class Admission:
             raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         output.prompt_tokens = len(prompt)
         output.seed = secrets.randbits(64) if request.seed is None else request.seed
+        output.sample = request.sample
+        output.logprobs = None if request.logprobs is None else []
         grammar: Future[CompiledGrammar] | None = None
         if request.grammar is not None:
             grammar = self._compiler.submit(request.grammar)
@@ -78,6 +81,17 @@ class Admission:
             stop_ids=stop_ids,
             decoder=self._tokenizer.incremental(),
             grammar=grammar,
+            adjust=Adjust(
+                bias=dict(request.logit_bias or {}),
+                allowed=None if request.allowed_ids is None else tuple(request.allowed_ids),
+                banned=tuple(request.banned_ids or ()),
+                presence=float(request.presence_penalty),
+                frequency=float(request.frequency_penalty),
+                repetition=float(request.repetition_penalty),
+                earliest=request.min_tokens and len(prompt) + min(request.min_tokens, max_tokens),
+                logprobs=request.logprobs,
+                prompt=prompt,
+            ),
         )
 
     def _room(self, prompt: int, asked: int | None) -> int:

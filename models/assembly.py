@@ -192,7 +192,7 @@ def _parts(
         )
     candidates = min(CANDIDATES, vocab.size) if legality is Probe and vocab else 0
     exchange = Exchange(device, slots, drafts, vocab_size, candidates)
-    state = SlotState(device, slots)
+    state = SlotState(device, slots, vocab_size)
     replay = device.zeros((1,), "int32")
     sampler = Sampler(
         device,

@@ -259,7 +259,7 @@ class Engine:
         RequestError
             When two requests have the same id, before any of them is taken.
         """
-        return self._stream(list(requests), [])
+        return self._stream(_samples(requests), [])
 
     def _stream(self, requests: list[Request], names: list[str]) -> Iterator[Event]:
         """The same; puts the requests' ids into `names`."""
@@ -300,7 +300,7 @@ class Engine:
                 self._scheduler.outbox.release(names)
 
     def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
-        """Run requests together and return their outputs in the same order.
+        """Run requests together and return their outputs in the same order, samples by number.
 
         Raises
         ------
@@ -309,7 +309,7 @@ class Engine:
         KeyboardInterrupt
             After every unfinished request was cancelled.
         """
-        asked, names = list(requests), list[str]()
+        asked, names = _samples(requests), list[str]()
         done: dict[str, Output] = {}
         begun = time.perf_counter()
         with tqdm(total=len(asked), disable=not progress, unit="request") as bar:
@@ -424,6 +424,15 @@ def _rest(device: Device) -> None:
 
 def _has_name(request: Request) -> bool:
     return isinstance(getattr(request, "id", None), str)
+
+
+def _samples(requests: Iterable[Request]) -> list[Request]:
+    """The requests, each sample on its own; what is no request is refused later."""
+    return [
+        sample
+        for request in requests
+        for sample in (request.samples() if isinstance(request, Request) else [request])
+    ]
 
 
 def _names(requests: Sequence[Request], unfinished: Container[str]) -> set[str]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from graft.cudagraph.errors import DeviceError, HostWorkError
@@ -19,10 +19,12 @@ from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.models.interrupt import Shield
+from graft.models.request import Logprob
 from graft.models.running import Running
 from graft.models.stamps import Part
 from graft.models.stats import EngineStats
 from graft.sampling.sampler import ROUND_ROW
+from graft.sampling.state import LOGPROBS
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1
@@ -100,6 +102,7 @@ class RowResult:
     reason : REASON_* of cudagraph/kernels/exchange.h; 0 goes on.
     accepted, tested : drafts accepted and drafts there were.
     tokens : what was committed, in order.
+    logprobs : of the tokens, where the request asks for them.
     """
 
     slot: int
@@ -107,6 +110,7 @@ class RowResult:
     accepted: int
     tested: int
     tokens: list[int]
+    logprobs: list[Logprob] = field(default_factory=list)
 
 
 class Replays:
@@ -234,11 +238,18 @@ class Replays:
 
     def row(self, b: int) -> RowResult:
         """Read row `b` of the oldest unread replay, which was waited for."""
-        outputs, replay = self._parts.outputs, self.unread[0].replay
+        outputs, flight = self._parts.outputs, self.unread[0]
+        replay, most = flight.replay, flight.seats[b].running.request.logprobs
         row = outputs.row("rows", replay)[b]
         slot, count, reason, accepted, tested = row[:5].tolist()
         tokens = row[_HEAD : _HEAD + count].tolist()
-        return RowResult(slot, reason, accepted, tested, tokens)
+        result = RowResult(slot, reason, accepted, tested, tokens)
+        if most is not None:
+            told = outputs.row("logprobs", replay)[b].view(LOGPROBS)[:count]
+            for token in told:
+                top = zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True)
+                result.logprobs.append(Logprob(float(token["logprob"]), tuple(top)[:most]))
+        return result
 
     def finish(self) -> None:
         """The oldest unread replay was read: its entries may be used again."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import NUMBERS
 from graft.grammar.statement import GrammarSpec
 from graft.models.errors import RequestError
-from graft.sampling.state import MAX_STOP_IDS
+from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS
 
 #: Finish reasons by the device's codes for them.
 DEVICE_REASONS = {code: name.removeprefix("REASON_").lower()
                   for name, code in NUMBERS.items() if name.startswith("REASON_")}  # fmt: skip
 VERIFY_MODES = ("rejection", "coupled")
+MAX_SAMPLES = 128
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Limits:
     prompt_bytes : UTF-8 bytes of a prompt, of the messages, and of what a chat template makes.
     stop_strings, stop_characters : stop strings, and their characters in all.
     grammar_bytes : UTF-8 bytes of a grammar's text.
+    logit_biases : ids with a bias.
     waiting : requests without a slot; one more is refused with `QueueFullError`. None: no limit.
     """
 
@@ -34,6 +38,7 @@ class Limits:
     stop_strings: int = 64
     stop_characters: int = 1 << 14
     grammar_bytes: int = 1 << 20
+    logit_biases: int = 1024
     waiting: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +70,16 @@ class Request:
     top_k, top_p, min_p : filters, applied in this order after mask and temperature; 0, 1 and 0
         switch them off.
     seed : 64-bit key of the request's random numbers; None draws one and reports it.
+    sample : which of the completions drawn with that seed.
+    n : completions; `samples` makes a request of each.
+    logit_bias, allowed_ids, banned_ids : a number by id, added to its logit; the only ids there
+        are; and ids there are not. A grammar that needs what they take away ends in "dead_end".
+    presence_penalty, frequency_penalty, repetition_penalty : on what was generated, as OpenAI has
+        them, and on prompt and output, as Hugging Face and vLLM do; off at 0, 0 and 1. Formulas
+        and order stand in `graft.sampling.Adjust`.
+    min_tokens : tokens before a stop id may come; a grammar that allows nothing but to end wins
+        over it, and stop strings do not know of it.
+    logprobs : up to 20: have the log probability of every token, and of so many best ids.
     verify : "rejection" or "coupled"; None takes the engine's default.
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.
@@ -86,12 +101,49 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    sample: int = 0
+    n: int = 1
+    logit_bias: Mapping[int, float] | None = None
+    allowed_ids: Sequence[int] | None = None
+    banned_ids: Sequence[int] | None = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logprobs: int | None = None
     verify: str | None = None
     stop: Sequence[str] | None = ()
     stop_ids: Sequence[int] | None = ()
     special_tokens: bool = True
     timeout_s: float | None = None
     id: str | None = None
+
+    def samples(self) -> list[Request]:
+        """A request for each of the `n` completions: the same but for `sample`, and for the id,
+        which becomes "id/sample". They share the seed, so each can be had again by itself.
+
+        `generate` and `stream` do this; who submits requests does it first.
+        """
+        known = type(self.n) is int and type(self.sample) is int
+        if not known or not 1 < self.n <= MAX_SAMPLES:
+            return [self]  # refused by name, if it makes no sense
+        seed = secrets.randbits(64) if self.seed is None else self.seed
+        return [
+            replace(self, n=1, sample=sample, seed=seed,
+                    id=f"{self.id}/{sample}" if isinstance(self.id, str) else self.id)
+            for sample in range(self.sample, self.sample + self.n)
+        ]  # fmt: skip
+
+
+class Logprob(NamedTuple):
+    """The log probability of a token, and the best ids with theirs, best first.
+
+    Of the model itself: the log-softmax of its logits over the whole vocabulary, before bias,
+    penalties, mask, temperature and filters.
+    """
+
+    value: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass
@@ -108,6 +160,8 @@ class Output:
     error : the sentence that says why, for "refused", "error" and "timeout".
     error_type : the name of the error's class, such as "GrammarError" or "QueueFullError".
     finished : ended by itself: a stop id, and for a guided request a terminated grammar.
+    seed, sample : what a request must say to get the same again.
+    logprobs : of every token, in order; None unless asked for.
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
     preempted : times it lost its slot and went on later.
@@ -123,6 +177,8 @@ class Output:
     error: str | None = None
     error_type: str | None = None
     seed: int = 0
+    sample: int = 0
+    logprobs: list[Logprob] | None = None
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -164,7 +220,7 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Refuse what is no token id, or none of the model's. Raises RequestError."""
     for token in ids:
         _integer(f"each of {name}", token, 0, vocab_size - 1)
@@ -236,7 +292,7 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
     ):
         raise RequestError(f"messages must be a list of objects, got {shown(request.messages)}")
     check_size("the prompt", request.prompt or request.messages, "prompt_bytes", limits)
-    for name in ("stop", "stop_ids", "tokens"):
+    for name in ("stop", "stop_ids", "tokens", "allowed_ids", "banned_ids"):
         if not isinstance(getattr(request, name), (Sequence, type(None))):
             raise RequestError(f"{name} must be a list, got {shown(getattr(request, name))}")
     if request.grammar is not None and not isinstance(request.grammar, GrammarSpec):
@@ -278,3 +334,35 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
     if len(stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
     check_ids("stop_ids", stop_ids, vocab_size)
+    _check_adjust(request, vocab_size, limits)
+
+
+def _check_adjust(request: Request, vocab_size: int, limits: Limits) -> None:
+    """Refuse what makes no sense among `n`, bias, bounds, penalties and log probabilities."""
+    _integer("sample", request.sample, 0, 2**24 - 1)
+    _integer("n", request.n, 1, MAX_SAMPLES)
+    if request.n > 1:
+        raise RequestError(f"n is {request.n}: submit each of Request.samples() by itself")
+    _real("presence_penalty", request.presence_penalty, -2.0, 2.0)
+    _real("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
+    _real("repetition_penalty", request.repetition_penalty, 0.0, 100.0, open_low=True)
+    _integer("min_tokens", request.min_tokens, 0, request.max_tokens or 2**31 - 1)
+    if request.logprobs is not None:
+        _integer("logprobs", request.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    bias = {} if request.logit_bias is None else request.logit_bias
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must be numbers by id, got {shown(bias)}")
+    if len(bias) > limits.logit_biases:
+        raise RequestError(
+            f"logit_bias has {len(bias)} ids, more than {limits.logit_biases} (Limits.logit_biases)"
+        )
+    check_ids("logit_bias", bias, vocab_size)
+    for value in bias.values():
+        _real("each value of logit_bias", value, -1e6, 1e6)
+    allowed, banned = request.allowed_ids, request.banned_ids or ()
+    for name, ids in (("allowed_ids", allowed or ()), ("banned_ids", banned)):
+        if len(ids) > vocab_size:
+            raise RequestError(f"{name} has {len(ids)} ids, the vocabulary {vocab_size}")
+        check_ids(name, ids, vocab_size)
+    if set(banned).issuperset(allowed) if allowed is not None else len(set(banned)) == vocab_size:
+        raise RequestError("allowed_ids and banned_ids leave no id")

@@ -10,6 +10,7 @@ from typing import Protocol
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.stops import StopFinder
+from graft.sampling.adjust import NOTHING, Adjust
 
 
 class TextDecoder(Protocol):
@@ -26,6 +27,7 @@ class Running:
     Attributes
     ----------
     grammar : what it waits for outside the batch.
+    adjust : what is done to its logits, but for the output so far.
     place : its place among those waiting, -1 while it does not wait; never used twice.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
@@ -44,6 +46,7 @@ class Running:
     stop_ids: tuple[int, ...]
     decoder: TextDecoder
     grammar: Future[CompiledGrammar] | None = None
+    adjust: Adjust = NOTHING
     matcher: Matcher | None = None
     place: int = -1
     slot: int = -1

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
@@ -165,6 +166,7 @@ class Scheduler:
         request = running.request
         sampling: dict[str, Any] = {
             "seed": running.output.seed,
+            "sample": request.sample,
             "temperature": float(request.temperature),
             "top_k": request.top_k,
             "top_p": float(request.top_p),
@@ -172,6 +174,7 @@ class Scheduler:
             "verify": VERIFY_MODES.index(
                 self._verify if request.verify is None else request.verify
             ),
+            "adjust": replace(running.adjust, output=running.output.tokens),
         }
         joined = self.seating.join(running, **sampling)
         if joined:
@@ -240,6 +243,8 @@ class Scheduler:
             output.drafted += row.tested
             output.accepted += row.accepted
         text, stopped = running.push(tokens)
+        if output.logprobs is not None:
+            output.logprobs += row.logprobs[: len(output.tokens) - len(output.logprobs)]
         if stopped:
             self.end(running, "stop_string", text=text)
         elif row.reason:

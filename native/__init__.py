@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from graft.native._native import (
     failed_frees,
-    leaked_items,
     live_records,
     live_resources,
     live_thread_states,
@@ -13,7 +12,6 @@ from graft.native._native import (
 
 __all__ = [
     "failed_frees",
-    "leaked_items",
     "live_records",
     "live_resources",
     "live_thread_states",

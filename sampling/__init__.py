@@ -1,7 +1,8 @@
 """Mask apply, sampling and chain verification on the device."""
 
+from graft.sampling.adjust import Adjust
 from graft.sampling.mask import MaskApply
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import COUPLED, REJECTION, SlotState
 
-__all__ = ["COUPLED", "MaskApply", "REJECTION", "Sampler", "SlotState", "output_ring"]
+__all__ = ["COUPLED", "Adjust", "MaskApply", "REJECTION", "Sampler", "SlotState", "output_ring"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from graft.cudagraph.cstruct import read_struct
@@ -10,10 +12,10 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import HEADER, Exchange
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.pinned import Ring
+from graft.cudagraph.pinned import PinnedField, Ring
 from graft.sampling.checks import check_array, check_range
 from graft.sampling.loading import load, row_block
-from graft.sampling.state import MAX_DRAFTS, SlotState
+from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
 __all__ = ["ROUND_ROW", "Sampler", "output_ring", "row_words"]
 
@@ -29,17 +31,33 @@ def row_words(draft_length: int) -> int:
 
 
 def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
-    """Ring by which rounds hand their results to the host: int32 ``rows`` [B, row words]."""
-    return Ring(device, entries, {"rows": ("int32", (max_batch, row_words(draft_length)))})
+    """Ring by which rounds hand their results to the host.
+
+    int32 ``rows`` [B, row words], and ``logprobs`` [B, (K+1) words of LOGPROBS], which holds
+    something for the tokens of requests that ask for it.
+    """
+    told = (draft_length + 1) * (LOGPROBS.itemsize // 4)
+    return Ring(device, entries, {
+        "rows": ("int32", (max_batch, row_words(draft_length))),
+        "logprobs": ("int32", (max_batch, told)),
+    })  # fmt: skip
+
+
+def _layout(ring: Ring, field: PinnedField) -> Any:
+    """``OutputLayout`` of one of the fields."""
+    layout = np.zeros((), read_struct(HEADER, "OutputLayout"))
+    layout["entries"], layout["stride"] = ring.entries, field.stride
+    layout["rows"], layout["row"] = field.shape
+    return layout[()]
 
 
 class Sampler:
     """Writes the sampling kernels of a round on lanes.
 
     A round calls ``target``, ``verify``, and then ``draft`` for j = 1..K or ``place``, each once
-    per batch. The order of filters is vocabulary bound, mask, temperature, top-k, top-p, min-p,
-    renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id fails the row (reason
-    error).
+    per batch. The order of filters is what `Adjust` says, vocabulary bound, mask, temperature,
+    top-k, top-p, min-p, renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id
+    fails the row (reason error).
 
     Parameters
     ----------
@@ -70,6 +88,8 @@ class Sampler:
     ----------
     probs : float32 [max_batch * (K+1), V]
         Filtered distribution of the sampled rows (those with temperature >= 1e-5) of the last call.
+    raw : float32 [max_batch * (K+1), V]
+        The logits of rows whose request asks for log probabilities, as the model gave them.
     target_tok, row_ok : int32 [max_batch * (K+1)]
         Greedy or coupled token; 1 usable, 0 not ready, 2 no legal token, 3 error.
     rows : int32 [max_batch, row words]
@@ -106,6 +126,7 @@ class Sampler:
         check_range("draft_length", draft_length, 0, MAX_DRAFTS)
         check_range("candidates", int(exchange.layout["candidates"]), 0, 64)
         check_range("exchange slots", exchange.slots, state.slots, state.slots)
+        check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
         check_array("replay", replay, "int32", (1,), {})
         if (d2t is None) != (t2d is None):
             raise OptionError("d2t and t2d come together: give both or neither")
@@ -122,6 +143,7 @@ class Sampler:
         self.d2t, self.t2d, self.max_batch = d2t, t2d, max_batch
         rows = max_batch * width
         self.probs = device.zeros((rows, vocab_size), "float32")
+        self.raw = device.zeros((rows, vocab_size), "float32")
         self.target_tok = device.zeros((rows,), "int32")
         self.row_ok = device.zeros((rows,), "int32")
         self.row_words = row_words(draft_length)
@@ -131,6 +153,8 @@ class Sampler:
         self._replay = replay
         self._block = row_block(device) if block is None else block
         self._target = load(device, "target", self._block)["sample_target"]
+        adjust = load(device, "adjust", self._block)
+        self._adjust, self._note = adjust["adjust_logits"], adjust["note_committed"]
         verify = load(device, "verify", self._block)
         self._verify, self._publish = verify["verify_chain"], verify["publish_round"]
         self._draft = load(device, "draft", self._block)["sample_draft"]
@@ -139,13 +163,14 @@ class Sampler:
         self._place, self._forced = place["place_drafts"], place["propose_forced"]
 
     def target(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, width: int) -> None:
-        """Mask and filter the target's rows; decide the greedy or coupled token of each.
+        """Adjust, mask and filter the target's rows; decide the greedy or coupled token of each.
 
         Parameters
         ----------
         lane : Lane
         logits : float32 [B * width, V]
-            Row ``b * width + j`` follows position ``n + j`` of slot ``row_slot[b]``.
+            Row ``b * width + j`` follows position ``n + j`` of slot ``row_slot[b]``. Changed in
+            place where the slot's request has an `Adjust`.
         row_slot : int32 [B]
             Slot of each batch row, -1 for padding.
         width : int
@@ -159,16 +184,12 @@ class Sampler:
         check_range("width", width, 1, self.draft_length + 1)
         rows = {"B*width": batch * width, "V": self.vocab_size}
         check_array("logits", logits, "float32", ("B*width", "V"), rows)
-        lane.kernel(
-            self._target,
-            batch * width,
-            self._block,
-            [
-                logits, self.vocab_size, self.token_limit, row_slot, width, self.state.array,
-                *self._exchange, self.probs, self.target_tok, self.row_ok,
-            ],
-            name="target rows",
-        )  # fmt: skip
+        reads = [logits, self.vocab_size, self.token_limit, row_slot, width, self.state.array,
+                 *self._exchange]  # fmt: skip
+        adjusting = [*reads, self.state.tables, self.raw]
+        lane.kernel(self._adjust, batch * width, self._block, adjusting, name="adjust logits")
+        deciding = [*reads, self.probs, self.target_tok, self.row_ok]
+        lane.kernel(self._target, batch * width, self._block, deciding, name="target rows")
 
     def verify(self, lane: Lane, row_slot: DeviceArray, width: int, out_ring: Ring) -> None:
         """Walk the drafts, commit, write the output entry and publish its stamp.
@@ -188,7 +209,7 @@ class Sampler:
         """
         batch = self._batch(row_slot)
         check_range("width", width, 1, self.draft_length + 1)
-        out, stamp = out_ring.field("rows"), out_ring.stamp
+        out, told, stamp = (out_ring.field(name) for name in ("rows", "logprobs", "stamp"))
         check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
         check_range("output rows", out.shape[0], batch, 1 << 16)
         lane.kernel(
@@ -202,10 +223,11 @@ class Sampler:
             ],
             name="verify",
         )  # fmt: skip
-        layout = np.zeros((), read_struct(HEADER, "OutputLayout"))
-        layout["entries"], layout["stride"] = out_ring.entries, out.stride
-        layout["rows"], layout["row"] = out.shape
-        args = [self.rows, batch, self._replay, out, layout[()], stamp, stamp.stride]
+        args = [self.raw, self.vocab_size, row_slot, width, self.state.array, self.rows,
+                self.row_words, self.state.tables, self._replay, told,
+                _layout(out_ring, told)]  # fmt: skip
+        lane.kernel(self._note, batch * width, self._block, args, name="note committed")
+        args = [self.rows, batch, self._replay, out, _layout(out_ring, out), stamp, stamp.stride]
         lane.kernel(self._publish, 1, _PUBLISH_BLOCK, args, name="publish tokens")
 
     def draft(

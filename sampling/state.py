@@ -12,17 +12,31 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import HEADER
 from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import PinnedArray
+from graft.sampling.adjust import NOTHING, Adjust
 from graft.sampling.checks import check_range
 from graft.sampling.loading import load
 
-__all__ = ["COUPLED", "MAX_DRAFTS", "MAX_STOP_IDS", "REJECTION", "SLOT", "SlotState"]
+__all__ = [
+    "COUPLED",
+    "LOGPROBS",
+    "MAX_DRAFTS",
+    "MAX_LOGPROBS",
+    "MAX_STOP_IDS",
+    "REJECTION",
+    "SLOT",
+    "SlotState",
+]
 
 _HEADER = HEADER.with_name("slot.cuh")
 _NUMBERS = read_numbers(_HEADER)
 MAX_STOP_IDS, MAX_DRAFTS = _NUMBERS["MAX_STOP_IDS"], _NUMBERS["MAX_DRAFTS"]
+MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
 REJECTION, COUPLED = _NUMBERS["VERIFY_REJECTION"], _NUMBERS["VERIFY_COUPLED"]
 #: ``struct Slot`` of cudagraph/kernels/slot.cuh, where its fields are explained.
 SLOT = read_struct(_HEADER, "Slot")
+#: ``struct Logprobs`` of the same.
+LOGPROBS = read_struct(_HEADER, "Logprobs")
 
 
 class SlotState:
@@ -33,17 +47,22 @@ class SlotState:
     device : Device
     slots : int
         S, the largest number of requests at once.
+    vocab_size : int
+        V, ids of the target.
 
     Attributes
     ----------
     array : DeviceArray
         uint8 [S, SLOT.itemsize], as kernels take it.
+    tables : DeviceArray
+        int32 [S, 2, V], bias and counts, see kernels/adjust.cu; of requests that have any.
     """
 
-    def __init__(self, device: Device, slots: int) -> None:
+    def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
         check_range("slots", slots, 1, 1 << 16)
-        self.device = device
-        self.slots = slots
+        self.device, self.slots, self.vocab_size = device, slots, vocab_size
+        self.tables = device.zeros((slots, 2, vocab_size), "int32")
+        self._staged: dict[int, PinnedArray] = {}  # rewritten for a slot's next owner only
         self.array = device.zeros((slots, SLOT.itemsize), "uint8")
         kernels = load(device, "slot", 1)
         self._join, self._leave = kernels["slot_join"], kernels["slot_leave"]
@@ -73,6 +92,7 @@ class SlotState:
         min_p: float = 0.0,
         verify: int = REJECTION,
         sample: int = 0,
+        adjust: Adjust = NOTHING,
     ) -> None:
         """Give a slot to a request: active, without drafts.
 
@@ -100,6 +120,9 @@ class SlotState:
             ``REJECTION`` or ``COUPLED``.
         sample : int
             Index among the samples drawn with this seed, 0 <= sample < 2**24.
+        adjust : Adjust
+            Bias, penalties and log probabilities; its table follows in pinned memory that this slot
+            keeps, so a slot is joined again only when an earlier join is over.
 
         Raises
         ------
@@ -115,6 +138,7 @@ class SlotState:
         check_range("min_p", min_p, 0.0, 1.0)
         check_range("verify", verify, REJECTION, COUPLED)
         check_range("sample", sample, 0, 2**24 - 1)
+        check_range("logprobs", adjust.logprobs or 0, 0, min(MAX_LOGPROBS, self.vocab_size))
         if len(stop_ids) > MAX_STOP_IDS:
             raise OptionError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         request = np.zeros((), SLOT)
@@ -122,9 +146,21 @@ class SlotState:
             "n": position, "last": last, "active": 1, "epoch": epoch, "limit": limit,
             "verify": verify, "sample": sample, "seed": seed % 2**64, "temperature": temperature,
             "top_p": top_p, "min_p": min_p, "top_k": top_k, "stops": len(stop_ids),
+            "adjust": _NUMBERS["ADJUST_BIAS"] * adjust.biased
+            | _NUMBERS["ADJUST_COUNTS"] * adjust.counted
+            | _NUMBERS["ADJUST_STOPS"] * (adjust.earliest > 0)
+            | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None),
+            "earliest": adjust.earliest, "logprobs": adjust.logprobs or 0,
+            "presence": adjust.presence, "frequency": adjust.frequency,
+            "repetition": adjust.repetition,
         }.items():  # fmt: skip
             request[name] = value
         request["stop_ids"][: len(stop_ids)] = stop_ids
+        if adjust.biased or adjust.counted:
+            if slot not in self._staged:
+                self._staged[slot] = self.device.pinned((2, self.vocab_size), "int32")
+            adjust.write(self._staged[slot].array)
+            lane.copy(self.tables[slot], self._staged[slot], name=f"table of slot {slot}")
         args = [self.array, slot, request[()]]
         lane.kernel(self._join, 1, 1, args, name=f"join slot {slot}")
 

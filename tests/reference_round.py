@@ -195,6 +195,7 @@ class Slot:
     stop_ids: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()  # of the drafts
     q: tuple[Any, ...] = field(default=(), repr=False)  # of the drafts, over target ids
+    adjust: Any = None  # fields of graft.sampling.Adjust
 
     @property
     def last(self) -> int:
@@ -300,6 +301,33 @@ def commit(slot: Slot, outcome: Outcome) -> None:
     slot.active = slot.active and outcome.reason == RUNNING
 
 
+def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: Bool) -> np.ndarray:
+    """The float32 logits of a node's row as the slot's request wants them.
+
+    What was generated is what was known at joining and the path to the node.
+    """
+    a, size, path = slot.adjust, logits.size, slot.tree.path(node)
+    if a is None:
+        return logits
+    bias = np.full(size, 0 if a.allowed is None else -np.inf, np.float32)
+    bias[list(a.allowed or [])] = 0
+    for token, value in a.bias.items():
+        bias[token] += np.float32(value)
+    bias[list(a.banned)] = -np.inf
+    x = np.where(bias == -np.inf, bias, logits + bias)
+    counts = np.bincount([*a.output, *path], minlength=size).astype(np.float32)
+    seen = (counts > 0) | np.isin(np.arange(size), a.prompt)
+    repetition = np.float32(a.repetition)
+    x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
+    x = x - np.float32(a.frequency) * counts
+    x = np.where(counts > 0, x - np.float32(a.presence), x)
+    stops = np.isin(np.arange(size), slot.stop_ids)
+    early = slot.n + len(path) + 1 < a.earliest
+    if early and (legal & ~stops & (x > -np.inf)).any():
+        x[stops] = -np.inf
+    return x
+
+
 def verify(
     slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int
 ) -> Outcome:
@@ -315,13 +343,15 @@ def verify(
         if state not in (FREE, READY):
             return state, None
         legal = masks[node].allows(logits.shape[1], token_limit)
-        return broken(logits[node], legal) or state, legal
+        x = adjusted(slot, node, logits[node], legal)
+        return broken(x, legal) or state, (x, legal)
 
-    def decide(node: int, position: int, legal: Bool) -> tuple[int, int | None]:
+    def decide(node: int, position: int, row: tuple[Any, Bool]) -> tuple[int, int | None]:
+        x, legal = row
         if slot.filter.greedy:
-            token = int(np.argmax(np.where(legal, logits[node], -np.inf)))
+            token = int(np.argmax(np.where(legal, x, -np.inf)))
             return token, tree.child(node, token)
-        p = distribution(logits[node], legal, slot.filter)
+        p = distribution(x, legal, slot.filter)
         if slot.verify == COUPLED or node + 1 == len(tree.token):
             token = draw(p, slot.seed, position, NOISE, sample=slot.sample)
             return token, tree.child(node, token)

@@ -62,6 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     sampling.add_argument("--min-p", type=float, default=0.0, help="0 is off (default)")
     sampling.add_argument("--seed", type=int, help="of the first prompt; the next has seed + 1")
+    sampling.add_argument("--n", type=int, default=1, help="completions of each prompt (default 1)")
+    sampling.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=V",
+                          help="add to the logit of a token id; may repeat")
+    for name, off in (("presence", 0), ("frequency", 0), ("repetition", 1)):
+        sampling.add_argument(f"--{name}-penalty", type=float, default=float(off),
+                              help=f"{off} is off (default)")
+    sampling.add_argument("--min-tokens", type=int, default=0, help="tokens before a stop id")
+    sampling.add_argument("--logprobs", type=int, metavar="N",
+                          help="with --json, log probabilities of tokens and of the N best")
     sampling.add_argument("--stop", action="append", default=[], help="stop string; may repeat")
     sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
 
@@ -71,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="outputs and figures as JSON")
     output.add_argument("--stream", action="store_true", help="print text as rounds bring it")
     parser.set_defaults(run=run)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """ID=V of --logit-bias."""
+    token, _, value = text.partition("=")
+    return int(token), float(value)
 
 
 def open_engine(options: argparse.Namespace, batch: int) -> Engine:
@@ -149,7 +164,8 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None:
         check_trace_path(options.trace)
     asked = read_requests(options)
-    with open_engine(options, sum(one.refusal is None for one in asked)) as engine:
+    rows = sum(len(one.request.samples()) for one in asked if one.refusal is None)
+    with open_engine(options, rows) as engine:
         asked, requests = make_prompts(asked, engine)
         begun = time.perf_counter()
         with nullcontext() if options.trace is None else trace_rounds(engine) as trace:
@@ -179,12 +195,14 @@ def make_prompts(asked: Sequence[Asked], engine: Engine) -> tuple[list[Asked], l
     """Requests as the engine takes them; a row whose prompt cannot be made is refused alone."""
     kept, requests = [], []
     for one in asked:
+        made = [one.request]
         if one.refusal is None:
             try:
-                requests.append(one.for_engine(engine))
+                made = one.for_engine(engine).samples()
+                requests += made
             except GraftError as error:
                 one = dataclasses.replace(one, refusal=str(error))
-        kept.append(one)
+        kept += [dataclasses.replace(one, request=request) for request in made]
     return kept, requests
 
 

@@ -18,8 +18,10 @@ from graft.tools import grammar_options as grammars
 from graft.tools.validity import is_valid
 
 #: Fields of a row that go into the request as they are, and those that say how to make its prompt.
-PASSED = ("prompt", "messages", "tokens", "max_tokens", "temperature", "top_k", "top_p", "min_p",
-          "seed", "verify", "stop", "stop_ids")
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "n", "presence_penalty",
+            "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs", "verify")
+PASSED = ("prompt", "messages", "tokens", *SAMPLING, "seed", "stop", "stop_ids", "logit_bias",
+          "allowed_ids", "banned_ids")
 MAKING = ("raw", "tools", "variables")
 KEYS = {"id", *PASSED, *MAKING, *grammars.GRAMMAR_KEYS}
 
@@ -131,8 +133,8 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
     OptionError
         If an option is wrong, or a line of the file is no row.
     """
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "verify")
-    sampling = {name: getattr(options, name) for name in names} | {"stop": tuple(options.stop)}
+    sampling: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING}
+    sampling |= {"stop": tuple(options.stop), "logit_bias": dict(options.logit_bias)}
     grammar = grammars.given_grammar(options)
     rows = ({0: {"prompt": options.prompt}} if options.prompts is None
             else _read_rows(options.prompts))
@@ -142,6 +144,10 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
     asked = []
     for index, (number, row) in enumerate(rows.items()):
         fields = sampling | {name: row[name] for name in PASSED if name in row}
+        if isinstance(bias := fields["logit_bias"], dict):  # JSON has text for keys
+            fields["logit_bias"] = {
+                int(key) if str(key).isdecimal() else key: value for key, value in bias.items()
+            }
         if options.seed is not None:
             fields.setdefault("seed", options.seed + index)
         name = row.get("id")

@@ -10,6 +10,11 @@
 #define DRAFT_POINT 1  // point mass: argmax, forced, n-gram
 #define MAX_STOP_IDS 64
 #define MAX_DRAFTS 64
+#define MAX_LOGPROBS 20
+#define ADJUST_BIAS 1      // Slot.adjust: what is done to a request's logits, as bits
+#define ADJUST_COUNTS 2    // penalties on tokens that were there before
+#define ADJUST_STOPS 4     // no stop id below `earliest`
+#define ADJUST_LOGPROBS 8  // nothing, but they are kept and told
 
 // One request. Python reads this struct (sampling/state.py) and hands one over, whole, at joining.
 struct Slot {
@@ -30,6 +35,19 @@ struct Slot {
   int stop_ids[MAX_STOP_IDS];
   int drafts[MAX_DRAFTS];  // target ids
   int q_kind[MAX_DRAFTS];  // DRAFT_*
+  int adjust;              // ADJUST_*; 0: nothing, and what follows is not read
+  int earliest;
+  int logprobs;  // best ids told with each token
+  float presence;
+  float frequency;
+  float repetition;
+};
+
+// What a request is told of a committed token: its log probability, and the best ids and theirs.
+struct Logprobs {
+  float logprob;
+  int ids[MAX_LOGPROBS];
+  float logprobs[MAX_LOGPROBS];
 };
 
 __device__ __forceinline__ const RowStamp* stamp_of(const int* exchange, const ExchangeLayout& x,

@@ -12,7 +12,6 @@ from ..compile.process import Question
 from ..errors import GrammarError
 from ..matcher import CompiledGrammar, GrammarBackend
 from ..spec import Spec
-from ..vocabulary import Vocabulary
 
 __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 
@@ -29,13 +28,7 @@ class BoundedBackend(GrammarBackend, Protocol):
 
 
 def require_release(name: str, package: str, release: str, install: str) -> None:
-    """Refuse a library that is not installed, or of which graft knows another release.
-
-    Raises
-    ------
-    OptionError
-        Naming the package and the way to install it.
-    """
+    """Refuse a library that is not installed, or of which graft knows another release."""
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
@@ -49,17 +42,17 @@ def require_release(name: str, package: str, release: str, install: str) -> None
         )
 
 
-def ending_ids(vocabulary: Vocabulary, stop_ids: Iterable[int] | None) -> tuple[int, ...]:
-    """The stop ids that can end a grammar: those that are no text.
+def ending_ids(
+    backend: GrammarBackend, compiled: CompiledGrammar, stop_ids: Iterable[int] | None
+) -> tuple[int, ...]:
+    """The stop ids that can end a grammar of this backend: those that are no text.
 
     Ids that are text stay text to the grammar: whether they end the request is for the device to
     decide. A backend that took a textual stop id out of the text could find no way to go on.
-
-    Raises
-    ------
-    GrammarError
-        If an id is out of range or none is left.
     """
+    if compiled.backend is not backend:
+        raise GrammarError("matcher: the grammar was compiled for another vocabulary")
+    vocabulary = backend.vocabulary
     stops = tuple(dict.fromkeys(vocabulary.stop_ids if stop_ids is None else stop_ids))
     for stop in stops:
         if not 0 <= stop < vocabulary.size:

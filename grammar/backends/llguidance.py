@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import OptionError
@@ -15,73 +16,49 @@ from ..compile.process import Question
 from ..errors import GrammarError, clean_message
 from ..matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from ..resolve import resolved
-from ..schema.lark import json_options, literal
-from ..schema.options import Whitespace
-from ..schema.trial import parser_limits
+from ..schema.options import Whitespace, json_options, literal
+from ..schema.trial import validate
 from ..spec import Spec
 from ..vocabulary import Vocabulary
 from .base import ending_ids, require_release
 
-__all__ = ["LLGuidanceBackend", "grammar_text", "library", "probe", "read", "readable_text"]
+__all__ = ["LLGuidanceBackend", "grammar_text", "probe", "read", "readable_text"]
 
 _MATCHER_BYTES = 80 << 10  # LLGuidance does not tell: measured for a schema and 129k tokens
 
 
 @functools.cache
-def library() -> Any:
-    """LLGuidance's Python module.
-
-    Raises
-    ------
-    OptionError
-        If LLGuidance is not installed, is of another release, or cannot be loaded.
-    """
+def probe() -> str:
+    """Hand LLGuidance's C symbols to the native worker, which checks them; returns the release."""
     require_release("LLGuidance", "llguidance", "1.9.", "llguidance==1.9.1")
     try:
         import llguidance
-    except (ImportError, OSError) as error:
-        raise OptionError(f"grammar_backend: LLGuidance cannot be used: {error}") from error
-    return llguidance
 
-
-@functools.cache
-def probe() -> str:
-    """Hand LLGuidance's C symbols to the native worker, which checks them; returns the release.
-
-    Raises
-    ------
-    OptionError
-        If they are not the known ones.
-    """
-    try:
-        return str(_native.guide.load_llguidance(library()._lib.__file__))
-    except (OSError, RuntimeError, AttributeError) as error:
+        return str(_native.guide.load_llguidance(llguidance._lib.__file__))
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise OptionError(
             f"grammar_backend: LLGuidance cannot be driven natively: {error}"
         ) from error
 
 
 def grammar_text(spec: Spec) -> str:
-    """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal.
+    """LLGuidance's JSON form of a grammar, in which any spelling of a text in tokens is legal."""
+    return json.dumps({"grammars": [_grammar(spec)]})
 
-    Raises
-    ------
-    GrammarError
-        If the grammar cannot be stated to LLGuidance.
-    """
+
+def _grammar(spec: Spec) -> dict[str, Any]:
     spec = resolved(spec, "llguidance")
     if spec.kind == "json_schema" and not spec.rules:  # reading Lark takes a millisecond
-        grammar: dict[str, Any] = {"json_schema": _document(json.loads(spec.text), spec.whitespace)}
-    else:
-        head = '%llguidance {"no_forcing": true}'
-        grammar = {"lark_grammar": f"{head}\n{spec.rules or _lark(spec)}"}
-    return json.dumps({"grammars": [grammar]})
+        return {"json_schema": _document(json.loads(spec.text), spec.whitespace)}
+    head = '%llguidance {"no_forcing": true}'
+    return {"lark_grammar": f"{head}\n{spec.rules or _lark(spec)}"}
 
 
 def _lark(spec: Spec) -> str:
     if spec.kind == "regex":
-        # Slashes end a regex in Lark unless they are escaped.
-        return "start: /" + _escape_slashes(spec.text) + "/"
+        # slashes end a regex in Lark unless they are escaped, and so do newlines
+        pattern = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", spec.text, flags=re.DOTALL)
+        return "start: /" + pattern.replace("\n", r"\n") + "/"
     if spec.kind == "lark":
         return spec.text
     if spec.kind == "choice":
@@ -100,40 +77,27 @@ def _lark(spec: Spec) -> str:
         raise GrammarError(f"ebnf: {clean_message(error)}") from error
 
 
-def _said(text: str, kind: str) -> tuple[bool, str]:
-    """Whether LLGuidance refuses a grammar, and what it says, without a vocabulary."""
-    failed, lines = library().LLMatcher.validate_grammar_with_warnings(
-        text, limits=parser_limits()
-    )
-    # special tokens are known with the vocabulary: an unknown one is refused by `load`
-    heard = [line for line in lines if not line.startswith("no tokenizer")]
-    return failed, _objection("\n".join(heard), kind)
-
-
 def read(spec: Spec) -> str:
     """LLGuidance's objection to a grammar, without compiling it; empty if it can read it."""
     try:
-        failed, said = _said(grammar_text(spec), spec.kind)
+        readable_text(replace(spec, partial=True))
     except GrammarError as error:
         return str(error).removeprefix(f"{spec.kind}: ").removeprefix("structural tag ")
-    return (said or "is refused") if failed else ""
+    return ""
 
 
 def readable_text(spec: Spec) -> str:
-    """`grammar_text` of a grammar that LLGuidance takes.
-
-    Raises
-    ------
-    GrammarError
-        With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
-    """
-    text = grammar_text(spec)
-    failed, said = _said(text, spec.kind)
-    if failed:
+    """`grammar_text` of a grammar that LLGuidance takes, without warnings unless ``partial``."""
+    grammar = _grammar(spec)
+    refused, lines = validate(grammar)
+    # special tokens are known with the vocabulary: an unknown one is refused by `load`
+    heard = [line for line in lines if not line.startswith("no tokenizer")]
+    said = _objection("\n".join(heard), spec.kind)
+    if refused:
         raise GrammarError(f"{spec.kind}: {said or 'is refused'}")
     if said and not spec.partial:
         raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {said}")
-    return text
+    return json.dumps({"grammars": [grammar]})
 
 
 def _is_read(spec: Spec) -> bool:
@@ -155,21 +119,9 @@ def _objection(message: str, kind: str) -> str:
     return text
 
 
-def _escape_slashes(pattern: str) -> str:
-    escaped, out = False, []
-    for char in pattern:
-        out.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)
-        escaped = char == "\\" and not escaped
-    return "".join(out)
-
-
 def _document(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
     document = schema if isinstance(schema, dict) else {}
     return {**document, "x-guidance": json_options(whitespace)}
-
-
-def _json(schema: Any, whitespace: Whitespace) -> str:
-    return "%json " + json.dumps(_document(schema, whitespace))
 
 
 def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
@@ -184,7 +136,8 @@ def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
         after = literal(tag["begin"][len(trigger) :]) if tag["begin"] != trigger else ""
         end = literal(tag["end"]) if tag["end"] else ""
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
-        rules.append(f"body_{i}: {_json(tag['schema'], whitespace)} {end}")
+        schema = json.dumps(_document(tag["schema"], whitespace))
+        rules.append(f"body_{i}: %json {schema} {end}")
         rules.append(f"free_{i}: open_{i} {after} body_{i}")
         if parts["at_once"]:
             rules.append(f"tag_{i}: {literal(tag['begin'])} body_{i}")
@@ -194,13 +147,6 @@ def _structural_tag(parts: dict[str, Any], whitespace: Whitespace) -> str:
 class LLGuidanceBackend:
     """Compiles grammars for one vocabulary and makes matchers.
 
-    Parameters
-    ----------
-    vocabulary
-        Token bytes, logit columns and stop ids.
-
-    Notes
-    -----
     Construction sorts the vocabulary, about 0.6 s for 128k tokens. Matchers share nothing, no lock
     either: each is a deep copy, made in microseconds, of one that stands at the start.
     Every spelling of a text in tokens is legal.
@@ -222,13 +168,7 @@ class LLGuidanceBackend:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it.
-
-        Raises
-        ------
-        GrammarError
-            With LLGuidance's reason, if it refuses the grammar or would enforce it in part only.
-        """
+        """Compile on the calling thread; LLGuidance's limits of grammar and lexer size bound it."""
         found = resolved(spec, "llguidance")
         return self.load(spec, grammar_text(found) if _is_read(found) else readable_text(found))
 
@@ -238,13 +178,7 @@ class LLGuidanceBackend:
         return Question(f"{__name__}:{name}", (spec,))
 
     def load(self, spec: Spec, answer: str) -> CompiledGrammar:
-        """The grammar from its text as LLGuidance reads it, without the GIL.
-
-        Raises
-        ------
-        GrammarError
-            With LLGuidance's reason, if it refuses the grammar.
-        """
+        """The grammar from its text as LLGuidance reads it, without the GIL."""
         try:
             native = _native.guide.LLGuidanceGrammar(self._tokenizer, answer)
         except RuntimeError as error:
@@ -256,8 +190,6 @@ class LLGuidanceBackend:
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start; once complete, each of its `ending_ids` terminates it."""
-        if compiled.backend is not self:
-            raise GrammarError("matcher: the grammar was compiled for another vocabulary")
-        ending = ending_ids(self.vocabulary, stop_ids)
+        ending = ending_ids(self, compiled, stop_ids)
         handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
         return NativeBackedMatcher(compiled, ending, handle)

@@ -1,22 +1,25 @@
-"""Grammar backends by name."""
+"""Grammar backends by name, and what those that are installed say of a grammar."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 from graft.cudagraph.errors import OptionError
 
+from ..errors import GrammarError
 from ..matcher import GrammarBackend
+from ..resolve import resolved
+from ..spec import Spec
 from ..vocabulary import Vocabulary
-from .llguidance import LLGuidanceBackend
-from .xgrammar import XGrammarBackend
+from . import llguidance, xgrammar
 
-__all__ = ["BACKENDS", "make_backend"]
+__all__ = ["BACKENDS", "check_syntax", "make_backend"]
 
 #: Backends by name.
 BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
-    "xgrammar": XGrammarBackend,
-    "llguidance": LLGuidanceBackend,
+    "xgrammar": xgrammar.XGrammarBackend,
+    "llguidance": llguidance.LLGuidanceBackend,
 }
 
 
@@ -24,11 +27,6 @@ def make_backend(
     choice: str | Callable[[Vocabulary], GrammarBackend], vocabulary: Vocabulary
 ) -> GrammarBackend:
     """The backend of a name, or the one that a factory of the user's makes.
-
-    Parameters
-    ----------
-    choice
-        ``"xgrammar"``, ``"llguidance"``, or a callable that takes the vocabulary.
 
     Raises
     ------
@@ -44,3 +42,19 @@ def make_backend(
     if choice not in BACKENDS:
         raise OptionError(f"grammar_backend must be one of {tuple(BACKENDS)}, got {choice!r}")
     return BACKENDS[choice](vocabulary)
+
+
+def check_syntax(spec: Spec) -> None:
+    """Refuses a grammar that no installed backend can read, without a vocabulary."""
+    asked = {"llguidance": llguidance.read, "xgrammar": _read_by_xgrammar}
+    order = sorted(asked, reverse=spec.kind == "ebnf")  # which is XGrammar's notation
+    said = [asked[name](spec) for name in order if importlib.util.find_spec(name)]
+    if said and all(said):
+        raise GrammarError(f"{spec.kind}: {said[0]}")
+
+
+def _read_by_xgrammar(spec: Spec) -> str:
+    try:
+        return xgrammar.read(resolved(spec, "xgrammar"))
+    except GrammarError as error:
+        return str(error).removeprefix("structural tag ")

@@ -38,13 +38,7 @@ _libc = ctypes.CDLL(None)
 
 @functools.cache
 def library() -> Any:
-    """XGrammar's types, from its library, loaded once.
-
-    Raises
-    ------
-    OptionError
-        If XGrammar is not installed, is of another release, or cannot be loaded.
-    """
+    """XGrammar's types, from its library, loaded once."""
     require_release("XGrammar", "xgrammar", "0.2.", "--no-deps xgrammar==0.2.8")
     try:
         with _own_handler(signal.SIGSEGV):
@@ -77,13 +71,7 @@ def _own_handler(number: int) -> Iterator[None]:
 
 @functools.cache
 def probe() -> None:
-    """Hand XGrammar's methods to the native worker, which checks version and signatures.
-
-    Raises
-    ------
-    OptionError
-        If they are not the known ones.
-    """
+    """Hand XGrammar's methods to the native worker, which checks version and signatures."""
     library()
     from tvm_ffi import libinfo
 
@@ -95,12 +83,8 @@ def probe() -> None:
         ) from error
 
 
-def tokenizer_info(vocabulary: Vocabulary) -> Any:
+def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
     """XGrammar's view of a vocabulary; sorts it, about 0.1 s for 128k tokens."""
-    return _info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
-
-
-def _info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
     return library().TokenizerInfo(list(tokens), _RAW, size, list(stops), False)
 
 
@@ -185,19 +169,13 @@ _learnt: dict[str, Any] = {}  # in a compiling process: vocabularies by fingerpr
 
 def learn(fingerprint: str, *vocabulary: Any) -> None:
     """In a compiling process: what to compile for, from now on."""
-    _learnt[fingerprint] = _info(*vocabulary)
+    _learnt[fingerprint] = tokenizer_info(*vocabulary)
 
 
 def compiled_text(fingerprint: str, spec: Spec) -> str:
-    """In a compiling process: a compiled grammar as JSON text, several times its size in memory.
-
-    Raises
-    ------
-    GrammarError
-        With XGrammar's reason, if it refuses the grammar, or would enforce it in part only: that
-        it says by printing.
-    """
+    """In a compiling process: a compiled grammar as JSON text, several times its size in memory."""
     text = str(_compile(_learnt[fingerprint], spec).serialize_json())
+    # that it would enforce a grammar in part only, it says by printing
     printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
     ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
     if ignored and not spec.partial:
@@ -208,13 +186,6 @@ def compiled_text(fingerprint: str, spec: Spec) -> str:
 class XGrammarBackend:
     """Compiles grammars for one vocabulary and makes matchers.
 
-    Parameters
-    ----------
-    vocabulary
-        Token bytes, logit columns and stop ids.
-
-    Notes
-    -----
     Construction sorts the vocabulary (about 0.1 s for 128k tokens) and holds the GIL; do it at
     start-up. ``compile`` releases the GIL.
     """
@@ -225,17 +196,11 @@ class XGrammarBackend:
         self.vocabulary = vocabulary
         self._types = library()
         probe()
-        self._info = tokenizer_info(vocabulary)
+        self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile on the calling thread, in this process.
-
-        Raises
-        ------
-        GrammarError
-            With XGrammar's reason, if it refuses the grammar.
-        """
+        """Compile on the calling thread, in this process."""
         return self._grammar(spec, _compile(self._info, spec))
 
     def question(self, spec: Spec, routed: bool) -> Question:
@@ -258,12 +223,14 @@ class XGrammarBackend:
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start; once complete, each of its `ending_ids` terminates it."""
-        if compiled.backend is not self:
-            raise GrammarError("matcher: the grammar was compiled for another vocabulary")
-        ending = ending_ids(self.vocabulary, stop_ids)
+        ending = ending_ids(self, compiled, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
         handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
-        return _Matcher(compiled, ending, handle, self._acceptable(ending))
+        acceptable = self._acceptable(ending)
+        native = _native.guide.XGrammarMatcher(
+            handle.__chandle__(), acceptable.ctypes.data, self.vocabulary.size
+        )
+        return NativeBackedMatcher(compiled, ending, native, keep=(handle, acceptable))
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """A bit per id that XGrammar may be handed: text, or a stop id."""
@@ -274,18 +241,3 @@ class XGrammarBackend:
             packed = np.packbits(flags, bitorder="little").view(np.uint32)
             self._acceptable_by_stops[stops] = packed
         return self._acceptable_by_stops[stops]
-
-
-class _Matcher(NativeBackedMatcher):
-    """XGrammar's matcher, driven natively alone."""
-
-    def __init__(
-        self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], handle: Any,
-        acceptable: np.ndarray,
-    ):  # fmt: skip
-        size = compiled.backend.vocabulary.size
-        native = _native.guide.XGrammarMatcher(
-            handle.__chandle__(), acceptable.ctypes.data, size
-        )
-        super().__init__(compiled, stop_ids, native)
-        self._borrowed = handle, acceptable  # by the native side

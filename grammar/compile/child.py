@@ -1,8 +1,7 @@
 """The process that answers questions which may run away, crash, or take all memory.
 
-The parent (`process.Child`) writes pickled questions to its standard input and reads pickled
-answers from its standard output, each behind its length in 8 bytes. A question is the name of a
-function (``"package.module:function"``) and its arguments. Answers are ``("value", result)``,
+The parent (`process.Child`) sends questions through a pipe: the name of a function
+(``"package.module:function"``) and its arguments. Answers are ``("value", result)``,
 ``("refused", message)`` of a ``GrammarError``, ``("memory", message)`` and ``("failed", message)``.
 What a library prints lands in file 1, a file in memory that is empty when a question begins.
 """
@@ -12,36 +11,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import pickle
 import resource
 import signal
-import sys
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from graft.grammar.errors import GrammarError, clean_message
 
-__all__ = ["main", "receive", "send"]
+__all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-
-
-def send(stream: BinaryIO, message: Any) -> None:
-    """Write one message."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.write(len(data).to_bytes(8, "little") + data)
-    stream.flush()
-
-
-def receive(stream: BinaryIO) -> Any:
-    """Read one message; EOFError at the end of the stream. Both ends are graft's own."""
-    size = stream.read(8)
-    if len(size) < 8:
-        raise EOFError
-    length = int.from_bytes(size, "little")
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)
 
 
 def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
@@ -67,21 +46,21 @@ def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
-def main(parent: int, memory_bytes: int) -> None:
-    """Serve until the parent closes the pipe or dies."""
+def main(parent: int, memory_bytes: int, file: int) -> None:
+    """Serve until the parent closes the pipe, which is this file, or dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    answers = os.fdopen(os.dup(1), "wb")
     printed = os.memfd_create("printed")
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     _limit_memory(memory_bytes)
-    send(answers, "ready")
+    pipe = Connection(file)
+    pipe.send("ready")
     while True:
         try:
-            function, arguments = receive(sys.stdin.buffer)
+            question = pipe.recv()
         except EOFError:
             return
-        send(answers, _answer(function, arguments))
+        pipe.send(_answer(*question))

@@ -9,16 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
-import select
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import IO, Any, cast
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
 
@@ -41,58 +38,36 @@ class TooSlow(ChildLost):
     """The time was up, and the process has been killed."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A function of graft by name (``"package.module:function"``) and its arguments, picklable.
-
-    Attributes
-    ----------
-    first
-        A name and a question: asked once of each process before this one, outside its time.
-    """
+class Question(NamedTuple):
+    """A function of graft by name (``"package.module:function"``) and its arguments, picklable."""
 
     function: str
     arguments: tuple[Any, ...]
+    #: A name and a question: asked once of each process before this one, outside its time.
     first: tuple[str, Question] | None = None
 
 
 class Child:
     """One process at a time, which answers one question after the other; any thread may ask.
 
-    Parameters
-    ----------
-    memory_bytes
-        Address space that the process may take beyond that of its start.
-    doing
-        What it is there for, as a verb: ``"compile"`` or ``"check"``.
+    Beyond what it has at its start it may take ``memory_bytes`` of address space.
     """
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES, doing: str = "compile"):
-        self.memory_bytes, self._doing = memory_bytes, doing
-        self._name = f"the {doing.removesuffix('e')}ing process"
+    def __init__(self, memory_bytes: int = MEMORY_BYTES):
+        self.memory_bytes = memory_bytes
         self._turn = threading.Lock()
-        self._guard = threading.Lock()  # guards the two below
+        self._guard = threading.Lock()  # guards the three below
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
         self._closed = False
         self._knows: set[str] = set()
         _children.add(self)
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the process, if there is one."""
-        process = self._process
-        return None if process is None else process.pid
-
     def ask(self, question: Question, limit_s: float = LIMIT_S) -> Any:
-        """The function's result.
+        """The function's result, or the ``GrammarError`` that it raised.
 
-        Raises
-        ------
-        GrammarError
-            As the function raised it.
-        ChildLost
-            If the process was killed, died, ran out of memory, or the function raised what it
-            should not. `TooSlow` if it took longer than ``limit_s``.
+        `ChildLost` if the process was killed, died, ran out of memory, or the function raised what
+        it should not; `TooSlow` if it took longer than ``limit_s``.
         """
         with self._turn:
             try:
@@ -104,6 +79,11 @@ class Child:
                 return self._answer(question, limit_s)
             except (TimeoutError, EOFError, OSError) as error:
                 raise self._lost(error, limit_s) from error
+            except GrammarError:
+                raise
+            except BaseException:  # Ctrl-C: the next question is not to get this one's answer
+                self._reap(kill=True)
+                raise
 
     def warm(self) -> None:
         """Start the process, if it is not there; one that will not start says so when asked."""
@@ -132,21 +112,23 @@ class Child:
         with self._guard:
             if self._closed:
                 raise EOFError
-            self._process = _spawn(self.memory_bytes)
+            self._process, self._pipe = _spawn(self.memory_bytes)
         self._knows.clear()
-        self._read(time.monotonic() + _START_S)
+        self._read(_START_S)
 
     def _answer(self, question: Question, limit_s: float) -> Any:
-        deadline = time.monotonic() + limit_s
-        self._write((question.function, question.arguments), deadline)
-        outcome, value = self._read(deadline)
+        self._pipe.send(question[:2])  # it is not at work, so it reads
+        outcome, value = self._read(limit_s)
         if outcome == "value":
             return value
         if outcome == "refused":
             raise GrammarError(value)
-        if outcome == "memory":
-            raise ChildLost(f"needs more than {self._limit()} to {self._doing}")
-        raise ChildLost(value)
+        raise ChildLost(value or f"needs more than {self._limit()} to compile")
+
+    def _read(self, limit_s: float) -> Any:
+        if not self._pipe.poll(limit_s):
+            raise TimeoutError
+        return self._pipe.recv()
 
     def _limit(self) -> str:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
@@ -155,10 +137,12 @@ class Child:
         late = isinstance(error, TimeoutError)
         code = self._reap(kill=late or self._closed)
         if late:
-            return TooSlow(f"took longer than {limit_s:g} s to {self._doing}")
+            return TooSlow(f"took longer than {limit_s:g} s")
         if self._closed:
-            return ChildLost(f"{self._name} was stopped")
-        return ChildLost(f"{self._name}, limited to {self._limit()}, ended with status {code}")
+            return ChildLost("the compiling process was stopped")
+        return ChildLost(
+            f"the compiling process, limited to {self._limit()}, ended with status {code}"
+        )
 
     def _reap(self, *, kill: bool) -> int | None:
         with self._guard:
@@ -167,48 +151,8 @@ class Child:
             return None
         if kill:
             process.kill()
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                cast(IO[bytes], stream).close()
+        self._pipe.close()
         return process.wait()
-
-    def _write(self, message: Any, deadline: float) -> None:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        left = memoryview(len(data).to_bytes(8, "little") + data)
-        file = self._file("stdin")
-        os.set_blocking(file, False)
-        while left:
-            _await(file, select.POLLOUT, deadline)
-            left = left[os.write(file, left) :]
-
-    def _read(self, deadline: float) -> Any:
-        file = self._file("stdout")
-        size = int.from_bytes(_take(file, 8, deadline), "little")
-        return pickle.loads(_take(file, size, deadline))
-
-    def _file(self, name: str) -> int:
-        process = self._process
-        if process is None:
-            raise EOFError
-        return cast(int, getattr(process, name).fileno())
-
-
-def _await(file: int, event: int, deadline: float) -> None:
-    waiting = select.poll()
-    waiting.register(file, event)
-    if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
-
-
-def _take(file: int, size: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        _await(file, select.POLLIN, deadline)
-        part = os.read(file, size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 # A process is told to die with the thread that started it, so a thread that stays starts them all.
@@ -217,22 +161,25 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 _idle: list[Child] = []
 
 
-def _spawn(memory_bytes: int) -> subprocess.Popen[bytes]:
+def _spawn(memory_bytes: int) -> tuple[subprocess.Popen[bytes], Connection]:
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [sys.executable, "-P", "-c", _RUN, str(os.getpid()), str(memory_bytes)]
+    ours, theirs = Pipe()
+    file = theirs.fileno()
+    command = [sys.executable, "-P", "-c", _RUN, *map(str, (os.getpid(), memory_bytes, file))]
     # binding symbols lazily would end the child when its memory is used up
     environment = {**os.environ, "PYTHONPATH": path, "LD_BIND_NOW": "1"}
 
     def start() -> subprocess.Popen[bytes]:
+        none = subprocess.DEVNULL
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, bufsize=0,
-        )  # fmt: skip
+            command, env=environment, stdin=none, stdout=none, stderr=none, pass_fds=[file]
+        )
 
-    try:
-        return _starter.submit(start).result()
-    except RuntimeError:
-        raise ChildLost("it is too late: Python ends") from None
+    with theirs:
+        try:
+            return _starter.submit(start).result(), ours
+        except RuntimeError:
+            raise ChildLost("it is too late: Python ends") from None
 
 
 def take(memory_bytes: int = MEMORY_BYTES) -> Child:

@@ -33,6 +33,9 @@ _PATIENCE_S = 1.0  # of the lane that everybody passes
 _log = logging.getLogger("graft.grammar")
 
 
+Choice = str | Callable[[Vocabulary], GrammarBackend]
+
+
 class _Job(NamedTuple):
     spec: Spec
     future: Future[CompiledGrammar]
@@ -41,30 +44,36 @@ class _Job(NamedTuple):
 class _Shared:
     """Backends by name and their compiled grammars, for every service of the same settings."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, choice: str | Callable[[Vocabulary], GrammarBackend],
-        cache_bytes: int,
-    ):  # fmt: skip
+    def __init__(self, vocabulary: Vocabulary, choice: Choice, cache_bytes: int):
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
         self.cache = GrammarCache(cache_bytes)
-        self.default = (
-            self.named(choice)
-            if isinstance(choice, str) else make_backend(choice, vocabulary)
-        )  # fmt: skip
+        if isinstance(choice, str):
+            self.default = self.named(available_backends()[0] if choice == "auto" else choice)
+        else:
+            self.default = make_backend(choice, vocabulary)
 
     def named(self, name: str) -> GrammarBackend:
         with self._lock:
-            found = self._backends.get(name)
-            if found is None:
-                found = make_backend(name, self._vocabulary)
-                self._backends[name] = found
-            return found
+            if name not in self._backends:
+                self._backends[name] = make_backend(name, self._vocabulary)
+            return self._backends[name]
 
 
 _shared: weakref.WeakValueDictionary[tuple[object, ...], _Shared] = weakref.WeakValueDictionary()
 _shared_lock = threading.Lock()
+
+
+def _share(vocabulary: Vocabulary, choice: Choice, cache_bytes: int) -> _Shared:
+    if not isinstance(choice, str):
+        return _Shared(vocabulary, choice, cache_bytes)
+    key = (choice, vocabulary.fingerprint, cache_bytes)
+    with _shared_lock:
+        found = _shared.get(key)
+        if found is None:
+            found = _shared[key] = _Shared(vocabulary, choice, cache_bytes)
+        return found
 
 
 class GrammarService:
@@ -87,8 +96,8 @@ class GrammarService:
     choice
         Default backend: a name, or a callable that makes one for the vocabulary; the grammars of
         one that is no `BoundedBackend` compile in this process, without any bound. ``"auto"``
-        routes JSON schemas (`resolved`), gives EBNF to XGrammar, whose notation it is,
-        and the rest to the first backend installed.
+        routes JSON schemas (`resolved`), gives EBNF to XGrammar, whose notation it is, and the rest
+        to the first backend installed.
     threads
         Grammars compiled at once, in each lane.
     timeout_s, memory_bytes
@@ -111,7 +120,7 @@ class GrammarService:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        choice: str | Callable[[Vocabulary], GrammarBackend] = "xgrammar",
+        choice: Choice = "xgrammar",
         *,
         threads: int = 1,
         timeout_s: float = LIMIT_S,
@@ -128,8 +137,7 @@ class GrammarService:
             raise OptionError("grammar_backend: auto needs llguidance or xgrammar installed")
         self._choice = choice if isinstance(choice, str) else ""
         self._ebnf = choice == "auto" and "xgrammar" in installed
-        default = installed[0] if choice == "auto" else choice
-        self._shared = self._share(vocabulary, default, cache_bytes)
+        self._shared = _share(vocabulary, choice, cache_bytes)
         self.backend = self._shared.default
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards the three below
@@ -140,32 +148,17 @@ class GrammarService:
         self._second: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._children: list[Child] = []
         self._threads: list[threading.Thread] = []
-        patience_s = min(_PATIENCE_S, timeout_s)
-        for name, lane, limit_s in (
-            ("first", self._first, patience_s), ("second", self._second, timeout_s),
-        ):  # fmt: skip
-            for i in range(threads):
+        lanes = ((self._first, min(_PATIENCE_S, timeout_s)), (self._second, timeout_s))
+        for lane, limit_s in lanes:
+            for _ in range(threads):
                 child = take(memory_bytes)
                 thread = threading.Thread(
-                    target=self._serve, args=(lane, child, limit_s),
-                    name=f"graft-compile-{name}-{i}", daemon=True,
+                    target=self._serve, args=(lane, child, limit_s), name="graft-compile",
+                    daemon=True,
                 )  # fmt: skip
                 self._children.append(child)
                 self._threads.append(thread)
                 thread.start()
-
-    def _share(
-        self, vocabulary: Vocabulary, default: str | Callable[[Vocabulary], GrammarBackend],
-        cache_bytes: int,
-    ) -> _Shared:  # fmt: skip
-        if not isinstance(default, str):
-            return _Shared(vocabulary, default, cache_bytes)
-        key = (self._choice, default, vocabulary.fingerprint, cache_bytes)
-        with _shared_lock:
-            found = _shared.get(key)
-            if found is None:
-                found = _shared[key] = _Shared(vocabulary, default, cache_bytes)
-            return found
 
     def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, shared by all who ask for an equal ``spec``.
@@ -228,9 +221,11 @@ class GrammarService:
                     self._second.put(job)
                     continue
                 # another attempt may have more luck
-                late = f"took longer than {limit_s:g} s to compile"
-                why = late if isinstance(error, TooSlow) else str(error)
-                why = "the compile service was closed" if self._closed else why
+                why = str(error)
+                if isinstance(error, TooSlow):
+                    why = f"took longer than {limit_s:g} s to compile"
+                if self._closed:
+                    why = "the compile service was closed"
                 self._finish(job, GrammarError(f"{kind}: {why}"), "killed_or_crashed", keep=False)
             except GrammarError as error:
                 self._finish(job, error, "refused")

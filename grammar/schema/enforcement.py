@@ -10,33 +10,19 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from ..judge import found_in
-from .terms import Reason, kinds_of, meet, subschemas, word_set
+from .terms import Reason, kinds_of, meet, required_of, subschemas, values_of, word_set
 
-__all__ = [
-    "BACKENDS", "KEYWORDS", "LOOSE", "Treatment", "available_backends", "ignored",
-]  # fmt: skip
-
-Level = Literal["exact", "loose", "dropped", "refused"]
+__all__ = ["BACKENDS", "KEYWORDS", "available_backends", "ignored"]
 
 #: Backends in order of preference: LLGuidance compiles in a millisecond and refuses what it does
 #: not know; XGrammar precompiles masks, which string and array bounds can make very slow.
 BACKENDS = ("llguidance", "xgrammar")
 
 
-class Treatment(NamedTuple):
-    """How each backend by itself treats a keyword; the router may rewrite it all the same.
-
-    ``loose``: violations may get through without a word; ``dropped``: they do.
-    """
-
-    llguidance: Level
-    xgrammar: Level
-
-
-_BY_TREATMENT: tuple[tuple[Level, Level, str], ...] = (
+_BY_TREATMENT = (
     ("exact", "exact", """type enum const properties required additionalProperties items minItems
      maxItems minLength maxLength pattern minimum maximum exclusiveMinimum exclusiveMaximum anyOf
      $ref"""),
@@ -47,15 +33,12 @@ _BY_TREATMENT: tuple[tuple[Level, Level, str], ...] = (
     ("refused", "dropped", """not if dependencies dependentRequired dependentSchemas contains
      $dynamicRef $recursiveRef"""),
 )  # fmt: skip
-KEYWORDS: dict[str, Treatment] = {
-    keyword: Treatment(llguidance, xgrammar)
-    for llguidance, xgrammar, keywords in _BY_TREATMENT for keyword in keywords.split()
-}  # fmt: skip
-
-#: Keywords that XGrammar may enforce in part only.
-LOOSE = frozenset(keyword for keyword, by in KEYWORDS.items() if by.xgrammar != "exact")
-
-_DROPPED = frozenset(keyword for keyword, by in KEYWORDS.items() if by.xgrammar == "dropped")
+#: What LLGuidance and XGrammar by themselves do with a keyword; the router may rewrite it all the
+#: same. ``loose``: violations may get through without a word; ``dropped``: they do.
+KEYWORDS: dict[str, list[str]] = {
+    keyword: by for *by, keywords in _BY_TREATMENT for keyword in keywords.split()
+}
+_DROPPED = frozenset(keyword for keyword, by in KEYWORDS.items() if by[1] == "dropped")
 _NO_MEANING_ALONE = word_set("format contentEncoding contentMediaType minContains maxContains")
 _ASSERTIONS = KEYWORDS.keys() - _DROPPED - _NO_MEANING_ALONE - word_set("then else uniqueItems")
 _DISPATCH = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -111,11 +94,10 @@ def _same_type(schema: dict[str, Any], chosen: str) -> bool:
     """Whether ``type`` says nothing that the chosen keyword does not say already."""
     kinds = kinds_of({"type": schema["type"]})
     if chosen in ("const", "enum"):
-        values = [schema["const"]] if chosen == "const" else schema["enum"]
-        return isinstance(values, list) and all(_is_a(value, kinds) for value in values)
-    parts = schema[chosen]
-    return isinstance(parts, list) and all(
-        isinstance(part, dict) and "type" in part and kinds_of(part) <= kinds for part in parts
+        return all(_is_a(value, kinds) for value in values_of(schema) or ())
+    return chosen != "$ref" and all(
+        isinstance(part, dict) and "type" in part and kinds_of(part) <= kinds
+        for part in schema[chosen]
     )
 
 
@@ -126,16 +108,13 @@ def _is_a(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def _ignored_of_object(schema: dict[str, Any]) -> Iterator[str]:
-    properties = schema.get("properties")
-    names = set(properties) if isinstance(properties, dict) else set()
-    required = schema.get("required")
-    missing = sorted(set(required) - names) if isinstance(required, list) else []
+    names = set(schema.get("properties", ()))
+    missing = sorted(set(required_of(schema)) - names)
     if missing:
         yield f"required {missing[0]!r}, which is not in properties"
     if names and "propertyNames" in schema:
         yield "propertyNames beside properties"
-    patterns = schema.get("patternProperties")
-    for pattern in patterns if isinstance(patterns, dict) else ():
+    for pattern in schema.get("patternProperties", ()):
         try:
             matched = sorted(name for name in names if found_in(pattern, name))
         except re.error:

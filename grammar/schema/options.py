@@ -1,12 +1,13 @@
-"""How the output of a JSON schema is to be written: order of keys, white space, formats."""
+"""How the output of a JSON schema is written: what users choose, and how LLGuidance is told."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, get_args
 
 from ..errors import GrammarError
 
-__all__ = ["KEY_ORDERS", "KeyOrder", "Whitespace", "check_options"]
+__all__ = ["KEY_ORDERS", "KeyOrder", "Whitespace", "check_options", "json_options", "literal"]
 
 KeyOrder = Literal["schema", "any"]
 KEY_ORDERS = get_args(KeyOrder)
@@ -29,3 +30,19 @@ def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
         raise GrammarError("key order any goes with whitespace line, compact or any, not a number")
     if assert_formats not in (None, True, False):
         raise GrammarError(f"assert_formats is {assert_formats!r}, must be a bool or None")
+
+
+def json_options(whitespace: Whitespace) -> dict[str, Any]:
+    """LLGuidance's options of ``%json``."""
+    if whitespace == "any":
+        return {"whitespace_flexible": True}
+    if isinstance(whitespace, int):
+        return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{whitespace}}}"}
+    comma, colon = (", ", ": ") if whitespace == "line" else (",", ":")
+    return {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
+
+
+def literal(text: str) -> str:
+    """A string of LLGuidance's Lark dialect."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(f"\\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c for c in quoted)

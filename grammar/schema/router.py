@@ -11,19 +11,19 @@ from typing import Any
 from .any_order import in_any_order
 from .options import KeyOrder, Whitespace, check_options
 from .rewrite import Rewritten, rewrite
-from .terms import Reason, has_orders, subschemas
-from .trial import objections, unsatisfiable
+from .terms import Reason, has_orders, subschemas, word_set
+from .trial import objections
 from .wellformed import check_schema
 
 __all__ = ["Route", "refusal", "route"]
 
 _MOST_REASONS = 20
-_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
 
 @dataclass(frozen=True)
 class Route:
-    """What is to be done with a schema.
+    """What is to be done with a schema. Nothing is loosened without a word.
 
     Attributes
     ----------
@@ -90,12 +90,6 @@ def route(
     key_order, whitespace, assert_formats
         As in `Spec`.
 
-    Returns
-    -------
-    Route
-        The same for the same arguments. Nothing is loosened silently: whatever the route does not
-        enforce stands in ``reasons``, and then ``exact`` is False.
-
     Raises
     ------
     GrammarError
@@ -103,19 +97,18 @@ def route(
     """
     check_options(key_order, whitespace, assert_formats)
     check_schema(schema)
-    new = rewrite(schema, draft=draft, oracle=unsatisfiable, assert_formats=assert_formats)
+    new = rewrite(schema, draft=draft, assert_formats=assert_formats)
     found, reasons, taken = _taken(new)
     rules = ""
     ordered: tuple[Reason, ...] = ()
-    narrowed = new.narrowed
+    unusual: tuple[Reason, ...] = ()
     if key_order == "any" and taken:
         rules, ordered, unusual = in_any_order(found, whitespace)
-        narrowed += unusual
-    elif taken:
-        ordered = _one_order(found)
+    elif taken and any(has_orders(part) for _, part in subschemas(found)):
+        ordered = (Reason("#", "properties", "keys come in the schema's order only"),)
     return Route(
         "llguidance" if taken else None, found, taken and not reasons, rules,
-        tuple(reasons[:_MOST_REASONS]), new.changed, narrowed + ordered, ordered,
+        tuple(reasons[:_MOST_REASONS]), new.changed, new.narrowed + unusual + ordered, ordered,
         tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
     )  # fmt: skip
 
@@ -140,13 +133,6 @@ def _taken(new: Rewritten) -> tuple[Any, list[Reason], bool]:
         for part in parts.values() if len(reasons) > _MOST_REASONS else (here,):
             part.pop(reason.keyword, None)
     return loose, reasons, True
-
-
-def _one_order(schema: Any) -> tuple[Reason, ...]:
-    """Whether objects that fit could have their keys in another order."""
-    if any(has_orders(part) for _, part in subschemas(schema)):
-        return (Reason("#", "properties", "keys come in the schema's order only"),)
-    return ()
 
 
 def _spelled_once(schema: Any) -> Iterator[Reason]:

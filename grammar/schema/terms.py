@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 __all__ = [
-    "KINDS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape", "followed",
-    "has_orders", "kinds_of", "meet", "several_keys", "steps_of", "subschemas", "value_kind",
-    "word_set",
+    "KINDS", "MAPS", "Cannot", "Kinds", "Reason", "References", "any_of", "dialect", "escape",
+    "has_orders", "kinds_of", "meet", "required_of", "steps_of", "subschemas", "value_kind",
+    "values_of", "word_set",
 ]  # fmt: skip
 
 Kinds = frozenset[str]
@@ -21,22 +21,15 @@ def word_set(text: str) -> frozenset[str]:
 
 
 #: The six types of JSON; ``integer`` stands in a set of types only where ``number`` does not.
-KINDS: Kinds = frozenset(("null", "boolean", "number", "string", "array", "object"))
+KINDS = word_set("null boolean number string array object")
 _YEARS = {"03": 3, "04": 4, "06": 6, "07": 7, "2019-09": 2019, "2020-12": 2020}
 _DRAFT = re.compile(r"draft[-/](03|04|06|07|2019-09|2020-12)\b")
 
 
 class Reason(NamedTuple):
-    """Where in a schema something is not enforced as it stands, and why.
+    """Where in a schema something is not enforced as it stands, and why, in one clause.
 
-    Attributes
-    ----------
-    pointer
-        JSON pointer of the subschema, as a URI fragment (``#/properties/a``).
-    keyword
-        The keyword in it.
-    why
-        One clause.
+    ``pointer`` is the JSON pointer of the subschema as a URI fragment (``#/properties/a``).
     """
 
     pointer: str
@@ -67,7 +60,8 @@ def escape(name: object) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
-_MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
+#: Keywords whose value is a map of schemas.
+MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
 _PARTS = word_set(
     """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
     contains not if then else unevaluatedItems unevaluatedProperties"""
@@ -84,15 +78,13 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, dict[str, Any]]]:
             continue
         found.append((here, part))
         for keyword, value in part.items():
-            steps: list[tuple[Any, Any]] = []
-            if isinstance(value, dict) and keyword in _MAPS:
-                steps = list(value.items())
-            elif isinstance(value, list) and keyword in _PARTS:
-                steps = list(enumerate(value))
-            elif keyword in _PARTS:
-                pending.append((f"{here}/{escape(keyword)}", value))
             base = f"{here}/{escape(keyword)}"
-            pending += [(f"{base}/{escape(step)}", value) for step, value in reversed(steps)]
+            if isinstance(value, dict) and keyword in MAPS:
+                pending += [(f"{base}/{escape(k)}", v) for k, v in reversed(value.items())]
+            elif isinstance(value, list) and keyword in _PARTS:
+                pending += [(f"{base}/{i}", v) for i, v in reversed([*enumerate(value)])]
+            elif keyword in _PARTS:
+                pending.append((base, value))
     return found
 
 
@@ -119,39 +111,43 @@ def kinds_of(schema: Any) -> Kinds:
     if not isinstance(schema, dict):
         return KINDS if schema is not False else frozenset()
     kinds = KINDS
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        declared = [declared]
-    if isinstance(declared, list):
-        names = frozenset(k for k in declared if isinstance(k, str))
-        kinds = names - {"integer"} if "number" in names else names
+    if "type" in schema:
+        kinds = frozenset([schema["type"]] if isinstance(schema["type"], str) else schema["type"])
+        kinds = kinds - {"integer"} if "number" in kinds else kinds
     if "const" in schema:
-        kinds = meet(kinds, frozenset((value_kind(schema["const"]),)))
-    if isinstance(schema.get("enum"), list):
-        kinds = meet(kinds, frozenset(value_kind(value) for value in schema["enum"]))
-    return kinds
+        kinds = meet(kinds, frozenset([value_kind(schema["const"])]))
+    return meet(kinds, frozenset(map(value_kind, schema["enum"]))) if "enum" in schema else kinds
+
+
+def values_of(schema: dict[str, Any]) -> list[Any] | None:
+    """All values that a schema's own ``const`` or ``enum`` leaves open; None if it has neither."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def required_of(schema: dict[str, Any]) -> list[str]:
+    """Names of the properties that must be there; draft 3 has a boolean for the keyword."""
+    found = schema.get("required")
+    return found if isinstance(found, list) else []
 
 
 def has_orders(part: dict[str, Any]) -> bool:
     """Whether two keys or more can stand in an object that fits, one of them with a name."""
-    values = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
+    values = values_of(part)
     if values is not None:
-        return several_keys(values)
-    properties = part.get("properties") or {}
-    names = {name for name, schema in properties.items() if schema is not False}
-    required = part.get("required")
-    names.update(required if isinstance(required, list) else ())
-    patterns = len(part.get("patternProperties") or ())
+        return _several_keys(values)
+    names = {name for name, schema in part.get("properties", {}).items() if schema is not False}
+    names.update(required_of(part))
+    patterns = len(part.get("patternProperties", ()))
     others = patterns + (part.get("additionalProperties") is not False)
     return bool(names or patterns) and len(names) + others > 1
 
 
-def several_keys(value: Any) -> bool:
+def _several_keys(value: Any) -> bool:
     """Whether an object with two keys or more is somewhere in a value."""
     if isinstance(value, list):
-        return any(several_keys(part) for part in value)
+        return any(map(_several_keys, value))
     if isinstance(value, dict):
-        return len(value) > 1 or any(several_keys(part) for part in value.values())
+        return len(value) > 1 or any(map(_several_keys, value.values()))
     return False
 
 
@@ -171,15 +167,7 @@ def any_of(options: list[Any]) -> Any:
 class References:
     """Local references of one schema document.
 
-    Parameters
-    ----------
-    root
-        The whole schema.
-
-    Attributes
-    ----------
-    nested
-        Whether some subschema has a base of its own; then no reference is taken for a plain one.
+    Where some subschema has a base of its own (``nested``), none is taken for a plain one.
     """
 
     def __init__(self, root: Any):
@@ -214,22 +202,18 @@ class References:
         pointer = self.pointer(reference)
         if pointer is None:
             raise Cannot("$ref", f"{reference!r} is not a plain pointer into this schema")
-        return followed(self._root, pointer)
+        found = self._root
+        for key in steps_of(pointer):
+            try:
+                found = found[int(key)] if isinstance(found, list) else found[key]
+            except (KeyError, ValueError, IndexError, TypeError):
+                raise Cannot("$ref", f"'#{pointer}' points to nothing") from None
+        return found
 
 
 def steps_of(pointer: str) -> list[str]:
     """The keys that a JSON pointer leads through."""
     return [unquote(s).replace("~1", "/").replace("~0", "~") for s in pointer.split("/")[1:]]
-
-
-def followed(root: Any, pointer: str) -> Any:
-    """What a JSON pointer leads to; `Cannot` if it leads to nothing."""
-    for key in steps_of(pointer):
-        try:
-            root = root[int(key)] if isinstance(root, list) else root[key]
-        except (KeyError, ValueError, IndexError, TypeError):
-            raise Cannot("$ref", f"'#{pointer}' points to nothing") from None
-    return root
 
 
 def _has_nested_id(root: Any) -> bool:

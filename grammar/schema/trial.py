@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from typing import Any
 
 from .terms import Reason, subschemas
 
-__all__ = ["objections", "parser_limits", "trial", "trial_lark", "unsatisfiable"]
+__all__ = ["objections", "trial", "trial_lark", "unsatisfiable", "validate"]
 
+#: As the native worker sets them (see ``native/guide/llguidance_abi``).
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 10**7, "step_lexer_fuel": 10**7, "max_items_in_row": 10**6,
+    "step_max_items": 10**6,
+}  # fmt: skip
+#: For questions that may stay without an answer.
+_SMALL: dict[str, Any] = {"max_grammar_size": 20_000, "initial_lexer_fuel": 50_000}
 _KEYWORD_OF = (
     (r"Unknown format", "format"),
     (r"range: min=None", "maximum"),
@@ -23,45 +29,29 @@ _KEYWORD_OF = (
 )
 
 
-@functools.cache
-def parser_limits() -> Any:
-    """LLGuidance's limits as the native worker sets them (see ``native/guide/llguidance_abi``)."""
-    from llguidance import LLParserLimits  # type: ignore[import-not-found, unused-ignore]
-
-    return LLParserLimits(
-        initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6,
-        step_max_items=10**6,
-    )  # fmt: skip
-
-
-@functools.cache
-def _llguidance() -> tuple[Any, Any]:
-    """LLGuidance's matcher class, and limits for questions that may stay without an answer."""
+def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[str]]:
+    """Whether LLGuidance refuses a grammar, and what it says."""
     from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
-    return LLMatcher, LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=50_000)
+    text = json.dumps({"grammars": [grammar]})
+    return LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**limits))
 
 
 def trial(schema: Any, *, lenient: bool = False) -> str:
     """LLGuidance's objection to a schema, empty if it takes it."""
-    matcher, small = _llguidance()
     document = {} if schema is True else {"not": {}} if schema is False else schema
     options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
-    text = matcher.grammar_from_json_schema(json.dumps(document), overrides=options)
-    limits = small if lenient else parser_limits()
-    return _said(matcher.validate_grammar_with_warnings(text, limits=limits))
+    grammar = {"json_schema": {**document, "x-guidance": options}}
+    return _said(*validate(grammar, _SMALL if lenient else _LIMITS))
 
 
 def trial_lark(rules: str) -> str:
     """LLGuidance's objection to a Lark grammar, empty if it takes it."""
-    matcher, _ = _llguidance()
-    text = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
-    return _said(matcher.validate_grammar_with_warnings(text, limits=parser_limits()))
+    return _said(*validate({"lark_grammar": f"%llguidance {{}}\n{rules}"}))
 
 
-def _said(answer: tuple[bool, list[str]]) -> str:
-    failed, messages = answer
-    if not failed:
+def _said(refused: bool, messages: list[str]) -> str:
+    if not refused:
         return ""
     first, *more = messages[0].split("\n")
     faults = [line for line in more if line.startswith("error: ")]  # of a regex, after an excerpt

@@ -1,4 +1,4 @@
-"""Whether a document is a JSON schema at all: read when it is stated, whoever compiles it."""
+"""Whether a document is a JSON schema at all, and one of something, whoever compiles it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import GrammarError
-from .endless import is_endless
-from .terms import Cannot, References, subschemas, word_set
+from .terms import Cannot, References, required_of, subschemas, word_set
 
 __all__ = ["check_schema"]
 
@@ -83,13 +82,7 @@ _FORM = {word: (said, form) for said, form, words in _FORMS for word in words.sp
 
 
 def check_schema(schema: Any) -> None:
-    """Refuses what is no schema, and what is one of nothing.
-
-    Raises
-    ------
-    GrammarError
-        With the JSON pointer and the keyword of what has the wrong form.
-    """
+    """Refuses what is no schema, and what is one of nothing, by JSON pointer and keyword."""
     if not _schema(schema):
         raise GrammarError(
             f"JSON schema: must be an object or a boolean, not {type(schema).__name__}"
@@ -100,7 +93,9 @@ def check_schema(schema: Any) -> None:
         for keys, holder, what in _WRAPPED:
             if isinstance(schema.get(holder), dict) and all(key in schema for key in keys):
                 raise GrammarError(f"JSON schema: this is {what}: give what is in its {holder!r}")
-    for pointer, part in subschemas(schema):
+    references, parts = References(schema), subschemas(schema)
+    known = {id(part) for _, part in parts}
+    for pointer, part in parts:  # it grows: references may lead to where no keyword does
         for keyword in _FORM.keys() & part.keys():
             said, form = _FORM[keyword]
             if not form(part[keyword]):
@@ -108,14 +103,68 @@ def check_schema(schema: Any) -> None:
                 raise GrammarError(
                     f"JSON schema: {pointer}: {keyword}: must be {said}, not {value!r}"
                 )
-    references = References(schema)
-    for pointer, part in subschemas(schema):
-        if references.pointer(part.get("$ref")) is not None:
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            reference: Any = part.get(keyword)
+            if references.pointer(reference) is None:
+                continue
             try:
-                references.resolve(part["$ref"])
+                target = references.resolve(reference)
             except Cannot as error:
                 raise GrammarError(f"JSON schema: {pointer}: {error}") from None
-    if is_endless(schema):
+            if not _schema(target):
+                raise GrammarError(
+                    f"JSON schema: {pointer}: {keyword}: {str(target)[:40]!r} is no schema"
+                )
+            more = [one for one in subschemas(target, reference) if id(one[1]) not in known]
+            known.update(id(found) for _, found in more)
+            parts += more
+    if _is_endless(schema, [part for _, part in parts], references):
         raise GrammarError(
             "JSON schema: allows no output: a $ref leads back to itself in all that fits"
         )
+
+
+def _is_endless(schema: Any, parts: list[dict[str, Any]], references: References) -> bool:
+    """Whether no finite value satisfies a schema, because of references within it.
+
+    The least fixed point: a subschema has a finite value if what it needs (the target of its
+    reference, required properties, items that must be there, every part of ``allOf``, some part of
+    ``anyOf`` and ``oneOf``) has one. Whatever else it says counts as satisfied.
+    """
+    if not any("$ref" in part for part in parts):
+        return False
+    finite = {id(part): False for part in parts}
+
+    def ends(part: Any) -> bool:
+        return finite[id(part)] if isinstance(part, dict) else part is not False
+
+    def has_end(part: dict[str, Any]) -> bool:
+        if "$ref" in part:  # older drafts ignore what stands beside it
+            known = references.pointer(part["$ref"]) is not None
+            return not known or ends(references.resolve(part["$ref"]))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in part and not any(map(ends, part[keyword])):
+                return False
+        return all(map(ends, [*part.get("allOf", ()), *_needed(part)]))
+
+    changed = True
+    while changed:
+        changed = False
+        for part in reversed(parts):  # children first
+            if not finite[id(part)] and has_end(part):
+                finite[id(part)] = changed = True
+    return isinstance(schema, dict) and not finite[id(schema)]
+
+
+def _needed(part: dict[str, Any]) -> list[Any]:
+    """Schemas of properties and items without which nothing fits."""
+    kind, least = part.get("type"), int(part.get("minItems", 0))
+    if kind in ("object", ["object"]):
+        known = part.get("properties", {})
+        return [known[name] for name in required_of(part) if name in known]
+    if kind in ("array", ["array"]) and least > 0:
+        items = part.get("items", True)
+        first = part.get("prefixItems", items if isinstance(items, list) else [])
+        rest = part.get("additionalItems", True) if isinstance(items, list) else items
+        return first[:least] + [rest] * (least > len(first))
+    return []

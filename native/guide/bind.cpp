@@ -1,5 +1,3 @@
-#include "bind.h"
-
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -13,11 +11,7 @@
 #include <tuple>
 
 #include "hostwork/gate.h"
-#include "llguidance_abi.h"
-#include "marked.h"
-#include "python_matcher.h"
 #include "worker.h"
-#include "xgrammar_abi.h"
 
 namespace nb = nanobind;
 
@@ -45,9 +39,12 @@ bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tu
 }
 
 nb::dict counters(const Worker& worker) {
+#define GRAFT_GUIDE_NAME(name) #name,
+  constexpr const char* names[] = {GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_NAME)};
+#undef GRAFT_GUIDE_NAME
   const Counters& c = worker.counters();
   nb::dict out;
-  for (int i = 0; i < count::kinds; ++i) out[count::names[i]] = c.of[i].value();
+  for (int i = 0; i < count::kinds; ++i) out[names[i]] = c.of[i].value();
   const std::array<const char*, 3> kinds = {"open", "commit", "draft"};
   for (size_t k = 0; k < kinds.size(); ++k) {
     out[(std::string(kinds[k]) + "_calls").c_str()] = c.step_calls[k].value();
@@ -107,49 +104,6 @@ void bind_matchers(nb::module_& guide) {
         return yes(matcher.is_terminated(&error), error);
       });
 
-  nb::class_<xgrammar::Matcher, NativeMatcher>(guide, "XGrammarMatcher")
-      .def(
-          "__init__",
-          [](xgrammar::Matcher* self, uintptr_t handle, uintptr_t acceptable, int64_t vocab_size) {
-            new (self) xgrammar::Matcher(reinterpret_cast<void*>(handle),
-                                         reinterpret_cast<const uint32_t*>(acceptable), vocab_size);
-          },
-          nb::arg("handle"), nb::arg("acceptable"), nb::arg("vocab_size"));
-
-  nb::class_<llguidance::Tokenizer>(guide, "LLGuidanceTokenizer")
-      .def(
-          "__init__",
-          [](llguidance::Tokenizer* self, const std::vector<uint32_t>& lengths,
-             const nb::bytes& bytes, const std::vector<uint32_t>& stop_ids) {
-            const std::string text(bytes.c_str(), bytes.size());
-            graft::hostwork::GilRelease release;
-            new (self) llguidance::Tokenizer(lengths, text, stop_ids);
-          },
-          nb::arg("lengths"), nb::arg("bytes"), nb::arg("stop_ids"));
-  nb::class_<llguidance::Grammar>(guide, "LLGuidanceGrammar")
-      .def(nb::init<std::shared_ptr<const llguidance::Tokenizer>, const std::string&>(),
-           nb::arg("tokenizer"), nb::arg("text"), Release());
-  nb::class_<llguidance::Matcher, NativeMatcher>(guide, "LLGuidanceMatcher")
-      .def(nb::init<std::shared_ptr<llguidance::Grammar>, const std::vector<uint32_t>&>(),
-           nb::arg("grammar"), nb::arg("stop_ids"), Release());
-
-  nb::class_<Marker>(guide, "Marker")
-      .def(
-          "__init__",
-          [](Marker* self, const std::vector<int32_t>& ids, const nb::bytes& text,
-             const std::vector<nb::bytes>& tokens, int64_t vocab_size, bool required) {
-            std::vector<std::string> bytes;
-            bytes.reserve(tokens.size());
-            for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
-            new (self)
-                Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size, required);
-          },
-          nb::arg("ids"), nb::arg("text"), nb::arg("tokens"), nb::arg("vocab_size"),
-          nb::arg("required"));
-  nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
-      .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
-           nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());
-
   nb::class_<Forced>(guide, "Forced")
       .def(
           "__init__",
@@ -162,29 +116,27 @@ void bind_matchers(nb::module_& guide) {
             return forced.token(row.data(), static_cast<int64_t>(row.shape(0)));
           },
           nb::arg("row").noconvert());
-
-  nb::class_<PythonMatcher, NativeMatcher>(guide, "PythonMatcher")
-      .def(
-          "__init__",
-          [](PythonMatcher* self, const nb::object& matcher, const nb::object& row,
-             int64_t vocab_size) {
-            const auto bits = nb::cast<Row>(row);
-            new (self) PythonMatcher(matcher.ptr(), row.ptr(), bits.data(),
-                                     static_cast<int64_t>(bits.shape(0)), vocab_size);
-          },
-          nb::arg("matcher"), nb::arg("row"), nb::arg("vocab_size"));
 }
 
 }  // namespace
+
+// Each in the file of its name.
+void bind_xgrammar(nb::module_& guide);
+void bind_llguidance(nb::module_& guide);
+void bind_marked(nb::module_& guide);
+void bind_python_matcher(nb::module_& guide);
+
 }  // namespace graft::guide
 
 void bind_guide(nb::module_& module) {
   using namespace graft::guide;  // NOLINT
   nb::module_ guide =
       module.def_submodule("guide", "The guided worker and its ways to grammar backends.");
-  guide.def("load_xgrammar", &xgrammar::load, nb::arg("tvm_ffi_library"));
-  guide.def("load_llguidance", &llguidance::load, nb::arg("library"));
   bind_matchers(guide);
+  bind_xgrammar(guide);
+  bind_llguidance(guide);
+  bind_marked(guide);
+  bind_python_matcher(guide);
   guide.attr("STEP") = reinterpret_cast<uintptr_t>(&graft_guide_step);
 
   nb::class_<Worker>(guide, "Worker")
@@ -214,6 +166,5 @@ void bind_guide(nb::module_& module) {
           nb::arg("step"), nb::arg("draft"))
       .def("counters", &counters)
       .def("timeline", &timeline)
-      .def("first_error", &Worker::first_error)
       .def("error", &Worker::error, nb::arg("slot"));
 }

@@ -1,10 +1,68 @@
-#include "marked.h"
+// Free text until a marker, then the grammar: a scanner of bytes or ids in front of a matcher.
+//
+// 1. The grammar begins with the token after the one that completes the marker. A token that would
+//    carry the marker's end and further text is illegal, so no byte escapes the grammar.
+// 2. Text is scanned across tokens; a token that is no text breaks a marker that had begun.
+// 3. Rollback counts tokens over both parts: it un-starts the matcher and restores the scanner. Of
+//    the free part the last kHistory tokens can be undone.
+// 4. A stop token in the free part terminates, unless the marker is required; it is then illegal.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
+
+#include "matcher.h"
+
+namespace nb = nanobind;
 
 namespace graft::guide {
+namespace {
+
+// A marker for one vocabulary, read-only and shared by its matchers.
+class Marker {
+ public:
+  // `ids` are tokens that are the marker by themselves; `text` is the marker as bytes, or empty.
+  // `tokens` are the bytes of each id, empty for what is no text. Throws std::invalid_argument when
+  // there is no marker, or an id is out of range.
+  Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
+         int64_t vocab_size, bool required);
+
+  struct Step {
+    bool legal;
+    bool found;
+    int32_t state;
+  };
+  // Where the scanner goes from `state` with an id of [0, vocab_size) that is no stop id.
+  Step step(int32_t state, int32_t token) const noexcept;
+  // The legal ids in `state`, stop ids included; null: all of them.
+  const int32_t* row(int32_t state) const noexcept;
+  int64_t vocab_size() const { return vocab_size_; }
+  int64_t words() const { return (vocab_size_ + 31) / 32; }
+  bool required() const { return required_; }
+
+ private:
+  void make_rows();
+  int32_t next(int32_t state, unsigned char byte) const noexcept;
+
+  std::vector<int32_t> ids_;
+  std::string text_;
+  // Knuth-Morris-Pratt: where to go on in the text if the next byte is not the one at a state. A
+  // state with the same byte is left out, so that a repetitive text takes few steps back too.
+  std::vector<int32_t> fallback_;
+  std::vector<std::string> tokens_;
+  int64_t vocab_size_;
+  bool required_;
+  // A token can run over the marker's end in the last states only: each of those has a row, and the
+  // `shared_` states before them share row 0, where every id is legal. Empty: every id is.
+  size_t shared_ = 0;
+  std::vector<std::vector<int32_t>> rows_;
+};
 
 Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
                std::vector<std::string> tokens, int64_t vocab_size, bool required)
@@ -82,86 +140,126 @@ const int32_t* Marker::row(int32_t state) const noexcept {
   return row.empty() ? nullptr : row.data();
 }
 
-MarkedMatcher::MarkedMatcher(NativeMatcher* inner, std::shared_ptr<const Marker> marker,
-                             const std::vector<int32_t>& stop_ids)
-    : inner_(inner), marker_(std::move(marker)), stop_ids_(stop_ids) {
-  for (const int32_t stop : stop_ids) {
-    if (stop < 0 || stop >= marker_->vocab_size()) {
-      throw std::invalid_argument("a stop id is out of range");
+class MarkedMatcher final : public NativeMatcher {
+ public:
+  // `inner` is borrowed and stands at the start of its grammar.
+  MarkedMatcher(NativeMatcher* inner, std::shared_ptr<const Marker> marker,
+                const std::vector<int32_t>& stop_ids)
+      : inner_(inner), marker_(std::move(marker)), stop_ids_(stop_ids) {
+    for (const int32_t stop : stop_ids) {
+      if (stop < 0 || stop >= marker_->vocab_size()) {
+        throw std::invalid_argument("a stop id is out of range");
+      }
     }
   }
-}
 
-bool MarkedMatcher::is_stop(int32_t token) const noexcept {
-  return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
-}
-
-Answer MarkedMatcher::accept(int32_t token, ErrorText* error) noexcept {
-  if (started_) {
-    const Answer answer = inner_->accept(token, error);
-    if (answer == Answer::kYes) ++inside_;
-    return answer;
-  }
-  if (stopped_ || token < 0 || token >= marker_->vocab_size()) return Answer::kNo;
-  if (is_stop(token)) {
-    if (marker_->required()) return Answer::kNo;
+  Answer accept(int32_t token, ErrorText* error) noexcept override {
+    if (started_) {
+      const Answer answer = inner_->accept(token, error);
+      if (answer == Answer::kYes) ++inside_;
+      return answer;
+    }
+    if (stopped_ || token < 0 || token >= marker_->vocab_size()) return Answer::kNo;
+    if (is_stop(token)) {
+      if (marker_->required()) return Answer::kNo;
+      push();
+      stopped_ = true;
+      return Answer::kYes;
+    }
+    const Marker::Step step = marker_->step(state_, token);
+    if (!step.legal) return Answer::kNo;
     push();
-    stopped_ = true;
+    state_ = step.state;
+    started_ = step.found;
     return Answer::kYes;
   }
-  const Marker::Step step = marker_->step(state_, token);
-  if (!step.legal) return Answer::kNo;
-  push();
-  state_ = step.state;
-  started_ = step.found;
-  return Answer::kYes;
-}
 
-Filled MarkedMatcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
-  if (started_) return inner_->fill(row, words, error);
-  const int32_t* legal = marker_->row(state_);
-  if (legal == nullptr) return Filled::kFree;
-  if (words != marker_->words()) {
-    error->keep("the mask row is not one of this vocabulary");
-    return Filled::kFailed;
-  }
-  std::copy(legal, legal + words, row);
-  for (const int32_t stop : stop_ids_) {
-    const int32_t bit = static_cast<int32_t>(1u << (stop & 31));
-    if (marker_->required()) {
-      row[stop >> 5] &= ~bit;
-    } else {
-      row[stop >> 5] |= bit;
+  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+    if (started_) return inner_->fill(row, words, error);
+    const int32_t* legal = marker_->row(state_);
+    if (legal == nullptr) return Filled::kFree;
+    if (words != marker_->words()) {
+      error->keep("the mask row is not one of this vocabulary");
+      return Filled::kFailed;
     }
+    std::copy(legal, legal + words, row);
+    for (const int32_t stop : stop_ids_) {
+      const int32_t bit = static_cast<int32_t>(1u << (stop & 31));
+      if (marker_->required()) {
+        row[stop >> 5] &= ~bit;
+      } else {
+        row[stop >> 5] |= bit;
+      }
+    }
+    return Filled::kMask;
   }
-  return Filled::kMask;
-}
 
-Answer MarkedMatcher::rollback(int32_t tokens, ErrorText* error) noexcept {
-  if (tokens <= 0) return Answer::kYes;
-  const int64_t inside = std::min<int64_t>(tokens, inside_);
-  const int64_t outside = tokens - inside;
-  if (outside > std::min(scanned_ - undone_to_, kHistory)) {
-    error->keep("rollback of more free text than is kept");
-    return Answer::kFailed;
+  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
+    if (tokens <= 0) return Answer::kYes;
+    const int64_t inside = std::min<int64_t>(tokens, inside_);
+    const int64_t outside = tokens - inside;
+    if (outside > std::min(scanned_ - undone_to_, kHistory)) {
+      error->keep("rollback of more free text than is kept");
+      return Answer::kFailed;
+    }
+    if (inside > 0) {
+      const Answer answer = inner_->rollback(static_cast<int32_t>(inside), error);
+      if (answer == Answer::kFailed) return answer;
+      inside_ -= inside;
+    }
+    if (outside == 0) return Answer::kYes;
+    // entries older than the ring were overwritten by those undone now
+    undone_to_ = std::max(undone_to_, scanned_ - kHistory);
+    scanned_ -= outside;
+    state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
+    started_ = stopped_ = false;
+    return Answer::kYes;
   }
-  if (inside > 0) {
-    const Answer answer = inner_->rollback(static_cast<int32_t>(inside), error);
-    if (answer == Answer::kFailed) return answer;
-    inside_ -= inside;
-  }
-  if (outside == 0) return Answer::kYes;
-  // entries older than the ring were overwritten by those undone now
-  undone_to_ = std::max(undone_to_, scanned_ - kHistory);
-  scanned_ -= outside;
-  state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
-  started_ = stopped_ = false;
-  return Answer::kYes;
-}
 
-Answer MarkedMatcher::is_terminated(ErrorText* error) noexcept {
-  if (started_) return inner_->is_terminated(error);
-  return stopped_ ? Answer::kYes : Answer::kNo;
+  Answer is_terminated(ErrorText* error) noexcept override {
+    if (started_) return inner_->is_terminated(error);
+    return stopped_ ? Answer::kYes : Answer::kNo;
+  }
+
+ private:
+  static constexpr int64_t kHistory = 64;
+
+  void push() noexcept { history_[static_cast<size_t>(scanned_++ % kHistory)] = state_; }
+  bool is_stop(int32_t token) const noexcept {
+    return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
+  }
+
+  NativeMatcher* inner_;
+  std::shared_ptr<const Marker> marker_;
+  std::vector<int32_t> stop_ids_;
+  std::array<int32_t, kHistory> history_{};  // the scanner's state before each of the last tokens
+  int64_t scanned_ = 0;                      // tokens of the free part
+  int64_t undone_to_ = 0;                    // tokens of the free part that cannot be undone
+  int64_t inside_ = 0;                       // tokens the matcher has accepted
+  int32_t state_ = 0;
+  bool started_ = false;  // the marker is complete
+  bool stopped_ = false;  // by a stop token in the free part
+};
+
+}  // namespace
+
+void bind_marked(nb::module_& guide) {
+  nb::class_<Marker>(guide, "Marker")
+      .def(
+          "__init__",
+          [](Marker* self, const std::vector<int32_t>& ids, const nb::bytes& text,
+             const std::vector<nb::bytes>& tokens, int64_t vocab_size, bool required) {
+            std::vector<std::string> bytes;
+            bytes.reserve(tokens.size());
+            for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
+            new (self)
+                Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size, required);
+          },
+          nb::arg("ids"), nb::arg("text"), nb::arg("tokens"), nb::arg("vocab_size"),
+          nb::arg("required"));
+  nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
+      .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
+           nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());
 }
 
 }  // namespace graft::guide

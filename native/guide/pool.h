@@ -7,24 +7,28 @@
 // 3. An idle thread spins for kSpins looks and then parks. Posting wakes parked threads; it takes
 //    the mutex only when some are parked.
 // 4. A thread inside a job is never waited for by others' jobs: whoever is not busy goes on with
-// the
-//    queue. Whether all of a step's jobs are done is for the caller to know.
+//    the queue. Whether all of a step's jobs are done is for the caller to know.
 // 5. The destructor ends each thread after the job it is in; jobs nobody claimed are dropped.
 // 6. Threads do not survive fork(). A forked child must not post; there Pool::End leaks the pool,
 //    whose destructor would wait for threads that do not exist.
 #pragma once
 
-#include <sys/types.h>
+#include <Python.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
-#include "counters.h"
+#include "hostwork/driver.h"
+#include "threads.h"
 
 namespace graft::guide {
 
@@ -44,21 +48,55 @@ class Pool {
  public:
   using Work = void (*)(void* context, int job);
   struct End {
-    void operator()(Pool* pool) const;
+    void operator()(Pool* pool) const {
+      if (getpid() == pool->owner_) delete pool;
+    }
   };
 
   // `capacity`: jobs that may be posted and not served. Starts the threads.
-  Pool(int threads, int capacity, Work work, void* context);
-  ~Pool();
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
+  Pool(int threads, int capacity, Work work, void* context)
+      : work_(work), context_(context), ring_(static_cast<size_t>(capacity)) {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this, i] { run(i); });
+  }
+  ~Pool() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stop_.store(true);
+    }
+    posted_more_.notify_all();
+    // A thread that was in Python takes the GIL once more, to give its thread state back.
+    const bool in_python = Py_IsInitialized() != 0 && PyGILState_Check() != 0;
+    PyThreadState* const state = in_python ? PyEval_SaveThread() : nullptr;
+    for (std::thread& thread : threads_) thread.join();
+    if (state != nullptr) PyEval_RestoreThread(state);
+  }
 
-  void post(int job) noexcept;
-  void wake(int threads) noexcept;
+  void post(int job) noexcept {
+    const uint64_t at = posted_.load(std::memory_order_relaxed);
+    ring_[at % ring_.size()].store(job, std::memory_order_relaxed);
+    posted_.store(at + 1);
+  }
+
+  void wake(int threads) noexcept {
+    if (parked_.load() == 0) return;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }
+    for (int i = 0; i < threads; ++i) posted_more_.notify_one();
+  }
+
   // The next job, or -1.
-  int claim() noexcept;
+  int claim() noexcept {
+    uint64_t at = claimed_.load();
+    while (!stop_.load(std::memory_order_relaxed) && at < posted_.load()) {
+      const int job = ring_[at % ring_.size()].load(std::memory_order_relaxed);
+      // The cell is written again only once `claimed_` has passed it: then this fails.
+      if (claimed_.compare_exchange_weak(at, at + 1)) return job;
+    }
+    return -1;
+  }
+
   bool waiting() const { return waiting_.load(); }
-  int threads() const { return static_cast<int>(threads_.size()); }
 
   // Waits until `done` says so (true), or the budget is spent and `late` says that whoever is not
   // done has had as much of a processor (false): a loaded machine makes nobody late. Where jobs are
@@ -74,18 +112,20 @@ class Pool {
         const bool given_up = budget.clock != nullptr || spent >= Budget::kPatience * budget.ns;
         if (spent >= budget.ns && (given_up || late())) return done();
         if (!woken && 2 * spent >= budget.ns) {
-          wake(threads());
+          wake(static_cast<int>(threads_.size()));
           woken = true;
         }
         left = std::min(left, spent < budget.ns ? budget.ns - spent : kLook);
       }
       if (spins < kSpins) {
-        relax();
+        cpu_relax();
         continue;
       }
       std::unique_lock<std::mutex> lock(mutex_);
       waiting_.store(true);
-      if (!done()) nap(lock, left);
+      // the system's clock: the thread sanitizer knows waits by no other
+      const auto until = std::chrono::system_clock::now() + std::chrono::nanoseconds(left);
+      if (!done()) served_one_.wait_until(lock, until);
       waiting_.store(false);
     }
   }
@@ -95,14 +135,39 @@ class Pool {
   static constexpr int64_t kNap = 1'000'000;  // ns between looks at a clock that a test moves
   static constexpr int64_t kLook = 100'000;   // ns between looks at the threads' own clocks
 
-  static void relax() noexcept;
-  void run(int index) noexcept;
-  bool idle() const noexcept { return claimed_.load() >= posted_.load(); }
-  void nap(std::unique_lock<std::mutex>& lock, int64_t ns) noexcept;
+  void run(int index) noexcept {
+    pthread_setname_np(pthread_self(), ("guide" + std::to_string(index)).c_str());
+    ask_for_short_slice();  // a step waits for what is done here
+    // On the soft device: from now on a driver call of this thread is refused.
+    const hostwork::Driver* const driver = hostwork::bound_driver;
+    if (driver != nullptr && driver->owe_answer != nullptr) driver->owe_answer(1);
+    const hostwork::HostWorkScope host_work;
+    for (;;) {
+      for (int spins = 0; spins < kSpins; ++spins) {
+        const int job = claim();
+        if (job < 0) {
+          cpu_relax();
+          continue;
+        }
+        work_(context_, job);
+        spins = 0;
+        if (!waiting_.load()) continue;
+        {
+          const std::lock_guard<std::mutex> lock(mutex_);
+        }
+        served_one_.notify_all();
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      parked_.fetch_add(1);
+      posted_more_.wait(lock, [&] { return stop_.load() || claimed_.load() < posted_.load(); });
+      parked_.fetch_sub(1);
+      if (stop_.load()) return;
+    }
+  }
 
   const Work work_;
   void* const context_;
-  const pid_t owner_;
+  const pid_t owner_ = getpid();
   std::vector<std::atomic<int>> ring_;
   std::atomic<uint64_t> posted_{0}, claimed_{0};
   std::atomic<int> parked_{0};

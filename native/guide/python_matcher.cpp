@@ -1,107 +1,106 @@
-#include "python_matcher.h"
-
+// A matcher that a backend in Python brings, called through the gate (hostwork/gate.h).
+//
+// 1. A call takes the GIL with the thread's kept Python thread state, and gives it back. So nobody
+//    waits for a step or for a thread of the pool while holding the GIL.
+// 2. The Python matcher owns this object, which knows it by a weak reference: who publishes the one
+//    keeps the other, so no thread of the worker drops a last reference.
+// 3. Rows go through an array of this object's: Python never sees the exchange's memory.
+// 4. What is raised fails the slot, with its text.
 #include <cxxabi.h>
+#include <nanobind/ndarray.h>
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 
 #include "hostwork/gate.h"
+#include "matcher.h"
+
+namespace nb = nanobind;
 
 namespace graft::guide {
 namespace {
 
-PyObject* new_reference(PyObject* object) {
-  Py_INCREF(object);
-  return object;
-}
+using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Keeps "Type: what it says" of the raised exception, and clears it.
-void keep_raised(ErrorText* error) {
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  PyObject* text = PyUnicode_FromFormat("%s: %S", Py_TYPE(value)->tp_name, value);
-  Py_ssize_t size = 0;
-  const char* message = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
-  if (message != nullptr) {
-    error->keep(message, static_cast<size_t>(size));
-  } else {
-    PyErr_Clear();
-    error->keep(Py_TYPE(value)->tp_name);
+class PythonMatcher final : public NativeMatcher {
+ public:
+  // `row`: a NumPy array of int32. With the GIL held.
+  PythonMatcher(const nb::object& matcher, const nb::object& row, int64_t vocab_size)
+      : matcher_(nb::steal(PyWeakref_NewRef(matcher.ptr(), nullptr))),
+        row_(row),
+        bits_(nb::cast<Row>(row)),
+        last_word_(last_word_bits(vocab_size)) {
+    if (!matcher_.is_valid()) PyErr_Clear();
+    if (!matcher_.is_valid() || words() != (vocab_size + 31) / 32) {
+      throw std::invalid_argument("a matcher in Python must allow weak references and fit its row");
+    }
   }
-  Py_XDECREF(text);
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(traceback);
-}
+
+  Answer accept(int32_t token, ErrorText* error) noexcept override {
+    return ask(error, "accept", "i", token);
+  }
+  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+    if (words != this->words()) {
+      error->keep("the mask row is not one of this vocabulary");
+      return Filled::kFailed;
+    }
+    const Answer filled = ask(error, "fill", "O", row_.ptr());
+    if (filled != Answer::kYes) return filled == Answer::kNo ? Filled::kFree : Filled::kFailed;
+    std::copy(bits_.data(), bits_.data() + words, row);
+    row[words - 1] &= last_word_;
+    return Filled::kMask;
+  }
+  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
+    const Answer said = ask(error, "rollback", "i", tokens);
+    return said == Answer::kFailed ? said : Answer::kYes;
+  }
+  Answer is_terminated(ErrorText* error) noexcept override {
+    return ask(error, "is_terminated", nullptr);
+  }
+
+ private:
+  int64_t words() const { return static_cast<int64_t>(bits_.shape(0)); }
+
+  template <typename... Arguments>
+  Answer ask(ErrorText* error, const char* method, const char* format,
+             Arguments... arguments) noexcept {
+    const hostwork::PythonEntry python;
+    if (!python) {
+      error->keep("the interpreter is shutting down");
+      return Answer::kFailed;
+    }
+    try {
+      PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it is gone
+      PyObject* said =
+          matcher == nullptr ? nullptr : PyObject_CallMethod(matcher, method, format, arguments...);
+      const int truth = said == nullptr ? -1 : PyObject_IsTrue(said);
+      if (truth < 0) {
+        PyObject* const raised = hostwork::take_exception();
+        const std::string words = hostwork::words_of(raised);
+        error->keep(words.data(), words.size());
+        Py_DECREF(raised);
+      }
+      Py_XDECREF(said);
+      Py_XDECREF(matcher);
+      return truth < 0 ? Answer::kFailed : truth != 0 ? Answer::kYes : Answer::kNo;
+    } catch (abi::__forced_unwind&) {
+      hostwork::park_for_good();
+    }
+  }
+
+  const nb::object matcher_;  // a weak reference
+  const nb::object row_;
+  const Row bits_;  // its memory
+  const int32_t last_word_;
+};
 
 }  // namespace
 
-PythonMatcher::PythonMatcher(PyObject* matcher, PyObject* row, const int32_t* bits, int64_t words,
-                             int64_t vocab_size)
-    : matcher_(PyWeakref_NewRef(matcher, nullptr)),
-      row_(new_reference(row)),
-      bits_(bits),
-      words_(words),
-      last_word_(last_word_bits(vocab_size)) {
-  if (matcher_ == nullptr) PyErr_Clear();
-  if (matcher_ == nullptr || words != (vocab_size + 31) / 32) {
-    Py_DECREF(row_);
-    Py_XDECREF(matcher_);
-    throw std::invalid_argument("a matcher in Python must allow weak references and fit its row");
-  }
-}
-
-PythonMatcher::~PythonMatcher() {
-  Py_DECREF(row_);
-  Py_DECREF(matcher_);
-}
-
-template <typename... Arguments>
-Answer PythonMatcher::ask(ErrorText* error, const char* method, const char* format,
-                          Arguments... arguments) noexcept {
-  const hostwork::PythonEntry python;
-  if (!python) {
-    error->keep("the interpreter is shutting down");
-    return Answer::kFailed;
-  }
-  try {
-    PyObject* matcher = PyObject_CallNoArgs(matcher_);  // None if it is gone
-    PyObject* said =
-        matcher == nullptr ? nullptr : PyObject_CallMethod(matcher, method, format, arguments...);
-    const int truth = said == nullptr ? -1 : PyObject_IsTrue(said);
-    if (truth < 0) keep_raised(error);
-    Py_XDECREF(said);
-    Py_XDECREF(matcher);
-    return truth < 0 ? Answer::kFailed : truth != 0 ? Answer::kYes : Answer::kNo;
-  } catch (abi::__forced_unwind&) {
-    hostwork::park_for_good();
-  }
-}
-
-Answer PythonMatcher::accept(int32_t token, ErrorText* error) noexcept {
-  return ask(error, "accept", "i", token);
-}
-
-Filled PythonMatcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
-  if (words != words_) {
-    error->keep("the mask row is not one of this vocabulary");
-    return Filled::kFailed;
-  }
-  const Answer filled = ask(error, "fill", "O", row_);
-  if (filled != Answer::kYes) return filled == Answer::kNo ? Filled::kFree : Filled::kFailed;
-  std::copy(bits_, bits_ + words, row);
-  row[words - 1] &= last_word_;
-  return Filled::kMask;
-}
-
-Answer PythonMatcher::rollback(int32_t tokens, ErrorText* error) noexcept {
-  const Answer said = ask(error, "rollback", "i", tokens);
-  return said == Answer::kFailed ? said : Answer::kYes;
-}
-
-Answer PythonMatcher::is_terminated(ErrorText* error) noexcept {
-  return ask(error, "is_terminated", nullptr);
+void bind_python_matcher(nb::module_& guide) {
+  nb::class_<PythonMatcher, NativeMatcher>(guide, "PythonMatcher")
+      .def(nb::init<const nb::object&, const nb::object&, int64_t>(), nb::arg("matcher"),
+           nb::arg("row"), nb::arg("vocab_size"));
 }
 
 }  // namespace graft::guide

@@ -1,33 +1,73 @@
 #include "slot.h"
 
 #include <algorithm>
-#include <numeric>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
 
 namespace graft::guide {
-
 namespace {
-size_t at(int index) { return static_cast<size_t>(index); }
+
+bool is_made(const Slot& slot, int j) noexcept {
+  return slot.made[at(j)].load(std::memory_order_relaxed) != ROW_NOT_READY;
+}
+
+void make(Slot& slot, int j, int32_t state) noexcept {
+  slot.made[at(j)].store(state, std::memory_order_release);
+}
+
+// The matcher has accepted the next draft.
+void step_on(Slot& slot) noexcept {
+  ++slot.node;
+  if (slot.terminated) slot.closed = slot.node;
+}
+
 }  // namespace
 
+Forced::Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool certain)
+    : bytes_(std::move(bytes)), most_(certain ? 1 : kMost), starts_{0} {
+  for (const uint32_t length : lengths) starts_.push_back(starts_.back() + length);
+  if (starts_.back() != bytes_.size()) {
+    throw std::invalid_argument("the tokens' lengths do not add up to their bytes");
+  }
+}
+
+int32_t Forced::token(const int32_t* row, int64_t words) const noexcept {
+  int64_t used = 0;
+  for (int64_t w = 0; w < words; ++w) used += row[w] != 0;
+  if (used == 0 || used > most_) return -1;
+  int32_t ids[kMost];
+  int count = 0;
+  int32_t longest = -1;
+  for (int64_t w = 0; w < words; ++w) {
+    for (uint32_t bits = static_cast<uint32_t>(row[w]); bits != 0; bits &= bits - 1) {
+      if (count == most_) return -1;
+      const auto id = static_cast<int32_t>(w * 32 + __builtin_ctz(bits));
+      if (count == 0 || length(id) > length(longest)) longest = id;
+      ids[count++] = id;
+    }
+  }
+  const bool one_text = std::all_of(ids, ids + count, [&](int32_t id) {
+    return length(id) != 0 && std::memcmp(text(id), text(longest), length(id)) == 0;
+  });
+  return count == 1 || one_text ? longest : -1;
+}
+
 void Slot::size_for(const Exchange& exchange) {
-  const auto rows = static_cast<size_t>(exchange.layout.rows);
+  const size_t rows = at(exchange.layout.rows);
   stamped.resize(rows);
-  closed.resize(rows);
   forced.assign(rows, -1);
   made = std::vector<std::atomic<int32_t>>(rows);
   pending.tokens.resize(rows);
   order.commit.tokens.resize(rows);
   order.draft.resize(rows - 1);
-  order.parent.resize(rows);
-  std::iota(order.parent.begin(), order.parent.end(), -1);
-  order.candidate.resize(static_cast<size_t>(exchange.layout.candidates));
+  order.candidate.resize(at(exchange.layout.candidates));
 }
 
 void SlotWork::serve(Slot& slot) const noexcept {
   if (slot.order.commit.given) commit(slot);
   if (slot.ended) return;
-  const Order& order = slot.order;
-  switch (order.task) {
+  switch (slot.order.task) {
     case Task::kNone:
       break;
     case Task::kRows:
@@ -38,7 +78,7 @@ void SlotWork::serve(Slot& slot) const noexcept {
       if (chain_) follow(slot);
       break;
     case Task::kDraft:
-      if (is_made(slot, order.parent[at(order.j)])) make_row(slot, order.j);
+      if (is_made(slot, slot.order.j - 1)) make_row(slot, slot.order.j);
       break;
     case Task::kProbe:
       probe(slot);
@@ -49,31 +89,28 @@ void SlotWork::serve(Slot& slot) const noexcept {
 void SlotWork::commit(Slot& slot) const noexcept {
   const Commit& commit = slot.order.commit;
   if (slot.ended) return;
-  std::fill(slot.closed.begin(), slot.closed.end(), 0);
-  if (!stand_at(slot, 0) || commit.wrong) {
+  slot.closed = INT_MAX;
+  bool right = stand_at(slot, 0) && !commit.wrong;
+  slot.tally[count::commits] += right;
+  for (int i = 0; right && i < commit.count; ++i) {
+    const int32_t token = commit.tokens[at(i)];
+    right = accept(slot, token);
+    slot.tally[count::committed_tokens] += right;
+    if (right && forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
+      slot.tally[count::forced_tokens] += 1;
+    }
+  }
+  if (!right) {
     slot.tally[count::desyncs] += 1;
     fail(slot);
     return;
-  }
-  slot.tally[count::commits] += 1;
-  for (int i = 0; i < commit.count; ++i) {
-    const int32_t token = commit.tokens[at(i)];
-    if (!accept(slot, token)) {
-      slot.tally[count::desyncs] += 1;
-      fail(slot);
-      return;
-    }
-    slot.tally[count::committed_tokens] += 1;
-    if (forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
-      slot.tally[count::forced_tokens] += 1;
-    }
   }
   slot.tested = 0;
   if (!slot.terminated) return;
   slot.tally[count::terminations] += 1;
   slot.ended = true;
   // Read only if the device does not know the stop id: it then ends the request, not hangs it.
-  make(slot, 0, kRowDeadEnd);
+  make(slot, 0, ROW_DEAD_END);
 }
 
 // Rows 0 .. v, as far as they can be; the matcher is back at the committed tokens afterwards.
@@ -91,44 +128,26 @@ bool SlotWork::make_row(Slot& slot, int j) const noexcept {
   return !slot.ended;
 }
 
-// Brings the matcher to node j: back to where the paths part, then down by the drafts. False where
-// it cannot get there, or nothing may follow: it then stands at the last node that it reached.
+// Brings the matcher to node j: back, or down by the drafts. False where it cannot get there, or
+// nothing may follow: it then stands at the last node that it reached.
 bool SlotWork::stand_at(Slot& slot, int j) const noexcept {
-  const std::vector<int32_t>& parent = slot.order.parent;
-  if (slot.ended) return false;
-  for (int node = j; node != 0; node = parent[at(node)]) {
-    if (slot.closed[at(node)] != 0) return false;
-  }
-  int shared = slot.node, back = 0;
-  for (int node = j; shared != node;) {  // a parent's number is the smaller one
-    int& deeper = shared > node ? shared : node;
-    if (shared > node) ++back;
-    deeper = parent[at(deeper)];
-  }
-  if (back > 0) {
+  if (slot.ended || j >= slot.closed) return false;
+  if (slot.node > j) {
     slot.tally[count::rollbacks] += 1;
-    if (slot.matcher->rollback(back, &slot.error) == Answer::kFailed) fail(slot);
-    slot.node = shared;
+    if (slot.matcher->rollback(slot.node - j, &slot.error) == Answer::kFailed) fail(slot);
+    slot.node = j;
     slot.terminated = false;
   }
-  while (!slot.ended && slot.node != j) {
-    int next = j;
-    while (parent[at(next)] != slot.node) next = parent[at(next)];
-    if (accept(slot, slot.order.draft[at(next - 1)])) {
-      step_to(slot, next);
+  while (!slot.ended && slot.node < j) {
+    if (accept(slot, slot.order.draft[at(slot.node)])) {
+      step_on(slot);
     } else {
-      slot.closed[at(next)] = 1;
+      slot.closed = slot.node + 1;
       slot.tally[count::refused_drafts] += 1;
     }
-    if (slot.closed[at(next)] != 0) return false;
+    if (j >= slot.closed) return false;
   }
   return !slot.ended;
-}
-
-// The matcher has accepted the token of node j.
-void SlotWork::step_to(Slot& slot, int j) const noexcept {
-  slot.node = j;
-  if (slot.terminated) slot.closed[at(j)] = 1;
 }
 
 // Takes forced tokens as drafts, one after the other; the row after the last of K is left to open.
@@ -140,12 +159,11 @@ void SlotWork::follow(Slot& slot) const noexcept {
   }
 }
 
-// Accepts the first legal candidate for draft j; where there is none, fills its parent's row, from
+// Accepts the first legal candidate for draft j; where there is none, fills the row before it, from
 // which the device may draw one.
 void SlotWork::probe(Slot& slot) const noexcept {
   const Order& order = slot.order;
-  const int parent = order.parent[at(order.j)];
-  if (!stand_at(slot, parent)) return;
+  if (!stand_at(slot, order.j - 1)) return;
   for (int i = 0; i < order.candidates; ++i) {
     const int32_t id = order.candidate[at(i)];
     slot.tally[count::probes] += 1;
@@ -153,13 +171,13 @@ void SlotWork::probe(Slot& slot) const noexcept {
       if (slot.ended) return;
       continue;
     }
-    step_to(slot, order.j);
+    step_on(slot);
     slot.answered = true;
     slot.answer = id;
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  make_row(slot, parent);
+  make_row(slot, order.j - 1);
   slot.answered = !slot.ended;
   slot.answer = -1;
 }
@@ -167,16 +185,12 @@ void SlotWork::probe(Slot& slot) const noexcept {
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
   slot.tally[count::accepts] += 1;
-  const Answer accepted = slot.matcher->accept(token, &slot.error);
-  if (accepted == Answer::kFailed) fail(slot);
-  if (accepted != Answer::kYes) return false;
-  const Answer terminated = slot.matcher->is_terminated(&slot.error);
-  if (terminated == Answer::kFailed) {
-    fail(slot);
-    return false;
-  }
-  slot.terminated = terminated == Answer::kYes;
-  return true;
+  Answer answer = slot.matcher->accept(token, &slot.error);
+  if (answer == Answer::kNo) return false;
+  if (answer == Answer::kYes) answer = slot.matcher->is_terminated(&slot.error);
+  if (answer == Answer::kFailed) fail(slot);
+  slot.terminated = answer == Answer::kYes;
+  return answer != Answer::kFailed;
 }
 
 void SlotWork::fill(Slot& slot, int j) const noexcept {
@@ -192,7 +206,7 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
   }
   if (filled == Filled::kFree) {
     slot.tally[count::free_rows] += 1;
-    make(slot, j, kRowFree);
+    make(slot, j, ROW_FREE);
     return;
   }
   int32_t any = 0;
@@ -200,38 +214,28 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
     for (const int64_t end = std::min(w + 64, count); w < end; ++w) any |= words[w];
   }
   if (any != 0) {
-    if (forced_ != nullptr) {
-      forced = forced_->token(words, count);
-      if (forced >= 0) slot.tally[count::forced_rows] += 1;
-    }
-    make(slot, j, kRowReady);
+    if (forced_ != nullptr) forced = forced_->token(words, count);
+    slot.tally[count::forced_rows] += forced >= 0;
+    make(slot, j, ROW_READY);
     return;
   }
   slot.tally[count::dead_ends] += 1;
-  slot.closed[at(j)] = 1;
+  slot.closed = j;
   if (j == 0) slot.ended = true;
-  make(slot, j, kRowDeadEnd);
+  make(slot, j, ROW_DEAD_END);
 }
 
 void SlotWork::fail(Slot& slot) const noexcept {
   slot.tally[count::errors] += 1;
   slot.ended = true;
-  make(slot, 0, kRowError);
+  make(slot, 0, ROW_ERROR);
 }
 
 // All but an error: it outlives the state it was met in.
 void SlotWork::forget_rows(Slot& slot) const noexcept {
-  const bool failed = slot.ended && slot.made[0].load(std::memory_order_relaxed) == kRowError;
-  for (auto& row : slot.made) row.store(kRowNotReady, std::memory_order_relaxed);
-  if (failed) make(slot, 0, kRowError);
-}
-
-bool SlotWork::is_made(const Slot& slot, int j) noexcept {
-  return slot.made[at(j)].load(std::memory_order_relaxed) != kRowNotReady;
-}
-
-void SlotWork::make(Slot& slot, int j, RowState state) noexcept {
-  slot.made[at(j)].store(state, std::memory_order_release);
+  const bool failed = slot.ended && slot.made[0].load(std::memory_order_relaxed) == ROW_ERROR;
+  for (auto& row : slot.made) row.store(ROW_NOT_READY, std::memory_order_relaxed);
+  if (failed) make(slot, 0, ROW_ERROR);
 }
 
 }  // namespace graft::guide

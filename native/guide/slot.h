@@ -1,7 +1,7 @@
 // One slot's place in its grammar, and the work on it: whatever touches the slot's matcher.
 //
-// Drafts are the nodes 1 .. K of a tree whose node 0 is the last committed token; a chain is
-// parent[j] = j - 1. Row j masks what may follow node j.
+// Node 0 is the last committed token, nodes 1 .. K are the drafts behind it, in their order. Row j
+// masks what may follow node j.
 //
 // A slot belongs either to the thread that runs the steps ("the step") or, while `busy` is set, to
 // the one thread that serves its order. See worker.h for who may do what when.
@@ -11,14 +11,92 @@
 #include <atomic>
 #include <climits>
 #include <cstdint>
+#include <string>
 #include <vector>
 
-#include "counters.h"
-#include "forced.h"
+#include "../../cudagraph/kernels/exchange.h"
 #include "matcher.h"
-#include "protocol.h"
 
 namespace graft::guide {
+
+inline size_t at(int index) { return static_cast<size_t>(index); }
+
+// The guide's view of the pinned memory that it shares with the device: exchange.h states what lies
+// in it.
+struct Exchange {
+  int32_t* base = nullptr;
+  ExchangeLayout layout{};
+  int vocab_size = 0;
+
+  int drafts() const { return layout.rows - 1; }
+  RowStamp* stamp(int slot, int j) const { return record<RowStamp>(slot, layout.stamps) + j; }
+  int32_t* mask(int slot, int j) const {
+    return record<int32_t>(slot, layout.masks) + static_cast<int64_t>(j) * layout.words;
+  }
+  Committed* committed(int slot) const { return record<Committed>(slot, layout.committed); }
+  Drafted* drafted(int slot) const { return record<Drafted>(slot, layout.drafted); }
+  Candidates* candidates(int slot) const { return record<Candidates>(slot, layout.candidate_ids); }
+  ::Answer* answer(int slot) const { return record<::Answer>(slot, layout.answer); }
+
+  // The ids that follow a record.
+  template <class Record>
+  static int32_t* ids(Record* of) {
+    return reinterpret_cast<int32_t*>(of + 1);
+  }
+
+ private:
+  template <class Record>
+  Record* record(int slot, int offset) const {
+    return reinterpret_cast<Record*>(base + static_cast<int64_t>(slot) * layout.stride + offset);
+  }
+};
+
+// What is counted, by the worker and by those who serve its orders.
+#define GRAFT_GUIDE_COUNTS(COUNT)                                                                  \
+  COUNT(replays)                                                                                   \
+  COUNT(missing_snapshots)                                                                         \
+  COUNT(joins)                                                                                     \
+  COUNT(fills) COUNT(accepts) COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens)              \
+      COUNT(refused_drafts) COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors)      \
+          COUNT(free_rows) COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) \
+              COUNT(forced_rows) COUNT(forced_tokens)
+namespace count {
+#define GRAFT_GUIDE_COUNT(name) name,
+enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };
+#undef GRAFT_GUIDE_COUNT
+}  // namespace count
+
+// Forced text: the token to draft where a grammar leaves no choice of what to write.
+//
+// Text is forced where every legal token is a beginning of the longest one: they spell the same
+// text and differ in how much of it they take. The longest is drafted, unless only what is certain
+// is asked for: then a token counts as forced where it is the one legal id. What is drafted is
+// decided by the mask row alone, hence by the prefix alone, and verification tests it as any other
+// draft: a target that prefers another spelling refuses it. Where one id is legal it is always
+// accepted.
+//
+// Read-only once made: any number of threads may ask.
+class Forced {
+ public:
+  // `bytes` of token i are `lengths[i]` long, one after the other; 0: no text. Throws
+  // std::invalid_argument where they do not add up.
+  Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool certain);
+
+  // The forced token of a mask row; -1: there is a choice.
+  int32_t token(const int32_t* row, int64_t words) const noexcept;
+
+ private:
+  static constexpr int kMost = 64;  // beginnings of one text: there are never many
+
+  size_t length(int32_t id) const noexcept {
+    return at(id) + 1 < starts_.size() ? starts_[at(id) + 1] - starts_[at(id)] : 0;
+  }
+  const char* text(int32_t id) const noexcept { return bytes_.data() + starts_[at(id)]; }
+
+  std::string bytes_;
+  int most_;  // legal ids of a row that is looked at
+  std::vector<size_t> starts_;
+};
 
 // Tokens that the device committed in one replay.
 struct Commit {
@@ -41,15 +119,14 @@ struct Order {
   Commit commit;
   Task task = Task::kNone;
   int j = 0;
-  int drafts = 0;               // v
-  std::vector<int32_t> draft;   // [K] token of node j at j - 1
-  std::vector<int32_t> parent;  // [K + 1] parent[j] < j
+  int drafts = 0;              // v
+  std::vector<int32_t> draft;  // [K] token of node j at j - 1
   int candidates = 0;
   std::vector<int32_t> candidate;  // [candidates]
 };
 
 struct Slot {
-  void size_for(const Exchange& exchange);  // its drafts are a chain then
+  void size_for(const Exchange& exchange);
 
   // The step's own.
   int index = 0;
@@ -66,7 +143,7 @@ struct Slot {
   // The server's, handed over with `busy`.
   Order order;
   int node = 0;                 // where the matcher stands
-  std::vector<uint8_t> closed;  // [K + 1] nodes nothing follows: refused, stop or dead-end drafts
+  int closed = INT_MAX;         // the first node nothing follows: a refused, stop or dead-end draft
   bool ended = false;           // terminated, dead end or error: the slot is left alone
   bool terminated = false;      // of the matcher, drafts included
   std::vector<int32_t> forced;  // [K + 1] forced token of each row, or -1
@@ -100,13 +177,10 @@ class SlotWork {
   void make_rows(Slot& slot) const noexcept;
   bool make_row(Slot& slot, int j) const noexcept;
   bool stand_at(Slot& slot, int j) const noexcept;
-  void step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;
   void follow(Slot& slot) const noexcept;
-  static bool is_made(const Slot& slot, int j) noexcept;
-  static void make(Slot& slot, int j, RowState state) noexcept;
 
   Exchange exchange_;
   const Forced* forced_;

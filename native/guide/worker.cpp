@@ -9,34 +9,41 @@
 
 namespace graft::guide {
 
-namespace {
-size_t at(int index) { return static_cast<size_t>(index); }
-}  // namespace
-
 Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
                std::shared_ptr<const Forced> forced, bool chain)
     : exchange_(exchange),
       forced_(std::move(forced)),
       work_(exchange, forced_.get(), chain),
-      slots_(static_cast<size_t>(exchange.layout.slots)),
-      snapshots_(ring, exchange.layout.slots),
+      slots_(at(exchange.layout.slots)),
+      snapshots_(at(ring)),
       timeline_(exchange.drafts() + 2),
       threads_(threads),
       budget_(budget) {
   for (int s = 0; s < exchange_.layout.slots; ++s) {
-    Slot& slot = slots_[static_cast<size_t>(s)];
+    Slot& slot = slots_[at(s)];
     slot.index = s;
     slot.size_for(exchange_);
-    for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowNotReady, 0);
+    stamp_all(slot, ROW_NOT_READY);
   }
+  for (Snapshot& entry : snapshots_) entry.requests.reserve(slots_.size());
   records_.push_back({this, Step::kOpen, 0});
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
-  given_.reserve(static_cast<size_t>(exchange_.layout.slots));
+  given_.reserve(at(exchange_.layout.slots));
   // Under a budget a thread may be stuck in any slot: one for each, of which `threads` are woken.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
+
+bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
+  Snapshot& entry = snapshot(replay);
+  if (entry.replay.load(std::memory_order_acquire) != 0) return false;
+  entry.requests.assign(requests.begin(), requests.end());
+  entry.replay.store(replay, std::memory_order_release);
+  return true;
+}
+
+void Worker::retire(int64_t replay) { snapshot(replay).replay.store(0, std::memory_order_release); }
 
 // The replay number of a record. The device counts in 32 bits: take the nearest number.
 int64_t Worker::replay_of(const int32_t& replay) const noexcept {
@@ -48,7 +55,7 @@ StepRecord* Worker::record(Step step, int draft) {
   return &records_[static_cast<size_t>(static_cast<int>(step) + std::max(draft - 1, 0))];
 }
 
-bool Worker::busy(int slot) const { return slots_[static_cast<size_t>(slot)].busy.load(); }
+bool Worker::busy(int slot) const { return slots_[at(slot)].busy.load(); }
 
 int Worker::busy_slots() const {
   return static_cast<int>(std::count_if(slots_.begin(), slots_.end(),
@@ -59,15 +66,15 @@ void Worker::wait_idle() const {
   while (busy_slots() != 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
-std::string Worker::first_error() const { return has_error_.load() ? error_.text : ""; }
-
 void Worker::run(const StepRecord& record) noexcept {
   const int64_t start = monotonic_ns();
   if (record.step == Step::kOpen) {
     ++replay_;
     counters_.of[count::replays].add();
-    current_ = snapshots_.find(replay_);
-    if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
+    const Snapshot& entry = snapshot(replay_);
+    const bool published = entry.replay.load(std::memory_order_acquire) == replay_;
+    current_ = published ? &entry : nullptr;
+    if (!published) counters_.of[count::missing_snapshots].add();
   }
   if (current_ != nullptr) step(record);
   const int64_t end = monotonic_ns();
@@ -81,7 +88,7 @@ void Worker::run(const StepRecord& record) noexcept {
 void Worker::step(const StepRecord& record) noexcept {
   given_.clear();
   for (const Request& request : current_->requests) {
-    Slot& slot = slots_[static_cast<size_t>(request.slot)];
+    Slot& slot = slots_[at(request.slot)];
     const bool idle = !slot.busy.load();
     if (idle) take_result(slot);
     if (idle && record.step == Step::kOpen && !(slot.joined && slot.epoch == request.epoch)) {
@@ -95,7 +102,7 @@ void Worker::step(const StepRecord& record) noexcept {
   }
   serve();
   for (const Request& request : current_->requests) {
-    Slot& slot = slots_[static_cast<size_t>(request.slot)];
+    Slot& slot = slots_[at(request.slot)];
     if (!slot.busy.load()) {
       take_result(slot);
     } else if (slot.epoch == request.epoch && !slot.outdated) {
@@ -104,14 +111,17 @@ void Worker::step(const StepRecord& record) noexcept {
     if (record.step == Step::kOpen) count_open(slot, request);
   }
   for (const int index : given_) {
-    Slot& slot = slots_[static_cast<size_t>(index)];
-    if (!slot.busy.load() && slot.answered) answer(slot);
+    Slot& slot = slots_[at(index)];
+    if (slot.busy.load() || !slot.answered) continue;
+    *exchange_.answer(index) = {static_cast<int32_t>(replay_), slot.order.j, slot.answer};
+    slot.answered = false;
   }
 }
 
 // True when there is something to serve.
 bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   Order& order = slot.order;
+  const bool probing = exchange_.layout.candidates > 0;
   slot.answered = false;
   order.task = Task::kNone;
   order.j = record.draft;
@@ -122,13 +132,12 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
     order.task = Task::kRows;
     take_drafts(slot, slot.drafts_of);
   } else if (record.step == Step::kCommit) {
-    if (order.commit.given && exchange_.layout.candidates == 0) order.task = Task::kRow0;
-  } else if (exchange_.layout.candidates == 0) {
-    take_drafts(slot, replay_);
-    if (slot.drafts_of == replay_ && order.drafts >= order.j) order.task = Task::kDraft;
+    if (order.commit.given && !probing) order.task = Task::kRow0;
   } else {
     take_drafts(slot, replay_);
-    if (slot.drafts_of == replay_ && order.drafts == order.j - 1 && take_candidates(slot)) {
+    const bool here = slot.drafts_of == replay_;
+    if (here && !probing && order.drafts >= order.j) order.task = Task::kDraft;
+    if (here && probing && order.drafts == order.j - 1 && take_candidates(slot)) {
       order.task = Task::kProbe;
     }
   }
@@ -194,7 +203,7 @@ bool Worker::over_budget(const Slot& slot) const noexcept {
 
 void Worker::serve_posted(void* worker, int index) {
   auto* self = static_cast<Worker*>(worker);
-  Slot& slot = self->slots_[static_cast<size_t>(index)];
+  Slot& slot = self->slots_[at(index)];
   if (self->budget_.ns > 0) {
     pthread_getcpuclockid(pthread_self(), &slot.clock);
     slot.cpu_start.store(clock_ns(slot.clock), std::memory_order_release);
@@ -205,7 +214,7 @@ void Worker::serve_posted(void* worker, int index) {
 
 void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.ended = slot.terminated = false;
-  withdraw(slot);
+  stamp_all(slot, ROW_NOT_READY);
   work_.forget_rows(slot);
   counters_.of[count::joins].add();
   slot.joined = true;
@@ -217,9 +226,8 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.pending.given = false;
   slot.error = ErrorText();
   slot.node = 0;
-  std::fill(slot.closed.begin(), slot.closed.end(), 0);
-  if (slot.matcher != nullptr) return;
-  for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowFree, 0);
+  slot.closed = INT_MAX;
+  if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
 
 // Notes what the device has committed for this slot since the last time. The stamp is that of a
@@ -232,7 +240,7 @@ void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   const bool known = replay <= latest;
   slot.applied = replay;
   if (count == 0 && known) return;  // the slot sat the round out
-  withdraw(slot);
+  stamp_all(slot, ROW_NOT_READY);
   if (idle) {
     work_.forget_rows(slot);
   } else {
@@ -280,52 +288,43 @@ bool Worker::take_candidates(Slot& slot) noexcept {
 // Of an idle slot: counts and stamps what was served since the last time.
 void Worker::take_result(Slot& slot) noexcept {
   for (int i = 0; i < count::kinds; ++i) {
-    if (slot.tally[static_cast<size_t>(i)] == 0) continue;
-    counters_.of[i].add(slot.tally[static_cast<size_t>(i)]);
-    slot.tally[static_cast<size_t>(i)] = 0;
-  }
-  if (slot.error.text[0] != '\0' && !has_error_.load(std::memory_order_relaxed)) {
-    error_ = slot.error;
-    has_error_.store(true, std::memory_order_release);
+    if (slot.tally[at(i)] == 0) continue;
+    counters_.of[i].add(slot.tally[at(i)]);
+    slot.tally[at(i)] = 0;
   }
   if (slot.outdated) work_.forget_rows(slot);
   slot.outdated = false;
   if (slot.matcher != nullptr) stamp_rows(slot);
 }
 
-void Worker::answer(Slot& slot) noexcept {
-  *exchange_.answer(slot.index) = {static_cast<int32_t>(replay_), slot.order.j, slot.answer};
-  slot.answered = false;
-}
-
 void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   const bool mine = slot.epoch == request.epoch;
   if (mine && slot.matcher == nullptr) counters_.of[count::free_rows].add(exchange_.layout.rows);
-  const bool ready = mine && slot.stamped[0] != kRowNotReady;
+  const bool ready = mine && slot.stamped[0] != ROW_NOT_READY;
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
 // Stamps the rows that were made since the last time.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
-    const int32_t made = slot.made[static_cast<size_t>(j)].load(std::memory_order_acquire);
-    if (made != slot.stamped[static_cast<size_t>(j)]) stamp(slot, j, made, slot.n + j);
+    const int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
+    if (made != slot.stamped[at(j)]) stamp(slot, j, made, slot.n + j);
   }
 }
 
-void Worker::withdraw(Slot& slot) noexcept {
-  for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, kRowNotReady, 0);
+void Worker::stamp_all(Slot& slot, int32_t state) noexcept {
+  for (int j = 0; j < exchange_.layout.rows; ++j) stamp(slot, j, state, 0);
 }
 
 void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept {
-  slot.stamped[static_cast<size_t>(j)] = state;
+  slot.stamped[at(j)] = state;
   RowStamp* row = exchange_.stamp(slot.index, j);
-  __atomic_store_n(&row->state, kRowNotReady, __ATOMIC_RELEASE);
+  __atomic_store_n(&row->state, ROW_NOT_READY, __ATOMIC_RELEASE);
   row->epoch = slot.epoch;
   row->position = position;
   row->more = 0;
-  if (state == kRowFree && slot.matcher == nullptr) row->more = 1;
-  if (state == kRowReady) row->more = 1 + slot.forced[static_cast<size_t>(j)];
+  if (state == ROW_FREE && slot.matcher == nullptr) row->more = 1;
+  if (state == ROW_READY) row->more = 1 + slot.forced[at(j)];
   __atomic_store_n(&row->state, state, __ATOMIC_RELEASE);
 }
 

@@ -1,26 +1,113 @@
-#include "xgrammar_abi.h"
-
+// XGrammar's matcher methods, called through TVM-FFI's C ABI: no torch, no Python, no GIL.
+//
+// 1. load() runs once, on any thread, before the first call; it checks the ABI version and the
+//    signature of each method and throws std::runtime_error naming what differs.
+// 2. A matcher handle is a borrowed reference: whoever makes the call keeps the Python object
+// alive.
+// 3. One matcher is used by one thread at a time; different matchers may be used at once.
+// 4. XGrammar prints a warning when it is handed an id that is out of range or no text, or a token
+//    after termination, and raises when asked to fill after termination. Callers check first.
 #include <dlfcn.h>
+#include <nanobind/nanobind.h>
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
-namespace graft::guide::xgrammar {
+#include "matcher.h"
+
+namespace nb = nanobind;
+
+namespace graft::guide {
 namespace {
 
-using tvm_ffi::Any;
-using tvm_ffi::Bytes;
-using tvm_ffi::DLTensor;
-using tvm_ffi::Object;
+// The part of TVM-FFI's C ABI (0.1) that is called, declared here so that building needs no TVM-FFI
+// headers and linking needs no library: the symbols come from the copy Python has loaded.
+enum TypeIndex : int32_t { kNone = 0, kInt = 1, kBool = 2, kDLTensorPtr = 7, kFunction = 68 };
+
+struct Object {
+  uint64_t reference_counts;
+  int32_t type_index;
+  uint32_t padding;
+  void (*deleter)(void*, int);
+};
+
+struct Any {
+  int32_t type_index;
+  uint32_t padding;
+  union {
+    int64_t integer;
+    double real;
+    void* pointer;
+    Object* object;
+  };
+};
+
+struct Bytes {
+  const char* data;
+  size_t size;
+};
+
+// Follows the Object header of an error; later members are not read.
+struct ErrorCell {
+  Bytes kind;
+  Bytes message;
+};
+
+struct MethodInfo {
+  Bytes name;
+  Bytes doc;
+  Bytes metadata;
+  int64_t flags;
+  Any method;
+};
+
+struct TypeInfo {
+  int32_t type_index;
+  int32_t type_depth;
+  Bytes type_key;
+  const TypeInfo** ancestors;
+  uint64_t type_key_hash;
+  int32_t num_fields;
+  int32_t num_methods;
+  const void* fields;
+  const MethodInfo* methods;
+  const void* metadata;
+};
+
+struct Version {
+  uint32_t major, minor, patch;
+};
+
+// DLPack's tensor view, as XGrammar reads it: strides and byte_offset are ignored there.
+struct DLTensor {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+constexpr int32_t kDLCPU = 1;
+constexpr uint8_t kDLInt = 0;
+
+static_assert(sizeof(Object) == 24 && sizeof(Any) == 16 && sizeof(MethodInfo) == 72 &&
+                  sizeof(TypeInfo) == 72 && sizeof(DLTensor) == 48,
+              "the C ABI is declared for 64-bit little-endian machines");
 
 constexpr char kMatcherKey[] = "xgrammar.tvm_ffi_binding.GrammarMatcher";
 
 struct Api {
-  void (*get_version)(tvm_ffi::Version*) = nullptr;
+  void (*get_version)(Version*) = nullptr;
   int (*key_to_index)(const Bytes*, int32_t*) = nullptr;
-  const tvm_ffi::TypeInfo* (*type_info)(int32_t) = nullptr;
+  const TypeInfo* (*type_info)(int32_t) = nullptr;
   int (*call)(void*, Any*, int32_t, Any*) = nullptr;
   void (*move_raised)(void**) = nullptr;
   int (*dec_ref)(void*) = nullptr;
@@ -44,16 +131,15 @@ void symbol(void* library, const char* name, Function* out) {
 }
 
 // The method's function object: owned by the type table, which lives as long as the process.
-void* method(const tvm_ffi::TypeInfo& type, const std::string& name, const std::string& arguments) {
+void* method(const TypeInfo& type, const std::string& name, const std::string& arguments) {
   for (int i = 0; i < type.num_methods; ++i) {
-    const tvm_ffi::MethodInfo& found = type.methods[i];
+    const MethodInfo& found = type.methods[i];
     if (string_of(found.name) != name) continue;
     // The metadata is JSON that holds the signature as an escaped JSON string.
     std::string metadata = string_of(found.metadata);
     metadata.erase(std::remove(metadata.begin(), metadata.end(), '\\'), metadata.end());
     const std::string expected = "\"args\":[" + arguments + "]}";
-    if (metadata.find(expected) == std::string::npos ||
-        found.method.type_index != tvm_ffi::kFunction) {
+    if (metadata.find(expected) == std::string::npos || found.method.type_index != kFunction) {
       throw std::runtime_error("XGrammar's matcher method " + name +
                                " has another signature than the pinned release: " + metadata);
     }
@@ -69,7 +155,7 @@ Any self(void* matcher) {
   return any;
 }
 
-Any integer(int64_t value, int32_t type = tvm_ffi::kInt) {
+Any integer(int64_t value, int32_t type = kInt) {
   Any any{};
   any.type_index = type;
   any.integer = value;
@@ -80,8 +166,8 @@ void keep_message(ErrorText* error) {
   void* raised = nullptr;
   api.move_raised(&raised);
   if (raised == nullptr) return;
-  const auto* cell = reinterpret_cast<const tvm_ffi::ErrorCell*>(static_cast<const char*>(raised) +
-                                                                 sizeof(Object));
+  const auto* cell =
+      reinterpret_cast<const ErrorCell*>(static_cast<const char*>(raised) + sizeof(Object));
   error->keep(cell->message.data, cell->message.size);
   api.dec_ref(raised);
 }
@@ -93,10 +179,8 @@ Answer call(void* function, Any* arguments, int32_t count, ErrorText* error) {
     return Answer::kFailed;
   }
   // rollback answers None, everything else a bool
-  return result.type_index == tvm_ffi::kNone || result.integer != 0 ? Answer::kYes : Answer::kNo;
+  return result.type_index == kNone || result.integer != 0 ? Answer::kYes : Answer::kNo;
 }
-
-}  // namespace
 
 void load(const char* tvm_ffi_library) {
   if (api.is_terminated != nullptr) return;
@@ -112,7 +196,7 @@ void load(const char* tvm_ffi_library) {
   symbol(library, "TVMFFIErrorMoveFromRaised", &loaded.move_raised);
   symbol(library, "TVMFFIObjectDecRef", &loaded.dec_ref);
 
-  tvm_ffi::Version version{};
+  Version version{};
   loaded.get_version(&version);
   if (version.major != 0 || version.minor != 1) {
     throw std::runtime_error("TVM-FFI's C ABI is version " + std::to_string(version.major) + "." +
@@ -122,7 +206,7 @@ void load(const char* tvm_ffi_library) {
   if (loaded.key_to_index(&key, &loaded.matcher_type) != 0) {
     throw std::runtime_error(std::string("XGrammar has not registered ") + kMatcherKey);
   }
-  const tvm_ffi::TypeInfo& type = *loaded.type_info(loaded.matcher_type);
+  const TypeInfo& type = *loaded.type_info(loaded.matcher_type);
   const std::string me = std::string("{\"type\":\"") + kMatcherKey + "\"}";
   const std::string boolean = "{\"type\":\"bool\"}", number = "{\"type\":\"int\"}";
   const std::string any = "{\"type\":\"Any\"}", none = "{\"type\":\"None\"}";
@@ -134,58 +218,84 @@ void load(const char* tvm_ffi_library) {
   api = loaded;
 }
 
-Matcher::Matcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
-    : handle_(handle), acceptable_(acceptable), vocab_size_(vocab_size) {
-  if (handle == nullptr || acceptable == nullptr || api.is_terminated == nullptr) {
-    throw std::invalid_argument("an XGrammar matcher needs a handle, ids and a loaded library");
+// A matcher made by XGrammar's Python-visible object, whose reference is borrowed.
+class XGrammarMatcher final : public NativeMatcher {
+ public:
+  // `acceptable`, borrowed: a bit per id that is text or one of the matcher's stop ids.
+  // Throws std::invalid_argument when the handle is not one of a matcher.
+  XGrammarMatcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
+      : handle_(handle), acceptable_(acceptable), vocab_size_(vocab_size) {
+    if (handle == nullptr || acceptable == nullptr || api.is_terminated == nullptr) {
+      throw std::invalid_argument("an XGrammar matcher needs a handle, ids and a loaded library");
+    }
+    if (static_cast<const Object*>(handle)->type_index != api.matcher_type) {
+      throw std::invalid_argument("the handle is not one of an XGrammar matcher");
+    }
+    for (int64_t w = 0; w < (vocab_size + 31) / 32; ++w) {
+      if (acceptable[w] != ~0u) partial_.push_back(static_cast<int32_t>(w));
+    }
   }
-  if (static_cast<const Object*>(handle)->type_index != api.matcher_type) {
-    throw std::invalid_argument("the handle is not one of an XGrammar matcher");
+
+  Answer accept(int32_t token, ErrorText* error) noexcept override {
+    // XGrammar prints a warning for these
+    if (token < 0 || token >= vocab_size_) return Answer::kNo;
+    if (((acceptable_[token >> 5] >> (token & 31)) & 1u) == 0) return Answer::kNo;
+    const Answer terminated = is_terminated(error);
+    if (terminated != Answer::kNo) {
+      return terminated == Answer::kYes ? Answer::kNo : Answer::kFailed;
+    }
+    Any arguments[3] = {self(handle_), integer(token), integer(0, kBool)};
+    return call(api.accept, arguments, 3, error);
   }
-  for (int64_t w = 0; w < (vocab_size + 31) / 32; ++w) {
-    if (acceptable[w] != ~0u) partial_.push_back(static_cast<int32_t>(w));
+
+  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+    DLTensor tensor{};
+    tensor.data = row;
+    tensor.device_type = kDLCPU;
+    tensor.ndim = 1;
+    tensor.type_code = kDLInt;
+    tensor.type_bits = 32;
+    tensor.type_lanes = 1;
+    tensor.shape = &words;
+    Any any{};
+    any.type_index = kDLTensorPtr;
+    any.pointer = &tensor;
+    Any arguments[4] = {self(handle_), any, integer(0), integer(0, kBool)};
+    if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
+    // XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
+    for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
+    return Filled::kMask;
   }
-}
 
-Answer Matcher::accept(int32_t token, ErrorText* error) noexcept {
-  // XGrammar prints a warning for these
-  if (token < 0 || token >= vocab_size_) return Answer::kNo;
-  if (((acceptable_[token >> 5] >> (token & 31)) & 1u) == 0) return Answer::kNo;
-  const Answer terminated = is_terminated(error);
-  if (terminated != Answer::kNo) {
-    return terminated == Answer::kYes ? Answer::kNo : Answer::kFailed;
+  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
+    Any arguments[2] = {self(handle_), integer(tokens)};
+    return call(api.rollback, arguments, 2, error);
   }
-  Any arguments[3] = {self(handle_), integer(token), integer(0, tvm_ffi::kBool)};
-  return call(api.accept, arguments, 3, error);
+
+  Answer is_terminated(ErrorText* error) noexcept override {
+    Any arguments[1] = {self(handle_)};
+    return call(api.is_terminated, arguments, 1, error);
+  }
+
+ private:
+  void* handle_;
+  const uint32_t* acceptable_;
+  int64_t vocab_size_;
+  std::vector<int32_t> partial_;  // words of a row in which some id is not acceptable
+};
+
+}  // namespace
+
+void bind_xgrammar(nb::module_& guide) {
+  guide.def("load_xgrammar", &load, nb::arg("tvm_ffi_library"));
+  nb::class_<XGrammarMatcher, NativeMatcher>(guide, "XGrammarMatcher")
+      .def(
+          "__init__",
+          [](XGrammarMatcher* self, uintptr_t handle, uintptr_t acceptable, int64_t vocab_size) {
+            new (self) XGrammarMatcher(reinterpret_cast<void*>(handle),
+                                       reinterpret_cast<const uint32_t*>(acceptable), vocab_size);
+          },
+          nb::arg("handle"), nb::arg("acceptable"), nb::arg("vocab_size"));
 }
 
-Filled Matcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
-  DLTensor tensor{};
-  tensor.data = row;
-  tensor.device_type = tvm_ffi::kDLCPU;
-  tensor.ndim = 1;
-  tensor.type_code = tvm_ffi::kDLInt;
-  tensor.type_bits = 32;
-  tensor.type_lanes = 1;
-  tensor.shape = &words;
-  Any any{};
-  any.type_index = tvm_ffi::kDLTensorPtr;
-  any.pointer = &tensor;
-  Any arguments[4] = {self(handle_), any, integer(0), integer(0, tvm_ffi::kBool)};
-  if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
-  // XGrammar sets bits beyond the vocabulary too, and those of stop ids of other requests
-  for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
-  return Filled::kMask;
-}
-
-Answer Matcher::rollback(int32_t tokens, ErrorText* error) noexcept {
-  Any arguments[2] = {self(handle_), integer(tokens)};
-  return call(api.rollback, arguments, 2, error);
-}
-
-Answer Matcher::is_terminated(ErrorText* error) noexcept {
-  Any arguments[1] = {self(handle_)};
-  return call(api.is_terminated, arguments, 1, error);
-}
-
-}  // namespace graft::guide::xgrammar
+}  // namespace graft::guide

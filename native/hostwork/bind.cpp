@@ -6,22 +6,67 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <sched.h>
 
+#include <chrono>
+#include <thread>
 #include <tuple>
 #include <vector>
 
-#include "hostwork/driver.h"
 #include "hostwork/exec.h"
 #include "hostwork/gate.h"
 #include "hostwork/mailbox.h"
-#include "hostwork/poll.h"
-#include "hostwork/resource.h"
 #include "stacks/stacks.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace graft::hostwork;
 
 namespace {
+
+using PollClock = std::chrono::steady_clock;
+
+// Spins for 20 us, yields until 200 us, then sleeps: a machine with two cores needs them for the
+// work that is being waited for. Without the GIL. True when `done()` became true before `until`.
+template <typename Done>
+bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point until) {
+  while (true) {
+    if (done()) return true;
+    const auto now = PollClock::now();
+    if (now >= until) return false;
+    const auto waited = now - begin;
+    if (waited < std::chrono::microseconds(20)) {
+      for (int i = 0; i < 32; ++i) graft::cpu_relax();
+    } else if (waited < std::chrono::microseconds(200)) {
+      sched_yield();
+    } else {
+      std::this_thread::sleep_for(
+          std::chrono::microseconds(waited < std::chrono::milliseconds(2) ? 20 : 100));
+    }
+  }
+}
+
+// Polls until `done()` or the deadline (no value: none). Called with the GIL held; the GIL is
+// released while polling and taken now and then, so that Ctrl-C raises KeyboardInterrupt here.
+template <typename Done>
+bool poll_until(Done&& done, std::optional<double> timeout_s) {
+  const auto begin = PollClock::now();
+  // 100 years stand for "no deadline": the clock's arithmetic must not overflow.
+  const double limit = std::min(timeout_s.value_or(3.0e9), 3.0e9);
+  const auto end =
+      begin + std::chrono::duration_cast<PollClock::duration>(std::chrono::duration<double>(limit));
+  while (true) {
+    bool finished;
+    {
+      const GilRelease release;
+      const auto slice = PollClock::now() + std::chrono::milliseconds(20);
+      finished = poll_slice(done, begin, std::min(slice, end));
+    }
+    if (finished) return true;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (PollClock::now() >= end) return false;
+  }
+}
 
 // (finished, code): polls a driver query until it is not "not ready".
 template <typename Query>
@@ -69,7 +114,6 @@ void bind_lifetime(nb::module_& m) {
         "Wait until everything dropped so far is freed; False on timeout.");
   m.def("live_resources", &live_resources);
   m.def("failed_frees", &failed_frees);
-  m.def("leaked_items", &leaked_items);
   m.def("live_thread_states", &live_thread_states);
   m.def("close_gate", &close_gate,
         "Let no thread enter Python any more; called once, when the interpreter exits.");
@@ -99,9 +143,9 @@ void bind_exec(nb::module_& m) {
       .def(
           "get_enabled",
           [](Exec& self, std::uint64_t node) {
-            bool enabled = false;
+            unsigned enabled = 0;
             const auto [result, api] = self.get_enabled(node, &enabled);
-            return std::make_tuple(result, api, enabled);
+            return std::make_tuple(result, api, enabled != 0);
           },
           Guard())
       .def("keep",
@@ -127,19 +171,16 @@ void bind_exec(nb::module_& m) {
       .def(
           "wait",
           [](Exec& self, std::optional<double> timeout_s) {
-            std::shared_ptr<Resource> event;
-            Result idle = kSuccess;
+            std::pair<Result, std::shared_ptr<Resource>> last;
             {
               const GilRelease release;
-              event = self.launched_so_far();
-              if (event == nullptr && self.closed()) idle = kClosed;
+              last = self.launched_so_far();
             }
-            return wait_for(
-                [&] {
-                  return event == nullptr ? idle
-                                          : driver().event_query(pointer<void>(event->handle()));
-                },
-                timeout_s);
+            const auto& [idle, event] = last;
+            const auto query = [idle = idle, event = event] {
+              return event == nullptr ? idle : driver().event_query(pointer<void>(event->handle()));
+            };
+            return wait_for(query, timeout_s);
           },
           nb::arg().none(), "Wait for what was launched before the call: (finished, code).")
       .def(

@@ -7,9 +7,6 @@
 
 #include <cstdint>
 
-// Adds the host-work part of graft.native._native.
-void bind_hostwork(nanobind::module_& m);
-
 namespace graft::hostwork {
 
 void bind_work(nanobind::module_& m);  // bind_work.cpp: records, eager work, captures, mailboxes

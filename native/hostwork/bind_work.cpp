@@ -9,28 +9,25 @@
 #include <vector>
 
 #include "hostwork/bind.h"
-#include "hostwork/captured.h"
-#include "hostwork/current.h"
-#include "hostwork/eager.h"
 #include "hostwork/gate.h"
+#include "hostwork/hostfunc.h"
 #include "hostwork/mailbox.h"
-#include "hostwork/mailbox_worker.h"
-#include "hostwork/record.h"
 
 namespace nb = nanobind;
 
 namespace graft::hostwork {
 namespace {
 
-using Work = std::tuple<nb::object, nb::tuple, std::uint64_t, std::uint64_t>;
+using WorkTuple = std::tuple<nb::object, nb::tuple, std::uint64_t, std::uint64_t>;
 using Attachment = std::tuple<Result, const char*, std::uint64_t>;  // code, api, user object
 
 template <typename AnyRecord>
-AnyRecord* make_record(std::string name, const Work& work, const nb::object& keep) {
+AnyRecord* make_record(std::string name, const WorkTuple& work, const nb::object& keep) {
   const auto& [fn, args, function, data] = work;
-  if (!fn.is_none()) return new AnyRecord(std::move(name), fn.ptr(), args.ptr(), keep.ptr());
-  return new AnyRecord(std::move(name), reinterpret_cast<HostFunction>(function),
-                       pointer<void>(data), keep.ptr());
+  const Work native{nullptr, nullptr, reinterpret_cast<HostFunction>(function),
+                    pointer<void>(data)};
+  const Work given = fn.is_none() ? native : Work{fn.ptr(), args.ptr()};
+  return new AnyRecord(std::move(name), given, keep.ptr());
 }
 
 Attachment attach_record(std::uint64_t graph, Record* record) {
@@ -68,9 +65,7 @@ void bind_records(nb::module_& m) {
       "Let the host steps of a moved graph count, fail and stand down with its parent.");
   nb::class_<PayloadCell>(m, "PayloadCell", "A value that changes between replays.")
       .def(nb::new_([](nb::object value, std::uint64_t address) {
-             auto cell = std::make_shared<PayloadCell>();
-             Py_XDECREF(cell->set(0, value.release().ptr(), address));
-             return cell;
+             return std::make_shared<PayloadCell>(value.release().ptr(), address);
            }),
            nb::arg("value").none(), nb::arg("address"))
       .def_prop_ro("size", &PayloadCell::size)
@@ -83,7 +78,7 @@ void bind_records(nb::module_& m) {
       "Keep objects alive as long as the graph can run: (code, api, user object).");
   m.def(
       "attach_host",
-      [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name, Work work,
+      [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::string name, WorkTuple work,
          nb::object keep, std::shared_ptr<PayloadCell> cell) {
         auto* record = make_record<HostRecord>(std::move(name), work, keep);
         record->set_state(std::move(state));
@@ -103,10 +98,6 @@ void bind_records(nb::module_& m) {
       nb::call_guard<GilRelease>());
   m.def("live_records", &live_records);
   m.def("released_records", &released_records);
-  m.def("run_counts", [] {
-    const RunCounts c = run_counts();
-    return std::make_tuple(c.python, c.native, c.stood_down);
-  });
   m.def("running_host_work", [] {
     std::vector<Running> running;
     {
@@ -119,8 +110,7 @@ void bind_records(nb::module_& m) {
     }
     return out;
   });
-  // For native work that is compiled elsewhere: addresses of functions of current.h, mailbox.h and
-  // gate.h.
+  // For native work that is compiled elsewhere: addresses of functions.
   m.def("native_api", [] {
     nb::dict out;
     out["current_replay"] = reinterpret_cast<std::uint64_t>(&current_replay);
@@ -134,7 +124,7 @@ void bind_records(nb::module_& m) {
 void bind_streams(nb::module_& m) {
   m.def(
       "eager_host",
-      [](std::uint64_t stream, std::string name, Work work, nb::object keep, bool spin) {
+      [](std::uint64_t stream, std::string name, WorkTuple work, nb::object keep, bool spin) {
         auto* record = make_record<EagerRecord>(std::move(name), work, keep);
         const GilRelease release;
         return record->launch(stream, spin);
@@ -150,8 +140,8 @@ void bind_streams(nb::module_& m) {
       nb::call_guard<GilRelease>(), "(code, status, capture id, CUgraph)");
   m.def(
       "captured_host",
-      [](std::uint64_t stream, std::uint64_t id, std::uint64_t graph, std::string name, Work work,
-         nb::object keep, bool spin) {
+      [](std::uint64_t stream, std::uint64_t id, std::uint64_t graph, std::string name,
+         WorkTuple work, nb::object keep, bool spin) {
         auto* record = make_record<HostRecord>(std::move(name), work, keep);
         const GilRelease release;
         const CaptureInfo capture{kCapturing, id, pointer<void>(graph)};
@@ -180,7 +170,6 @@ void bind_streams(nb::module_& m) {
       },
       "Failures that nobody was told of yet, told now: [(node, replay, exception, message)].");
   m.def("abandon_eager", &abandon_eager, nb::call_guard<GilRelease>());
-  m.def("pending_eager", &pending_eager, nb::call_guard<GilRelease>());
 }
 
 void bind_mailboxes(nb::module_& m) {
@@ -196,7 +185,8 @@ void bind_mailboxes(nb::module_& m) {
   m.def(
       "attach_mailbox",
       [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::shared_ptr<Worker> worker,
-         std::string name, Work work, std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> words,
+         std::string name, WorkTuple work,
+         std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> words,
          std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> output,
          std::pair<double, double> limits, nb::object keep) {
         auto* record = make_record<HostRecord>(std::move(name), work, keep);

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 namespace graft::hostwork {
@@ -22,56 +23,82 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
   Handle error_from_node;
 };
 
-// One function pointer per driver call that graft makes from native code. Every call is made
-// with the GIL released.
+// Every driver call that graft makes from native code, with the GIL released: its member in the
+// table, the driver's name and version of it, and what it takes.
+#define GRAFT_DRIVER_CALLS(CALL)                                                                   \
+  CALL(ctx_set_current, cuCtxSetCurrent, 4000, (Handle context))                                   \
+  CALL(launch_host_func, cuLaunchHostFunc, 10000, (Handle stream, HostFunction fn, void* data))    \
+  CALL(stream_get_capture_info, cuStreamGetCaptureInfo, 12030,                                     \
+       (Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies, \
+        const void** edges, std::size_t* count))                                                   \
+  CALL(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, 10010, (int* mode))        \
+  CALL(stream_query, cuStreamQuery, 2000, (Handle stream))                                         \
+  CALL(stream_destroy, cuStreamDestroy, 4000, (Handle stream))                                     \
+  CALL(event_create, cuEventCreate, 2000, (Handle * event, unsigned int flags))                    \
+  CALL(event_query, cuEventQuery, 2000, (Handle event))                                            \
+  CALL(event_record, cuEventRecord, 2000, (Handle event, Handle stream))                           \
+  CALL(event_destroy, cuEventDestroy, 4000, (Handle event))                                        \
+  CALL(mem_free, cuMemFree, 3020, (std::uint64_t address))                                         \
+  CALL(mem_free_host, cuMemFreeHost, 2000, (void* address))                                        \
+  CALL(module_unload, cuModuleUnload, 2000, (Handle module))                                       \
+  CALL(graph_destroy, cuGraphDestroy, 10000, (Handle graph))                                       \
+  CALL(graph_exec_destroy, cuGraphExecDestroy, 10000, (Handle exec))                               \
+  CALL(graph_exec_kernel_set, cuGraphExecKernelNodeSetParams, 12000,                               \
+       (Handle exec, Handle node, const void* params))                                             \
+  CALL(graph_node_set_enabled, cuGraphNodeSetEnabled, 11060,                                       \
+       (Handle exec, Handle node, unsigned int enabled))                                           \
+  CALL(graph_node_get_enabled, cuGraphNodeGetEnabled, 11060,                                       \
+       (Handle exec, Handle node, unsigned int* enabled))                                          \
+  CALL(graph_launch, cuGraphLaunch, 10000, (Handle exec, Handle stream))                           \
+  CALL(graph_upload, cuGraphUpload, 11010, (Handle exec, Handle stream))                           \
+  CALL(graph_exec_update, cuGraphExecUpdate, 12000,                                                \
+       (Handle exec, Handle graph, UpdateInfo * info))                                             \
+  CALL(                                                                                            \
+      user_object_create, cuUserObjectCreate, 11030,                                               \
+      (Handle * object, void* data, HostFunction destroy, unsigned int count, unsigned int flags)) \
+  CALL(user_object_release, cuUserObjectRelease, 11030, (Handle object, unsigned int count))       \
+  CALL(graph_retain_user_object, cuGraphRetainUserObject, 11030,                                   \
+       (Handle graph, Handle object, unsigned int count, unsigned int flags))                      \
+  CALL(graph_release_user_object, cuGraphReleaseUserObject, 11030,                                 \
+       (Handle graph, Handle object, unsigned int count))
+
 struct Driver {
-  Result (*ctx_set_current)(Handle context);
-  Result (*launch_host_func)(Handle stream, HostFunction fn, void* data);
+#define GRAFT_DRIVER_MEMBER(member, name, version, parameters) Result(*member) parameters;
+  GRAFT_DRIVER_CALLS(GRAFT_DRIVER_MEMBER)
+#undef GRAFT_DRIVER_MEMBER
   Result (*launch_host_func_v2)(Handle stream, HostFunction fn, void* data,
                                 unsigned int sync_mode);  // null before CUDA 13.2
-  Result (*stream_get_capture_info)(Handle stream, int* status, std::uint64_t* id, Handle* graph,
-                                    const Handle** dependencies, const void** edges,
-                                    std::size_t* count);
-  Result (*thread_exchange_capture_mode)(int* mode);
-  Result (*stream_query)(Handle stream);
-  Result (*stream_destroy)(Handle stream);
-  Result (*event_create)(Handle* event, unsigned int flags);
-  Result (*event_query)(Handle event);
-  Result (*event_record)(Handle event, Handle stream);
-  Result (*event_destroy)(Handle event);
-  Result (*mem_free)(std::uint64_t address);
-  Result (*mem_free_host)(void* address);
-  Result (*module_unload)(Handle module);
-  Result (*graph_destroy)(Handle graph);
-  Result (*graph_exec_destroy)(Handle exec);
-  Result (*graph_exec_kernel_set)(Handle exec, Handle node, const void* params);
-  Result (*graph_node_set_enabled)(Handle exec, Handle node, unsigned int enabled);
-  Result (*graph_node_get_enabled)(Handle exec, Handle node, unsigned int* enabled);
-  Result (*graph_launch)(Handle exec, Handle stream);
-  Result (*graph_upload)(Handle exec, Handle stream);
-  Result (*graph_exec_update)(Handle exec, Handle graph, UpdateInfo* info);
-  Result (*user_object_create)(Handle* object, void* data, HostFunction destroy, unsigned int count,
-                               unsigned int flags);
-  Result (*user_object_release)(Handle object, unsigned int count);
-  Result (*graph_retain_user_object)(Handle graph, Handle object, unsigned int count,
-                                     unsigned int flags);
-  Result (*graph_release_user_object)(Handle graph, Handle object, unsigned int count);
-  void (*owe_answer)(int owes);  // of the soft device only; null on others
+  void (*owe_answer)(int owes);                           // of the soft device; null on others
 };
 
-// Fills the table from the already loaded libcuda.so.1, which must be the library at `path`
-// (the file the device chooser loaded). Throws std::runtime_error otherwise. Called once.
+// Fills the table from the already loaded libcuda.so.1, which must be the library at `path` (the
+// file the device chooser loaded). Throws std::runtime_error otherwise. Called once.
 void bind_driver(const std::string& path, Handle context);
+inline const Driver* bound_driver = nullptr;
+
+// The table; throws std::logic_error before bind_driver().
+inline const Driver& driver() {
+  if (bound_driver != nullptr) return *bound_driver;
+  throw std::logic_error("no device is open: call graft.cudagraph.open_device first");
+}
 
 // Names the primary context anew after it was released and retained again; 0 while it is released.
 // Nothing of the driver's may be alive at that moment (live_resources() == 0).
 void set_primary_context(Handle context);
-
-// The table; throws std::logic_error before bind_driver().
-const Driver& driver();
 Handle primary_context();
 
 // The file that answers for a SONAME in this process, or "" when none is loaded.
 std::string loaded_library(const std::string& soname);
+
+// Marks the calling thread as inside a host function: driver calls are refused there (D3).
+inline thread_local int host_work_depth = 0;
+class HostWorkScope {
+ public:
+  HostWorkScope() { ++host_work_depth; }
+  ~HostWorkScope() { --host_work_depth; }
+  HostWorkScope(const HostWorkScope&) = delete;
+  HostWorkScope& operator=(const HostWorkScope&) = delete;
+};
+inline bool in_host_work() { return host_work_depth > 0; }
 
 }  // namespace graft::hostwork

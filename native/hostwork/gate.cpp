@@ -13,7 +13,6 @@ namespace {
 std::atomic<bool> closed{false};
 std::atomic<std::int64_t> entered{0};
 std::atomic<std::int64_t> thread_states{0};
-thread_local int host_work_depth = 0;
 
 // Counts the caller in, unless the gate is closed. The count is raised before the flag is read,
 // so that close_gate() either sees this thread or is seen by it.
@@ -100,8 +99,29 @@ void release_thread_state(void*) { thread_state.release(); }
 
 std::int64_t live_thread_states() { return thread_states.load(); }
 
-HostWorkScope::HostWorkScope() { ++host_work_depth; }
-HostWorkScope::~HostWorkScope() { --host_work_depth; }
-bool in_host_work() { return host_work_depth > 0; }
+PyObject* take_exception() {
+#if PY_VERSION_HEX >= 0x030c0000
+  return PyErr_GetRaisedException();
+#else
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return value;
+#endif
+}
+
+std::string words_of(PyObject* exception) {
+  std::string out = Py_TYPE(exception)->tp_name;
+  PyObject* const text = PyObject_Str(exception);
+  Py_ssize_t size = 0;
+  const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
+  if (said == nullptr) PyErr_Clear();
+  if (said != nullptr && size > 0) out.append(": ").append(said, static_cast<std::size_t>(size));
+  Py_XDECREF(text);
+  return out;
+}
 
 }  // namespace graft::hostwork

@@ -1,11 +1,12 @@
 // Entering Python from threads that are not Python's, and not entering it after the end.
 //
-// INVARIANTS.md states the rules this file implements: D3, P1 to P5.
+// INVARIANTS.md states the rules this file implements: P1 to P5.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <string>
 
 namespace graft::hostwork {
 
@@ -55,14 +56,9 @@ std::int64_t live_thread_states();
 // when it next enters Python. For measurements; needs the GIL.
 void release_thread_state(void*);
 
-// Marks the calling thread as inside a host function: driver calls are refused there.
-class HostWorkScope {
- public:
-  HostWorkScope();
-  ~HostWorkScope();
-  HostWorkScope(const HostWorkScope&) = delete;
-  HostWorkScope& operator=(const HostWorkScope&) = delete;
-};
-bool in_host_work();
+// The raised exception as one object with its traceback; clears the error. And what an exception
+// says, for reports that have no exception to show. GIL held.
+PyObject* take_exception();
+std::string words_of(PyObject* exception);
 
 }  // namespace graft::hostwork

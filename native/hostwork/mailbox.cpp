@@ -1,12 +1,10 @@
 #include "hostwork/mailbox.h"
 
-#include <time.h>
-
 #include <cstring>
 #include <utility>
 
-#include "hostwork/driver.h"
-#include "hostwork/mailbox_worker.h"
+#include "stacks/stacks.h"
+#include "threads.h"
 
 namespace graft::hostwork {
 namespace {
@@ -40,13 +38,22 @@ std::string seconds(double value) {
   return text + " s";
 }
 
-}  // namespace
-
-std::int64_t monotonic_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<std::int64_t>(t.tv_sec) * 1000000000 + t.tv_nsec;
+// Where the threads stand that run this record now: lines to follow a message. No GIL.
+std::string native_stacks_of(const HostRecord* record) {
+  constexpr double kAnswerLimitS = 1.0;
+  std::string out;
+  for (const Running& running : running_host_work()) {
+    if (running.record != record) continue;
+    const stacks::Frames frames = stacks::of_thread(running.tid, kAnswerLimitS);
+    if (frames.empty()) continue;
+    out += "\nit ran in thread " + std::to_string(running.tid) +
+           ", native stack, innermost first:\n" + stacks::format(frames, "  ");
+    out.pop_back();
+  }
+  return out;
 }
+
+}  // namespace
 
 void* current_output() { return output_now; }
 
@@ -104,6 +111,14 @@ void Port::acknowledge(std::uint32_t seq) noexcept {
   if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   __atomic_store_n(words_.request, 0u, __ATOMIC_RELAXED);
   __atomic_store_n(words_.ack, words_.gave_up == nullptr ? 1u : seq, __ATOMIC_RELEASE);
+}
+
+bool Port::look(bool* more) noexcept {
+  const std::uint32_t seq = request();
+  const bool fresh = seq != 0 && seq != seen_;
+  if (fresh) serve(seen_ = seq);
+  *more = *more || expecting(seen_);
+  return fresh;
 }
 
 void Port::serve(std::uint32_t seq) noexcept {

@@ -1,5 +1,3 @@
-#include "hostwork/mailbox_worker.h"
-
 #include <pthread.h>
 #include <sched.h>
 #include <sys/prctl.h>
@@ -7,11 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "hostwork/mailbox.h"
-#include "hostwork/relax.h"
-#include "short_slice.h"
+#include "threads.h"
 
 namespace graft::hostwork {
 
@@ -20,8 +19,7 @@ struct Worker::Core {
   const WorkerOptions options;
   mutable std::mutex mutex;
   std::condition_variable wake;
-  std::uint64_t wakes = 0;  // guarded by the mutex, like the three below
-  std::vector<std::shared_ptr<Port>> ports;
+  std::vector<std::shared_ptr<Port>> ports;  // guarded by the mutex, like the two below
   bool parked = false;
   bool stop = false;
   std::atomic<std::uint64_t> version{1};  // of `ports` and `stop`
@@ -35,11 +33,6 @@ using Core = Worker::Core;
 
 constexpr unsigned long kTimerSlackNs = 1000;  // the default of 50 us would double a short sleep
 
-struct Served {
-  std::shared_ptr<Port> port;
-  std::uint32_t last = 0;
-};
-
 void place(Core& core) {
   pthread_setname_np(pthread_self(), core.options.name.substr(0, 15).c_str());
   ask_for_short_slice();
@@ -52,16 +45,11 @@ void place(Core& core) {
 }
 
 // Takes over the list of ports; false when the thread must end.
-bool refresh(Core& core, std::vector<Served>* mine, std::uint64_t* version) {
-  std::vector<Served> before = std::move(*mine);  // dropped after the mutex
+bool refresh(Core& core, std::vector<std::shared_ptr<Port>>* mine, std::uint64_t* version) {
+  std::vector<std::shared_ptr<Port>> before = std::move(*mine);  // dropped after the mutex
   const std::lock_guard<std::mutex> lock(core.mutex);
   *version = core.version.load();
-  mine->clear();
-  for (const auto& port : core.ports) {
-    const auto known =
-        std::find_if(before.begin(), before.end(), [&](const Served& s) { return s.port == port; });
-    mine->push_back({port, known == before.end() ? 0 : known->last});
-  }
+  *mine = core.ports;
   return !core.stop;
 }
 
@@ -87,22 +75,17 @@ void pause_briefly(const WorkerOptions& options, std::int64_t idle_since_ns) {
 void serve_forever(const std::shared_ptr<Core>& shared) {
   Core& core = *shared;
   place(core);
-  std::vector<Served> mine;
+  std::vector<std::shared_ptr<Port>> mine;
   std::uint64_t version = 0;
   std::int64_t idle_since = monotonic_ns();
   while (true) {
     const std::uint64_t kicks = core.kicks.load();
     if (version != core.version.load() && !refresh(core, &mine, &version)) return;
     bool any = false, expecting = false;
-    for (Served& s : mine) {
-      const std::uint32_t seq = s.port->request();
-      if (seq != 0 && seq != s.last) {
-        s.last = seq;
-        s.port->serve(seq);
-        core.served.fetch_add(1, std::memory_order_relaxed);
-        any = true;
-      }
-      expecting = expecting || s.port->expecting(s.last);
+    for (const auto& port : mine) {
+      if (!port->look(&expecting)) continue;
+      core.served.fetch_add(1, std::memory_order_relaxed);
+      any = true;
     }
     if (any) {
       idle_since = monotonic_ns();
@@ -115,10 +98,12 @@ void serve_forever(const std::shared_ptr<Core>& shared) {
   }
 }
 
-void kick(Core& core, bool changed) {
+// Makes a change under the mutex and wakes the thread.
+template <typename Change>
+void tell(Core& core, const Change& change) {
   {
     const std::lock_guard<std::mutex> lock(core.mutex);
-    if (changed) core.version.fetch_add(1);
+    change();
     core.kicks.fetch_add(1);
   }
   core.wake.notify_all();
@@ -131,36 +116,35 @@ Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(o
 }
 
 Worker::~Worker() {
-  {
-    const std::lock_guard<std::mutex> lock(core_->mutex);
+  tell(*core_, [this] {
     core_->stop = true;
-  }
-  kick(*core_, true);
+    core_->version.fetch_add(1);
+  });
 }
 
 void Worker::add(const std::shared_ptr<Port>& port) {
-  {
-    const std::lock_guard<std::mutex> lock(core_->mutex);
+  tell(*core_, [&] {
     core_->ports.push_back(port);
-  }
-  kick(*core_, true);
+    core_->version.fetch_add(1);
+  });
 }
 
 void Worker::remove(const Port* port) noexcept {
   std::shared_ptr<Port> dropped;  // its end may be the worker's: not under the mutex
-  {
-    const std::lock_guard<std::mutex> lock(core_->mutex);
+  tell(*core_, [&] {
     auto& ports = core_->ports;
     const auto it =
         std::find_if(ports.begin(), ports.end(), [&](const auto& p) { return p.get() == port; });
     if (it == ports.end()) return;
     dropped = std::move(*it);
     ports.erase(it);
-  }
-  kick(*core_, true);
+    core_->version.fetch_add(1);
+  });
 }
 
-void Worker::wake() noexcept { kick(*core_, false); }
+void Worker::wake() noexcept {
+  tell(*core_, [] {});
+}
 std::int64_t Worker::served() const { return core_->served.load(); }
 
 bool Worker::parked() const {

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <memory>
 #include <thread>
 
 #include "hostwork/driver.h"
@@ -43,18 +42,13 @@ class Reaper {
   }
 
   std::int64_t pending() const { return pending_.load(); }
-  std::int64_t leaked() const { return leaked_.load(); }
 
  private:
   void drain() {
     Reapable* const items = reversed(head_.exchange(nullptr));
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) {
-      free(items);
-    } else {
-      leaked_.fetch_add(count);  // the driver and the interpreter are going away: leave it to them
-    }
+    if (gate_open()) free(items);  // else driver and interpreter are going away: leave it to them
     pending_.fetch_sub(count);
   }
 
@@ -62,21 +56,15 @@ class Reaper {
   void free(Reapable* items) {
     std::vector<PyObject*> references;
     for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);
-    if (!references.empty()) drop(references);
+    if (!references.empty()) {
+      const PythonEntry python;
+      for (std::size_t i = 0; python && i < references.size(); ++i) Py_DECREF(references[i]);
+    }
     while (items != nullptr) {
       Reapable* next = items->next_;
       delete items;
       items = next;
     }
-  }
-
-  void drop(const std::vector<PyObject*>& references) {
-    const PythonEntry python;
-    if (!python) {
-      leaked_.fetch_add(static_cast<std::int64_t>(references.size()));
-      return;
-    }
-    for (PyObject* reference : references) Py_DECREF(reference);
   }
 
   // Oldest first, in the order of the hand-over.
@@ -93,7 +81,6 @@ class Reaper {
 
   std::atomic<Reapable*> head_{nullptr};
   std::atomic<std::int64_t> pending_{0};
-  std::atomic<std::int64_t> leaked_{0};
   sem_t wake_;
 };
 
@@ -106,10 +93,6 @@ Reaper& reaper() {
 }
 
 }  // namespace
-
-void ReferenceEnd::reap(std::vector<PyObject*>& references) noexcept {
-  if (reference != nullptr) references.push_back(reference);
-}
 
 void retire(Reapable* item) noexcept { reaper().push(item); }
 
@@ -129,6 +112,59 @@ void start_reaper() {
   std::thread([&made] { made.run(); }).detach();
 }
 
-std::int64_t leaked_items() { return reaper().leaked(); }
+namespace {
+
+std::atomic<std::int64_t> live{0};
+std::atomic<std::int64_t> failed{0};
+
+Result destroy(ResourceKind kind, std::uint64_t handle) {
+  const Driver& d = driver();
+  void* pointer = reinterpret_cast<void*>(handle);
+  switch (kind) {
+    case ResourceKind::kDeviceMemory:
+      return d.mem_free(handle);
+    case ResourceKind::kPinnedMemory:
+      return d.mem_free_host(pointer);
+    case ResourceKind::kEvent:
+      return d.event_destroy(pointer);
+    case ResourceKind::kStream:
+      return d.stream_destroy(pointer);
+    case ResourceKind::kModule:
+      return d.module_unload(pointer);
+    case ResourceKind::kGraph:
+      return d.graph_destroy(pointer);
+  }
+  return kSuccess;
+}
+
+}  // namespace
+
+class ResourceEnd final : public Reapable {
+ public:
+  ResourceEnd(ResourceKind kind, std::uint64_t handle) : kind_(kind), handle_(handle) {}
+
+  void reap(std::vector<PyObject*>&) noexcept override {
+    // A faulted context refuses every call; the handle then goes with the context.
+    if (owned && destroy(kind_, handle_) != kSuccess) failed.fetch_add(1);
+    live.fetch_sub(1);
+  }
+
+  bool owned = true;  // set before the hand-over
+
+ private:
+  const ResourceKind kind_;
+  const std::uint64_t handle_;
+};
+
+Resource::Resource(ResourceKind kind, std::uint64_t handle)
+    : end_(new ResourceEnd(kind, handle)), handle_(handle) {
+  live.fetch_add(1);
+}
+
+Resource::~Resource() = default;
+void Resource::disown() noexcept { end_->owned = false; }
+
+std::int64_t live_resources() { return live.load(); }
+std::int64_t failed_frees() { return failed.load(); }
 
 }  // namespace graft::hostwork

@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace graft::hostwork {
@@ -25,15 +26,48 @@ class Reapable {
   Reapable* next_ = nullptr;
 };
 
+// Hands `item` to the reaper, which reaps and deletes it. Lock-free, from any thread.
+void retire(Reapable* item) noexcept;
+struct Retire {
+  void operator()(Reapable* item) const noexcept { retire(item); }
+};
+
 // Drops one Python reference. Made where the reference is taken, for destructors (L1).
 class ReferenceEnd final : public Reapable {
  public:
-  void reap(std::vector<PyObject*>& references) noexcept override;
-  PyObject* reference = nullptr;
+  explicit ReferenceEnd(PyObject* of = nullptr) : reference(of) {}
+  void reap(std::vector<PyObject*>& references) noexcept override {
+    if (reference != nullptr) references.push_back(reference);
+  }
+  PyObject* reference;
+};
+using Reference = std::unique_ptr<ReferenceEnd, Retire>;
+
+// Drops a Python reference from any thread, with or without the GIL. Allocates: not for
+// destructors.
+inline void drop_later(PyObject* reference) noexcept {
+  if (reference != nullptr) retire(new ReferenceEnd(reference));
+}
+
+// Owns one driver handle, which is freed on the reaper thread when the last owner goes.
+enum class ResourceKind : int { kDeviceMemory, kPinnedMemory, kEvent, kStream, kModule, kGraph };
+class ResourceEnd;
+class Resource {
+ public:
+  Resource(ResourceKind kind, std::uint64_t handle);
+  ~Resource();
+  std::uint64_t handle() const { return handle_; }
+  // Somebody else frees the handle from now on.
+  void disown() noexcept;
+
+ private:
+  const std::unique_ptr<ResourceEnd, Retire> end_;  // made here: a destructor must not allocate
+  const std::uint64_t handle_;
 };
 
-// Hands `item` to the reaper, which reaps and deletes it. Lock-free, from any thread.
-void retire(Reapable* item) noexcept;
+// Handles owned now, and driver calls that refused to free one (the handle is then leaked).
+std::int64_t live_resources();
+std::int64_t failed_frees();
 
 // Waits until everything handed over so far, and what that released in turn, is gone.
 // Call without the GIL. False on timeout or from inside host work.
@@ -41,8 +75,5 @@ bool flush(double timeout_s);
 
 // Starts the thread; called once the driver table is bound.
 void start_reaper();
-
-// Items handed over and not freed because the interpreter was shutting down.
-std::int64_t leaked_items();
 
 }  // namespace graft::hostwork

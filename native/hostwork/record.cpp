@@ -1,79 +1,70 @@
 #include "hostwork/record.h"
 
 #include <cxxabi.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <exception>
+#include <mutex>
+#include <set>
 #include <utility>
-#include <vector>
-
-#include "hostwork/gate.h"
-#include "hostwork/running.h"
 
 namespace graft::hostwork {
 namespace {
 
-constexpr unsigned int kMove = 1;              // CU_GRAPH_USER_OBJECT_MOVE
-constexpr unsigned int kSpinWait = 1;          // CU_HOST_TASK_SPINWAIT
-constexpr Result kNotSupported = 801;          // CUDA_ERROR_NOT_SUPPORTED
-constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+using Clock = std::chrono::steady_clock;
 
 std::atomic<std::int64_t> live{0};
 std::atomic<std::int64_t> released{0};
-std::atomic<std::int64_t> python_runs{0};
-std::atomic<std::int64_t> native_runs{0};
-std::atomic<std::int64_t> stood_down{0};
+
+struct ThreadSlot;
+
+// Leaked on purpose: driver threads may still use it while static objects are being destroyed.
+struct Registry {
+  std::mutex mutex;
+  std::set<ThreadSlot*> slots;
+};
+Registry& registry() {
+  static Registry* const instance = new Registry;
+  return *instance;
+}
+
+// Which host function a thread is in, so that a deadline can name it and native work ask for it.
+struct ThreadSlot {
+  std::mutex mutex;
+  HostRecord* record = nullptr;
+  std::int64_t replay = 0;
+  Clock::time_point start;
+  const std::uint64_t thread = static_cast<std::uint64_t>(pthread_self());
+  const int tid = static_cast<int>(syscall(SYS_gettid));
+
+  ThreadSlot() {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().slots.insert(this);
+  }
+  ~ThreadSlot() {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().slots.erase(this);
+  }
+  void set(HostRecord* r, std::int64_t n) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    record = r;
+    replay = n;
+    if (r != nullptr) start = Clock::now();
+  }
+};
+thread_local ThreadSlot slot;
+
+struct RunningScope {
+  RunningScope(HostRecord* record, std::int64_t replay) { slot.set(record, replay); }
+  ~RunningScope() { slot.set(nullptr, 0); }
+};
 
 PyObject* new_reference(PyObject* object) {
   Py_XINCREF(object);
   return object;
-}
-
-// The raised exception as one object with its traceback; clears the error (GIL held).
-PyObject* take_exception() {
-#if PY_VERSION_HEX >= 0x030c0000
-  return PyErr_GetRaisedException();
-#else
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-  Py_XDECREF(type);
-  Py_XDECREF(traceback);
-  return value;
-#endif
-}
-
-// What an exception says, for reports that have no exception to show (GIL held).
-std::string words_of(PyObject* exception) {
-  std::string out = Py_TYPE(exception)->tp_name;
-  PyObject* const text = PyObject_Str(exception);
-  Py_ssize_t size = 0;
-  const char* said = text == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(text, &size);
-  if (said == nullptr) PyErr_Clear();
-  if (said != nullptr && size > 0) out.append(": ").append(said, static_cast<std::size_t>(size));
-  Py_XDECREF(text);
-  return out;
-}
-
-// callable(payload, *arguments), or callable(*arguments) where payload is null. The GIL is held
-// from pick() on; the reference taken here keeps the payload when the callable changes the cell. Up
-// to kFew arguments nothing is allocated.
-PyObject* call(PyObject* callable, PyObject* arguments, PyObject* payload) {
-  constexpr std::size_t kFew = 14;
-  const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(arguments));
-  PyObject* few[kFew + 2];
-  std::vector<PyObject*> many(count > kFew ? count + 2 : 0);
-  // The first place is room for a bound method's self (PY_VECTORCALL_ARGUMENTS_OFFSET).
-  PyObject** const all = (many.empty() ? few : many.data()) + 1;
-  std::size_t given = 0;
-  if (payload != nullptr) all[given++] = new_reference(payload);
-  for (std::size_t i = 0; i < count; ++i) {
-    all[given++] = PyTuple_GET_ITEM(arguments, static_cast<Py_ssize_t>(i));
-  }
-  PyObject* result =
-      PyObject_Vectorcall(callable, all, given | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-  Py_XDECREF(payload);
-  return result;
 }
 
 // The destructor of the user object: runs on a driver thread or inside a destroy call.
@@ -92,18 +83,15 @@ void Record::reap(std::vector<PyObject*>& references) noexcept {
   if (keep_ != nullptr) references.push_back(keep_);
 }
 
-HostRecord::HostRecord(std::string name, PyObject* callable, PyObject* arguments, PyObject* keep)
-    : Record(keep),
-      name_(std::move(name)),
-      callable_(new_reference(callable)),
-      arguments_(new_reference(arguments)) {}
-
-HostRecord::HostRecord(std::string name, HostFunction function, void* data, PyObject* keep)
-    : Record(keep), name_(std::move(name)), function_(function), data_(data) {}
+HostRecord::HostRecord(std::string name, const Work& work, PyObject* keep)
+    : Record(keep), name_(std::move(name)), work_(work) {
+  Py_XINCREF(work.callable);
+  Py_XINCREF(work.arguments);
+}
 
 void HostRecord::reap(std::vector<PyObject*>& references) noexcept {
-  if (callable_ != nullptr) references.push_back(callable_);
-  if (arguments_ != nullptr) references.push_back(arguments_);
+  if (work_.callable != nullptr) references.push_back(work_.callable);
+  if (work_.arguments != nullptr) references.push_back(work_.arguments);
   Record::reap(references);
 }
 
@@ -117,31 +105,6 @@ void HostRecord::fail(StatusCode code, std::int64_t replay, PyObject* exception,
   }
 }
 
-void HostRecord::run_python(std::int64_t replay) {
-  const PythonEntry python;
-  if (!python) {
-    fail(kStatusShutdown, replay, nullptr, "the interpreter is shutting down");
-    return;
-  }
-  PyObject* result = nullptr;
-  try {
-    PyObject* payload = nullptr;
-    if (cell_ != nullptr) {
-      payload = cell_->pick(replay).value;
-      if (payload == nullptr) payload = Py_None;
-    }
-    result = call(callable_, arguments_, payload);
-  } catch (abi::__forced_unwind&) {
-    park_for_good();
-  }
-  if (result == nullptr) {
-    PyObject* const raised = take_exception();
-    fail(kStatusPython, replay, raised, words_of(raised));
-  } else {
-    Py_DECREF(result);
-  }
-}
-
 void HostRecord::run() noexcept {
   const std::int64_t run = runs_.load(std::memory_order_relaxed) + 1;
   runs_.store(run, std::memory_order_relaxed);
@@ -149,22 +112,18 @@ void HostRecord::run() noexcept {
 }
 
 void HostRecord::run_as(std::int64_t replay) noexcept {
-  if (state_ && state_->failed()) {
-    stood_down.fetch_add(1, std::memory_order_relaxed);
-    return;
-  }
+  if (state_ && state_->failed()) return;  // stands down (E3)
   const HostWorkScope host_work;
   const RunningScope running(this, replay);
   try {
-    if (callable_ != nullptr) {
-      python_runs.fetch_add(1, std::memory_order_relaxed);
+    if (work_.callable != nullptr) {
       run_python(replay);
     } else {
-      native_runs.fetch_add(1, std::memory_order_relaxed);
-      function_(cell_ == nullptr ? data_ : reinterpret_cast<void*>(cell_->pick(replay).address));
+      const bool fixed = cell_ == nullptr;
+      work_.function(fixed ? work_.data : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
-    park_for_good();
+    while (true) pause();  // as park_for_good(): work of somebody else's was in Python (P5)
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());
   } catch (...) {
@@ -174,7 +133,15 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
 
 void run_host_record(void* data) { static_cast<HostRecord*>(data)->run(); }
 
+std::int64_t current_replay() { return slot.replay; }
+
+void fail_current(const char* message) {
+  if (slot.record != nullptr) slot.record->fail(kStatusNative, slot.replay, nullptr, message);
+}
+
 Attached attach(Handle graph, Record* record) {
+  constexpr unsigned int kMove = 1;              // CU_GRAPH_USER_OBJECT_MOVE
+  constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
   const Driver& d = driver();
   Handle object = nullptr;
   // The base pointer is what the destructor gets, whatever class the record is.
@@ -191,13 +158,6 @@ Attached attach(Handle graph, Record* record) {
   return {kSuccess, "", object};
 }
 
-Result launch_host(Handle stream, HostFunction fn, void* data, bool spin) {
-  const Driver& d = driver();
-  if (!spin) return d.launch_host_func(stream, fn, data);
-  if (d.launch_host_func_v2 == nullptr) return kNotSupported;
-  return d.launch_host_func_v2(stream, fn, data, kSpinWait);
-}
-
 Result detach(Handle graph, Handle object) {
   return driver().graph_release_user_object(graph, object, 1);
 }
@@ -205,6 +165,16 @@ Result detach(Handle graph, Handle object) {
 std::int64_t live_records() { return live.load(); }
 std::int64_t released_records() { return released.load(); }
 
-RunCounts run_counts() { return {python_runs.load(), native_runs.load(), stood_down.load()}; }
+std::vector<Running> running_host_work() {
+  std::vector<Running> out;
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  for (ThreadSlot* s : registry().slots) {
+    const std::lock_guard<std::mutex> slot_lock(s->mutex);
+    if (s->record == nullptr) continue;
+    const std::chrono::duration<double> seconds = Clock::now() - s->start;
+    out.push_back({s->record, s->record->name(), s->replay, seconds.count(), s->thread, s->tid});
+  }
+  return out;
+}
 
 }  // namespace graft::hostwork

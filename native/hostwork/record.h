@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "hostwork/cell.h"
 #include "hostwork/driver.h"
 #include "hostwork/reaper.h"
 #include "hostwork/state.h"
@@ -30,11 +29,18 @@ class Record : public Reapable {
   PyObject* const keep_;
 };
 
-// A host function: a Python callable with its arguments, or a native function with its data.
+// A Python callable with its arguments, or a native function with its data.
+struct Work {
+  PyObject* callable = nullptr;
+  PyObject* arguments = nullptr;
+  HostFunction function = nullptr;
+  void* data = nullptr;
+};
+
 class HostRecord : public Record {
  public:
-  HostRecord(std::string name, PyObject* callable, PyObject* arguments, PyObject* keep);
-  HostRecord(std::string name, HostFunction function, void* data, PyObject* keep);
+  // Takes new references, like Record.
+  HostRecord(std::string name, const Work& work, PyObject* keep);
 
   // The work then gets the cell's payload of its replay: native work instead of its data, Python
   // work before its arguments.
@@ -43,8 +49,8 @@ class HostRecord : public Record {
   const std::string& name() const { return name_; }
   void reap(std::vector<PyObject*>& references) noexcept override;
 
-  // One run of the function. Nothing escapes: failures go to the state or, for eager work, to
-  // the error list of the stream.
+  // One run of the work. Nothing escapes: failures go to the state or, for eager work, to the error
+  // list of the stream.
   void run() noexcept;
   // The same for replay `replay`, which the caller counts.
   void run_as(std::int64_t replay) noexcept;
@@ -56,13 +62,10 @@ class HostRecord : public Record {
   virtual void fail_eager(Failure failure) { drop_later(failure.exception); }
 
  private:
-  void run_python(std::int64_t replay);
+  void run_python(std::int64_t replay);  // python_step.cpp
 
   const std::string name_;
-  PyObject* const callable_ = nullptr;
-  PyObject* const arguments_ = nullptr;
-  const HostFunction function_ = nullptr;
-  void* const data_ = nullptr;
+  const Work work_;
   std::shared_ptr<PayloadCell> cell_;
   std::shared_ptr<GraphState> state_;  // null: eager
   std::atomic<std::int64_t> runs_{0};  // written only by the run itself
@@ -70,6 +73,13 @@ class HostRecord : public Record {
 
 // The function a host node carries; `data` is its HostRecord.
 void run_host_record(void* data);
+
+// For native work: the number of the replay that is running on this thread, from 1; 0 in eager work
+// or outside of host work. No GIL, no allocation.
+std::int64_t current_replay();
+// Fails that replay: its later host steps stand down, and the host is told by the next launch(),
+// check() or synchronize(). No effect outside of host work.
+void fail_current(const char* message);
 
 struct Attached {
   Result result;
@@ -81,26 +91,15 @@ struct Attached {
 // executables, clones and launches in flight is gone. Consumes the record also on failure.
 // Called without the GIL, before the node is added.
 Attached attach(Handle graph, Record* record);
-
-// cuLaunchHostFunc; `spin` asks the driver's thread to spin while it waits (CUDA 13.2), and is
-// NOT_SUPPORTED where the driver cannot.
-Result launch_host(Handle stream, HostFunction fn, void* data, bool spin);
-
 // Undoes attach() when adding the node failed.
 Result detach(Handle graph, Handle object);
 
 std::int64_t live_records();
 std::int64_t released_records();
 
-struct RunCounts {
-  std::int64_t python;
-  std::int64_t native;
-  std::int64_t stood_down;
-};
-RunCounts run_counts();
-
 // Host work that is running now, for reports about what is stuck.
 struct Running {
+  const HostRecord* record;
   std::string node;
   std::int64_t replay;
   double seconds;
@@ -108,7 +107,5 @@ struct Running {
   int tid;               // and the kernel's number of it
 };
 std::vector<Running> running_host_work();
-// Where the threads stand that run this record now: lines to follow a message. No GIL.
-std::string native_stacks_of(const HostRecord* record);
 
 }  // namespace graft::hostwork

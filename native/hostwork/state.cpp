@@ -4,8 +4,6 @@
 #include <map>
 #include <utility>
 
-#include "hostwork/reaper.h"
-
 namespace graft::hostwork {
 namespace {
 
@@ -32,13 +30,6 @@ void store_release(std::int32_t* word, std::int32_t value) {
 }
 
 }  // namespace
-
-void drop_later(PyObject* reference) noexcept {
-  if (reference == nullptr) return;
-  auto* const end = new ReferenceEnd;
-  end->reference = reference;
-  retire(end);
-}
 
 std::vector<Failure> take_untold() {
   std::vector<Failure> out;
@@ -81,10 +72,7 @@ bool GraphState::overrun() const {
   return false;
 }
 
-GraphState::~GraphState() {
-  end_->reference = first_.exception;
-  retire(end_);
-}
+GraphState::~GraphState() { end_->reference = first_.exception; }
 
 bool GraphState::set_parent(const std::shared_ptr<GraphState>& parent) {
   std::vector<std::int32_t*> words;
@@ -177,6 +165,34 @@ void GraphState::clear() {
   first_ = Failure{};
   store_status(kStatusOk, 0);
   failed_.store(false, std::memory_order_release);
+}
+
+PyObject* PayloadCell::set(std::int64_t first, PyObject* value, std::uint64_t address) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (entries_.empty() || entries_.back().first < first) {
+    entries_.push_back({first, Reference(new ReferenceEnd(value)), address});
+    return nullptr;
+  }
+  // No replay was launched in between: nobody has seen the value.
+  entries_.back().address = address;
+  return std::exchange(entries_.back().value->reference, value);
+}
+
+PayloadCell::Payload PayloadCell::pick(std::int64_t replay) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (entries_.size() > 1 && entries_[1].first <= replay) entries_.pop_front();
+  return {entries_.front().value->reference, entries_.front().address};
+}
+
+void PayloadCell::restart() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (entries_.size() > 1) entries_.pop_front();
+  entries_.front().first = 0;
+}
+
+std::size_t PayloadCell::size() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return entries_.size();
 }
 
 }  // namespace graft::hostwork

@@ -1,10 +1,12 @@
-// What the host steps of one graph share: its replay status and its first failure.
+// What the host steps of one graph share: its replay status, its first failure, and the payloads
+// that change between replays (INVARIANTS.md A1 to A3, E1 to E3).
 #pragma once
 
 #include <Python.h>
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -39,14 +41,10 @@ class LaunchListener {
   virtual bool overrun() const = 0;
 };
 
-// Drops a Python reference from any thread, with or without the GIL. Allocates: not for
-// destructors.
-void drop_later(PyObject* reference) noexcept;
-
 // The status stays set until clear(), so every later replay stands down as well.
 //
-// Made by std::make_shared only: with enable_shared_from_this nanobind hands out that very owner;
-// otherwise it would make one whose deleter takes the GIL, on whatever thread.
+// Made by std::make_shared only, like PayloadCell: with enable_shared_from_this nanobind hands out
+// that very owner; otherwise it would make one whose deleter takes the GIL, on whatever thread.
 class GraphState : public std::enable_shared_from_this<GraphState> {
  public:
   // `status` points to two pinned int32 words that outlive this object, or is null.
@@ -93,7 +91,7 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   void store_status(std::int32_t code, std::int64_t replay) noexcept;
 
   const std::uint64_t id_;             // among all states there ever were
-  ReferenceEnd* const end_;            // allocated up front: the destructor must not allocate
+  const Reference end_;                // allocated up front: the destructor must not allocate
   std::vector<std::int32_t*> status_;  // guarded by the mutex
   std::atomic<bool> failed_{false};
   std::atomic<std::int64_t> base_{0};
@@ -106,6 +104,38 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::vector<std::weak_ptr<LaunchListener>> listeners_;
   mutable std::mutex mutex_;  // never held while taking the GIL
   Failure first_;
+};
+
+// One value per replay: the youngest that was set for it or for an earlier one. Values that no
+// later run can pick are let go when a run picks a younger one.
+class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
+ public:
+  // Takes over a reference; `address` is what native work gets.
+  PayloadCell(PyObject* value, std::uint64_t address) { (void)set(0, value, address); }
+
+  // For replays from `first` on. Takes over a reference, and returns a value that it replaced
+  // before any replay could see it, which is the caller's then: a million of them at once would
+  // only queue up for the reaper.
+  [[nodiscard]] PyObject* set(std::int64_t first, PyObject* value, std::uint64_t address);
+
+  struct Payload {
+    PyObject* value;  // borrowed: it lives until a later replay picks
+    std::uint64_t address;
+  };
+  Payload pick(std::int64_t replay);
+
+  // Replays are numbered anew: the youngest value is for all of them.
+  void restart();
+  std::size_t size();
+
+ private:
+  struct Entry {
+    std::int64_t first;
+    Reference value;  // letting go of it allocates nothing
+    std::uint64_t address;
+  };
+  std::mutex mutex_;           // never held while taking the GIL
+  std::deque<Entry> entries_;  // never empty
 };
 
 // First failures that no pending() gave out yet, without their exceptions; empties the list.

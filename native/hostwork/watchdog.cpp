@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "hostwork/mailbox.h"
+#include "threads.h"
 
 namespace graft::hostwork {
 namespace {

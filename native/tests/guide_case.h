@@ -1,12 +1,13 @@
-// The guided worker with threads, budgets and probes between a host that publishes and a device
-// that verifies, over grammars that are hash functions.
+// The guided worker's threads, budgets and probes between a host that publishes and a device that
+// accepts, drafts and offers at random, over grammars that are hash functions.
+//
+// What a round must come to is for tests/grammar to say, over tests/reference_round.py. Here every
+// row that is ready must be the grammar's own at its place, and one thread at a time in a matcher.
 #pragma once
 
-#include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <memory>
-#include <mutex>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -20,30 +21,26 @@ namespace stress {
 namespace guided = graft::guide;
 
 constexpr int kVocab = 70, kStop = 0, kMostDrafts = 4, kMostCandidates = 3, kGuidedSlots = 6;
+using Path = std::vector<uint32_t>;  // a state, and those before it
 
 inline uint32_t blend(uint32_t a, uint32_t b) {
   uint32_t hash = (a ^ (b + 0x9e3779b9u + (a << 6) + (a >> 2))) * 0x85ebca6bu;
   return hash ^ (hash >> 13);
 }
 
-// Tokens 2 k and 2 k + 1 begin alike, the second goes on; the stop token has no text.
-inline std::string text_of(int32_t token) {
-  if (token == kStop) return "";
-  const std::string begin(1, static_cast<char>('0' + token / 2));
-  return token % 2 == 0 ? begin : begin + "+";
-}
-
-// Which tokens may follow a state; the first few states cannot end, so that every text has some.
-// In a third of the states the text is forced, in half of those by one token.
-inline bool may_follow(uint32_t state, int32_t token, size_t length) {
+// Which tokens may follow: in a third of the states one alone; the first few states cannot end.
+inline bool may_follow(const Path& path, int32_t token) {
+  const uint32_t state = path.back();
   if (token < 0 || token >= kVocab) return false;
-  if (state % 3 == 1) {
-    const auto only = static_cast<int32_t>(2 + blend(state, 5) % (kVocab - 2));
-    return token == only || (state % 2 == 0 && token == (only ^ 1));
-  }
-  if (token == kStop) return length > 2 && state % 7 == 0;
+  if (state % 3 == 1) return token == static_cast<int32_t>(1 + state % (kVocab - 1));
+  if (token == kStop) return path.size() > 3 && state % 7 == 0;
   return token == 1 + static_cast<int32_t>(state % (kVocab - 1)) ||
          blend(state, 77u + token) % 5 == 0;
+}
+
+inline Path followed(Path path, int32_t token) {
+  path.push_back(blend(path.back(), static_cast<uint32_t>(token)));
+  return path;
 }
 
 // Keeps its whole path, and dawdles when told to: that makes slots late. Wants of its caller what
@@ -56,9 +53,9 @@ class HashMatcher final : public guided::NativeMatcher {
     const Alone alone(&inside_);
     WANT(token >= 0 && token < kVocab);
     pause(40);
-    if (stopped_ || !may_follow(path_.back(), token, path_.size())) return guided::Answer::kNo;
+    if (stopped_ || !may_follow(path_, token)) return guided::Answer::kNo;
     stopped_ = token == kStop;
-    path_.push_back(blend(path_.back(), static_cast<uint32_t>(token)));
+    path_ = followed(std::move(path_), token);
     return guided::Answer::kYes;
   }
   guided::Filled fill(int32_t* row, int64_t words, guided::ErrorText*) noexcept override {
@@ -67,8 +64,7 @@ class HashMatcher final : public guided::NativeMatcher {
     pause(10);
     for (int64_t w = 0; w < words; ++w) row[w] = 0;
     for (int32_t token = 0; token < kVocab; ++token) {
-      if (!may_follow(path_.back(), token, path_.size())) continue;
-      row[token / 32] |= static_cast<int32_t>(1u << (token % 32));
+      if (may_follow(path_, token)) row[token / 32] |= static_cast<int32_t>(1u << (token % 32));
     }
     return guided::Filled::kMask;
   }
@@ -92,91 +88,48 @@ class HashMatcher final : public guided::NativeMatcher {
 
   void pause(unsigned one_in) {
     if (!dawdles_ || random_() % one_in != 0) return;
-    const int64_t end = guided::clock_ns(CLOCK_THREAD_CPUTIME_ID) + random_() % 400 * 1000;
-    while (guided::clock_ns(CLOCK_THREAD_CPUTIME_ID) < end) {
+    const int64_t end = graft::clock_ns(CLOCK_THREAD_CPUTIME_ID) + random_() % 400 * 1000;
+    while (graft::clock_ns(CLOCK_THREAD_CPUTIME_ID) < end) {
     }
   }
 
-  std::vector<uint32_t> path_;
+  Path path_;
   std::minstd_rand random_;
   bool dawdles_, stopped_ = false;
   std::atomic<bool> inside_{false};
 };
 
-// What the model of a request wants at a position, among the legal tokens.
-template <typename Legal>
-int32_t favourite(uint32_t seed, int32_t position, const Legal& legal) {
-  int32_t best = -1;
-  uint32_t best_score = 0;
-  for (int32_t token = 0; token < kVocab; ++token) {
-    const uint32_t score = blend(blend(seed, static_cast<uint32_t>(position)), 1000u + token);
-    if (legal(token) && (best < 0 || score > best_score)) {
-      best = token;
-      best_score = score;
-    }
-  }
-  return best;
-}
-
-inline std::vector<int32_t> sequential(uint32_t seed, int32_t position, int32_t limit) {
-  std::vector<int32_t> tokens;
-  std::vector<uint32_t> path{seed};
-  while (position + 1 < limit && (tokens.empty() || tokens.back() != kStop)) {
-    ++position;
-    tokens.push_back(favourite(seed, position, [&](int32_t token) {
-      return may_follow(path.back(), token, path.size());
-    }));
-    path.push_back(blend(path.back(), static_cast<uint32_t>(tokens.back())));
-  }
-  return tokens;
+// Every token has a text of its own, so that text is forced where one token is legal.
+inline std::shared_ptr<const guided::Forced> forced_text() {
+  std::string bytes(kVocab, ' ');
+  std::iota(bytes.begin(), bytes.end(), ' ');
+  return std::make_shared<guided::Forced>(std::vector<uint32_t>(kVocab, 1), bytes, false);
 }
 
 // One request's stay in a slot, as the device sees it.
 struct Stay {
-  uint32_t seed = 0;
-  int32_t epoch = 0, start = 0, n = 0, limit = 0;
-  bool active = false;
-  int drafts = 0;
-  int32_t draft[kMostDrafts] = {};
-  std::vector<int32_t> tokens;
-  std::unique_ptr<HashMatcher> matcher;
+  Stay(uint32_t seed, int number, bool dawdles)
+      : epoch(number),
+        start(static_cast<int32_t>(seed % 50)),
+        n(start),
+        limit(start + 2 + static_cast<int32_t>(seed % 40)),
+        path{seed},
+        matcher(seed, dawdles) {}
+
+  const int32_t epoch, start;
+  int32_t n, limit;
+  Path path;
+  std::vector<int32_t> drafts;
+  bool active = true;
+  HashMatcher matcher;
   std::atomic<bool> over{false};
 };
-
-enum class Forcing { kNone, kAny, kCertain };
 
 struct GuidedSetting {
   int drafts, threads, candidates;
   int64_t budget_ns;
-  bool masked;
-  Forcing forcing;
+  bool masked, forced;
 };
-
-inline std::shared_ptr<const guided::Forced> forced_text(Forcing forcing) {
-  if (forcing == Forcing::kNone) return nullptr;
-  std::vector<uint32_t> lengths;
-  std::string bytes;
-  for (int32_t token = 0; token < kVocab; ++token) {
-    lengths.push_back(static_cast<uint32_t>(text_of(token).size()));
-    bytes += text_of(token);
-  }
-  return std::make_shared<guided::Forced>(lengths, bytes, forcing == Forcing::kCertain);
-}
-
-// The token that a row forces, as the definition says; -1: none.
-inline int32_t forced_by(Forcing forcing, const std::vector<int32_t>& legal) {
-  if (forcing == Forcing::kNone || legal.empty()) return -1;
-  if (legal.size() == 1) return legal[0];
-  if (forcing == Forcing::kCertain) return -1;
-  const int32_t longest = *std::max_element(legal.begin(), legal.end(), [](int32_t a, int32_t b) {
-    return text_of(a).size() < text_of(b).size();
-  });
-  for (const int32_t token : legal) {
-    const std::string text = text_of(token);
-    if (text.empty() || text_of(longest).compare(0, text.size(), text) != 0) return -1;
-  }
-  return longest;
-}
 
 class GuidedCase {
  public:
@@ -189,11 +142,10 @@ class GuidedCase {
                    setting.candidates, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart, 5 * kPart},
                   kVocab},
         worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
-                forced_text(setting.forcing),
-                setting.forcing != Forcing::kNone && !setting.masked) {}
+                setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
 
-  // Runs requests one after another in every slot; returns how many ended, all of them rightly.
-  int run(int requests) {
+  // Runs requests one after another in every slot until all have ended.
+  void run(int requests) {
     std::thread device([this] { run_device(); });
     std::thread reader([this] { read(); });
     int started = 0, ended = 0;
@@ -202,11 +154,13 @@ class GuidedCase {
       for (int s = 0; s < kGuidedSlots; ++s) {
         auto& stay = seated_[s];
         if (stay != nullptr && stay->over.load() && last_named_[s] <= retired && !worker_.busy(s)) {
-          WANT(stay->tokens == sequential(stay->seed, stay->start, stay->limit));
           stay.reset();
           ++ended;
         }
-        if (stay == nullptr && started < requests) stay = begin(++started);
+        if (stay != nullptr || started == requests) continue;
+        const auto seed = static_cast<uint32_t>(random_());
+        stay = std::make_unique<Stay>(seed, ++started, setting_.budget_ns > 0);
+        if (seed % 2 == 0) stay->matcher.pace = pace_;
       }
       ++replay;
       std::vector<guided::Request> named;
@@ -214,50 +168,31 @@ class GuidedCase {
       for (int s = 0; s < kGuidedSlots; ++s) {
         plan[s] = seated_[s] != nullptr && !seated_[s]->over.load() ? seated_[s].get() : nullptr;
         if (plan[s] == nullptr) continue;
-        named.push_back({s, plan[s]->epoch, plan[s]->start, plan[s]->matcher.get()});
+        named.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher});
         last_named_[s] = replay;
       }
       WANT(worker_.publish(replay, named));
       published_.store(replay);
       while (finished_.load() + kAhead < replay) std::this_thread::yield();
-      while (retired < finished_.load()) WANT(worker_.retire(++retired));
+      while (retired < finished_.load()) worker_.retire(++retired);
     }
     last_.store(replay);
     device.join();
     reader.join();
     worker_.wait_idle();
-    const auto count = [&](int what) {
-      return static_cast<long>(worker_.counters().of[what].value());
-    };
     WANT(count(guided::count::desyncs) == 0 && count(guided::count::errors) == 0);
-    late_ = count(guided::count::late_rows);
-    probes_ = count(guided::count::probes);
-    forced_ = count(guided::count::forced_tokens);
-    return ended;
   }
-  long late() const { return late_; }
-  long probes() const { return probes_; }
-  long forced() const { return forced_; }
+  long count(int what) const { return static_cast<long>(worker_.counters().of[what].value()); }
 
  private:
   static constexpr int kAhead = 2, kPart = 64;
-
-  std::unique_ptr<Stay> begin(int number) {
-    auto stay = std::make_unique<Stay>();
-    stay->seed = static_cast<uint32_t>(random_());
-    stay->epoch = number;
-    stay->start = stay->n = static_cast<int32_t>(random_() % 50);
-    stay->limit = stay->start + 2 + static_cast<int32_t>(random_() % 40);
-    stay->active = true;
-    stay->matcher = std::make_unique<HashMatcher>(stay->seed, setting_.budget_ns > 0);
-    if (stay->seed % 2 == 0) stay->matcher->pace = pace_;
-    return stay;
-  }
+  using Plan = std::array<Stay*, kGuidedSlots>;
 
   void read() {
     while (last_.load() < 0) {
-      WANT(worker_.first_error().empty());
-      worker_.timeline().read();
+      for (const guided::Timeline::Span& span : worker_.timeline().read()) {
+        WANT(span.start_ns <= span.end_ns && span.end_ns <= graft::monotonic_ns());
+      }
       std::this_thread::yield();
     }
   }
@@ -270,108 +205,104 @@ class GuidedCase {
         if (last_.load() >= 0 && replay > last_.load()) return;
         std::this_thread::yield();
       }
-      const auto plan = plans_[replay % (kAhead + 2)];
+      const Plan plan = plans_[replay % (kAhead + 2)];
       bool moved[kGuidedSlots] = {};
       step(guided::Step::kOpen, 0);
       for (int s = 0; s < kGuidedSlots; ++s) {
-        if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, replay);
+        if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, static_cast<int32_t>(replay));
       }
       if (exchange_.drafts() > 0) step(guided::Step::kCommit, 0);
-      for (int j = 1; j <= exchange_.drafts(); ++j) draw(plan, moved, j, replay);
-      for (int s = 0; s < kGuidedSlots; ++s) {
-        if (plan[s] != nullptr && !plan[s]->active) plan[s]->over.store(true);
+      for (int j = 1; j <= exchange_.drafts(); ++j) {
+        draw(plan, moved, j, static_cast<int32_t>(replay));
+      }
+      for (Stay* stay : plan) {
+        if (stay != nullptr && !stay->active) stay->over.store(true);
       }
       finished_.store(replay);
     }
   }
 
-  // The row's mask, if it is ready for this stay at this position.
-  const int32_t* ready(const Stay& stay, int s, int j) {
+  int32_t any(int32_t below) { return static_cast<int32_t>(random_device_() % below); }
+
+  // A token that row j allows after `path`, if the row is ready; -1: it is not.
+  int32_t legal(const Stay& stay, int s, int j, const Path& path) {
     const RowStamp& stamp = *exchange_.stamp(s, j);
-    if (stamp.state != guided::kRowReady || stamp.epoch != stay.epoch ||
-        stamp.position != stay.n + j) {
-      return nullptr;
+    if (stamp.state != ROW_READY || stamp.epoch != stay.epoch || stamp.position != stay.n + j) {
+      return -1;
     }
-    const int32_t* mask = exchange_.mask(s, j);
-    std::vector<int32_t> legal;
-    for (int32_t token = 0; token < kVocab; ++token) {
-      if (bit(mask, token)) legal.push_back(token);
+    std::vector<int32_t> tokens;
+    for (int32_t token = 0; token < 32 * exchange_.layout.words; ++token) {
+      const auto word = static_cast<uint32_t>(exchange_.mask(s, j)[token / 32]);
+      WANT((word >> (token % 32) & 1u) == may_follow(path, token));
+      if (may_follow(path, token)) tokens.push_back(token);
     }
-    WANT(stamp.more == 1 + forced_by(setting_.forcing, legal));
-    return mask;
-  }
-  static bool bit(const int32_t* mask, int32_t token) {
-    return (static_cast<uint32_t>(mask[token / 32]) >> (token % 32) & 1u) != 0;
+    const bool forced = setting_.forced && tokens.size() == 1;
+    WANT(stamp.more == (forced ? 1 + tokens[0] : 0));
+    return tokens[static_cast<size_t>(any(static_cast<int32_t>(tokens.size())))];
   }
 
-  bool verify(Stay& stay, int s, int64_t replay) {
+  // Accepts some of the drafts, and a token behind them. Returns whether drafting goes on.
+  bool verify(Stay& stay, int s, int32_t replay) {
     std::vector<int32_t> tokens;
-    for (int j = 0; stay.active && j <= stay.drafts && stay.n + j + 1 < stay.limit; ++j) {
-      const int32_t* mask = ready(stay, s, j);
-      if (mask == nullptr) break;
-      tokens.push_back(
-          favourite(stay.seed, stay.n + j + 1, [&](int32_t token) { return bit(mask, token); }));
-      WANT(tokens.back() >= 0);
-      if (tokens.back() == kStop || j == stay.drafts || tokens.back() != stay.draft[j]) break;
+    for (size_t j = 0; stay.n + static_cast<int32_t>(j) + 1 < stay.limit; ++j) {
+      int32_t token = legal(stay, s, static_cast<int>(j), stay.path);
+      if (token < 0) break;
+      const bool accepts =
+          j < stay.drafts.size() && may_follow(stay.path, stay.drafts[j]) && any(4) != 0;
+      if (accepts) token = stay.drafts[j];
+      tokens.push_back(token);
+      stay.path = followed(std::move(stay.path), token);
+      if (!accepts || token == kStop) break;
     }
     Committed* committed = exchange_.committed(s);
-    *committed = {static_cast<int32_t>(replay), static_cast<int32_t>(tokens.size())};
+    *committed = {replay, static_cast<int32_t>(tokens.size())};
     std::copy(tokens.begin(), tokens.end(), guided::Exchange::ids(committed));
     if (tokens.empty()) return false;
-    *exchange_.drafted(s) = {static_cast<int32_t>(replay), 0};
+    *exchange_.drafted(s) = {replay, 0};
     stay.n += static_cast<int32_t>(tokens.size());
-    stay.drafts = 0;
-    stay.tokens.insert(stay.tokens.end(), tokens.begin(), tokens.end());
+    stay.drafts.clear();
     stay.active = tokens.back() != kStop && stay.n + 1 < stay.limit;
     return stay.active;
   }
 
-  bool worker_chains() const { return setting_.forcing != Forcing::kNone && !setting_.masked; }
-
-  bool drafting(const Stay& stay, int j) const {
-    return stay.drafts == j - 1 && stay.n + j < stay.limit &&
-           (j == 1 || stay.draft[j - 2] != kStop);
-  }
-
-  void draw(const std::array<Stay*, kGuidedSlots>& plan, const bool* moved, int j, int64_t replay) {
+  // Draft j of every slot that has those before it.
+  void draw(const Plan& plan, const bool* moved, int j, int32_t replay) {
     const bool probing = exchange_.layout.candidates > 0;
+    const auto drafting = [&](int s) {
+      if (!moved[s] || static_cast<int>(plan[s]->drafts.size()) != j - 1) return false;
+      return plan[s]->n + j < plan[s]->limit && (j == 1 || plan[s]->drafts.back() != kStop);
+    };
     for (int s = 0; probing && s < kGuidedSlots; ++s) {
-      if (!moved[s] || !drafting(*plan[s], j)) continue;
+      if (!drafting(s)) continue;
       Candidates* offered = exchange_.candidates(s);
-      *offered = {static_cast<int32_t>(replay), j,
-                  static_cast<int32_t>(random_device_() % (kMostCandidates + 1))};
-      for (int i = 0; i < offered->count; ++i) {
-        guided::Exchange::ids(offered)[i] =
-            static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
-      }
+      *offered = {replay, j, any(kMostCandidates + 1)};
+      for (int i = 0; i < offered->count; ++i) guided::Exchange::ids(offered)[i] = rubbish();
     }
     if (probing) step(guided::Step::kDraft, j);
     for (int s = 0; s < kGuidedSlots; ++s) {
-      if (!moved[s] || !drafting(*plan[s], j)) continue;
+      if (!drafting(s)) continue;
       Stay& stay = *plan[s];
-      int32_t token = -1;
+      Path path = stay.path;
+      for (const int32_t draft : stay.drafts) path = followed(std::move(path), draft);
       const Answer& answer = *exchange_.answer(s);
-      if (probing && answer.replay == static_cast<int32_t>(replay) && answer.draft == j) {
+      int32_t token = legal(stay, s, j - 1, path);
+      if (probing && answer.replay == replay && answer.draft == j && answer.id >= 0) {
+        WANT(may_follow(path, answer.id));
         token = answer.id;
       }
-      const int32_t* mask = ready(stay, s, j - 1);
-      const int32_t forced = exchange_.stamp(s, j - 1)->more - 1;
-      if (token < 0 && mask != nullptr && forced >= 0) {
-        token = forced;
-      } else if (token < 0 && worker_chains()) {
-        continue;  // forced tokens alone are drafted
-      } else if (token < 0 && mask != nullptr) {
-        token = favourite(stay.seed, stay.n + j, [&](int32_t t) { return bit(mask, t); });
-      } else if (token < 0 && !setting_.masked) {
-        token = static_cast<int32_t>(random_device_() % (kVocab + 2)) - 1;
-      }
+      const bool chained = setting_.forced && !setting_.masked;  // forced tokens alone are drafted
+      if (chained && exchange_.stamp(s, j - 1)->more == 0) continue;
       if (token < 0 && setting_.masked) continue;
-      stay.draft[stay.drafts++] = token;
-      *exchange_.drafted(s) = {static_cast<int32_t>(replay), j};
+      if (!setting_.masked && !chained) token = rubbish();
+      if (token < 0) continue;
+      stay.drafts.push_back(token);
+      *exchange_.drafted(s) = {replay, j};
       guided::Exchange::ids(exchange_.drafted(s))[j - 1] = token;
     }
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }
+
+  int32_t rubbish() { return any(kVocab + 2) - 1; }
 
   std::minstd_rand random_, random_device_;
   const GuidedSetting setting_;
@@ -381,100 +312,29 @@ class GuidedCase {
   guided::Worker worker_;
   std::array<std::unique_ptr<Stay>, kGuidedSlots> seated_;
   std::array<int64_t, kGuidedSlots> last_named_{};
-  std::array<std::array<Stay*, kGuidedSlots>, kAhead + 2> plans_{};
+  std::array<Plan, kAhead + 2> plans_{};
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
-  long late_ = 0, probes_ = 0, forced_ = 0;
 };
 
-// Trees of drafts, legal and not, in one slot: rows are those of the paths to their nodes, and what
-// is committed down one of them stands.
-inline int trees(uint32_t seed) {
-  std::minstd_rand random(seed);
-  const int nodes = 1 + static_cast<int>(random() % 63);
-  constexpr int kWords = (kVocab + 31) / 32;
-  std::vector<int32_t> mask(static_cast<size_t>((nodes + 1) * kWords));
-  const guided::Exchange exchange{
-      mask.data(), {1, 0, nodes + 1, kWords, 0, 0, 0, 0, 0, 0, 0}, kVocab};
-  const guided::SlotWork work(exchange, nullptr, false);
-  HashMatcher matcher(seed, false);
-  guided::Slot slot;
-  slot.size_for(exchange);
-  slot.matcher = &matcher;
-  using Path = std::vector<uint32_t>;
-  const auto favoured = [&](const Path& path) {
-    return favourite(static_cast<uint32_t>(random()), 0,
-                     [&](int32_t t) { return may_follow(path.back(), t, path.size()); });
-  };
-  const auto follow = [](Path path, int32_t token) {
-    const bool legal = !path.empty() && may_follow(path.back(), token, path.size());
-    if (!legal || token == kStop) return Path();
-    path.push_back(blend(path.back(), static_cast<uint32_t>(token)));
-    return path;
-  };
-  const auto want_row = [&](int j, const Path& path) {
-    WANT(slot.made[j].load() == (path.empty() ? guided::kRowNotReady : guided::kRowReady));
-    for (int32_t t = 0; !path.empty() && t < kWords * 32; ++t) {
-      const auto word = static_cast<uint32_t>(mask[j * kWords + t / 32]);
-      WANT((word >> (t % 32) & 1u) == may_follow(path.back(), t, path.size()));
-    }
-  };
-  guided::Order& order = slot.order;
-  std::vector<Path> paths{{seed}};  // to each node; empty where none leads there, or on
-  for (int round = 0;; ++round) {
-    paths.resize(1);
-    order.drafts = static_cast<int>(random() % (nodes + 1));
-    for (int j = 1; j <= order.drafts; ++j) {
-      const auto parent = static_cast<int32_t>(random() % j);
-      const bool known = !paths[parent].empty() && random() % 4 != 0;
-      order.parent[j] = parent;
-      order.draft[j - 1] = known ? favoured(paths[parent]) : static_cast<int32_t>(random() % 90);
-      paths.push_back(follow(paths[parent], order.draft[j - 1]));
-    }
-    order.task = guided::Task::kRows;
-    work.serve(slot);
-    for (int j = 0; j <= order.drafts; ++j) want_row(j, paths[j]);
-    WANT(slot.node == 0);
-    int node = static_cast<int>(random() % (order.drafts + 1));
-    while (paths[node].empty()) node = order.parent[node];
-    std::vector<int32_t> tokens;
-    for (int up = node; up != 0; up = order.parent[up]) tokens.push_back(order.draft[up - 1]);
-    std::reverse(tokens.begin(), tokens.end());
-    tokens.push_back(favoured(paths[node]));
-    order.commit.given = true;
-    order.commit.count = static_cast<int>(tokens.size());
-    std::copy(tokens.begin(), tokens.end(), order.commit.tokens.begin());
-    order.task = guided::Task::kRow0;
-    work.forget_rows(slot);
-    work.serve(slot);
-    order.commit.given = false;
-    WANT(slot.tally[guided::count::errors] == 0);
-    WANT(slot.ended == (tokens.back() == kStop));
-    if (slot.ended || round == 20) return round;
-    paths[0] = follow(paths[node], tokens.back());
-    want_row(0, paths[0]);
-  }
-}
-
-// Random settings until the time is over; every request's tokens are those of a sequential run.
+// Random settings, 40 requests each.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
-  long requests = 0, late = 0, probes = 0, forced = 0;
+  long late = 0, probes = 0, forced = 0;
   for (int i = 0; i < cases; ++i) {
     const int drafts = static_cast<int>(random() % (kMostDrafts + 1));
     const int candidates = drafts > 0 && random() % 2 == 0 ? kMostCandidates : 0;
     const int64_t budget =
         random() % 2 == 0 ? 0 : 20'000 + static_cast<int64_t>(random() % 200'000);
-    const GuidedSetting setting{
-        drafts, 1 + static_cast<int>(random() % 4),  candidates,
-        budget, candidates > 0 || random() % 2 == 0, static_cast<Forcing>(random() % 3)};
+    const int threads = 1 + static_cast<int>(random() % 4);
+    const bool masked = candidates > 0 || random() % 2 == 0;
+    const GuidedSetting setting{drafts, threads, candidates, budget, masked, random() % 2 == 0};
     GuidedCase one(static_cast<uint32_t>(random()), setting);
-    requests += one.run(40);
-    late += one.late();
-    probes += one.probes();
-    forced += one.forced();
-    trees(static_cast<uint32_t>(random()));
+    one.run(40);
+    late += one.count(guided::count::late_rows);
+    probes += one.count(guided::count::probes);
+    forced += one.count(guided::count::forced_tokens);
   }
-  std::printf("%ld requests, %ld late, %ld probes, %ld forced\n", requests, late, probes, forced);
+  std::printf("%d requests, %ld late, %ld probes, %ld forced\n", 40 * cases, late, probes, forced);
   return 0;
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as cu
-from lifetime_util import released, settled
+from cudagraph_util import released, settled
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
@@ -118,7 +118,7 @@ def test_a_failing_step_stands_down_until_told(foreign: Foreign) -> None:
 
 def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: Foreign) -> None:
     """Arrays and kernels used on a capturing stream outlive every Python name of theirs."""
-    kernel = load_text(device, TEXT, "capture.cu")["add"]
+    kernel = load_text(device, TEXT, "capture.cu")["add"]  # nobody else keeps it
     data, out = device.zeros((8,), "int32"), device.pinned((8,), "int32")
     result = out.array
     lane = StreamLane(foreign.stream)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from process_util import run_python
+from cudagraph_util import run_python
 
 import graft.cudagraph
 from graft.cudagraph.device import Device, open_device
@@ -126,22 +126,6 @@ def test_driver_errors_carry_call_and_code(device: Device) -> None:
     error = caught.value
     assert error.api == "cuMemAlloc" and error.code != 0
     assert error.code_name.startswith("CUDA_ERROR_") and error.code_name in str(error)
-
-
-def test_every_thread_gets_the_context(device: Device) -> None:
-    """Driver calls work on a thread that never set a context."""
-    results: list[object] = []
-
-    def work() -> None:
-        try:
-            results.append(device.zeros((8,), "int32").to_host().sum())
-        except Exception as error:  # reported by the assert below
-            results.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert results == [0]
 
 
 def test_waits_have_deadlines(device: Device) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cudagraph_util import replay, run_python
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
@@ -63,8 +62,7 @@ def use_everything(device: Device) -> None:
             executable.upload(stream)
         else:
             executable.update(graph)
-        executable.launch(stream)
-        executable.synchronize(60)
+        replay(executable, stream)
         executable.query()
     executable.close()
     graph.close()
@@ -175,10 +173,7 @@ stop.set()
 thread.join()
 print(len(done))
 """
-    environment = {**os.environ, "SOFTCUDA_LOCK_MODEL": model, "SOFTCUDA_WATCHDOG": "20"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
-    )
+    done = run_python(code, SOFTCUDA_LOCK_MODEL=model, SOFTCUDA_WATCHDOG="20")
     assert done.stdout.strip() == str(15 * 8), done.stderr
 
 
@@ -215,24 +210,6 @@ def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None
     assert native.live_thread_states() == states
 
 
-def test_polls_release_the_gil(device: Device) -> None:
-    """A thread that polls a word lets the thread that writes it run, and sees its data."""
-    pinned = device.pinned((32,), "int32")
-    seen: list[bool] = []
-
-    def wait() -> None:
-        seen.append(_native.poll_i32_eq(pinned.host_ptr, 5, 30.0))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    for value in range(1, 6):
-        _native.store_release_i32(pinned.host_ptr, value)
-    thread.join(30)
-    assert seen == [True]
-    assert not _native.poll_i32_eq(pinned.host_ptr, 4, 0.01)
-    assert _native.load_acquire_i32(pinned.host_ptr) == 5
-
-
 def test_a_sub_interpreter_is_refused_by_name() -> None:
     """Threads of the driver enter the main interpreter only, so graft is imported nowhere else."""
     program = """
@@ -248,6 +225,5 @@ except interpreters.RunFailedError as error:
     said = error
 print(said)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=120)
+    done = run_python(program)
     assert "main interpreter" in done.stdout or "subinterpreters" in done.stdout, done

@@ -8,12 +8,12 @@ import threading
 
 import numpy as np
 import pytest
+from cudagraph_util import replay
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import PythonWork
-from graft.cudagraph.kernels import load_text
 
 TEXT = """
 extern "C" __global__ void add(int* data, int value, int n) {
@@ -25,30 +25,6 @@ extern "C" __global__ void scale(int* data, int value, int n) {
   if (i < n) data[i] *= value;
 }
 """
-
-
-@pytest.fixture(scope="module")
-def module(device: Device):
-    """Kernels add and scale."""
-    return load_text(device, TEXT, "arithmetic.cu")
-
-
-def test_replays_repeat_the_graph(device: Device, stream: Stream, module) -> None:
-    """Each launch runs every node once, in order."""
-    data = device.zeros((64,), "int32")
-    graph = Graph(device, "affine")
-    lane = graph.lane("main")
-    lane.kernel(module["add"], 1, 64, [data, 3, 64])
-    lane.kernel(module["scale"], 1, 64, [data, 2, 64])
-    executable = graph.instantiate()
-    executable.upload(stream)
-    expected = 0
-    for _ in range(12):
-        executable.launch(stream)
-        expected = (expected + 3) * 2
-    executable.synchronize(60)
-    assert executable.launches == 12 and executable.query()
-    assert (data.to_host() == expected).all()
 
 
 def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
@@ -89,8 +65,7 @@ def test_arguments_are_copied_at_build_time(device: Device, stream: Stream, modu
     del lane, graph
     gc.collect()
     churn = [bytearray(np.random.default_rng(i).bytes(64)) for i in range(20000)]
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream)
     assert len(churn) == 20000 and (data.to_host() == 820).all()
 
 
@@ -104,43 +79,19 @@ def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
         graph.instantiate()
     first.launch(stream)
     first.close()
-    second = graph.instantiate()
-    second.launch(stream)
-    second.synchronize(60)
+    second = replay(graph, stream)
     assert len(ran) == 2 and second.launches == 1
     with pytest.raises(OptionError, match="closed"):
         first.launch(stream)
 
 
-def test_update_changes_parameters(device: Device, stream: Stream, module) -> None:
-    """After update(), launches run the new definition; counts and status go on."""
+def test_update_to_another_topology_is_refused(device: Device, module) -> None:
+    """A definition that cannot replace this one raises OptionError, saying why; one that did has
+    no executable of its own."""
     data = device.zeros((8,), "int32")
-
-    def build(value: int) -> Graph:
-        graph = Graph(device, f"add {value}")
-        graph.lane("main").kernel(module["add"], 1, 8, [data, value, 8])
-        graph.lane("main").host(lambda: None, name="after")
-        return graph
-
-    executable = build(1).instantiate()
-    executable.launch(stream)
-    later = build(10)
-    executable.update(later)
-    executable.launch(stream)
-    executable.launch(stream)
-    executable.synchronize(60)
-    assert executable.launches == 3
-    assert (data.to_host() == 21).all()
-    with pytest.raises(OptionError, match="add 10"):
-        later.instantiate()
-
-
-def test_update_to_another_topology_is_refused(device: Device, stream: Stream, module) -> None:
-    """A definition that cannot replace this one raises OptionError, saying why."""
-    data = device.zeros((8,), "int32")
-    small, large = Graph(device, "small"), Graph(device, "large")
-    small.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
-    large.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
+    small, twin, large = (Graph(device, name) for name in ("small", "twin", "large"))
+    for graph in (small, twin, large):
+        graph.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
     large.lane("main").fill(data)
     executable = small.instantiate()
     with pytest.raises(OptionError, match=r"'small' cannot be updated to 'large'"):
@@ -149,6 +100,9 @@ def test_update_to_another_topology_is_refused(device: Device, stream: Stream, m
     with pytest.raises(OptionError, match="of its own"):
         executable.update(large)
     other.close()
+    executable.update(twin)
+    with pytest.raises(OptionError, match="'twin'"):
+        twin.instantiate()
     with pytest.raises(OptionError, match="is updated to a Graph, not None"):
         executable.update(None)  # type: ignore[arg-type]
 
@@ -251,9 +205,7 @@ def test_graphs_are_built_from_many_threads(device: Device, module) -> None:
         thread.join()
     assert len(graph.nodes) == 100 and len(graph.edges) == 96
     stream = device.stream()
-    executable = graph.instantiate()
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(graph, stream)
     assert data.to_host()[:, 0].tolist() == [25, 50, 75, 100]
     stream.close()
 

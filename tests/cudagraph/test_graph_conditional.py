@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from process_util import run_python
+from cudagraph_util import replay, run_python
 
 from graft.cudagraph.conditional import condition, if_, if_else, switch, while_
 from graft.cudagraph.device import Device, Stream
@@ -18,20 +18,11 @@ extern "C" __global__ void add(int* data, int value) { *data += value; }
 extern "C" __global__ void below(unsigned long long condition, const int* data, int limit) {
   cudaGraphSetConditional(condition, *data < limit ? 1u : 0u);
 }
-"""
-TEXT_CASES = """
-#include "conditional.cuh"
 extern "C" __global__ void choose(unsigned long long condition, int* which) {
   cudaGraphSetConditional(condition, (*which)++);
 }
 extern "C" __global__ void count(int* data, int i) { data[i] += i == 0 ? 1 : i == 1 ? 10 : 100; }
 """
-
-
-@pytest.fixture(scope="module")
-def module(device: Device):
-    """Kernels add and below."""
-    return load_text(device, TEXT, "conditional_test.cu")
 
 
 def test_a_loop_runs_as_long_as_a_kernel_says(device: Device, stream: Stream, module) -> None:
@@ -47,8 +38,7 @@ def test_a_loop_runs_as_long_as_a_kernel_says(device: Device, stream: Stream, mo
     assert [n.kind for n in graph.nodes] == ["while", "kernel"]
     executable = graph.instantiate()
     for total in (32, 36):
-        executable.launch(stream)
-        executable.synchronize(60)
+        replay(executable, stream)
         assert data.to_host()[0] == total
     assert after.to_host()[0] == 2
 
@@ -66,24 +56,21 @@ def test_if_else_takes_one_branch(
     then, otherwise = if_else(lane, small, name="small")
     then.lane("a").kernel(module["add"], 1, 1, [data, 1])
     otherwise.lane("a").kernel(module["add"], 1, 1, [data, 100])
-    executable = graph.instantiate()
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(graph, stream)
     assert data.to_host()[0] == expected
 
 
 def test_switch_runs_the_body_of_its_number(device: Device, stream: Stream, module) -> None:
     """Body i for a condition of i, none beyond the last; each replay chooses anew."""
     which, data = device.zeros((1,), "int32"), device.zeros((3,), "int32")
-    one = [load_text(device, TEXT_CASES, "switch_test.cu")[name] for name in ("choose", "count")]
     graph = Graph(device, "switch")
     lane = graph.lane("main")
     case = condition(graph, name="case")
-    lane.kernel(one[0], 1, 1, [case, which])
+    lane.kernel(module["choose"], 1, 1, [case, which])
     bodies = switch(lane, case, 3, name="kind")
     assert [body.name for body in bodies] == ["kind/0", "kind/1", "kind/2"]
     for i, body in enumerate(bodies):
-        body.lane("inside").kernel(one[1], 1, 1, [data, i])
+        body.lane("inside").kernel(module["count"], 1, 1, [data, i])
     assert graph.nodes[1].kind == "switch"
     executable = graph.instantiate()
     for _ in range(5):  # chooses 0, 1, 2, 3, 4
@@ -117,9 +104,7 @@ def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     gc.collect()
     _native.flush(60.0)
     others = [device.zeros((1,), "int32") for _ in range(20)]
-    for _ in range(2):
-        executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream, 2)
     assert seen[0] == 14 and not any(o.to_host().any() for o in others)
 
 

@@ -7,14 +7,13 @@ import weakref
 
 import numpy as np
 import pytest
-from lifetime_util import Step, released, settled
+from cudagraph_util import Step, released, replay, settled
 
 from graft.cudagraph import graph
 from graft.cudagraph.conditional import condition, if_
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.graph import Graph
-from graft.cudagraph.kernels import load_text
 from graft.cudagraph.mailbox import MailboxWorker
 
 LIMIT_S = 60.0
@@ -47,8 +46,7 @@ def test_a_moved_child_brings_mailboxes_and_conditionals(device: Device, stream:
     del child, lane, parent, work, output
     gc.collect()
     for i in range(1, 21):
-        run.launch(stream)
-        run.synchronize(LIMIT_S)
+        replay(run, stream)
         assert result.to_host().tolist() == [i] * 4
     assert before.calls == after.calls == 20
     run.close()
@@ -84,9 +82,11 @@ def test_a_moved_child_belongs_to_its_parent(device: Device, stream: Stream) -> 
         parent.lane("main").child("nonsense")  # type: ignore[arg-type]
 
 
-def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Stream) -> None:
+def test_failures_and_replay_numbers_are_the_parents(
+    device: Device, stream: Stream, module
+) -> None:
     """A step of a moved child fails the parent's replay by its number; both statuses say so."""
-    kernel = load_text(device, TEXT, "moves_test.cu")["unless"]
+    kernel = module["unless"]
     good = [device.zeros((1,), "int32") for _ in range(2)]
     fail, calls = [False], [0]
 
@@ -99,9 +99,7 @@ def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Str
     cell = child.cell("first", name="payload")
     child.lane("x").host(step, name="inner", cell=cell)
     early = child.instantiate()  # it ran alone before: its records have counted
-    for _ in range(3):
-        early.launch(stream)
-    early.synchronize(LIMIT_S)
+    replay(early, stream, 3)
     early.close()
     child.lane("x").kernel(kernel, 1, 1, [child.status, good[0]])
     parent = Graph(device, "parent")
@@ -109,8 +107,7 @@ def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Str
     parent.lane("main").kernel(kernel, 1, 1, [parent.status, good[1]])
     run = parent.instantiate()
     run.launch(stream)
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
+    replay(run, stream)
     fail[0] = True
     run.set(cell, "second")
     run.launch(stream)
@@ -122,8 +119,7 @@ def test_failures_and_replay_numbers_are_the_parents(device: Device, stream: Str
     fail[0] = False
     run.clear(LIMIT_S)
     assert child.status.array[0] == parent.status.array[0] == 0
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
+    replay(run, stream)
     assert [g.to_host()[0] for g in good] == [3, 3]
     run.close()
 
@@ -139,7 +135,5 @@ def test_without_moves_a_child_is_refused(
         patch.setattr(graph, "MOVES_SINCE", 1 << 30)
         with pytest.raises(OptionError, match=r"'child' cannot be moved into 'parent'.*CUDA 12\.9"):
             parent.lane("main").child(child)
-    run = child.instantiate()
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
+    replay(child, stream)
     assert step.calls == 1 and parent.nodes == []

@@ -7,25 +7,19 @@ import threading
 
 import numpy as np
 import pytest
+from cudagraph_util import replay
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import KernelError, OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import PythonWork
-from graft.cudagraph.kernels import load_text
 from graft.native import _native
 
 TEXT = """
 extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += value; }
 extern "C" __global__ void scale(int* data, int value) { data[threadIdx.x] *= value; }
 """
-
-
-@pytest.fixture(scope="module")
-def module(device: Device):
-    """Kernels add and scale."""
-    return load_text(device, TEXT, "updates.cu")
 
 
 def test_nodes_change_for_later_launches(device: Device, stream: Stream, module) -> None:
@@ -38,8 +32,7 @@ def test_nodes_change_for_later_launches(device: Device, stream: Stream, module)
     executable.update_kernel("work", module["add"], 1, 2, [a, 10])
     executable.launch(stream)
     executable.update_kernel(graph.nodes[0], module["scale"], 1, 2, [b, 2])
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream)
     assert a.to_host().tolist() == [13, 13, 3, 3] and b.to_host().tolist() == [2, 2, 1, 1]
 
 
@@ -102,8 +95,7 @@ def test_disabled_nodes_do_nothing(device: Device, stream: Stream, module) -> No
     assert not executable.is_enabled("one") and executable.is_enabled("ten")
     executable.launch(stream)
     executable.set_enabled("one", True)
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream)
     assert data.to_host()[0] == 21
     with pytest.raises(OptionError, match=r"host node 'masks'.*'switch'"):
         executable.set_enabled("masks", False)
@@ -127,8 +119,7 @@ def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> No
         executable.set_enabled("elsewhere", False, within=other)
     with pytest.raises(KernelError, match="2 arguments"):
         executable.update_kernel(graph.nodes[0], module["add"], 1, 1, [data])
-    executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream)
     assert data.to_host()[0] == 2
 
 
@@ -156,9 +147,7 @@ def test_cells_give_each_replay_its_value(device: Device, stream: Stream) -> Non
     assert cell.held == 1
     executable.close()
     seen.clear()
-    again = graph.instantiate()
-    again.launch(stream)
-    again.synchronize(60)
+    replay(graph, stream)
     assert seen == [("third", "x"), ("third", "y")]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from process_util import run_python
+from cudagraph_util import run_python
 
 from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.device import Device, Stream
@@ -49,12 +49,6 @@ extern "C" __global__ void by_value(const S s, int* out) {
 }
 extern "C" __global__ void doubled(double d, double* out) { out[0] = d; }
 """
-
-
-@pytest.fixture(scope="module")
-def module(device: Device):
-    """The kernels above."""
-    return load_text(device, TEXT, "kernels_under_test.cu")
 
 
 def launch(stream: Stream, kernel: Kernel, grid, block, args, **options) -> None:

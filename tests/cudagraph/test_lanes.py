@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cudagraph_util import replay
 
-from graft.cudagraph.device import Device
+from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.graph import Graph
-from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import Lane, StreamLane
 
 TEXT = """
@@ -28,37 +28,30 @@ def run_both(device: Device, program: Callable[[Lane, Lane], None], repeats: int
     program(graph.lane("first"), graph.lane("second"))
     executable = graph.instantiate()
     stream = device.stream()
-    for _ in range(repeats):
-        executable.launch(stream)
-    executable.synchronize(60)
+    replay(executable, stream, repeats)
     executable.close()
     stream.close()
 
 
 @pytest.fixture(params=["stream", "graph"])
-def run(request, device: Device):
+def run(request, device: Device, stream: Stream) -> Callable[[Callable[[Lane, Lane], None]], None]:
     """Runs a program of two lanes in one of the two ways."""
 
-    def run_it(program: Callable[[Lane, Lane], None]) -> None:
-        if request.param == "graph":
-            run_both(device, program)
-            return
-        streams = device.stream("first"), device.stream("second")
-        program(StreamLane(streams[0]), StreamLane(streams[1]))
-        for stream in streams:
-            stream.synchronize(60)
-            stream.close()
+    def in_graph(program: Callable[[Lane, Lane], None]) -> None:
+        graph = Graph(device, "program")
+        program(graph.lane("first"), graph.lane("second"))
+        replay(graph, stream)
 
-    return run_it
+    def on_streams(program: Callable[[Lane, Lane], None]) -> None:
+        other = device.stream("second")
+        program(StreamLane(stream), StreamLane(other))
+        for used in (stream, other):
+            used.synchronize(60)
 
-
-@pytest.fixture(scope="module")
-def add(device: Device):
-    """A kernel that adds a value to every element."""
-    return load_text(device, TEXT, "add.cu")["add"]
+    return in_graph if request.param == "graph" else on_streams
 
 
-def test_one_lane_runs_in_order(device: Device, run, add) -> None:
+def test_one_lane_runs_in_order(device: Device, run, module) -> None:
     """fill, kernel, host and copy of one lane see each other's results, in order."""
     data = device.empty((N,), "int32")
     staged, out = device.pinned((N,), "int32"), device.pinned((N,), "int32")
@@ -70,7 +63,7 @@ def test_one_lane_runs_in_order(device: Device, run, add) -> None:
         lane.copy(out, data)
         lane.host(lambda: seen.append(int(out.array.sum())))
         lane.copy(data, staged)
-        lane.kernel(add, 2, 128, [data, 5, N])
+        lane.kernel(module["add"], 2, 128, [data, 5, N])
         lane.copy(out, data)
         lane.host(lambda: seen.append(int(out.array.sum())))
 
@@ -78,19 +71,19 @@ def test_one_lane_runs_in_order(device: Device, run, add) -> None:
     assert seen == [-N, N * (N - 1) // 2 + 5 * N]
 
 
-def test_lanes_meet_at_marks(device: Device, run, add) -> None:
+def test_lanes_meet_at_marks(device: Device, run, module) -> None:
     """What follows wait() sees all that came before record() on the other lane."""
     data, other = device.zeros((N,), "int32"), device.zeros((N,), "int32")
     first, second = device.pinned((N,), "int32"), device.pinned((N,), "int32")
     order: list[str] = []
 
     def program(a: Lane, b: Lane) -> None:
-        a.kernel(add, 2, 128, [data, 1, N])
+        a.kernel(module["add"], 2, 128, [data, 1, N])
         a.copy(first, data)
         a.host(lambda: order.append("a"))
         b.wait(a.record("a done"))
         b.host(lambda: order.append(f"b {first.array[0]}"))
-        b.kernel(add, 2, 128, [data, 10, N])
+        b.kernel(module["add"], 2, 128, [data, 10, N])
         b.copy(other, data)
         a.wait(b.record("b done"))
         a.copy(second, other)

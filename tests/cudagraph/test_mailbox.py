@@ -6,18 +6,13 @@ import gc
 
 import numpy as np
 import pytest
-from mailbox_util import LIMIT_S, TRANSPORTS, USLEEP, add, answered
-from process_util import run_python
+from cudagraph_util import LIMIT_S, answered, replay, run_python
 
-from graft.cudagraph.conditional import condition, if_
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.graph import Graph, GraphExec
-from graft.cudagraph.hostwork import NativeWork
-from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, stream, transport):
     """The callable, its graph and its worker live as long as the executable, replay by replay."""
 
@@ -41,45 +36,12 @@ def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, s
     run.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_replays_in_flight_are_answered_in_order(device, stream, transport):
-    """Thousands of queued replays: each request is seen once, with its replay's number."""
-    seen: list[int] = []
-    graph = Graph(device, "numbers")
-    worker = MailboxWorker()
-
-    def work() -> None:
-        seen.extend(n[1] for n in _native.running_host_work() if n[0] == "number")
-
-    add(graph.lane("main"), transport, work, name="number", worker=worker)
-    run = graph.instantiate()
-    for _ in range(2000):
-        run.launch(stream)
-    run.synchronize(60.0)
-    assert seen == list(range(1, 2001)) and worker.served == 2000
-    run.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_native_work_answers_without_python(device, stream, transport):
-    """A C function is called once per replay, and a failure of it fails the replay."""
-    worker, graph = MailboxWorker(), Graph(device, "native")
-    add(graph.lane("main"), transport, NativeWork(USLEEP, 10, name="nap"), worker=worker)
-    run = graph.instantiate()
-    for _ in range(200):
-        run.launch(stream)
-    run.synchronize(LIMIT_S)
-    assert worker.served == 200
-    run.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device, transport):
     """What the lane holds before is an ancestor of the request, and the request of the wait."""
     graph = Graph(device, "shape")
     lane, array = graph.lane("grammar"), device.zeros((4,), "int32")
     lane.fill(array, 1)
-    add(lane, transport, lambda: None, name="step")
+    getattr(lane, transport)(lambda: None, name="step")
     lane.fill(array, 2)
     kinds = [(node.kind, node.name) for node in graph.nodes]
     assert kinds[1:3] == [("request", "request: step"), ("wait", "answer: step")]
@@ -109,26 +71,6 @@ def test_work_may_not_call_the_device_and_garbage_is_no_call(device, stream):
     run.close()
 
 
-def test_a_definition_with_a_mailbox_has_one_executable(device, stream):
-    """A second one would share its words; after the first is closed another counts on."""
-    seen: list[int] = []
-    graph = Graph(device, "single")
-    graph.lane("main").mailbox(lambda: seen.append(1), name="m")
-    run = graph.instantiate()
-    with pytest.raises(OptionError, match="open executable"):
-        graph.instantiate()
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
-    run.close()
-    again = graph.instantiate()
-    for _ in range(3):
-        again.launch(stream)
-    again.synchronize(LIMIT_S)
-    assert len(seen) == 4
-    again.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_updated_executable_asks_the_new_definition(device, stream, transport):
     """After update() requests go to the new work, and replays are numbered on."""
     seen: list[tuple[str, int]] = []
@@ -139,7 +81,7 @@ def test_an_updated_executable_asks_the_new_definition(device, stream, transport
         def work() -> None:
             seen.extend((name, n[1]) for n in _native.running_host_work() if n[0] == "number")
 
-        add(graph.lane("main"), transport, work, name="number")
+        getattr(graph.lane("main"), transport)(work, name="number")
         return graph
 
     first, second = definition("first"), definition("second")
@@ -147,22 +89,9 @@ def test_an_updated_executable_asks_the_new_definition(device, stream, transport
     for _ in range(2):
         run.launch(stream)
     run.update(second)
-    for _ in range(2):
-        run.launch(stream)
-    run.synchronize(LIMIT_S)
+    replay(run, stream, 2)
     assert seen == [("first", 1), ("first", 2), ("second", 3), ("second", 4)]
     run.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_mailbox_stands_outside_of_conditionals(device, transport):
-    """A worker expects one request a launch, so neither pair is taken in a body."""
-    graph = Graph(device, "branches")
-    body = if_(graph.lane("main"), condition(graph, 0, name="once"))
-    with pytest.raises(OptionError, match="cannot stand in the conditional"):
-        add(body.lane("main"), transport, lambda: None, name="inside")
-    assert body.nodes == []
-    graph.close()
 
 
 def test_deadlines_and_operands_out_of_range_are_refused(device):
@@ -214,7 +143,6 @@ def child(transport: str, **env: str) -> list[str]:
     return done.stdout.strip().split(maxsplit=1)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_hardware_queue_is_enough(transport):
     """Two lanes that meet at mailboxes finish although work waits behind the waits."""
     assert child(transport, SOFTCUDA_QUEUES="1", SOFTCUDA_WORKERS="1") == ["120"]

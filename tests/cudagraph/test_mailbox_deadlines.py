@@ -7,14 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from mailbox_util import LIMIT_S, TRANSPORTS, add, answered, in_time, until
-from process_util import run_python
+from cudagraph_util import LIMIT_S, answered, in_time, run_python, until
 
 from graft.cudagraph.errors import DeadlineError, HostWorkError
 from graft.cudagraph.graph import Graph
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, transport):
     """The watchdog lets the device go on, names the step; late results go nowhere."""
     go, slow = threading.Event(), [False]
@@ -30,9 +28,9 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
     graph = Graph(device, "late")
     output, result = device.pinned((4,), "int32"), device.zeros((4,), "int32")
     lane = graph.lane("main")
-    add(lane, transport, work, output=output, name="grammar", deadline_s=1.5)
+    getattr(lane, transport)(work, output=output, name="grammar", deadline_s=1.5)
     lane.copy(result, output)
-    add(lane, transport, lambda: later.append(1), name="after")
+    getattr(lane, transport)(lambda: later.append(1), name="after")
     run = graph.instantiate()
     in_time(run, stream)
     before = run.launches
@@ -59,7 +57,6 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
     run.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_worker_and_watchdog_never_both_answer(device, stream, transport):
     """Work about as long as its deadline: published by the worker or failed, never both."""
     number, rng = [0], np.random.default_rng(3)
@@ -79,34 +76,6 @@ def test_worker_and_watchdog_never_both_answer(device, stream, transport):
         except HostWorkError:
             run.clear(LIMIT_S)
         assert result.to_host().tolist() == [expected] * 4
-    run.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_exception_fails_the_replay_and_later_steps_stand_down(device, stream, transport):
-    """The cause is kept; nothing hangs; clear() lets replays run again."""
-    later: list[int] = []
-    bad = [True]
-
-    def work() -> None:
-        if bad[0]:
-            raise ValueError("out of words")
-
-    graph = Graph(device, "raises")
-    lane = graph.lane("main")
-    add(lane, transport, work, name="raises")
-    add(lane, transport, lambda: later.append(1), name="later")
-    lane.host(lambda: later.append(2))
-    run = graph.instantiate()
-    run.launch(stream)
-    with pytest.raises(HostWorkError, match="out of words") as failed:
-        run.synchronize(LIMIT_S)
-    assert isinstance(failed.value.__cause__, ValueError) and later == []
-    bad[0] = False
-    run.clear(LIMIT_S)
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
-    assert later == [1, 2]
     run.close()
 
 

@@ -8,8 +8,7 @@ import os
 import sys
 
 import pytest
-from mailbox_util import LIMIT_S, answered, until
-from process_util import compiled
+from cudagraph_util import LIMIT_S, answered, compiled, replay, until
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
@@ -42,8 +41,7 @@ def test_native_work_writes_the_output(device, stream, tmp_path):
     work = NativeWork(address, ctypes.addressof(api), keep=(library, api), name="answer")
     run, result = answered(device, "mailbox", work, worker=MailboxWorker())
     for i in range(1, 101):
-        run.launch(stream)
-        run.synchronize(LIMIT_S)
+        replay(run, stream)
         assert result.to_host().tolist() == [i, 10 + i, 20 + i, 30 + i]
     run.close()
 
@@ -78,8 +76,7 @@ def test_everything_is_given_back(device, stream):
     before = _native.live_records()
     worker = MailboxWorker(name="ending")
     run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
+    replay(run, stream)
     until(lambda worker=worker: worker.native.parked)
 
     def threads() -> int:
@@ -116,8 +113,7 @@ def test_threads_run_where_they_are_placed(device, stream):
         device, "mailbox", lambda out: where.append(os.sched_getaffinity(0)),
         worker=MailboxWorker(cpus=[core]),
     )  # fmt: skip
-    run.launch(stream)
-    run.synchronize(LIMIT_S)
+    replay(run, stream)
     assert where == [{core}]
     run.close()
 

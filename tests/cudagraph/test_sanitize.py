@@ -1,4 +1,4 @@
-"""The native parts under sanitizers: random graphs against a sequential model, faults, rings.
+"""The native parts under sanitizers: random graphs against a sequential model, faults, guides.
 
 ``make test`` runs the short form (address and undefined-behaviour sanitizers, some hundred graphs);
 ``make test-sanitize`` adds more graphs, other settings, and the thread sanitizer.
@@ -104,14 +104,9 @@ def test_a_fault_is_named_and_everything_later_is_refused():
     assert "stray_cell" in run("address", "faults", image())
 
 
-def test_lock_free_parts_of_the_guide_lose_and_mix_nothing():
-    """Snapshots and the timeline between a publisher, a worker and a reader."""
-    assert int(run("address", "rings", 1).split()[0]) > 0
-
-
-def test_late_and_probed_slots_of_the_guide_generate_what_a_sequential_run_does():
-    """Threads, budgets, probes, forced drafts, reused slots, grammars that dawdle: right, and no
-    memory error."""
+def test_late_and_probed_slots_of_the_guide_get_their_own_rows():
+    """Threads, budgets, probes, forced drafts, reused slots, slow grammars: every row that is ready
+    is the grammar's at its place, nobody meets another in a matcher, and no memory error."""
     guide("address", 1, 6)
 
 
@@ -123,7 +118,7 @@ def test_threads_and_budgets_of_the_guide_have_no_data_race():
 
 
 def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
-    """Run the guided worker between a host and a device; 40 requests a case, checked one by one."""
+    """Run the guided worker between a host and a device; 40 requests a case."""
     said = run(kind, "guide", seed, cases, timeout_s=timeout_s)
     numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", said)
     assert numbers and int(numbers[1]) == 40 * cases
@@ -154,12 +149,6 @@ def test_random_graphs_have_no_data_race(settings):
 def test_work_is_freed_after_the_worker_that_ran_it():
     """A plan edited in place straight after its launch, which nobody waited for: no data race."""
     assert run("thread", "plans", image(), 300) == "300 plans\n"
-
-
-@pytest.mark.full
-def test_lock_free_parts_of_the_guide_have_no_data_race():
-    """The same rings under the thread sanitizer."""
-    assert int(run("thread", "rings", 5).split()[0]) > 0
 
 
 @pytest.mark.full

@@ -8,13 +8,12 @@ import weakref
 
 import numpy as np
 import pytest
-from lifetime_util import resident_kib, settled
+from cudagraph_util import replay, resident_kib, settled
 
 from graft import native
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork
-from graft.cudagraph.kernels import load_text
 from graft.native import _native
 
 LIMIT_S = 600.0
@@ -42,9 +41,9 @@ class Semaphore:
         return out.value
 
 
-def replay_many(device: Device, stream: Stream, count: int) -> None:
+def replay_many(device: Device, stream: Stream, module, count: int) -> None:
     """Two Python and two native host nodes between counting kernels, in flight by the dozen."""
-    kernel = load_text(device, TEXT, "soak.cu")["count"]
+    kernel = module["count"]
     counter, seen = device.zeros((2,), "uint32"), np.zeros(2, np.int64)
     semaphores = [Semaphore(), Semaphore()]
 
@@ -117,8 +116,7 @@ def change_many(device: Device, stream: Stream, count: int) -> None:
     executable.set(cell, value)
     del value
     expected += change(count)
-    executable.launch(stream)
-    executable.synchronize(LIMIT_S)
+    replay(executable, stream)
     expected.append(count - 1)
     settled()
     assert seen == expected
@@ -129,9 +127,9 @@ def change_many(device: Device, stream: Stream, count: int) -> None:
     executable.close()
 
 
-def test_20000_replays_keep_memory_flat(device: Device, stream: Stream) -> None:
+def test_20000_replays_keep_memory_flat(device: Device, stream: Stream, module) -> None:
     """Resident memory does not grow with replays, and both sides count the same calls."""
-    replay_many(device, stream, 20_000)
+    replay_many(device, stream, module, 20_000)
 
 
 def test_50000_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream) -> None:
@@ -140,9 +138,9 @@ def test_50000_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream) -
 
 
 @pytest.mark.soak
-def test_a_million_replays_keep_memory_flat(device: Device, stream: Stream) -> None:
+def test_a_million_replays_keep_memory_flat(device: Device, stream: Stream, module) -> None:
     """The same, for a million replays."""
-    replay_many(device, stream, 1_000_000)
+    replay_many(device, stream, module, 1_000_000)
 
 
 @pytest.mark.soak

@@ -105,7 +105,6 @@ def test_nothing_running_is_said(device: Device) -> None:
     assert "the other side: no host step of graft's is running" in said
 
 
-@pytest.mark.parametrize("transport", ["mailbox", "spin"])
 def test_a_released_mailbox_tells_where_its_work_stood(
     device: Device, stream: Stream, transport: str
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from guide_util import byte_vocabulary
+from guide_util import THINK, byte_vocabulary
 
 from graft.grammar import GrammarBackend, GrammarService, make_backend
 
@@ -14,7 +14,13 @@ from graft.grammar import GrammarBackend, GrammarService, make_backend
 @pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
 def backend(request: pytest.FixtureRequest) -> GrammarBackend:
     """Each backend, of a small vocabulary."""
-    return make_backend(request.param, byte_vocabulary())
+    return make_backend(request.param, byte_vocabulary(names={"</think>": THINK}))
+
+
+@pytest.fixture(scope="session")
+def xgrammar() -> GrammarBackend:
+    """XGrammar alone, where what is tested is not the backend."""
+    return make_backend("xgrammar", byte_vocabulary())
 
 
 @pytest.fixture

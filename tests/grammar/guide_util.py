@@ -35,8 +35,21 @@ from graft.grammar import (
 from graft.grammar.forced import ForcedText
 from graft.native import _native
 
-STOP, OTHER_STOP = 256, 257
+STOP, OTHER_STOP, THINK = 256, 257, 266
 MARKER_TOKENS = [*b'a":', 261, 265]
+BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
+
+
+def accepts(compiled: CompiledGrammar, *parts: str | int) -> bool:
+    """Whether text byte by byte, ids as they are, and then the stop id are accepted."""
+    matcher = compiled.matcher()
+    tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
+    return all(map(matcher.accept, tokens)) and matcher.accept(STOP)
+
+
+def fits(backend: GrammarBackend, spec: GrammarSpec, *parts: str | int) -> bool:
+    """`accepts` of a grammar that the backend compiles."""
+    return accepts(backend.compile(spec), *parts)
 
 
 def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Vocabulary:
@@ -197,6 +210,21 @@ class Rig:
     def drafted(self, replay, *tokens, slot=0):
         ref.record_drafts(self.exchange, slot, replay, tokens)
 
+    def start(self, replay, requests):
+        """Publish a replay, and run its first step."""
+        self.decoder.publish(replay, requests)
+        self.run(self.open)
+
+    def verify(self, replay, *tokens, slot=0):
+        """What verification writes, and the step behind it."""
+        self.committed(replay, *tokens, slot=slot)
+        self.run(self.commit)
+
+    def draft(self, replay, *tokens, slot=0):
+        """What the first drafts are, and the step behind the first."""
+        self.drafted(replay, *tokens, slot=slot)
+        self.run(self.drafts[0])
+
     def run(self, *works):
         """Run steps; a budget ends when only a slot at its gate is left."""
         for work in works:
@@ -230,6 +258,14 @@ class Rig:
         assert self.states(slot)[j][0] == (FREE if free else READY)
         if not free:
             np.testing.assert_array_equal(self.exchange.masks[slot, j], row)
+
+
+def joined(backend, kind="native", *, slots=1, **options):
+    """A rig whose first replay has begun with a request in each slot, and the requests."""
+    rig = Rig(backend, kind, slots=slots, **options)
+    requests = [rig.request(slot=slot, epoch=slot + 1) for slot in range(slots)]
+    rig.start(1, requests)
+    return rig, requests
 
 
 @dataclass
@@ -513,15 +549,13 @@ class Device:
 
 SPECS = {
     "choice": GrammarSpec.choice(["abab", "abc", 'a"b\\', "x\n"]),
-    "schema": GrammarSpec.json_schema(
-        {
-            "type": "object",
-            "properties": {"abc": {"type": "boolean"}, "b": {"enum": [1, "true"]}},
-            "required": ["abc"],
-        }
-    ),
+    "schema": GrammarSpec.json_schema({
+        "type": "object", "required": ["abc", "n"],
+        "properties": {"abc": {"type": "string", "maxLength": 4}, "b": {"enum": [1, "true"]},
+                       "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3}},
+    }),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*"),
     "dead end": GrammarSpec.ebnf('root ::= "a" ("b" "Z" | "c"*)'),
     "text, then choice": GrammarSpec.choice(["abab", "abc"]).after('a":'),
     "id, then regex": GrammarSpec.regex("(ab|c)+[0-9]*").after(265, required=True),
-}
+}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,15 @@ def without(spelt: Callable[[int, bytes], bool]) -> Callable[[Vocabulary], XGram
         return XGrammarBackend(Vocabulary(tokens, known.size, known.stop_ids))
 
     return make
+
+
+def without_and_with_drafts(requests: list[Request], legality: str, **options: Any) -> list:
+    """What is generated for the requests without a drafter, and with one."""
+    outputs = []
+    for more in ({"speculation": False}, {"draft_legality": legality}):
+        with demo_engine(**more, **options) as engine:
+            outputs.append(engine.generate(requests))
+    return outputs
 
 
 @pytest.mark.parametrize("legality", ["fill", "probe"])
@@ -56,14 +66,9 @@ def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(leg
         Request(prompt=r.prompt, grammar=GrammarSpec.regex("[ -~]{20}"), max_tokens=24)
         for r in mixed_requests(3)
     ]
-    outputs = []
-    for speculation in (False, True):
-        options = {"draft_legality": legality} if speculation else {}
-        with demo_engine(
-            speculation=speculation, grammar_backend=backend, max_batch_size=4, **options
-        ) as engine:
-            outputs.append(engine.generate(requests))
-    plain, drafted = outputs
+    plain, drafted = without_and_with_drafts(
+        requests, legality, grammar_backend=backend, max_batch_size=4
+    )
     assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
     assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
     assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)
@@ -81,11 +86,6 @@ def test_a_drafter_stops_where_its_vocabulary_does(legality: str) -> None:
     both = (tokens[has] + tokens[lacks]).decode()
     request = Request(prompt="Say.", grammar=GrammarSpec.regex(f"(?:{both}){{4}}"), max_tokens=20)
     backend = without(lambda id, text: id not in (has, lacks))
-    outputs = []
-    for speculation in (False, True):
-        options = {"draft_legality": legality} if speculation else {}
-        with demo_engine(speculation=speculation, grammar_backend=backend, **options) as engine:
-            outputs += engine.generate([request])
-    plain, drafted = outputs
+    [plain], [drafted] = without_and_with_drafts([request], legality, grammar_backend=backend)
     assert drafted.tokens == plain.tokens and plain.tokens[:-1] == [has, lacks] * 4
     assert drafted.reason == "stop" and 0 < drafted.accepted == drafted.drafted <= 5

@@ -8,105 +8,71 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
-from guide_util import SPECS, Device, byte_vocabulary
+from guide_util import SPECS, Device
 from reference_round import COUPLED, pack_bits
 from table_model import COLD, MIXED, PLAIN, Case, wrong_twice
+from test_guide_rounds import equal_counters
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import Vocabulary, XGrammarBackend
+from graft.grammar import Vocabulary
 from graft.grammar.forced import ForcedText
-
-TOKENS = [b"a", b"ab", b"abc", b"b", b"abd", b"", b'"', b'":', b'": "', b"abc"]
-STOPS = (5,)
-
-
-def row_of(ids: list[int], size: int) -> np.ndarray:
-    legal = np.zeros(size, bool)
-    legal[ids] = True
-    return pack_bits(legal[None])[0]
-
-
-@pytest.mark.parametrize(
-    ("ids", "token"),
-    [
-        ([], -1), ([3], 3), ([5], 5), ([0, 1], 1), ([0, 1, 2], 2), ([0, 2], 2), ([0, 3], -1),
-        ([0, 1, 2, 4], -1), ([6, 7, 8], 8), ([0, 5], -1), ([2, 9], 2), ([3, 6], -1),
-    ],
-)  # fmt: skip
-def test_text_is_forced_where_all_tokens_begin_the_longest(ids, token):
-    """One legal id, whatever it is; else the longest of tokens that begin one another."""
-    forced = ForcedText(Vocabulary(TOKENS, 40, STOPS))
-    row = row_of(ids, 40)
-    assert forced.token(row) == token
-    certain = ForcedText(Vocabulary(TOKENS, 40, STOPS), certain=True)
-    assert certain.token(row) == (token if len(ids) == 1 else -1)
 
 
 def test_forced_tokens_of_random_rows():
-    """Rows of few and of many ids, some of them beginnings of one text; a brute-force oracle."""
+    """One legal id is forced, whatever it is; else the longest of tokens that begin one another,
+    the first of those. Rows of few and of many ids, against a brute-force oracle."""
     rng = np.random.default_rng(0)
     text = b"abababababababababababab"
     tokens = [text[: i % 20 + 1] for i in range(90)] + [b"c", b"", b"abc"]
     vocabulary = Vocabulary(tokens, 100, [91])
-    forced = ForcedText(vocabulary)
-    found = 0
+    forced, certain = ForcedText(vocabulary), ForcedText(vocabulary, certain=True)
+    rows = [[], [91], [92], [3, 91]]
     for _ in range(600):
         most = 93 if rng.random() < 0.3 else 90
-        ids = np.unique(rng.integers(0, most, rng.integers(0, 80))).tolist()
-        row = row_of(ids, 100)
-        texts = {vocabulary.tokens[i] for i in ids}
-        longest = max(texts, key=len, default=b"")
-        expected = len(ids) == 1 or (
-            0 < len(ids) <= 64 and all(t and longest.startswith(t) for t in texts)
-        )
-        token = forced.token(row)
-        assert (token >= 0) == expected
-        if token >= 0:
-            assert token in ids and vocabulary.tokens[token] == longest
-            found += 1
-    assert found > 100
+        rows.append(np.unique(rng.integers(0, most, rng.integers(0, 80))).tolist())
+    for ids in rows:
+        legal = np.zeros((1, 100), bool)
+        legal[0, ids] = True
+        row = pack_bits(legal)[0]
+        texts = [vocabulary.tokens[i] for i in ids]
+        longest = max(texts, key=len, default=b"")  # the first of them
+        begin = len(ids) <= 64 and all(text and longest.startswith(text) for text in texts)
+        expected = ids[texts.index(longest)] if ids and (begin or len(ids) == 1) else -1
+        assert forced.token(row) == expected
+        assert certain.token(row) == (expected if len(ids) == 1 else -1)
 
 
 @pytest.mark.parametrize("chain", [False, True], ids=["beside a drafter", "alone"])
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_forced_tokens_are_followed(name, chain):
+def test_forced_tokens_are_followed(xgrammar, name, chain):
     """Rows are the oracle's, and with matchers in Python everything is as with native ones."""
-    backend = XGrammarBackend(byte_vocabulary())
-    forced = ForcedText(backend.vocabulary)
-    device = Device(backend, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
+    forced = ForcedText(xgrammar.vocabulary)
+    device = Device(xgrammar, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
     for slot in range(3):
-        device.join(slot, backend.compile(SPECS[name]), limit=40)
+        device.join(slot, xgrammar.compile(SPECS[name]), limit=40)
     for _ in range(14):
         device.publish()
         device.run()
         device.clear_ended()
-    counters = [decoder.counters() for decoder in device.decoders]
-    for key in ("fills", "forced_rows", "forced_tokens", "accepts", "desyncs"):
-        assert counters[0][key] == counters[1][key], key
-    assert counters[0]["desyncs"] == 0
+    assert equal_counters(device)["desyncs"] == 0
 
 
-REJECTION = [
+CASES = [
     Case(3, PLAIN, forced="beside"),
     Case(2, MIXED, forced="beside", pruned=True, stop_ids=(6,)),
     Case(3, COLD, forced="beside", late=True),
     Case(3, MIXED, forced="beside", probe=True, pruned=True),
     Case(3, PLAIN, forced="alone"),
     Case(3, MIXED, forced="alone", stop_ids=(6,)),
+    Case(3, PLAIN, verify=COUPLED, forced="beside"),
 ]
 
 
-@pytest.mark.parametrize("case", REJECTION, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_forced_drafts_keep_the_exact_law(device, stream, case):
-    """100,000 tokens with forced drafts, illegal ones among them: the target's law exactly."""
+    """100,000 tokens with forced drafts, illegal ones among them: the target's law exactly, also
+    where verification compares with the target's own sample."""
     wrong, values = wrong_twice(device, stream, case, 100_000)
-    assert not wrong, f"p-values {values}"
-
-
-def test_forced_drafts_keep_the_law_of_coupled_requests(device, stream):
-    """The same where verification compares with the target's own sample."""
-    case = Case(3, PLAIN, verify=COUPLED, forced="beside")
-    wrong, values = wrong_twice(device, stream, case, 60_000)
     assert not wrong, f"p-values {values}"
 
 

@@ -6,60 +6,24 @@ import subprocess
 import sys
 
 import pytest
+from guide_util import STOP, THINK, byte_vocabulary, fits
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import (
-    GrammarError,
-    GrammarSpec,
-    Vocabulary,
-    make_backend,
-)
+from graft.grammar import GrammarError, GrammarSpec, make_backend
 
-STOP, THINK = 256, 257
 OPTIONS = [
     'say "hi"', "back\\slash", "\\n", "\\u0041", "new\nline", "tab\t", "\r", "\x00", "\x7f",
     "é", "日本語", "\U0001f600", "\u2028", "[a-z]", "a|b", "(x)*", "'", "{}", "::=", "#c", " a ",
 ]  # fmt: skip
 
 
-def vocabulary(names: dict[str, int] | None = None) -> Vocabulary:
-    tokens = [bytes([byte]) for byte in range(256)] + [b"", b"", b"</t>{"]
-    return Vocabulary(tokens, 270, [STOP], {"</think>": THINK} if names is None else names)
-
-
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def backend(request):
-    return make_backend(request.param, vocabulary())
-
-
-def accepts(backend, spec: GrammarSpec, *parts: str | int) -> bool:
-    """Whether text byte by byte, ids as they are, and then the stop id are accepted."""
-    matcher = backend.compile(spec).matcher()
-    tokens = [t for part in parts for t in ([part] if isinstance(part, int) else part.encode())]
-    return all(matcher.accept(token) for token in tokens) and matcher.accept(STOP)
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_choice_is_taken_literally(backend, option):
     """A choice accepts exactly its strings, whatever characters they contain."""
     spec = GrammarSpec.choice([option, "other"])
-    assert accepts(backend, spec, option) and accepts(backend, spec, "other")
+    assert fits(backend, spec, option) and fits(backend, spec, "other")
     for wrong in (option + "x", option[:-1], option[1:], "x" + option, option.replace("\\", "")):
-        assert wrong == option or not accepts(backend, spec, wrong)
-
-
-def test_json_is_one_line_with_spaces_after_separators(backend):
-    """Separators are `", "` and `": "`; with any white space whatever JSON allows."""
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "array"}},
-        "required": ["a", "b"],
-    }
-    line = GrammarSpec.json_schema(schema)
-    assert accepts(backend, line, '{"a": 1, "b": [1, 2]}')
-    assert not accepts(backend, line, '{"a":1,"b":[]}')
-    loose = GrammarSpec.json_schema(schema, whitespace="any")
-    assert accepts(backend, loose, '{\n  "a":1,\n  "b": []}')
+        assert wrong == option or not fits(backend, spec, wrong)
 
 
 def test_strict_objects_take_no_further_properties(backend):
@@ -69,39 +33,37 @@ def test_strict_objects_take_no_further_properties(backend):
         "properties": {"o": {"type": "object", "properties": {"a": {"type": "integer"}}}},
     }
     text = '{"o": {"a": 1, "z": 2}}'
-    assert not accepts(backend, GrammarSpec.json_schema(schema, strict=True), text)
-    assert accepts(backend, GrammarSpec.json_schema(schema, strict=False), text)
-    assert accepts(backend, GrammarSpec.json_schema(schema), text) == (backend.name != "XGrammar")
+    assert not fits(backend, GrammarSpec.json_schema(schema, strict=True), text)
+    assert fits(backend, GrammarSpec.json_schema(schema, strict=False), text)
+    assert fits(backend, GrammarSpec.json_schema(schema), text) == (backend.name != "XGrammar")
 
 
 def test_slashes_and_newlines_in_a_regex(backend):
     """Characters that end or break a regex elsewhere are taken as they are."""
-    assert accepts(backend, GrammarSpec.regex(r"a/b\/c"), "a/b/c")
-    assert accepts(backend, GrammarSpec.regex("a\nb"), "a\nb")
+    assert fits(backend, GrammarSpec.regex(r"a/b\/c"), "a/b/c")
+    assert fits(backend, GrammarSpec.regex("a\nb"), "a\nb")
 
 
 def test_markers_by_name_by_id_and_as_text(backend):
     """A marker that names an added token is that token or its text; an id is that token alone."""
     yes = GrammarSpec.choice(["yes"])
-    assert accepts(backend, yes.after("</think>"), "so... ", THINK, "yes")
-    assert accepts(backend, yes.after("</think>"), "so... </think>yes")
-    assert accepts(backend, yes.after(THINK), "a </think> b", THINK, "yes")
-    assert not accepts(backend, yes.after(THINK), "</think>yes", THINK)
-    assert not accepts(backend, yes.after("</think>"), "so", THINK, "no")
+    assert fits(backend, yes.after("</think>"), "so... ", THINK, "yes")
+    assert fits(backend, yes.after("</think>"), "so... </think>yes")
+    assert fits(backend, yes.after(THINK), "a </think> b", THINK, "yes")
+    assert not fits(backend, yes.after(THINK), "</think>yes", THINK)
+    assert not fits(backend, yes.after("</think>"), "so", THINK, "no")
     # a stop id in the free text ends it, unless the marker is required
-    assert accepts(backend, yes.after("</think>"), "so")
-    assert not accepts(backend, yes.after("</think>", required=True), "so")
+    assert fits(backend, yes.after("</think>"), "so")
+    assert not fits(backend, yes.after("</think>", required=True), "so")
 
 
 def test_no_token_carries_the_marker_and_more(backend):
     """A token with the marker's end inside is illegal, so the grammar sees every later byte."""
-    matcher = backend.compile(GrammarSpec.choice(["{yes"]).after("</t>")).matcher()
-    assert 258 not in matcher.legal() and not matcher.accept(258)
-    for token in b"x</t":
-        assert matcher.accept(token)
-    assert 258 not in matcher.legal()  # "</t" and then "</t>{" holds the marker too
-    matcher.accept(ord(">"))
-    assert matcher.legal().tolist() == [ord("{")]
+    matcher = backend.compile(GrammarSpec.choice(["yes"]).after('t"')).matcher()
+    assert 261 in matcher.legal() and matcher.accept(ord("t"))
+    assert 261 not in matcher.legal() and not matcher.accept(261)  # it is '": '
+    assert matcher.accept(ord('"'))
+    assert matcher.legal().tolist() == [ord("y")]
     matcher.rollback(2)
     assert matcher.legal().size > 200  # the matcher is un-started
 
@@ -132,7 +94,7 @@ def test_markers_that_are_no_markers_are_refused(backend):
 
 def test_grammars_that_a_backend_refuses(backend, serve):
     """A grammar with an error is refused in one sentence, here and by the compile service."""
-    service = serve(backend.name.lower(), vocabulary())
+    service = serve(backend.name.lower())
     for spec in (GrammarSpec("regex", "(a"), GrammarSpec("lark", "start: missing_rule")):
         with pytest.raises(GrammarError) as here:
             backend.compile(spec)
@@ -145,10 +107,10 @@ def test_grammars_that_a_backend_refuses(backend, serve):
 def test_unknown_backends_and_names_are_refused():
     """A backend that is not there, and a named token that is text or out of range."""
     with pytest.raises(OptionError, match="nonesuch"):
-        make_backend("nonesuch", vocabulary())
+        make_backend("nonesuch", byte_vocabulary())
     for token, message in ((97, "is text"), (270, "outside")):
         with pytest.raises(GrammarError, match=message):
-            vocabulary({"<x>": token})
+            byte_vocabulary(names={"<x>": token})
 
 
 def test_llguidance_must_be_the_module_that_python_loaded():
@@ -164,10 +126,10 @@ def test_llguidance_must_be_the_module_that_python_loaded():
 
 def test_special_tokens_of_a_lark_grammar_are_the_vocabularys():
     """LLGuidance takes those that the vocabulary names; others are refused in a sentence."""
-    for names in (None, {}):
-        backend = make_backend("llguidance", vocabulary(names))
-        if names is None:
-            assert accepts(backend, GrammarSpec.lark('start: "a" </think> "b"'), "a", THINK, "b")
+    for names in ({"</think>": THINK}, {}):
+        backend = make_backend("llguidance", byte_vocabulary(names=names))
+        if names:
+            assert fits(backend, GrammarSpec.lark('start: "a" </think> "b"'), "a", THINK, "b")
         with pytest.raises(GrammarError, match="special token") as caught:
             backend.compile(GrammarSpec.lark('start: "a" <|y|>'))
         assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)

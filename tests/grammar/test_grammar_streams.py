@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
-from stock_llguidance import StockLLGuidance
-from stock_xgrammar import StockXGrammar
+from reference_round import bits
+from stock import StockLLGuidance, StockXGrammar
 
 from graft.grammar import (
     GrammarSpec,
@@ -23,29 +23,17 @@ SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
 STOCK = {"xgrammar": StockXGrammar, "llguidance": StockLLGuidance}
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "abc": {"type": "string", "maxLength": 6},
-        "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
-        "b": {"enum": [1, "true"]},
-    },
-    "required": ["abc", "n"],
-}
-TREE = {
-    "$ref": "#/$defs/node",
-    "$defs": {
-        "node": {
-            "type": "object",
-            "properties": {
-                "a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
-                "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
-                "b": {"type": "boolean"},
-            },
-            "required": ["b"],
-            "additionalProperties": False,
-        }
-    },
-}
+    "type": "object", "required": ["abc", "n"],
+    "properties": {"abc": {"type": "string", "maxLength": 6}, "b": {"enum": [1, "true"]},
+                   "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3}},
+}  # fmt: skip
+NODE = {
+    "type": "object", "required": ["b"], "additionalProperties": False,
+    "properties": {"a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
+                   "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+                   "b": {"type": "boolean"}},
+}  # fmt: skip
+TREE = {"$ref": "#/$defs/node", "$defs": {"node": NODE}}
 SPECS = {
     "schema": GrammarSpec.json_schema(SCHEMA),
     "tree": GrammarSpec.json_schema(TREE),
@@ -58,15 +46,10 @@ SPECS = {
         'start: "a" item*\nitem: "b" | "(" item ")" | NUMBER\nNUMBER: /[0-9]+/'
     ),
     "tags": GrammarSpec.structural_tag(
-        [
-            StructuralTag.of("<f=a>", {"type": "integer"}, "</f>"),
-            StructuralTag.of("<f=b>", {"enum": ["abc", "ab"]}, "</f>"),
-        ],
-        ["<f"],
+        [StructuralTag.of("<f=a>", {"type": "integer"}, "</f>"),
+         StructuralTag.of("<f=b>", {"enum": ["abc", "ab"]}, "</f>")], ["<f"],
     ),
-}
-
-
+}  # fmt: skip
 # The first marker ends inside or with a token, the third is a token, the next comes by name, and
 # in the last a text that goes wrong may have begun anew within itself.
 FREE = {
@@ -96,16 +79,14 @@ def stream(native, stock, rng: np.random.Generator, length: int, kind: str) -> t
             stock.rollback(back)
             taken -= back
             continue
-        constrained = native.fill(rows[0])
-        assert constrained == stock.fill(rows[1])
-        if constrained:
-            np.testing.assert_array_equal(rows[0], rows[1])
-            bits = np.unpackbits(rows[0].view(np.uint8), bitorder="little")
-            assert not bits[SIZE:].any()
-            legal = np.flatnonzero(bits)
-            started += 1
-        else:
-            legal = np.arange(SIZE)
+        constrained = stock.fill(rows[1])
+        if rng.random() < 0.7:  # a mask that is not made is one the library cannot keep
+            assert native.fill(rows[0]) == constrained
+            if constrained:
+                np.testing.assert_array_equal(rows[0], rows[1])
+            started += constrained
+        legal = bits(rows[1]) if constrained else np.arange(SIZE)
+        assert (legal < SIZE).all()
         if rng.random() < 0.1 or not len(legal):
             illegal = np.setdiff1d(np.arange(-3, SIZE + 3), legal)
             token = int(rng.choice([-(2**31), 2**31 - 1, *rng.choice(illegal, 5)]))
@@ -147,9 +128,10 @@ def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> t
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_native_and_stock_masks_are_equal_at_every_step(name, capfd):
-    """Of 1,000 streams with illegal ids, rollbacks and endings, every mask and answer is equal."""
+    """Of 1,000 streams with illegal ids, rollbacks and endings, every mask and answer is equal,
+    whether or not a mask was made at the step before."""
     ends, rows = play(name, SPECS, 1000, seed=11)
-    assert ends > 100 and rows > 5000
+    assert ends > 100 and rows > 4000
     assert capfd.readouterr().err == ""
 
 
@@ -158,43 +140,6 @@ def test_markers_are_found_alike_by_scanner_and_search(name):
     """The native byte scanner and a search in the text agree where free text ends, both ways."""
     ends, rows = play(name, FREE, 400, seed=5)
     assert ends > 10 and rows > 1000
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_masks_after_rollbacks_are_those_of_a_new_matcher(name):
-    """Tokens taken with or without a mask between them, and undone, leave no trace in masks."""
-    backend = BACKENDS[name](vocabulary())
-    spec = GrammarSpec.json_schema(
-        {
-            "type": "object",
-            "properties": {key: {"type": "string"} for key in ("ab", "abc", "n")},
-            "required": ["ab", "n"],
-        }
-    )
-    grammar, rng = backend.compile(spec), np.random.default_rng(2)
-    rows = np.zeros((2, (SIZE + 31) // 32), np.int32)
-    checked = 0
-    for _ in range(60):
-        matcher, history = grammar.matcher(), []
-        for _ in range(40):
-            if matcher.is_terminated():
-                break
-            again = grammar.matcher()
-            assert all(again.accept(token) for token in history)
-            again.fill(rows[0])
-            if rng.random() < 0.6:
-                matcher.fill(rows[1])
-                np.testing.assert_array_equal(rows[0], rows[1])
-                checked += 1
-            legal = np.flatnonzero(np.unpackbits(rows[0].view(np.uint8), bitorder="little"))
-            structure = [t for t in legal if t > 255 or t in b'"abn:, }']
-            history.append(int(rng.choice(structure or legal)))
-            assert matcher.accept(history[-1])
-            if rng.random() < 0.3:
-                back = int(rng.integers(1, min(4, len(history)) + 1))
-                matcher.rollback(back)
-                del history[-back:]
-    assert checked > 500
 
 
 class Searched(Matcher):

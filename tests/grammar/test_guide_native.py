@@ -9,31 +9,19 @@ import weakref
 
 import numpy as np
 import pytest
-from guide_util import (
-    DEAD_END,
-    ERROR,
-    FREE,
-    KINDS,
-    NOT_READY,
-    READY,
-    SPECS,
-    Device,
-    Rig,
-    byte_vocabulary,
-    exchange_for,
-    run_work,
-)
+from guide_util import KINDS, SPECS, Device, Rig, exchange_for, joined, run_work
+from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY
 
 from graft.cudagraph.hostwork import NativeWork
-from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, XGrammarBackend
+from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
 from graft.native import _native
 
 SIZE = 270
 
 
-@pytest.fixture(scope="module")
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(byte_vocabulary(SIZE))
+@pytest.fixture
+def backend(xgrammar) -> GrammarBackend:
+    return xgrammar
 
 
 both = pytest.mark.parametrize("kind", KINDS)
@@ -46,13 +34,8 @@ def test_a_step_runs_while_another_thread_keeps_the_gil(backend):
     rig.decoder.publish(1, [rig.request()])
     libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
     thread = ctypes.c_void_p()
-    assert (
-        libc.pthread_create(
-            ctypes.byref(thread), None, ctypes.c_void_p(rig.open.address),
-            ctypes.c_void_p(rig.open.data),
-        )
-        == 0
-    )  # fmt: skip
+    step = ctypes.c_void_p(rig.open.address), ctypes.c_void_p(rig.open.data)
+    assert libc.pthread_create(ctypes.byref(thread), None, *step) == 0
     deadline = (ctypes.c_long * 2)(int(time.time()) + 20, 0)
     assert libc.pthread_timedjoin_np(thread, None, ctypes.byref(deadline)) == 0
     assert rig.states()[0] == [READY, 1, 10, 0]
@@ -60,20 +43,14 @@ def test_a_step_runs_while_another_thread_keeps_the_gil(backend):
 
 def test_nothing_is_ever_printed(backend, capfd):
     """Illegal, special, out-of-range and late tokens are refused without XGrammar's warnings."""
-    rig = Rig(backend)
-    request = rig.request()
-    rig.decoder.publish(1, [request])
-    rig.run(rig.open)
+    rig, [request] = joined(backend)
     replay = 1
     for token in (-1, -(2**31), 2**31 - 1, SIZE, 266, ord("Z"), ord("!"), 256):
-        rig.committed(replay, ord("c"))
-        rig.run(rig.commit)
-        rig.drafted(replay, token, ord("c"))
-        rig.run(rig.drafts[0])
+        rig.verify(replay, ord("c"))
+        rig.draft(replay, token, ord("c"))
         rig.decoder.retire(replay)
         replay += 1
-        rig.decoder.publish(replay, [request])
-        rig.run(rig.open)
+        rig.start(replay, [request])
         assert rig.states()[1][0] == NOT_READY, token
     rig.committed(replay, 256, ord("c"))  # a token after the end
     rig.run(rig.commit)
@@ -88,17 +65,13 @@ def test_rows_are_stamped_with_epoch_and_position(backend, kind):
     """Row j carries position n + j; n starts at the joining position and moves with commits."""
     rig = Rig(backend, kind)
     request = rig.request(epoch=7, position=41)
-    rig.decoder.publish(1, [request])
-    rig.run(rig.open)
+    rig.start(1, [request])
     assert rig.states() == [[READY, 7, 41, 0], [NOT_READY], [NOT_READY]]
-    rig.committed(1, ord("a"), ord("b"))
-    rig.run(rig.commit)
-    rig.drafted(1, ord("c"))
-    rig.run(rig.drafts[0])
+    rig.verify(1, ord("a"), ord("b"))
+    rig.draft(1, ord("c"))
     assert rig.states() == [[READY, 7, 43, 0], [READY, 7, 44, 0], [NOT_READY]]
     rig.drafted(1, ord("c"), ord("1"))
-    rig.decoder.publish(2, [request])
-    rig.run(rig.open)
+    rig.start(2, [request])
     assert rig.states()[2] == [READY, 7, 45, 0]
 
 
@@ -108,10 +81,8 @@ def test_unconstrained_slots_are_free_once_and_cost_nothing(backend, kind):
     rig = Rig(backend, kind)
     request = GuidedRequest(0, 3, None, 5)
     for replay in (1, 2, 3):
-        rig.decoder.publish(replay, [request])
-        rig.run(rig.open)
-        rig.committed(replay, 1, 2)
-        rig.run(rig.commit)
+        rig.start(replay, [request])
+        rig.verify(replay, 1, 2)
         assert [row[:2] for row in rig.states()] == [[FREE, 3]] * 3
         rig.decoder.retire(replay)
     counters = rig.decoder.counters()
@@ -122,22 +93,17 @@ def test_unconstrained_slots_are_free_once_and_cost_nothing(backend, kind):
 @both
 def test_a_replay_without_a_snapshot_stands_down(backend, kind):
     """Steps of a replay nobody published write nothing and are counted."""
-    rig = Rig(backend, kind)
-    request = rig.request()
-    rig.decoder.publish(1, [request])
-    rig.run(rig.open)
+    rig, [request] = joined(backend, kind)
     before = rig.exchange.masks.copy(), rig.exchange.stamps.copy()
     rig.run(rig.open)  # replay 2 was never published
-    rig.committed(2, ord("a"), ord("b"))
-    rig.run(rig.commit)
+    rig.verify(2, ord("a"), ord("b"))
     rig.run(rig.drafts[0])
     np.testing.assert_array_equal(rig.exchange.masks, before[0])
     np.testing.assert_array_equal(rig.exchange.stamps, before[1])
     assert rig.decoder.counters()["missing_snapshots"] == 1
     # What that replay committed is applied by the next one that names the slot.
     rig.decoder.publish(2, [])
-    rig.decoder.publish(3, [request])
-    rig.run(rig.open)
+    rig.start(3, [request])
     assert rig.states()[0] == [READY, 1, 12, 0]
     rig.expect_row(b"ab")
 
@@ -145,17 +111,12 @@ def test_a_replay_without_a_snapshot_stands_down(backend, kind):
 @both
 def test_a_device_that_counts_replays_differently_is_noticed(backend, kind):
     """A commit stamped with a future replay fails the slot; an old one is never applied twice."""
-    rig = Rig(backend, kind, slots=2)
-    requests = [rig.request(), rig.request(slot=1, epoch=2)]
-    rig.decoder.publish(1, requests)
-    rig.run(rig.open)
+    rig, requests = joined(backend, kind, slots=2)
     rig.committed(2, ord("c"), slot=0)  # one ahead
-    rig.committed(1, ord("c"), slot=1)
-    rig.run(rig.commit)
+    rig.verify(1, ord("c"), slot=1)
     assert rig.states(0)[0][0] == ERROR
     assert rig.states(1)[0] == [READY, 2, 11, 0]
-    rig.decoder.publish(2, requests)
-    rig.run(rig.open)
+    rig.start(2, requests)
     rig.run(rig.commit)  # slot 1's stamp is still that of replay 1
     rig.expect_row(b"c", slot=1)
     counters = rig.decoder.counters()
@@ -166,18 +127,14 @@ def test_a_device_that_counts_replays_differently_is_noticed(backend, kind):
 def test_a_count_out_of_range_fails_the_slot(backend, kind):
     """More committed tokens or drafts than a round can have are an error of that slot."""
     for name in ("committed", "drafted"):
-        rig = Rig(backend, kind)
-        request = rig.request()
-        rig.decoder.publish(1, [request])
-        rig.run(rig.open)
+        rig, [request] = joined(backend, kind)
         rig.committed(1, ord("c"))
         if name == "committed":
             rig.exchange.committed[0, 1] = 99
         rig.run(rig.commit)
         if name == "drafted":
             rig.exchange.drafted[0, 1] = 99
-        rig.decoder.publish(2, [request])
-        rig.run(rig.open)
+        rig.start(2, [request])
         assert rig.states()[0][0] == ERROR
 
 
@@ -194,7 +151,7 @@ def test_an_internal_error_stays_in_its_slot(backend):
     step(worker.record(0, 0))
     assert exchange.stamps[0, 0].tolist() == (ERROR, 1, 5, 0)
     assert exchange.stamps["state"][1, 0] == FREE
-    assert worker.counters()["errors"] == 1 and worker.first_error()
+    assert worker.counters()["errors"] == 1 and worker.error(0)
     with pytest.raises(IndexError):
         worker.publish(2, [(2, 1, 5, matcher.native)])
     with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
@@ -208,17 +165,13 @@ def test_dead_ends_at_row_zero_and_inside_drafts(backend, kind):
     """A state without a legal id gives ROW_DEAD_END, in row 0 and in the row after a draft."""
     rig = Rig(backend, kind)
     request = rig.request("dead end")
-    rig.decoder.publish(1, [request])
-    rig.run(rig.open)
-    rig.committed(1, ord("a"))
-    rig.run(rig.commit)
+    rig.start(1, [request])
+    rig.verify(1, ord("a"))
     rig.drafted(1, ord("b"))  # only Z may follow, and no token spells it
     rig.run(rig.drafts[0])
     assert [row[0] for row in rig.states()] == [READY, DEAD_END, NOT_READY]
-    rig.decoder.publish(2, [request])
-    rig.run(rig.open)
-    rig.committed(2, ord("b"))
-    rig.run(rig.commit)
+    rig.start(2, [request])
+    rig.verify(2, ord("b"))
     assert rig.states()[0] == [DEAD_END, 1, 12, 0]
     assert rig.decoder.counters()["dead_ends"] == 2
 
@@ -264,8 +217,7 @@ def test_snapshots_keep_matchers_until_their_replay_retires(backend, kind):
     rig.run(rig.open)
     assert rig.states()[0][0] == READY
     rig.decoder.retire(1)
-    rig.decoder.publish(3, [GuidedRequest(0, 2, None, 0)])
-    rig.run(rig.open)
+    rig.start(3, [GuidedRequest(0, 2, None, 0)])
     gc.collect()
     assert alive() is not None  # replay 2 still names it
     rig.decoder.retire(2)
@@ -290,28 +242,3 @@ def test_works_keep_the_decoder_and_its_memory(backend):
     del work, kept
     gc.collect()
     assert decoder() is None
-
-
-def test_large_grammars_run_equal_with_matchers_in_python(backend):
-    """A schema with strings, numbers and arrays gives equal rows, counters and endings."""
-    spec = GrammarSpec.json_schema(
-        {
-            "type": "object",
-            "properties": {
-                "abc": {"type": "string", "maxLength": 4},
-                "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
-            },
-            "required": ["abc", "n"],
-        }
-    )
-    device = Device(backend, slots=2, draft_length=4, masked=True, seed=3)
-    grammar = backend.compile(spec)
-    device.publish()
-    while len(device.ended) < 15:
-        for slot in (0, 1):
-            if device.is_idle(slot):
-                device.join(slot, grammar, limit=60)
-        device.publish()
-        device.run()
-        device.clear_ended()
-    assert {truth.reason for truth in device.ended} <= {1, 2}

@@ -11,11 +11,6 @@ from graft.grammar import GuidedDecoder, GuidedRequest, GuideError, XGrammarBack
 SIZE = 270
 
 
-@pytest.fixture(scope="module")
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(byte_vocabulary(SIZE))
-
-
 @pytest.fixture
 def decoder() -> GuidedDecoder:
     return make()
@@ -26,8 +21,8 @@ def make(**changes) -> GuidedDecoder:
     return GuidedDecoder(exchange, **{"masked_drafts": True, "ring": 3, **changes})
 
 
-def matcher(backend, spec="regex"):
-    return backend.compile(SPECS[spec]).matcher()
+def matcher(xgrammar, spec="regex"):
+    return xgrammar.compile(SPECS[spec]).matcher()
 
 
 def test_replays_are_published_in_order_and_never_lap(decoder):
@@ -44,10 +39,10 @@ def test_replays_are_published_in_order_and_never_lap(decoder):
         decoder.retire(1)
 
 
-def test_bad_snapshots_are_refused_whole(decoder, backend):
+def test_bad_snapshots_are_refused_whole(decoder, xgrammar):
     """Slots out of range or named twice, shared and foreign matchers: nothing is published."""
     foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
-    shared = matcher(backend)
+    shared = matcher(xgrammar)
     cases = [
         ([GuidedRequest(2, 1, None, 0)], "slot 2"),
         ([GuidedRequest(-1, 1, None, 0)], "slot -1"),
@@ -60,7 +55,7 @@ def test_bad_snapshots_are_refused_whole(decoder, backend):
             decoder.publish(1, requests)
     decoder.publish(1, [GuidedRequest(0, 1, shared, 0)])  # none of them took the matcher
     with pytest.raises(GuideError, match="epoch 1 has another request"):
-        decoder.publish(2, [GuidedRequest(0, 1, matcher(backend), 0)])
+        decoder.publish(2, [GuidedRequest(0, 1, matcher(xgrammar), 0)])
     with pytest.raises(GuideError, match="epoch 1 has another request"):
         decoder.publish(2, [GuidedRequest(0, 1, shared, 5)])
     with pytest.raises(GuideError, match="already belongs"):
@@ -68,10 +63,10 @@ def test_bad_snapshots_are_refused_whole(decoder, backend):
     decoder.publish(2, [GuidedRequest(0, 1, shared, 0)])
 
 
-def test_a_closed_decoder_does_nothing(decoder, backend):
+def test_a_closed_decoder_does_nothing(decoder, xgrammar):
     """close() refuses while replays are in flight; afterwards steps stand down."""
     work = decoder.open_work()
-    decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)])
+    decoder.publish(1, [GuidedRequest(0, 1, matcher(xgrammar), 0)])
     with pytest.raises(GuideError, match=r"replays \[1\] have not been retired"):
         decoder.close()
     decoder.retire(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from guide_util import KINDS, SPECS, Device, byte_vocabulary
-from stock_llguidance import StockLLGuidance
+from stock import StockLLGuidance
 
 from graft.grammar import GrammarBackend, GrammarError
 
@@ -44,24 +44,30 @@ def equal_counters(device: Device) -> dict[str, int]:
     return native
 
 
-@pytest.mark.parametrize("draft_length, masked", [(0, False), (1, True), (3, True), (3, False)])
-def test_rows_equal_a_stock_matcher_fed_from_the_start(backend, oracle, draft_length, masked):
+@pytest.mark.parametrize("draft_length, masked, threads", [
+    (0, False, 1), (1, True, 1), (3, True, 1), (3, False, 1), (0, False, 3), (3, True, 3),
+    (2, False, 3),
+])  # fmt: skip
+def test_rows_equal_a_stock_matcher_fed_from_the_start(
+    backend, oracle, draft_length, masked, threads
+):
     """After every step each row's mask and stamp are those of a fresh matcher; matchers in Python
-    give the same rows, stamps and counters as native ones."""
+    give the same rows, stamps and counters as native ones; so do several threads."""
     device = Device(
-        backend, oracle=oracle, slots=4, draft_length=draft_length, masked=masked,
-        seed=draft_length,
+        backend, oracle=oracle, slots=3 + threads, draft_length=draft_length, masked=masked,
+        seed=draft_length, options={"threads": threads},
     )  # fmt: skip
-    play(device, 400 if backend.name.lower() == "xgrammar" else 100)
+    play(device, (400 if backend.name == "XGrammar" else 100) // threads)
     native = equal_counters(device)
     assert native["desyncs"] == native["errors"] == native["missing_snapshots"] == 0
+    assert native["late_rows"] == native["budget_stalls"] == 0
     assert native["dead_ends"] > 0 and native["terminations"] > 0
 
 
 def test_committed_tokens_the_grammar_refuses_fail_their_slot_alone(backend):
     """An illegal committed token (illegal, special, out of range) gives ROW_ERROR in that slot."""
     device = Device(backend, slots=3, draft_length=2, masked=True, seed=5, wrong=0.05)
-    play(device, 300 if backend.name.lower() == "xgrammar" else 150)
+    play(device, 300 if backend.name == "XGrammar" else 150)
     counters = equal_counters(device)
     confused = [truth for truth in device.ended if truth.confused]
     assert len(confused) > 10

@@ -1,4 +1,4 @@
-"""A step's slots served by several threads, and slots that are late for the step's budget."""
+"""Slots that are late for a step's budget, and the threads that serve them."""
 
 from __future__ import annotations
 
@@ -10,40 +10,14 @@ import threading
 import time
 import weakref
 
+import guide_util
 import numpy as np
 import pytest
-from guide_util import (
-    BUDGET_NS,
-    NOT_READY,
-    READY,
-    SPECS,
-    Device,
-    Gated,
-    Rig,
-    SlotTruth,
-    budgets_by,
-    exchange_for,
-    mix,
-    run_held,
-    run_work,
-)
-from reference_round import record
-from test_guide_rounds import equal_counters, play
+from guide_util import SPECS, Device, Rig, exchange_for, joined, run_work
+from reference_round import NOT_READY, READY, record
 
 from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
 from graft.grammar.decoder import default_threads
-
-
-@pytest.mark.parametrize("draft_length, masked", [(0, False), (3, True), (2, False)])
-def test_several_threads_make_the_same_rows(backend, draft_length, masked):
-    """Three threads make the oracle's rows, of native matchers and of those in Python alike."""
-    device = Device(
-        backend, slots=6, draft_length=draft_length, masked=masked, seed=20 + draft_length,
-        options={"threads": 3},
-    )  # fmt: skip
-    play(device, 60 if backend.name == "XGrammar" else 20)
-    native = equal_counters(device)
-    assert native["late_rows"] == native["budget_stalls"] == 0
 
 
 class HeldDevice(Device):
@@ -59,8 +33,8 @@ class HeldDevice(Device):
         self.hold = held
         options = {"threads": more.pop("threads", 1)}
         if held:
-            options["budget_us"] = BUDGET_NS / 1000
-        with budgets_by(self.clock):
+            options["budget_us"] = guide_util.BUDGET_NS / 1000
+        with guide_util.budgets_by(self.clock):
             super().__init__(backend, slots=slots, seed=seed, kinds=["native"], options=options,
                              **more)  # fmt: skip
         self.holder = np.random.default_rng(seed + 1)
@@ -69,10 +43,10 @@ class HeldDevice(Device):
 
     def take(self, slot: int, number: int, grammar) -> None:
         """Join request ``number``."""
-        self.join(slot, grammar, limit=3 + mix(number) % 21, name=number)
+        self.join(slot, grammar, limit=3 + guide_util.mix(number) % 21, name=number)
         matcher = self.matchers[0][slot]
         if matcher is not None:
-            self.matchers[0][slot] = Gated(matcher, self.gates[slot])
+            self.matchers[0][slot] = guide_util.Gated(matcher, self.gates[slot])
 
     def release(self) -> None:
         """Open every gate and wait for the slots behind them."""
@@ -90,9 +64,9 @@ class HeldDevice(Device):
                 self.gates[slot, 0] = 0
                 while worker.busy(slot):
                     time.sleep(1e-4)
-        run_held(self.works[index][0], self.decoders[0], self.clock, self.gates)
+        guide_util.run_held(self.works[index][0], self.decoders[0], self.clock, self.gates)
 
-    def _check_row(self, truth: SlotTruth, j: int) -> None:
+    def _check_row(self, truth: guide_util.SlotTruth, j: int) -> None:
         """A row may be missing where the slot is late; one that is there is right."""
         if self.hold and self._state(truth, j) == NOT_READY:
             self.sat_out += j == 0
@@ -142,10 +116,7 @@ def test_late_slots_resume_exactly(backend, draft_length, masked, threads):
 def test_a_row_that_is_late_ends_the_round_before_it(backend):
     """Rows made in time are stamped, later ones come with the next open that finds them; a commit
     met meanwhile is kept, and what was still being made for the old state is never stamped."""
-    rig = Rig(backend, k=3, slots=2, held=True)
-    requests = [rig.request(), rig.request(slot=1, epoch=2)]
-    rig.decoder.publish(1, requests)
-    rig.run(rig.open)
+    rig, requests = joined(backend, k=3, slots=2, held=True)
     for slot in (0, 1):
         rig.committed(1, *b"a", slot=slot)
     rig.run(rig.commit)
@@ -162,8 +133,7 @@ def test_a_row_that_is_late_ends_the_round_before_it(backend):
     rig.run(rig.commit)
     assert rig.rows(0) == []
     assert rig.rows(1) == [(READY, 2, 15)]
-    rig.decoder.publish(3, requests)
-    rig.run(rig.open)
+    rig.start(3, requests)
     assert rig.rows(0) == []
     assert rig.decoder.counters()["committed_tokens"] == 1 + len(b"abccc")
     rig.committed(3)  # the device has overwritten the commit: slot 0 sits out
@@ -171,8 +141,7 @@ def test_a_row_that_is_late_ends_the_round_before_it(backend):
     assert rig.rows(0) == []  # nothing appears between steps
     rig.run(rig.commit)
     rig.decoder.retire(1)
-    rig.decoder.publish(4, requests)
-    rig.run(rig.open)
+    rig.start(4, requests)
     assert rig.rows(0) == [(READY, 1, 13)]
     rig.expect_row(b"abc")
     counters = rig.decoder.counters()
@@ -272,10 +241,7 @@ def test_nobody_waits_for_a_lone_request(backend):
 
 def test_a_probe_that_is_late_is_never_answered(backend):
     """The device drafts nothing there; what the thread accepted meanwhile is undone."""
-    rig = Rig(backend, k=3, slots=2, candidates=4, held=True)
-    requests = [rig.request(), rig.request(slot=1, epoch=2)]
-    rig.decoder.publish(1, requests)
-    rig.run(rig.open)
+    rig, requests = joined(backend, k=3, slots=2, candidates=4, held=True)
     for slot in (0, 1):
         rig.committed(1, *b"a", slot=slot)
     rig.run(rig.commit)
@@ -289,8 +255,7 @@ def test_a_probe_that_is_late_is_never_answered(backend):
     rig.run(rig.drafts[1])
     assert rig.exchange.answer[0].tolist() == (0, 0, 0)
     rig.drafted(1, *b"b", slot=1)
-    rig.decoder.publish(2, requests)
-    rig.run(rig.open)
+    rig.start(2, requests)
     assert rig.rows(0) == [(READY, 1, 11)]
     assert rig.rows(1) == [(READY, 2, 11), (READY, 2, 12)]
     for slot in (0, 1):

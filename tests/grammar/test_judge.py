@@ -36,8 +36,11 @@ def test_patterns_of_a_schema_never_keep_the_router_busy() -> None:
         GrammarSpec.json_schema(schema, key_order="any")
 
 
-def test_no_json_constants() -> None:
-    """NaN and Infinity are Python's, not JSON's."""
-    assert check_output({"type": "number"}, "1.5")
-    assert not check_output({"type": "number"}, "NaN")
-    assert not check_output({"type": "number"}, "-Infinity")
+def test_texts_are_checked_against_the_whole_schema() -> None:
+    """Satisfying texts are told from violating ones and from what is no JSON, such as NaN."""
+    schema = {"type": "array", "uniqueItems": True, "items": {"format": "date"}}
+    assert check_output(schema, '["2024-02-29"]') and check_output({"type": "number"}, "1.5")
+    for text in ('["2024-02-29", "2024-02-29"]', '["2023-02-29"]', '["2024-02-29"'):
+        assert not check_output(schema, text)
+    for text in ("NaN", "-Infinity"):
+        assert not check_output({"type": "number"}, text)

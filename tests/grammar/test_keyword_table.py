@@ -150,9 +150,8 @@ def table() -> str:
         if not found.exact:
             outcome = "refused"
             why = " ".join(found.reasons[0].why.replace("|", "\\|").split())[:110]
-        alone = KEYWORDS[keyword]
-        lines.append(f"| `{keyword}` | {shows} | {outcome} | {why} | {alone.xgrammar} | "
-                     f"{alone.llguidance} |")  # fmt: skip
+        llguidance, xgrammar = KEYWORDS[keyword]
+        lines.append(f"| `{keyword}` | {shows} | {outcome} | {why} | {xgrammar} | {llguidance} |")
     return "\n".join(lines) + "\n"
 
 

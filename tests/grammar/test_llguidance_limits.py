@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 import pytest
+from guide_util import BYTES
 
-from graft.grammar import GrammarSpec, LLGuidanceBackend, Vocabulary
+from graft.grammar import GrammarSpec, LLGuidanceBackend
 
 pytest.importorskip("llguidance")
 
-VOCABULARY = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
 #: A pattern under a long length bound: LLGuidance's own limits end in the middle of its texts.
 BOUNDED = {"type": "string", "minLength": 1, "maxLength": 2000,
            "pattern": "^$|(^(?:\\S+\\s+){0,60}\\S+$)"}  # fmt: skip
@@ -44,9 +44,8 @@ def schema(value: object) -> GrammarSpec:
 def test_a_text_goes_through_to_its_end(spec, value):
     """It is accepted to its end, with a mask before each token, after rollbacks too."""
     text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]
-    backend = LLGuidanceBackend(VOCABULARY)
-    matcher = backend.compile(spec).matcher()
-    row = np.zeros(VOCABULARY.words, np.int32)
+    matcher = LLGuidanceBackend(BYTES).compile(spec).matcher()
+    row = np.zeros(BYTES.words, np.int32)
     for byte in text.encode():
         for again in (True, False):
             matcher.fill(row)

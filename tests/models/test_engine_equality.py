@@ -12,10 +12,10 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.models.engine import Engine
-from graft.models.request import Output, Request
+from graft.models.request import Logprob, Output, Request
 
 COUPLED = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
-Answer = tuple[str, list[int], str]
+Answer = tuple[str, list[int], str, list[Logprob] | None]
 
 
 def workload(**options: Any) -> list[Request]:
@@ -25,11 +25,19 @@ def workload(**options: Any) -> list[Request]:
                 for r, n in zip(requests, (1, 0, 3, 0, 7, 0, 12, 0), strict=True)]  # fmt: skip
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    requests += [
+        replace(requests[1], repetition_penalty=1.4, min_tokens=9, logprobs=2),
+        replace(requests[3], **penalties, logit_bias={t: 2.0 for t in range(40, 90)}),
+        replace(free, **penalties, banned_ids=range(100, 200, 3), logprobs=0, stop=["e", "a"]),
+        replace(free, allowed_ids=range(4, 400), min_tokens=20, logprobs=20, presence_penalty=-1.5),
+    ]
     return [replace(r, id=str(i), seed=500 + i, **options) for i, r in enumerate(requests)]
 
 
 def answer(output: Output) -> Answer:
-    return output.reason, output.tokens, output.text
+    assert output.logprobs is None or len(output.logprobs) == len(output.tokens)
+    return output.reason, output.tokens, output.text, output.logprobs
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,16 +419,25 @@ def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A round waits as long as prompts before it make progress, and no longer."""
-    prompts = [Request(tokens=[7] * 1000, max_tokens=2) for _ in range(5)]
+    prompt, over, counted = Request(tokens=[7] * 1000, max_tokens=2), [0], Seating.progress
+
+    def progress(seating: Seating) -> int:
+        over[0] = counted(seating)
+        return over[0]
+
+    def told_nothing(seating: Seating) -> int:
+        progress(seating)
+        return 0
+
     monkeypatch.setattr(replay, "POLL_S", 0.005)
-    with demo_engine(max_batch_size=5) as engine:
-        begun = time.monotonic()
-        engine.generate(prompts[:1])
-        monkeypatch.setattr(replay, "ROUND_DEADLINE_S", time.monotonic() - begun)
-        assert {output.reason for output in engine.generate(prompts)} == {"length"}
-        monkeypatch.setattr(Seating, "progress", lambda self: 0)
+    monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.5)  # a chunk of a prompt takes a second
+    monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=lambda: float(over[0])))
+    with demo_engine(max_batch_size=1) as engine:
+        monkeypatch.setattr(Seating, "progress", progress)
+        assert engine.generate([prompt])[0].reason == "length" and over[0] >= 3
+        monkeypatch.setattr(Seating, "progress", told_nothing)
         with pytest.raises(DeviceError, match="published no result") as caught:
-            engine.generate(prompts)
+            engine.generate([prompt])
         assert "\n" not in str(caught.value) and "the waiting side" in caught.value.__notes__[0]
 
 

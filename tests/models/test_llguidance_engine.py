@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
-from stock_llguidance import StockLLGuidance
+from stock import StockLLGuidance
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, StructuralTag
@@ -116,7 +116,7 @@ class Countdown:
         return CompiledGrammar(self, spec, int(spec.text), 8)
 
     def matcher(self, compiled, stop_ids=None):
-        return CountdownMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
+        return CountdownMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
 class CountdownMatcher(Matcher):

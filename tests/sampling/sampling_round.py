@@ -12,6 +12,7 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
+from graft.sampling.adjust import NOTHING
 from graft.sampling.sampler import ROUND_ROW, Sampler, output_ring
 from graft.sampling.state import SlotState
 
@@ -44,7 +45,7 @@ class TableRound:
             t2d = np.full(vocab, -1, np.int32)
             inside = (d2t >= 0) & (d2t < vocab)
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
-        self.state = SlotState(device, slots)
+        self.state = SlotState(device, slots, vocab)
         exchange = self.exchange = Exchange(device, slots, draft_length, vocab, candidates)
         #: int32 [slots, width, 4]: state, epoch, position, more
         self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)
@@ -70,7 +71,7 @@ class TableRound:
             self.lane, slot, position=s.n, last=s.last, epoch=s.epoch, limit=s.limit,
             stop_ids=s.stop_ids, seed=s.seed, temperature=s.filter.temperature,
             top_k=s.filter.top_k, top_p=s.filter.top_p, min_p=s.filter.min_p, verify=s.verify,
-            sample=s.sample,
+            sample=s.sample, adjust=s.adjust or NOTHING,
         )  # fmt: skip
         self.stream.synchronize()
         state = self.state.to_host()

@@ -6,39 +6,49 @@ import pytest
 import softcuda_util as util
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def soft():
-    """The process's soft device."""
-    return util.device()
+    """The process's soft device; what a test's checked calls made is freed behind it."""
+    device = util.device()
+    yield device
+    device.close()
 
 
 @pytest.fixture(scope="module")
-def module(soft, request):
+def kernels(request):
     """The file's kernels, loaded."""
-    made = soft.module(request.module.KERNELS)
+    device = util.device()
+    made = device.kernels(request.module.KERNELS)
+    device.made.clear()  # they outlive the test
     yield made
-    soft.ok(soft.d.cuModuleUnload(made))
+    device.cuModuleUnload(made.module)
 
 
 @pytest.fixture
 def stream(soft):
     """A non-blocking stream."""
-    made = soft.stream()
-    yield made
-    soft.ok(soft.d.cuStreamDestroy(made))
+    return soft.stream()
+
+
+@pytest.fixture
+def other(soft):
+    """Another one."""
+    return soft.stream()
 
 
 @pytest.fixture
 def graph(soft):
     """An empty definition."""
-    made = soft.ok(soft.d.cuGraphCreate(0))
-    yield made
-    soft.ok(soft.d.cuGraphDestroy(made))
+    return soft.cuGraphCreate(0)
 
 
 @pytest.fixture
 def event(soft):
     """An event."""
-    made = soft.ok(soft.d.cuEventCreate(0))
-    yield made
-    soft.ok(soft.d.cuEventDestroy(made))
+    return soft.cuEventCreate(0)
+
+
+@pytest.fixture
+def words(soft):
+    """Eight pinned words."""
+    return util.Words(soft, 8)

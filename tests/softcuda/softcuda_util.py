@@ -73,6 +73,10 @@ def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
     return image
 
 
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+USLEEP = ctypes.CDLL(None).usleep
+
+
 def address(function: Any) -> int:
     """Address of a C function or ctypes callback, as the driver takes it."""
     value = ctypes.cast(function, ctypes.c_void_p).value
@@ -80,28 +84,59 @@ def address(function: Any) -> int:
     return value
 
 
+#: What ends what a call made.
+ENDS = {
+    "cuStreamCreate": "cuStreamDestroy", "cuStreamCreateWithPriority": "cuStreamDestroy",
+    "cuEventCreate": "cuEventDestroy", "cuGraphCreate": "cuGraphDestroy",
+    "cuGraphClone": "cuGraphDestroy", "cuStreamEndCapture": "cuGraphDestroy",
+    "cuGraphInstantiate": "cuGraphExecDestroy", "cuMemAlloc": "cuMemFree",
+    "cuMemHostAlloc": "cuMemFreeHost", "cuModuleLoadData": "cuModuleUnload",
+}  # fmt: skip
+
+
 class Soft:
-    """The soft device through the unmodified cuda.bindings, one per process."""
+    """The soft device through the unmodified cuda.bindings, one per process.
+
+    ``soft.cuMemAlloc(4)`` must succeed and returns the call's values, ``soft.d.cuMemAlloc(4)``
+    returns what the bindings do. What was made by the former is freed by ``close()``.
+    """
 
     def __init__(self, loaded: ctypes.CDLL | None = None) -> None:
+        self.made: list[tuple[str, Any]] = []
         self.lib = loaded or ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
-        for name in ("softcuda_live", "softcuda_leaked", "softcuda_count", "softcuda_calls"):
-            getattr(self.lib, name).restype = ctypes.c_int64
-        self.lib.softcuda_gil_held.restype = ctypes.c_int64
+        for name in ("live", "leaked", "count", "calls", "gil_held"):
+            getattr(self.lib, f"softcuda_{name}").restype = ctypes.c_int64
         self.lib.softcuda_kind_name.restype = ctypes.c_char_p
-        for name in ("softcuda_last_fault", "softcuda_last_refusal", "softcuda_describe"):
-            getattr(self.lib, name).restype = ctypes.c_size_t
+        for name in ("last_fault", "last_refusal", "describe"):
+            getattr(self.lib, f"softcuda_{name}").restype = ctypes.c_size_t
         from cuda.bindings import driver
 
         self.d = driver
-        self.ok(driver.cuInit(0))
-        self.context = self.ok(driver.cuDevicePrimaryCtxRetain(self.ok(driver.cuDeviceGet(0))))
-        self.ok(driver.cuCtxSetCurrent(self.context))
+        self.cuInit(0)
+        self.context = self.cuDevicePrimaryCtxRetain(0)
+        self.cuCtxSetCurrent(self.context)
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.d, name)
+
+        def checked(*args: Any) -> Any:
+            made = self.ok(function(*args))
+            if name in ENDS:
+                self.made.append((ENDS[name], made))
+            return made
+
+        return checked
 
     def ok(self, result: tuple[Any, ...]) -> Any:
         """Return the values of a successful call; fail with the driver's reason otherwise."""
         assert int(result[0]) == 0, f"{result[0]!r}: {self.fault() or self.refusal()}"
         return result[1] if len(result) == 2 else result[1:]
+
+    def close(self) -> None:
+        """Free what checked calls made and nobody freed: handles are never reused."""
+        while self.made:
+            end, made = self.made.pop()
+            getattr(self.d, end)(made)
 
     def _text(self, name: str) -> str:
         buffer = ctypes.create_string_buffer(8192)
@@ -131,31 +166,39 @@ class Soft:
 
     # ---- conveniences -------------------------------------------------------------------------
     def stream(self) -> Any:
-        return self.ok(self.d.cuStreamCreate(self.d.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        return self.cuStreamCreate(self.d.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     def alloc(self, nbytes: int) -> int:
-        return int(self.ok(self.d.cuMemAlloc(nbytes)))
+        return int(self.cuMemAlloc(nbytes))
 
-    def put(self, array: np.ndarray) -> int:
-        array = np.ascontiguousarray(array)
+    def put(self, array: Any, dtype: Any = None) -> int:
+        """Address of a copy of an array on the device."""
+        array = np.ascontiguousarray(array, dtype)
         pointer = self.alloc(array.nbytes)
-        self.ok(self.d.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        self.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes)
         return pointer
 
     def get(self, pointer: int, shape: Any, dtype: Any) -> np.ndarray:
         out = np.empty(shape, dtype)
-        self.ok(self.d.cuMemcpyDtoH(out.ctypes.data, pointer, out.nbytes))
+        self.cuMemcpyDtoH(out.ctypes.data, pointer, out.nbytes)
         return out
 
-    def free(self, *pointers: int) -> None:
-        for pointer in pointers:
-            self.ok(self.d.cuMemFree(pointer))
+    def ints(self, *values: int) -> int:
+        """Address of int32 words on the device."""
+        return self.put(values, np.int32)
+
+    def value(self, pointer: int) -> int:
+        """The int32 at an address of the device."""
+        return int(self.get(pointer, 1, np.int32)[0])
 
     def module(self, source: str, **options: Any) -> Any:
-        return self.ok(self.d.cuModuleLoadData(compile_kernel(source, **options)))
+        return self.cuModuleLoadData(compile_kernel(source, **options))
 
     def function(self, module: Any, name: str) -> Any:
-        return self.ok(self.d.cuModuleGetFunction(module, name.encode()))
+        return self.cuModuleGetFunction(module, name.encode())
+
+    def kernels(self, source: str, **options: Any) -> Kernels:
+        return Kernels(self, self.module(source, **options))
 
     def pack(self, *args: Any) -> Any:
         """Build kernelParams: ints are pointers, everything else carries its own NumPy dtype."""
@@ -164,21 +207,27 @@ class Soft:
         table_and_values = (table, values)
         return table_and_values
 
-    def launch(
+    def try_launch(
         self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
     ) -> tuple[Any, ...]:
         table, _values = self.pack(*args)
-        g = (grid, 1, 1) if isinstance(grid, int) else grid
-        b = (block, 1, 1) if isinstance(block, int) else block
+        shape = (*three(grid), *three(block))
         result: tuple[Any, ...] = self.d.cuLaunchKernel(
-            function, *g, *b, shared, stream, table.ctypes.data, 0
+            function, *shape, shared, stream, table.ctypes.data, 0
         )
         return result
 
-    def run(self, function: Any, grid: Any, block: Any, *args: Any, **options: Any) -> None:
+    def launch(self, *args: Any, **options: Any) -> None:
+        self.ok(self.try_launch(*args, **options))
+
+    def run(self, *args: Any, **options: Any) -> None:
         """Launch on the legacy stream and wait."""
-        self.ok(self.launch(function, grid, block, *args, **options))
-        self.ok(self.d.cuCtxSynchronize())
+        self.launch(*args, **options)
+        self.cuCtxSynchronize()
+
+    def host(self, stream: Any, function: Any, data: int = 0) -> None:
+        """Queue a C function or ctypes callback."""
+        self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
     def kernel_params(
         self, function: Any, grid: Any, block: Any, *args: Any, shared: int = 0
@@ -187,8 +236,8 @@ class Soft:
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
-        p.gridDimX, p.gridDimY, p.gridDimZ = (grid, 1, 1) if isinstance(grid, int) else grid
-        p.blockDimX, p.blockDimY, p.blockDimZ = (block, 1, 1) if isinstance(block, int) else block
+        p.gridDimX, p.gridDimY, p.gridDimZ = three(grid)
+        p.blockDimX, p.blockDimY, p.blockDimZ = three(block)
         p.sharedMemBytes = shared
         p.kernelParams = table.ctypes.data
         return p, (table, values)
@@ -197,53 +246,103 @@ class Soft:
         self, graph: Any, deps: Sequence[Any], function: Any, grid: Any, block: Any, *args: Any
     ) -> Any:
         params, keep = self.kernel_params(function, grid, block, *args)
-        node = self.ok(self.d.cuGraphAddKernelNode(graph, list(deps), len(deps), params))
+        node = self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
         del keep
         return node
 
-    def add_host(self, graph: Any, deps: Sequence[Any], fn: int, data: int = 0) -> Any:
+    def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
         p = self.d.CUDA_HOST_NODE_PARAMS()
-        p.fn = self.d.CUhostFn(fn)
+        p.fn = self.d.CUhostFn(address(function))
         p.userData = data
-        return self.ok(self.d.cuGraphAddHostNode(graph, list(deps), len(deps), p))
+        return self.cuGraphAddHostNode(graph, list(deps), len(deps), p)
+
+    def add_fill(self, graph: Any, deps: Sequence[Any], pointer: int, value: int) -> Any:
+        p = self.fill_params(pointer, value)
+        return self.cuGraphAddMemsetNode(graph, list(deps), len(deps), p, self.context)
+
+    def replay(self, graph: Any, stream: Any, launches: int = 1) -> None:
+        """Instantiate a graph, launch it, wait, and drop the executable."""
+        executable = self.cuGraphInstantiate(graph, 0)
+        for _ in range(launches):
+            self.cuGraphLaunch(executable, stream)
+        self.cuStreamSynchronize(stream)
+        self.cuGraphExecDestroy(executable)
+
+    def copy_params(self, dst: int, src: int, nbytes: int) -> Any:
+        """Structure of a copy node between addresses of any kind."""
+        p = self.d.CUDA_MEMCPY3D()
+        p.srcMemoryType = p.dstMemoryType = self.d.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        p.srcDevice, p.dstDevice = self.d.CUdeviceptr(src), self.d.CUdeviceptr(dst)
+        p.WidthInBytes, p.Height, p.Depth = nbytes, 1, 1
+        return p
+
+    def fill_params(self, dst: int, value: int, kind: Any = None) -> Any:
+        """Structure of a fill node of one word."""
+        p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
+        p.dst, p.value, p.elementSize = self.d.CUdeviceptr(dst), value, 4
+        p.width = p.height = 1
+        return p
+
+    def node_params(self, kind: str) -> Any:
+        """CUgraphNodeParams of a type, by the end of its name."""
+        p = self.d.CUgraphNodeParams()
+        p.type = getattr(self.d.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{kind}")
+        return p
+
+    def conditional(self, graph: Any, deps: Sequence[Any], handle: Any, kind: int, size: int = 1):
+        """Try to add a conditional node; returns (code, node, bodies)."""
+        p = self.node_params("CONDITIONAL")
+        p.conditional.handle, p.conditional.size = handle, size
+        p.conditional.type = self.d.CUgraphConditionalNodeType(kind)
+        p.conditional.ctx = self.context
+        result = self.d.cuGraphAddNode(graph, list(deps), None, len(deps), p)
+        return code(result), result[-1], p.conditional.phGraph_out
+
+
+class Kernels:
+    """A loaded module, whose functions are attributes."""
+
+    def __init__(self, soft: Soft, module: Any) -> None:
+        self.soft, self.module = soft, module
+
+    def __getattr__(self, name: str) -> Any:
+        return self.soft.function(self.module, name)
+
+
+class Words:
+    """Pinned 64-bit words, one cache line each, with host view and device addresses."""
+
+    def __init__(self, soft: Soft, count: int) -> None:
+        self.soft = soft
+        self.host = int(soft.cuMemHostAlloc(64 * count, 3))
+        self.device = int(soft.cuMemHostGetDevicePointer(self.host, 0))
+        buffer = (ctypes.c_uint64 * (8 * count)).from_address(self.host)
+        self.view = np.frombuffer(buffer, np.uint64).reshape(count, 8)
+        self.view[:] = 0
+
+    def __getitem__(self, i: int) -> int:
+        return int(self.view[i, 0])
+
+    def __setitem__(self, i: int, value: int) -> None:
+        self.view[i, 0] = value
+
+    def address(self, i: int) -> int:
+        return self.device + 64 * i
+
+    def block(self, stream: Any) -> None:
+        """Hold a stream until the first word is 1."""
+        self.soft.cuStreamWaitValue32(stream, self.address(0), 1, 1)
+
+
+def three(size: Any) -> tuple[int, int, int]:
+    """A grid's or block's three dimensions."""
+    return (size, 1, 1) if isinstance(size, int) else size
 
 
 def code(result: tuple[Any, ...]) -> str:
-    """Name of a call's result code."""
-    name: str = result[0].name
-    return name
-
-
-def short_code(result: tuple[Any, ...]) -> str:
     """Name of a call's result code, without its prefix."""
     name: str = result[0].name
-    return name.removeprefix("CUDA_ERROR_")
-
-
-def replay(soft: Soft, graph: Any, stream: Any, launches: int = 1) -> None:
-    """Instantiate a graph, launch it, wait, and drop the executable."""
-    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
-    for _ in range(launches):
-        soft.ok(soft.d.cuGraphLaunch(executable, stream))
-    soft.ok(soft.d.cuStreamSynchronize(stream))
-    soft.ok(soft.d.cuGraphExecDestroy(executable))
-
-
-def copy_params(soft: Soft, dst: int, src: int, nbytes: int) -> Any:
-    """Structure of a copy node between addresses of any kind."""
-    p = soft.d.CUDA_MEMCPY3D()
-    p.srcMemoryType = p.dstMemoryType = soft.d.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-    p.srcDevice, p.dstDevice = soft.d.CUdeviceptr(src), soft.d.CUdeviceptr(dst)
-    p.WidthInBytes, p.Height, p.Depth = nbytes, 1, 1
-    return p
-
-
-def fill_params(soft: Soft, dst: int, value: int, count: int, element: int = 4) -> Any:
-    """Structure of a fill node."""
-    p = soft.d.CUDA_MEMSET_NODE_PARAMS()
-    p.dst, p.value, p.elementSize = soft.d.CUdeviceptr(dst), value, element
-    p.width, p.height = count, 1
-    return p
+    return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
 _device: Soft | None = None
@@ -295,7 +394,7 @@ _zygote: _Zygote | None = None
 PRELUDE = """
 import ctypes, sys, threading, time
 import numpy as np
-from softcuda_util import Soft, compile_kernel
+from softcuda_util import CALLBACK, USLEEP, Soft, Words, address, code
 s = Soft()
 d = s.d
 """

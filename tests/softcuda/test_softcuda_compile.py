@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import softcuda_util as util
 
-rng = np.random.default_rng(7)
-
 
 def error(source: str) -> str:
     with pytest.raises(util.compile_module().KernelCompileError) as caught:
@@ -61,17 +59,12 @@ def test_defines_includes_and_macro_made_kernels(soft, tmp_path):
     MAKE(make_float, float)
     """
     options = {"defines": {"VALUE": "7"}, "include_dirs": [tmp_path]}
-    module = soft.module(source, **options)
     out = soft.alloc(4)
-    soft.run(soft.function(module, "make_float"), 1, 1, out)
+    soft.run(soft.kernels(source, **options).make_float, 1, 1, out)
     assert soft.get(out, 1, np.float32)[0] == 21.0
     (tmp_path / "deep.cuh").write_text("#define FACTOR 5\n")
-    again = soft.module(source, **options)
-    soft.run(soft.function(again, "make_int"), 1, 1, out)
-    assert soft.get(out, 1, np.int32)[0] == 35, "the cache missed a changed include"
-    soft.free(out)
-    for item in (module, again):
-        soft.ok(soft.d.cuModuleUnload(item))
+    soft.run(soft.kernels(source, **options).make_int, 1, 1, out)
+    assert soft.value(out) == 35, "the cache missed a changed include"
 
 
 def _compile_in(folder: str) -> int:

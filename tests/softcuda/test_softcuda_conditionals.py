@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from softcuda_util import replay as run
-from softcuda_util import short_code as code
+import pytest
+from softcuda_util import USLEEP, address, code
 
 KERNELS = r"""
 extern "C" __global__ void add(int* p, int value) { *p += value; }
@@ -15,153 +15,117 @@ extern "C" __global__ void set(cudaGraphConditionalHandle handle, unsigned value
   cudaGraphSetConditional(handle, value);
 }
 """
+IF, WHILE, SWITCH = 0, 1, 2
 
 
 def condition(soft, graph, default: int | None = None):
     flags = 0 if default is None else 1
-    return soft.ok(soft.d.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags))
-
-
-def params(soft, handle, kind: int, size: int = 1):
-    p = soft.d.CUgraphNodeParams()
-    p.type = soft.d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-    p.conditional.handle = handle
-    p.conditional.type = soft.d.CUgraphConditionalNodeType(kind)
-    p.conditional.size = size
-    p.conditional.ctx = soft.context
-    return p
+    return soft.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags)
 
 
 def add(soft, graph, deps, handle, kind: int, size: int = 1):
-    p = params(soft, handle, kind, size)
-    node = soft.ok(soft.d.cuGraphAddNode(graph, list(deps), None, len(deps), p))
-    return node, p.conditional.phGraph_out
+    said, node, bodies = soft.conditional(graph, deps, handle, kind, size)
+    assert said == "SUCCESS"
+    return node, bodies
 
 
-def test_while_runs_until_its_condition_is_zero(soft, module, stream, graph) -> None:
+def word(handle):
+    return np.uint64(int(handle))
+
+
+def test_while_runs_until_its_condition_is_zero(soft, kernels, stream, graph) -> None:
     """The body repeats as long as a kernel keeps the condition set; default at each launch."""
-    a, b = soft.put(np.zeros(1, np.int32)), soft.put(np.zeros(1, np.int32))
+    a, b = soft.ints(0), soft.ints(0)
     handle = condition(soft, graph, 1)
-    node, (body,) = add(soft, graph, [], handle, 1)
-    step = soft.add_kernel(body, [], soft.function(module, "add"), 1, 1, a, np.int32(3))
-    soft.add_kernel(
-        body, [step], soft.function(module, "decide"), 1, 1, np.uint64(int(handle)), a, np.int32(20)
-    )
-    soft.add_kernel(graph, [node], soft.function(module, "add"), 1, 1, b, np.int32(1))
-    run(soft, graph, stream, 2)
-    assert soft.get(a, 1, np.int32)[0] == 24 and soft.get(b, 1, np.int32)[0] == 2
-    soft.free(a, b)
+    node, (body,) = add(soft, graph, [], handle, WHILE)
+    step = soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(3))
+    soft.add_kernel(body, [step], kernels.decide, 1, 1, word(handle), a, np.int32(20))
+    soft.add_kernel(graph, [node], kernels.add, 1, 1, b, np.int32(1))
+    soft.replay(graph, stream, 2)
+    assert soft.value(a) == 24 and soft.value(b) == 2
 
 
-def test_if_else_and_switch_choose_one_body(soft, module, stream) -> None:
+@pytest.mark.parametrize(("kind", "size", "table"), [
+    (IF, 1, {0: 0, 1: 1, 7: 1}), (IF, 2, {0: 10, 5: 1}), (SWITCH, 3, {0: 1, 1: 10, 2: 100, 3: 0}),
+])  # fmt: skip
+def test_if_else_and_switch_choose_one_body(soft, kernels, stream, kind, size, table) -> None:
     """IF takes body 0 or its else; SWITCH body n, or none beyond its size."""
-    for kind, size, table in (
-        (0, 1, {0: 0, 1: 1, 7: 1}),
-        (0, 2, {0: 10, 5: 1}),
-        (2, 3, {0: 1, 1: 10, 2: 100, 3: 0}),
-    ):
-        for value, expected in table.items():
-            graph = soft.ok(soft.d.cuGraphCreate(0))
-            a = soft.put(np.zeros(1, np.int32))
-            handle = condition(soft, graph)
-            choose = soft.add_kernel(
-                graph, [], soft.function(module, "set"), 1, 1, np.uint64(int(handle)),
-                np.uint32(value),
-            )  # fmt: skip
-            _, bodies = add(soft, graph, [choose], handle, kind, size)
-            for i, body in enumerate(bodies):
-                soft.add_kernel(body, [], soft.function(module, "add"), 1, 1, a, np.int32(10**i))
-            run(soft, graph, stream)
-            assert soft.get(a, 1, np.int32)[0] == expected, (kind, size, value)
-            soft.free(a)
-            soft.ok(soft.d.cuGraphDestroy(graph))
+    for value, expected in table.items():
+        graph, a = soft.cuGraphCreate(0), soft.ints(0)
+        handle = condition(soft, graph)
+        choose = soft.add_kernel(graph, [], kernels.set, 1, 1, word(handle), np.uint32(value))
+        _, bodies = add(soft, graph, [choose], handle, kind, size)
+        for i, body in enumerate(bodies):
+            soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(10**i))
+        soft.replay(graph, stream)
+        assert soft.value(a) == expected, value
 
 
-def test_loops_nest(soft, module, stream, graph) -> None:
+def test_loops_nest(soft, kernels, stream, graph) -> None:
     """A WHILE inside a WHILE: the inner condition is set again by each outer turn."""
-    a, inner_count = soft.put(np.zeros(1, np.int32)), soft.put(np.zeros(1, np.int32))
-    f = {name: soft.function(module, name) for name in ("add", "decide", "set")}
+    a, inner_count = soft.ints(0), soft.ints(0)
     outer, inner = condition(soft, graph, 1), condition(soft, graph)
-    _, (body,) = add(soft, graph, [], outer, 1)
-    zero = soft.d.CUDA_MEMSET_NODE_PARAMS()
-    zero.dst, zero.elementSize = soft.d.CUdeviceptr(inner_count), 4
-    zero.width, zero.height = 1, 1
-    reset = soft.ok(soft.d.cuGraphAddMemsetNode(body, [], 0, zero, soft.context))
-    arm = soft.add_kernel(body, [reset], f["set"], 1, 1, np.uint64(int(inner)), np.uint32(1))
-    loop, (nested,) = add(soft, body, [arm], inner, 1)
-    one = soft.add_kernel(nested, [], f["add"], 1, 1, a, np.int32(1))
-    two = soft.add_kernel(nested, [one], f["add"], 1, 1, inner_count, np.int32(1))
-    soft.add_kernel(
-        nested, [two], f["decide"], 1, 1, np.uint64(int(inner)), inner_count, np.int32(5)
-    )
-    soft.add_kernel(body, [loop], f["decide"], 1, 1, np.uint64(int(outer)), a, np.int32(15))
-    run(soft, graph, stream)
-    assert soft.get(a, 1, np.int32)[0] == 15
-    soft.free(a, inner_count)
+    _, (body,) = add(soft, graph, [], outer, WHILE)
+    reset = soft.add_fill(body, [], inner_count, 0)
+    arm = soft.add_kernel(body, [reset], kernels.set, 1, 1, word(inner), np.uint32(1))
+    loop, (nested,) = add(soft, body, [arm], inner, WHILE)
+    one = soft.add_kernel(nested, [], kernels.add, 1, 1, a, np.int32(1))
+    two = soft.add_kernel(nested, [one], kernels.add, 1, 1, inner_count, np.int32(1))
+    soft.add_kernel(nested, [two], kernels.decide, 1, 1, word(inner), inner_count, np.int32(5))
+    soft.add_kernel(body, [loop], kernels.decide, 1, 1, word(outer), a, np.int32(15))
+    soft.replay(graph, stream)
+    assert soft.value(a) == 15
 
 
-def test_bodies_refuse_host_work(soft, module, graph) -> None:
-    """Host nodes and pageable copies are refused in a body, also inside a child graph."""
-    handle = condition(soft, graph, 1)
-    _, (body,) = add(soft, graph, [], handle, 0)
-    p = soft.d.CUDA_HOST_NODE_PARAMS()
-    p.fn = soft.d.CUhostFn(1)
-    assert code(soft.d.cuGraphAddHostNode(body, [], 0, p)) == "NOT_SUPPORTED"
-    child = soft.ok(soft.d.cuGraphCreate(0))
-    soft.ok(soft.d.cuGraphAddHostNode(child, [], 0, p))
-    assert code(soft.d.cuGraphAddChildGraphNode(body, [], 0, child)) == "NOT_SUPPORTED"
+def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
+    """Host and event nodes and pageable copies are refused in a body, also in a child graph."""
+    d, child = soft.d, soft.cuGraphCreate(0)
+    _, (body,) = add(soft, graph, [], condition(soft, graph, 1), IF)
+    p = d.CUDA_HOST_NODE_PARAMS()
+    p.fn = d.CUhostFn(address(USLEEP))
+    soft.cuGraphAddHostNode(child, [], 0, p)
     pageable = np.zeros(1, np.int32)
-    device = soft.alloc(4)
-    c = soft.d.CUDA_MEMCPY3D()
-    c.srcMemoryType = soft.d.CUmemorytype.CU_MEMORYTYPE_HOST
-    c.dstMemoryType = soft.d.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    c.srcHost, c.dstDevice = pageable.ctypes.data, soft.d.CUdeviceptr(device)
-    c.WidthInBytes, c.Height, c.Depth = 4, 1, 1
-    assert code(soft.d.cuGraphAddMemcpyNode(body, [], 0, c, soft.context)) == "NOT_SUPPORTED"
-    assert soft.ok(soft.d.cuGraphGetNodes(body))[-1] == 0
-    soft.ok(soft.d.cuGraphDestroy(child))
-    soft.free(device)
+    c = soft.copy_params(soft.ints(0), pageable.ctypes.data, 4)
+    for refused in (
+        d.cuGraphAddHostNode(body, [], 0, p),
+        d.cuGraphAddChildGraphNode(body, [], 0, child),
+        d.cuGraphAddMemcpyNode(body, [], 0, c, soft.context),
+        d.cuGraphAddEventRecordNode(body, [], 0, event),
+        d.cuGraphAddEventWaitNode(body, [], 0, event),
+    ):
+        assert code(refused) == "NOT_SUPPORTED"
+    assert soft.cuGraphGetNodes(body)[-1] == 0
 
 
-def test_no_copies_of_graphs_with_conditionals(soft, stream, graph) -> None:
+def test_no_copies_of_graphs_with_conditionals(soft, graph) -> None:
     """Cloning such a graph, or adding it as a child, is refused."""
-    add(soft, graph, [], condition(soft, graph, 0), 0)
-    parent = soft.ok(soft.d.cuGraphCreate(0))
+    add(soft, graph, [], condition(soft, graph, 0), IF)
+    parent = soft.cuGraphCreate(0)
     assert code(soft.d.cuGraphClone(graph)) == "NOT_SUPPORTED"
     assert code(soft.d.cuGraphAddChildGraphNode(parent, [], 0, graph)) == "NOT_SUPPORTED"
-    soft.ok(soft.d.cuGraphDestroy(parent))
 
 
-def test_handles_steer_one_node_each(soft, stream, graph) -> None:
-    """A handle without a node, used twice, or of another graph is refused."""
-    other = soft.ok(soft.d.cuGraphCreate(0))
-    foreign = condition(soft, other, 1)
-    result = soft.d.cuGraphAddNode(graph, [], None, 0, params(soft, foreign, 0))
-    assert code(result) == "INVALID_VALUE"
-    assert code(soft.d.cuGraphInstantiate(other, 0)) == "INVALID_VALUE"
-    handle = condition(soft, graph, 1)
-    assert code(soft.d.cuGraphAddNode(graph, [], None, 0, params(soft, handle, 1, 2))) == (
-        "INVALID_VALUE"
-    )
-    add(soft, graph, [], handle, 0)
-    result = soft.d.cuGraphAddNode(graph, [], None, 0, params(soft, handle, 0))
-    assert code(result) == "INVALID_VALUE"
-    soft.ok(soft.d.cuGraphDestroy(other))
+def test_handles_steer_one_node_each(soft, graph) -> None:
+    """A handle without a node, used twice, of another graph or of other bodies is refused."""
+    elsewhere = soft.cuGraphCreate(0)
+    foreign, handle = condition(soft, elsewhere, 1), condition(soft, graph, 1)
+    assert soft.conditional(graph, [], foreign, IF)[0] == "INVALID_VALUE"
+    assert code(soft.d.cuGraphInstantiate(elsewhere, 0)) == "INVALID_VALUE"
+    assert soft.conditional(graph, [], handle, WHILE, 2)[0] == "INVALID_VALUE"
+    add(soft, graph, [], handle, IF)
+    assert soft.conditional(graph, [], handle, IF)[0] == "INVALID_VALUE"
 
 
-def test_updates_reach_into_bodies(soft, module, stream, graph) -> None:
+def test_updates_reach_into_bodies(soft, kernels, stream, graph) -> None:
     """A node of a body takes new parameters in the executable, and can be disabled there."""
-    a = soft.put(np.zeros(1, np.int32))
-    function = soft.function(module, "add")
-    _, (body,) = add(soft, graph, [], condition(soft, graph, 1), 0)
-    node = soft.add_kernel(body, [], function, 1, 1, a, np.int32(1))
-    executable = soft.ok(soft.d.cuGraphInstantiate(graph, 0))
-    new, keep = soft.kernel_params(function, 1, 1, a, np.int32(50))
-    soft.ok(soft.d.cuGraphExecKernelNodeSetParams(executable, node, new))
-    soft.ok(soft.d.cuGraphLaunch(executable, stream))
-    soft.ok(soft.d.cuGraphNodeSetEnabled(executable, node, 0))
-    soft.ok(soft.d.cuGraphLaunch(executable, stream))
-    soft.ok(soft.d.cuStreamSynchronize(stream))
-    assert soft.get(a, 1, np.int32)[0] == 50 and keep
-    soft.ok(soft.d.cuGraphExecDestroy(executable))
-    soft.free(a)
+    a = soft.ints(0)
+    _, (body,) = add(soft, graph, [], condition(soft, graph, 1), IF)
+    node = soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(1))
+    executable = soft.cuGraphInstantiate(graph, 0)
+    new, keep = soft.kernel_params(kernels.add, 1, 1, a, np.int32(50))
+    soft.cuGraphExecKernelNodeSetParams(executable, node, new)
+    soft.cuGraphLaunch(executable, stream)
+    soft.cuGraphNodeSetEnabled(executable, node, 0)
+    soft.cuGraphLaunch(executable, stream)
+    soft.cuStreamSynchronize(stream)
+    assert soft.value(a) == 50 and keep

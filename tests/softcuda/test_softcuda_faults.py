@@ -42,12 +42,10 @@ extern "C" __global__ void overflow(int* p) { char c = 0; *p = deep(1000000, &c)
 """
 
 SETUP = f"""
-m = s.module({KERNELS!r})
-p = s.put(np.zeros(100, np.int32))
-f = lambda name: s.function(m, name)
+f = s.kernels({KERNELS!r})
+p = s.ints(*[0] * 100)
 def faulted(expected, *words):
-    code = d.cuCtxSynchronize()[0]
-    assert code.name == expected, (code, s.fault())
+    assert code(d.cuCtxSynchronize()) == expected, s.fault()
     for word in words:
         assert word in s.fault(), (word, s.fault())
     print(s.fault())
@@ -60,36 +58,36 @@ def check(body: str, **env: str) -> str:
     return done.stdout
 
 
-ADDRESS, FAILED = "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED"
+ADDRESS, FAILED = "ILLEGAL_ADDRESS", "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
 # launch, code, words of the text
 FAULTS = {
     "past the end": (
-        'f("write_at"), 4, 8, p, np.int64(100)', ADDRESS,
+        'f.write_at, 4, 8, p, np.int64(100)', ADDRESS,
         [WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"]),
     "before": (
-        'f("write_at"), 4, 8, p, np.int64(-950)', ADDRESS, [WRITE, "bytes before", "parameter 0"]),
-    "far past": ('f("write_at"), 4, 8, p, np.int64(1100)', ADDRESS, [WRITE]),
-    "wild": ('f("read_at"), 1, 1, p, np.int64(1 << 45), p', ADDRESS, ["kernel 'read_at'"]),
+        'f.write_at, 4, 8, p, np.int64(-950)', ADDRESS, [WRITE, "bytes before", "parameter 0"]),
+    "far past": ('f.write_at, 4, 8, p, np.int64(1100)', ADDRESS, [WRITE]),
+    "wild": ('f.read_at, 1, 1, p, np.int64(1 << 45), p', ADDRESS, ["kernel 'read_at'"]),
     "an address from memory": (
-        'f("follow"), 1, 1, s.put(np.array([p], np.uint64)), p', ADDRESS,
+        'f.follow, 1, 1, s.put(np.array([p], np.uint64)), p', ADDRESS,
         ["untranslated device address", "'follow'"]),
     "dynamic shared memory": (
-        'f("shared_over"), 1, 1, np.int32(64), shared=256', ADDRESS,
+        'f.shared_over, 1, 1, np.int32(64), shared=256', ADDRESS,
         ["past the end of 256 bytes of dynamic shared memory"]),
-    "jump": ('f("jump"), 1, 1, p', ADDRESS, ["a jump into device allocation #"]),
+    "jump": ('f.jump, 1, 1, p', ADDRESS, ["a jump into device allocation #"]),
     "barrier": (
-        'f("half_barrier"), 1, 64, p', FAILED,
+        'f.half_barrier, 1, 64, p', FAILED,
         ["'half_barrier' block (0,0,0)", "divergent barrier", "32 threads at __syncthreads",
          "32 at warp operations", "missing lanes 0x55555555"]),
     "vote and shuffle": (
-        'f("diverge"), 1, 32, p', FAILED, ["divergent barrier", "32 at warp operations"]),
+        'f.diverge, 1, 32, p', FAILED, ["divergent barrier", "32 at warp operations"]),
     "mask without its caller": (
-        'f("stranger"), 1, 32, p', FAILED, ["__shfl_sync with mask 0x1", "thread (1,0,0)"]),
-    "division": ('f("divide"), 1, 1, p', FAILED, ["by zero, or of the least integer by -1"]),
-    "trap": ('f("trap"), 1, 1, p', FAILED, ["__trap"]),
-    "assert": ('f("asserting"), 1, 1, p', "CUDA_ERROR_ASSERT", ["assertion failed: p[0] == 42"]),
-    "stack": ('f("overflow"), 1, 1, p', FAILED, ["stack overflow"]),
+        'f.stranger, 1, 32, p', FAILED, ["__shfl_sync with mask 0x1", "thread (1,0,0)"]),
+    "division": ('f.divide, 1, 1, p', FAILED, ["by zero, or of the least integer by -1"]),
+    "trap": ('f.trap, 1, 1, p', FAILED, ["__trap"]),
+    "assert": ('f.asserting, 1, 1, p', "ASSERT", ["assertion failed: p[0] == 42"]),
+    "stack": ('f.overflow, 1, 1, p', FAILED, ["stack overflow"]),
 }  # fmt: skip
 
 
@@ -97,23 +95,22 @@ FAULTS = {
 def test_faults_are_named(name):
     """Each costs the context, and its text says what happened where; <cassert> is included."""
     launch, code, words = FAULTS[name]
-    check(f"s.launch({launch})\nfaulted({code!r}, *{words!r})")
+    check(f"s.try_launch({launch})\nfaulted({code!r}, *{words!r})")
 
 
 def test_sticky_error_answers_every_later_call():
     """After a fault each call answers the same code, host functions do not run, events end."""
     check("""
 stream = s.stream()
-event = s.ok(d.cuEventCreate(0))
+event = s.cuEventCreate(0)
 called = []
 gate = threading.Event()
-C = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-hold, callback = C(lambda _: gate.wait(20) and None), C(lambda _: called.append(1))
-raw = lambda c: d.CUhostFn(ctypes.cast(c, ctypes.c_void_p).value)
-s.ok(d.cuLaunchHostFunc_v2(stream, raw(hold), 0, 0))
-s.ok(s.launch(f("write_at"), 4, 8, p, np.int64(100), stream=stream))
-s.ok(d.cuLaunchHostFunc_v2(stream, raw(callback), 0, 0))
-s.ok(d.cuEventRecord(event, stream))
+hold = CALLBACK(lambda _: gate.wait(20) and None)
+callback = CALLBACK(lambda _: called.append(1))
+s.host(stream, hold)
+s.launch(f.write_at, 4, 8, p, np.int64(100), stream=stream)
+s.host(stream, callback)
+s.cuEventRecord(event, stream)
 gate.set()
 illegal = d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 assert d.cuStreamSynchronize(stream)[0] == illegal
@@ -133,39 +130,28 @@ assert leaked["event"] == 1 and leaked["graph"] == 0
 def test_misaligned_accesses_are_found_where_kernels_check_for_them():
     """With SOFTCUDA_ALIGNMENT=1 a vector load from the wrong address fails the launch by name."""
     code = """
-run = s.function(s.module('''extern "C" __global__ void quad(const float4* p, float* out) {
-  const float4 v = *p; *out = v.x + v.w; }'''), "quad")
-s.ok(s.launch(run, 1, 1, p, p))
-s.ok(d.cuCtxSynchronize())
-s.ok(s.launch(run, 1, 1, p + 4, p))
-faulted("CUDA_ERROR_MISALIGNED_ADDRESS", "'quad'", "misaligned access")
+run = s.kernels('''extern "C" __global__ void quad(const float4* p, float* out) {
+  const float4 v = *p; *out = v.x + v.w; }''').quad
+s.run(run, 1, 1, p, p)
+s.launch(run, 1, 1, p + 4, p)
+faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
 """
     check(code, SOFTCUDA_ALIGNMENT="1")
 
 
-def test_freed_memory_in_a_graph_is_found_at_the_launch():
-    """A graph that names memory freed since is a use after free, naming kernel and parameter."""
-    check("""
-g = s.ok(d.cuGraphCreate(0))
-s.add_kernel(g, [], f("nop"), 1, 1, p)
-e = s.ok(d.cuGraphInstantiate(g, 0))
-s.free(p)
-stream = s.stream()
-s.ok(d.cuGraphLaunch(e, stream))
-faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "use after free", "'nop' parameter 0", "freed device")
-""")
-
-
-def test_graph_of_an_unloaded_module_is_found_at_the_launch():
-    """A graph whose module was unloaded faults instead of running stale code."""
-    check("""
-g = s.ok(d.cuGraphCreate(0))
-s.add_kernel(g, [], f("nop"), 1, 1, p)
-e = s.ok(d.cuGraphInstantiate(g, 0))
-s.ok(d.cuModuleUnload(m))
-stream = s.stream()
-s.ok(d.cuGraphLaunch(e, stream))
-faulted("CUDA_ERROR_ILLEGAL_ADDRESS", "kernel 'nop' of an unloaded module")
+@pytest.mark.parametrize(("ended", "words"), [
+    ("cuMemFree(p)", ["use after free", "'nop' parameter 0", "freed device"]),
+    ("cuModuleUnload(f.module)", ["kernel 'nop' of an unloaded module"]),
+])  # fmt: skip
+def test_a_graph_of_what_is_gone_is_found_at_the_launch(ended, words):
+    """A graph that names memory freed or a module unloaded since faults instead of running."""
+    check(f"""
+g = s.cuGraphCreate(0)
+s.add_kernel(g, [], f.nop, 1, 1, p)
+e = s.cuGraphInstantiate(g, 0)
+s.{ended}
+s.cuGraphLaunch(e, s.stream())
+faulted("ILLEGAL_ADDRESS", *{words!r})
 """)
 
 
@@ -183,18 +169,18 @@ def test_fault_on_one_of_several_workers():
     check(
         """
 stream = [s.stream() for _ in range(4)]
-nop, bad = f("nop"), f("write_at")
+nop, bad = f.nop, f.write_at
 for i in range(200):
-    s.launch(nop, 1, 1, p, stream=stream[i % 4])
-s.launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
+    s.try_launch(nop, 1, 1, p, stream=stream[i % 4])
+s.try_launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
 for i in range(200):
-    s.launch(nop, 1, 1, p, stream=stream[i % 4])
+    s.try_launch(nop, 1, 1, p, stream=stream[i % 4])
 results = []
-waiters = [threading.Thread(target=lambda q: results.append(d.cuStreamSynchronize(q)[0].name),
+waiters = [threading.Thread(target=lambda q: results.append(code(d.cuStreamSynchronize(q))),
                             args=(q,)) for q in stream]
 for w in waiters: w.start()
 for w in waiters: w.join(10)
-assert results == ["CUDA_ERROR_ILLEGAL_ADDRESS"] * 4, results
+assert results == ["ILLEGAL_ADDRESS"] * 4, results
 """,
         SOFTCUDA_WORKERS="4",
     )
@@ -207,8 +193,7 @@ def test_small_overruns_are_found_when_the_memory_is_freed(index, words):
     """A write that misses the guard page, within the slack of its page, is reported by the free."""
     check(f"""
 q = s.alloc(100)
-s.ok(s.launch(f("write_at"), 4, 8, q, np.int64({index})))
-s.ok(d.cuCtxSynchronize())
-assert d.cuMemFree(q)[0].name == "CUDA_ERROR_ILLEGAL_ADDRESS"
+s.run(f.write_at, 4, 8, q, np.int64({index}))
+assert code(d.cuMemFree(q)) == "ILLEGAL_ADDRESS"
 assert {words!r} in s.fault() and "100 bytes at" in s.fault(), s.fault()
 """)

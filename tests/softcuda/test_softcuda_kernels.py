@@ -81,11 +81,9 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
     return out
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def warp(soft):
-    module = soft.module(WARP)
-    yield module
-    soft.ok(soft.d.cuModuleUnload(module))
+    return soft.kernels(WARP)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +100,8 @@ def test_warp_operations_with_partial_masks(soft, warp, op, width):
     arg = rng.integers(0, 32, (warps, 32), dtype=np.int32)
     pointers = [soft.put(value), soft.put(np.repeat(masks, 32)), soft.put(arg)]
     out = soft.put(np.full((warps, 32), 0xABCD, np.uint32))
-    function = soft.function(warp, "shuffle")
     # Two warps a block: neighbours with other masks must not disturb each other.
-    soft.run(function, warps // 2, 64, *pointers, np.int32(op), np.int32(width), out)
+    soft.run(warp.shuffle, warps // 2, 64, *pointers, np.int32(op), np.int32(width), out)
     got = soft.get(out, (warps, 32), np.uint32)
     checked = 0
     for w in range(warps):
@@ -116,40 +113,36 @@ def test_warp_operations_with_partial_masks(soft, warp, op, width):
             if not masks[w] >> lane & 1:
                 assert got[w, lane] == 0xABCD
     assert checked > 100
-    soft.free(*pointers, out)
 
 
 def test_disjoint_masks_progress_independently(soft, warp):
     """Two groups of one warp rendezvous with their own masks, however often each does."""
     out = soft.put(np.zeros(32, np.uint32))
-    soft.run(soft.function(warp, "groups"), 1, 32, out)
+    soft.run(warp.groups, 1, 32, out)
     lane = np.arange(32)
     rounds = np.where(lane < 16, 3, 5)
     assert np.array_equal(soft.get(out, 32, np.uint32), (lane & 16) + ((lane & 15) + rounds) % 16)
-    soft.free(out)
 
 
 def test_collective_sum_is_bitwise_the_butterfly(soft, warp):
     """softcuda_warp_sum gives the bits of five xor shuffles."""
     x = (rng.standard_normal((8, 32)) * 10.0 ** rng.integers(-6, 6, (8, 32))).astype(np.float32)
     source, a, b = soft.put(x), soft.alloc(x.nbytes), soft.alloc(x.nbytes)
-    soft.run(soft.function(warp, "sums"), 4, 64, source, a, b)
+    soft.run(warp.sums, 4, 64, source, a, b)
     butterfly, collective = soft.get(a, x.shape, np.uint32), soft.get(b, x.shape, np.uint32)
     expected = x.copy()
     for offset in (16, 8, 4, 2, 1):
         expected = expected + expected[:, np.arange(32) ^ offset]
     assert np.array_equal(butterfly, expected.view(np.uint32))
     assert np.array_equal(collective, butterfly)
-    soft.free(source, a, b)
 
 
 def test_shuffle_of_eight_bytes(soft, warp):
     """64-bit values cross the warp whole."""
     x = rng.standard_normal(32)
     source, out = soft.put(x), soft.alloc(x.nbytes)
-    soft.run(soft.function(warp, "wide"), 1, 32, source, out)
+    soft.run(warp.wide, 1, 32, source, out)
     assert np.array_equal(soft.get(out, 32, np.float64), x[::-1])
-    soft.free(source, out)
 
 
 BLOCK = r"""
@@ -208,11 +201,9 @@ extern "C" __global__ void indices(int* out) {
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def block(soft):
-    module = soft.module(BLOCK)
-    yield module
-    soft.ok(soft.d.cuModuleUnload(module))
+    return soft.kernels(BLOCK)
 
 
 @pytest.mark.parametrize("name", ["tiles_f32", "tiles_i32"])
@@ -220,10 +211,9 @@ def test_shared_memory_of_templates_belongs_to_one_block(name):
     """On two and more workers, shared memory declared in a template is never shared by blocks."""
     done = util.run_child(
         f"""
-        m = s.module({BLOCK!r})
-        bad = s.put(np.zeros(1, np.int32))
-        s.run(s.function(m, {name!r}), 64, 256, bad, np.int32(40))
-        print(int(s.get(bad, 1, np.int32)[0]))
+        bad = s.ints(0)
+        s.run(s.kernels({BLOCK!r}).{name}, 64, 256, bad, np.int32(40))
+        print(s.value(bad))
         """,
         SOFTCUDA_WORKERS="4",
     )
@@ -236,20 +226,18 @@ def test_barrier_votes(soft, block):
     inputs[0], inputs[1] = 0, 1
     source = soft.put(inputs)
     outs = [soft.alloc(24) for _ in range(3)]
-    soft.run(soft.function(block, "votes"), 6, 96, source, *outs)
+    soft.run(block.votes, 6, 96, source, *outs)
     count, every, some = (soft.get(p, 6, np.int32) for p in outs)
     assert np.array_equal(count, inputs.sum(1))
     assert np.array_equal(every, inputs.all(1))
     assert np.array_equal(some, inputs.any(1))
-    soft.free(source, *outs)
 
 
 def test_exited_threads_count_as_arrived(soft, block):
     """A barrier waits for the threads that have not exited."""
-    out = soft.put(np.zeros(1, np.int32))
-    soft.run(soft.function(block, "leavers"), 1, 128, out)
-    assert soft.get(out, 1, np.int32)[0] == 100 + 80 + 60 + 40
-    soft.free(out)
+    out = soft.ints(0)
+    soft.run(block.leavers, 1, 128, out)
+    assert soft.value(out) == 100 + 80 + 60 + 40
 
 
 @pytest.mark.parametrize("n", [1, 33, 1000, 12288])
@@ -257,9 +245,8 @@ def test_dynamic_shared_memory(soft, block, n):
     """Dynamic shared memory has the launch's size, up to the default 48 KiB."""
     data = rng.integers(0, 1 << 30, (5, n), dtype=np.int32)
     source, out = soft.put(data), soft.alloc(data.nbytes)
-    soft.run(soft.function(block, "reverse"), 5, 64, source, out, np.int32(n), shared=4 * n)
+    soft.run(block.reverse, 5, 64, source, out, np.int32(n), shared=4 * n)
     assert np.array_equal(soft.get(out, data.shape, np.int32), data[:, ::-1])
-    soft.free(source, out)
 
 
 def test_three_dimensional_indices(soft, block):
@@ -267,10 +254,9 @@ def test_three_dimensional_indices(soft, block):
     grid, size = (3, 4, 5), (4, 3, 2)
     blocks, threads = 60, 24
     out = soft.put(np.full(blocks * threads, -1, np.int32))
-    soft.run(soft.function(block, "indices"), grid, size, out)
+    soft.run(block.indices, grid, size, out)
     expected = np.arange(blocks)[:, None] * 10000 + np.arange(threads)
     assert np.array_equal(soft.get(out, (blocks, threads), np.int32), expected)
-    soft.free(out)
 
 
 ATOMICS = r"""
@@ -309,14 +295,13 @@ def test_atomics_between_blocks_on_several_workers():
     """No update is lost between workers, for every type and operation."""
     done = util.run_child(
         f"""
-        m = s.module({ATOMICS!r})
         n = 200 * 128
         i = s.put(np.array([0, 1 << 30, -(1 << 30), 0], np.int32))
         u = s.put(np.array([0xFFFFFFFF, 0, 0, 0, 0, 0, 0], np.uint32))
         q = s.put(np.array([0, 2**64 - 1], np.uint64))
         f = s.put(np.zeros(2, np.float32))
         order = s.put(np.zeros(n, np.uint32))
-        s.run(s.function(m, "atomics"), 200, 128, i, u, q, f, order)
+        s.run(s.kernels({ATOMICS!r}).atomics, 200, 128, i, u, q, f, order)
         at = np.arange(n)
         assert s.get(i, 4, np.int32).tolist() == [
             int(at.sum()) & 0x7FFFFFFF, 500 - (n - 1), n - 1 - 500, -n], s.get(i, 4, np.int32)

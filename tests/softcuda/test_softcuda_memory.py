@@ -6,11 +6,10 @@ import ctypes
 import threading
 
 import numpy as np
-import pytest
 import softcuda_util as util
-from softcuda_util import code
+from softcuda_util import USLEEP, code
 
-COPY = r"""
+KERNELS = r"""
 extern "C" __global__ void copy(const int* in, int* out, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) out[i] = in[i];
@@ -18,22 +17,12 @@ extern "C" __global__ void copy(const int* in, int* out, int n) {
 """
 
 
-@pytest.fixture(scope="module")
-def copy(soft):
-    module = soft.module(COPY)
-    yield soft.function(module, "copy")
-    soft.ok(soft.d.cuModuleUnload(module))
-
-
-def test_round_trip_and_interior_pointers(soft, copy):
+def test_round_trip_and_interior_pointers(soft, kernels):
     """What is copied in comes back; pointers into the middle of an allocation work everywhere."""
     data = np.arange(1000, dtype=np.int32)
     a, b = soft.put(data), soft.alloc(4000)
-    soft.run(copy, 4, 128, a + 400, b + 400, np.int32(500))
-    out = np.empty(500, np.int32)
-    soft.ok(soft.d.cuMemcpyDtoH(out.ctypes.data, b + 400, 2000))
-    assert np.array_equal(out, data[100:600])
-    soft.free(a, b)
+    soft.run(kernels.copy, 4, 128, a + 400, b + 400, np.int32(500))
+    assert np.array_equal(soft.get(b + 400, 500, np.int32), data[100:600])
 
 
 def test_addresses_are_aligned_and_never_reused(soft):
@@ -45,147 +34,117 @@ def test_addresses_are_aligned_and_never_reused(soft):
             assert pointer % 256 == 0
             assert pointer not in seen
             seen.add(pointer)
-            soft.free(pointer)
+            soft.cuMemFree(pointer)
 
 
 def test_host_code_cannot_follow_a_device_pointer():
     """Dereferencing a device address on the host ends the process, saying what happened."""
-    done = util.run_child(
-        """
-        p = s.put(np.ones(4, np.float32))
-        ctypes.string_at(p, 4)
-        """
-    )
+    done = util.run_child("ctypes.string_at(s.ints(1), 4)")
     assert done.returncode < 0
     assert "host code touched device address" in done.stderr
 
 
-def test_copies_check_bounds_and_lifetime(soft):
-    """A copy past an allocation's end or into freed memory is INVALID_VALUE and copies nothing."""
-    host = np.zeros(64, np.uint8)
-    p = soft.alloc(64)
-    assert code(soft.d.cuMemcpyHtoD(p, host.ctypes.data, 64)) == "CUDA_SUCCESS"
-    assert code(soft.d.cuMemcpyHtoD(p, host.ctypes.data, 65)) == "CUDA_ERROR_INVALID_VALUE"
+def test_copies_and_frees_check_bounds_and_lifetime(soft, words):
+    """Past an allocation's end, into freed memory, or a free of what is no start of device memory
+    is INVALID_VALUE and does nothing; NULL may be freed."""
+    d, host, p = soft.d, np.zeros(128, np.uint8).ctypes.data, soft.alloc(64)
+    for refused in (
+        d.cuMemcpyDtoH(host, p + 1, 64), d.cuMemsetD8(p + 60, 0, 5), d.cuMemsetD32(p + 2, 0, 1),
+        d.cuMemFree(p + 16), d.cuMemFree(words.host),
+    ):  # fmt: skip
+        assert code(refused) == "INVALID_VALUE"
+    assert code(d.cuMemcpyHtoD(p, host, 65)) == "INVALID_VALUE"
     assert "past the end of device allocation" in soft.refusal()
-    assert code(soft.d.cuMemcpyDtoH(host.ctypes.data, p + 1, 64)) == "CUDA_ERROR_INVALID_VALUE"
-    assert code(soft.d.cuMemsetD8(p + 60, 0, 5)) == "CUDA_ERROR_INVALID_VALUE"
-    assert code(soft.d.cuMemsetD32(p + 2, 0, 1)) == "CUDA_ERROR_INVALID_VALUE"
-    soft.free(p)
-    assert code(soft.d.cuMemcpyDtoH(host.ctypes.data, p, 1)) == "CUDA_ERROR_INVALID_VALUE"
+    soft.cuMemcpyHtoD(p, host, 64)
+    soft.cuMemFree(p)
+    assert code(d.cuMemcpyDtoH(host, p, 1)) == "INVALID_VALUE"
     assert "freed device allocation" in soft.refusal()
-    assert code(soft.d.cuMemFree(p)) == "CUDA_ERROR_INVALID_VALUE"
+    assert code(d.cuMemFree(p)) == "INVALID_VALUE"
+    soft.cuMemFree(0)
 
 
-def test_free_takes_only_the_start_of_an_allocation(soft):
-    """cuMemFree of an interior, unknown or pinned pointer is refused; of NULL it is allowed."""
-    p = soft.alloc(64)
-    host = soft.ok(soft.d.cuMemHostAlloc(64, 2))
-    assert code(soft.d.cuMemFree(p + 16)) == "CUDA_ERROR_INVALID_VALUE"
-    assert code(soft.d.cuMemFree(host)) == "CUDA_ERROR_INVALID_VALUE"
-    assert code(soft.d.cuMemFree(0)) == "CUDA_SUCCESS"
-    soft.ok(soft.d.cuMemFreeHost(host))
-    soft.free(p)
-
-
-def test_kernel_pointers_are_checked_at_launch(soft, copy):
+def test_kernel_pointers_are_checked_at_launch(soft, kernels):
     """A kernel never starts with a freed, unknown or host pointer; the parameter is named."""
-    good = soft.put(np.zeros(4, np.int32))
-    gone = soft.alloc(16)
-    soft.free(gone)
-    pageable = np.zeros(4, np.int32)
-    n = np.int32(4)
+    good, gone = soft.ints(0, 0, 0, 0), soft.alloc(16)
+    soft.cuMemFree(gone)
+    pageable, n = np.zeros(4, np.int32), np.int32(4)
     for bad, word in (
         (gone, "freed"),
         (good + 100000, "no allocation"),
         (pageable.ctypes.data, "pageable host memory"),
     ):
-        assert code(soft.launch(copy, 1, 4, good, bad, n)) == "CUDA_ERROR_INVALID_VALUE"
+        assert code(soft.try_launch(kernels.copy, 1, 4, good, bad, n)) == "INVALID_VALUE"
         assert "'copy' parameter 1" in soft.refusal()
         assert word in soft.refusal()
-    soft.run(copy, 1, 4, 0, 0, np.int32(0))  # NULL stays NULL
-    soft.free(good)
+    soft.run(kernels.copy, 1, 4, 0, 0, np.int32(0))  # NULL stays NULL
 
 
-def test_pinned_memory_has_its_own_device_address(soft, copy):
+def test_pinned_memory_has_its_own_device_address(soft, kernels):
     """Mapped pinned memory is one memory with two addresses; kernels are given the device's."""
-    host = soft.ok(soft.d.cuMemHostAlloc(400, 1 | 2))
+    host = soft.cuMemHostAlloc(400, 1 | 2)
     view = np.ctypeslib.as_array((ctypes.c_int32 * 100).from_address(host))
     view[:] = np.arange(100)
-    alias = int(soft.ok(soft.d.cuMemHostGetDevicePointer(host, 0)))
-    assert alias != host
-    inside = int(soft.ok(soft.d.cuMemHostGetDevicePointer(host + 40, 0)))
-    assert inside == alias + 40
-    out = soft.alloc(400)
-    assert code(soft.launch(copy, 1, 128, host, out, np.int32(100))) == "CUDA_ERROR_INVALID_VALUE"
+    alias = int(soft.cuMemHostGetDevicePointer(host, 0))
+    inside = int(soft.cuMemHostGetDevicePointer(host + 40, 0))
+    assert alias != host and inside == alias + 40
+    out, n = soft.alloc(400), np.int32(100)
+    assert code(soft.try_launch(kernels.copy, 1, 128, host, out, n)) == "INVALID_VALUE"
     assert "SOFTCUDA_ALIASES_ONLY" in soft.refusal()
-    soft.run(copy, 1, 128, alias, out, np.int32(100))
+    soft.run(kernels.copy, 1, 128, alias, out, n)
     assert np.array_equal(soft.get(out, 100, np.int32), np.arange(100))
-    soft.run(copy, 1, 128, out, inside, np.int32(90))
+    soft.run(kernels.copy, 1, 128, out, inside, np.int32(90))
     assert view[10:100].tolist() == list(range(90))
-    soft.free(out)
-    soft.ok(soft.d.cuMemFreeHost(host))
-    assert code(soft.d.cuMemHostGetDevicePointer(host, 0)) == "CUDA_ERROR_INVALID_VALUE"
 
 
 def test_registered_host_memory(soft):
     """Registering makes caller's memory pinned until it is unregistered, never twice."""
     memory = np.arange(1024, dtype=np.uint8)
     p = memory.ctypes.data
-    soft.ok(soft.d.cuMemHostRegister(p, 1024, 2))
+    soft.cuMemHostRegister(p, 1024, 2)
     twice = soft.d.cuMemHostRegister(p + 100, 10, 2)
-    assert code(twice) == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
-    alias = int(soft.ok(soft.d.cuMemHostGetDevicePointer(p, 0)))
+    assert code(twice) == "HOST_MEMORY_ALREADY_REGISTERED"
+    alias = int(soft.cuMemHostGetDevicePointer(p, 0))
     assert np.array_equal(soft.get(alias, 1024, np.uint8), memory)
-    assert code(soft.d.cuStreamWriteValue32(0, p, 1, 0)) == "CUDA_ERROR_INVALID_VALUE"
+    assert code(soft.d.cuStreamWriteValue32(0, p, 1, 0)) == "INVALID_VALUE"
     assert "in registered memory" in soft.refusal()
-    soft.ok(soft.d.cuMemHostUnregister(p))
-    assert code(soft.d.cuMemHostUnregister(p)) == "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
-    assert memory[5] == 5
+    soft.cuMemHostUnregister(p)
+    assert code(soft.d.cuMemHostUnregister(p)) == "HOST_MEMORY_NOT_REGISTERED"
 
 
 def test_fills_of_every_width(soft):
     """8-, 16- and 32-bit fills write their element, and only their range."""
     p = soft.put(np.zeros(64, np.uint8))
-    soft.ok(soft.d.cuMemsetD8(p + 1, 0xAB, 3))
-    soft.ok(soft.d.cuMemsetD16(p + 8, 0x1234, 4))
-    soft.ok(soft.d.cuMemsetD32(p + 32, 0xDEADBEEF, 2))
-    out = soft.get(p, 64, np.uint8)
+    soft.cuMemsetD8(p + 1, 0xAB, 3)
+    soft.cuMemsetD16(p + 8, 0x1234, 4)
+    soft.cuMemsetD32(p + 32, 0xDEADBEEF, 2)
     expected = np.zeros(64, np.uint8)
     expected[1:4] = 0xAB
     expected[8:16].view(np.uint16)[:] = 0x1234
     expected[32:40].view(np.uint32)[:] = 0xDEADBEEF
-    assert np.array_equal(out, expected)
-    soft.free(p)
+    assert np.array_equal(soft.get(p, 64, np.uint8), expected)
 
 
 def test_unified_copies_take_either_side(soft):
     """cuMemcpy finds out which side is the host's."""
-    a, b = soft.put(np.arange(8, dtype=np.int64)), soft.alloc(64)
-    host = np.zeros(8, np.int64)
-    soft.ok(soft.d.cuMemcpy(b, a, 64))
-    soft.ok(soft.d.cuMemcpy(host.ctypes.data, b, 64))
-    assert host.tolist() == list(range(8))
+    a, b, host = soft.ints(1, 2), soft.ints(0, 0), np.zeros(2, np.int32)
+    soft.cuMemcpy(b, a, 8)
+    soft.cuMemcpy(host.ctypes.data, b, 8)
+    assert host.tolist() == [1, 2]
     host[:] = 5
-    soft.ok(soft.d.cuMemcpy(a, host.ctypes.data, 64))
-    assert soft.get(a, 8, np.int64).tolist() == [5] * 8
-    soft.free(a, b)
+    soft.cuMemcpy(a, host.ctypes.data, 8)
+    assert soft.get(a, 2, np.int32).tolist() == [5, 5]
 
 
-def test_asynchronous_copies_take_pageable_sources_at_the_call(soft):
+def test_asynchronous_copies_take_pageable_sources_at_the_call(soft, stream):
     """A pageable source may be overwritten as soon as an asynchronous copy has returned."""
-    stream = soft.stream()
-    sleep = util.address(ctypes.CDLL(None).usleep)
-    p = soft.alloc(1 << 16)
-    source = np.full(1 << 14, 7, np.int32)
-    soft.ok(soft.d.cuLaunchHostFunc_v2(stream, soft.d.CUhostFn(sleep), 30000, 0))
-    soft.ok(soft.d.cuMemcpyHtoDAsync(p, source.ctypes.data, source.nbytes, stream))
+    source, p = np.full(1 << 14, 7, np.int32), soft.alloc(1 << 16)
+    soft.host(stream, USLEEP, 30000)
+    soft.cuMemcpyHtoDAsync(p, source.ctypes.data, source.nbytes, stream)
     source[:] = 9
     back = np.zeros(1 << 14, np.int32)
     # A pageable destination: the call returns when the copy is over.
-    soft.ok(soft.d.cuMemcpyDtoHAsync(back.ctypes.data, p, back.nbytes, stream))
+    soft.cuMemcpyDtoHAsync(back.ctypes.data, p, back.nbytes, stream)
     assert (back == 7).all()
-    soft.free(p)
-    soft.ok(soft.d.cuStreamDestroy(stream))
 
 
 def test_poisoned_memory():
@@ -198,19 +157,35 @@ def test_poisoned_memory():
 
 def test_allocation_needs_a_current_context(soft):
     """A thread that made no context current cannot allocate; the context stack nests."""
-    d = soft.d
-    names: list[str | int] = []
+    said: list[str | int] = []
 
     def work() -> None:
-        names.append(code(d.cuMemAlloc(16)))
-        names.append(code(d.cuCtxGetDevice()))
-        soft.ok(d.cuCtxPushCurrent(soft.context))
-        pointer = soft.alloc(16)
-        soft.free(pointer)
-        soft.ok(d.cuCtxPopCurrent())
-        names.append(int(soft.ok(d.cuCtxGetCurrent())))
+        said.append(code(soft.d.cuMemAlloc(16)))
+        said.append(code(soft.d.cuCtxGetDevice()))
+        soft.cuCtxPushCurrent(soft.context)
+        soft.cuMemFree(soft.alloc(16))
+        soft.cuCtxPopCurrent()
+        said.append(int(soft.cuCtxGetCurrent()))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert names == ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_CONTEXT", 0]
+    assert said == ["INVALID_CONTEXT", "INVALID_CONTEXT", 0]
+
+
+def test_attributes_of_any_pointer(soft, words):
+    """All at once succeed for any address, with defaults for what the device does not know."""
+    attribute, pageable = soft.d.CUpointer_attribute, np.zeros(64, np.uint8)
+    asked = [attribute(n) for n in (1, 2, 3, 4, 7, 8, 9, 11, 12, 13)]
+    device, host, alias = soft.alloc(64), words.host, words.device
+    for p, wanted in (
+        (device + 8, [2, device + 8, 0, 0, device, 64, True]),
+        (host, [1, alias, host, 0, alias, 512, True]),
+        (pageable.ctypes.data, [0, 0, 0, -2, 0, 0, False]),
+    ):
+        got = [int(v) for v in soft.cuPointerGetAttributes(len(asked), asked, p)]
+        context, kind, pointer, of_host, number, managed, ordinal, start, size, mapped = got
+        assert [kind, pointer, of_host, ordinal, start, size, mapped] == wanted
+        assert (context != 0) == (number != 0) == bool(mapped) and managed == 0
+        if not mapped:
+            assert code(soft.d.cuPointerGetAttribute(asked[1], p)) == "INVALID_VALUE"

@@ -51,12 +51,12 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
 
 def test_half_arithmetic_is_correctly_rounded(soft):
     """half operations round once to nearest even, as NumPy's float16 does; fma is exact first."""
-    module = soft.module(HALF)
+    kernels = soft.kernels(HALF)
     n = 40000
     a, b, c = (rng.integers(0, 0x10000, n, dtype=np.uint16) for _ in range(3))
     pointers = [soft.put(v) for v in (a, b, c)]
     out, wide = soft.alloc(12 * n), soft.alloc(4 * n)
-    soft.run(soft.function(module, "f16"), (n + 255) // 256, 256, *pointers, out, wide, np.int32(n))
+    soft.run(kernels.f16, (n + 255) // 256, 256, *pointers, out, wide, np.int32(n))
     got = soft.get(out, (6, n), np.uint16)
     x, y, z = (v.view(np.float16) for v in (a, b, c))
     with np.errstate(all="ignore"):
@@ -72,8 +72,6 @@ def test_half_arithmetic_is_correctly_rounded(soft):
     assert np.array_equal(got[5], order)
     value = soft.get(wide, n, np.float32)
     assert np.array_equal(np.nan_to_num(value), np.nan_to_num(x.astype(np.float32)))
-    soft.free(*pointers, out, wide)
-    soft.ok(soft.d.cuModuleUnload(module))
 
 
 def round_exact(exact: np.ndarray) -> np.ndarray:
@@ -83,27 +81,22 @@ def round_exact(exact: np.ndarray) -> np.ndarray:
     down = np.nextafter(near, np.float16(-np.inf))
     best = near.copy()
     for other in (up, down):
-        closer = np.abs(other.astype(np.longdouble) - exact) < np.abs(
-            best.astype(np.longdouble) - exact
-        )
-        tie = np.abs(other.astype(np.longdouble) - exact) == np.abs(
-            best.astype(np.longdouble) - exact
-        )
+        there, here = (np.abs(v.astype(np.longdouble) - exact) for v in (other, best))
         even = (other.view(np.uint16) & 1) == 0
         usable = np.isfinite(other) & np.isfinite(near)
-        best = np.where(usable & (closer | (tie & even)), other, best)
+        best = np.where(usable & ((there < here) | ((there == here) & even)), other, best)
     return best
 
 
 def test_bfloat16_arithmetic_rounds_once(soft):
     """bfloat16 sums and products equal the fp32 result rounded to nearest even."""
-    module = soft.module(HALF)
+    kernels = soft.kernels(HALF)
     n = 20000
     values = [rng.standard_normal(n).astype(np.float32) for _ in range(3)]
     a, b, c = (round_to_bf16(v) for v in values)
     pointers = [soft.put(v) for v in (a, b, c)]
     out, wide = soft.alloc(12 * n), soft.alloc(4 * n)
-    soft.run(soft.function(module, "b16"), (n + 255) // 256, 256, *pointers, out, wide, np.int32(n))
+    soft.run(kernels.b16, (n + 255) // 256, 256, *pointers, out, wide, np.int32(n))
     got = soft.get(out, (6, n), np.uint16)
     x, y, z = ((v.astype(np.uint32) << 16).view(np.float32) for v in (a, b, c))
     for row, want in enumerate((x + y, x - y, x * y, x / y)):
@@ -111,13 +104,11 @@ def test_bfloat16_arithmetic_rounds_once(soft):
     exact = x.astype(np.float64) * y + z  # 16 bits of product, close exponents: exact in double
     fused = exact.astype(np.float32)
     assert (got[4] == round_to_bf16(fused)).mean() > 0.9999
-    soft.free(*pointers, out, wide)
-    soft.ok(soft.d.cuModuleUnload(module))
 
 
 def test_float_to_half_conversions(soft):
     """fp32 to fp16 and bf16 rounds to nearest even over the whole range, subnormal halves too."""
-    module = soft.module(HALF)
+    kernels = soft.kernels(HALF)
     bits = rng.integers(0, 2**32, 60000, dtype=np.uint64).astype(np.uint32)
     bits[:30000] = (bits[:30000] & 0x807FFFFF) | (
         (100 + rng.integers(0, 50, 30000)).astype(np.uint32) << 23
@@ -125,20 +116,10 @@ def test_float_to_half_conversions(soft):
     x = bits.view(np.float32)
     x = np.where(np.isfinite(x) & (np.abs(x) > 1e-37), x, np.float32(1.5)).astype(np.float32)
     source, h, b = soft.put(x), soft.alloc(2 * x.size), soft.alloc(2 * x.size)
-    soft.run(
-        soft.function(module, "round_trip"),
-        (x.size + 255) // 256,
-        256,
-        source,
-        h,
-        b,
-        np.int32(x.size),
-    )
+    soft.run(kernels.round_trip, (x.size + 255) // 256, 256, source, h, b, np.int32(x.size))
     with np.errstate(over="ignore"):
         assert np.array_equal(soft.get(h, x.size, np.uint16), x.astype(np.float16).view(np.uint16))
     assert np.array_equal(soft.get(b, x.size, np.uint16), round_to_bf16(x))
-    soft.free(source, h, b)
-    soft.ok(soft.d.cuModuleUnload(module))
 
 
 FLOATS = r"""
@@ -152,21 +133,19 @@ extern "C" __global__ void separate(const float* x, float* out) {
 
 def test_denormals_are_flushed_and_products_not_contracted(soft):
     """Workers flush denormals; only a written fmaf fuses."""
-    module = soft.module(FLOATS)
+    kernels = soft.kernels(FLOATS)
     tiny = np.array([1.2e-38, 0.0], np.float32)
     out = soft.alloc(8)
     source = soft.put(tiny)
-    soft.run(soft.function(module, "flush"), 1, 1, source, out)
+    soft.run(kernels.flush, 1, 1, source, out)
     assert soft.get(out, 1, np.float32)[0] == 0.0
     x = np.array([1 + 2**-13, 1 - 2**-13, -1.0], np.float32)
     operands = soft.put(x)
-    soft.run(soft.function(module, "separate"), 1, 1, operands, out)
+    soft.run(kernels.separate, 1, 1, operands, out)
     plain, fused = soft.get(out, 2, np.float32)
     assert plain == np.float32(x[0] * x[1]) + x[2]
     assert fused == np.float32(float(x[0]) * float(x[1]) - 1.0)
     assert plain != fused
-    soft.free(out, source, operands)
-    soft.ok(soft.d.cuModuleUnload(module))
 
 
 VECTORS = r"""
@@ -195,60 +174,29 @@ extern "C" __global__ void bits(const unsigned* in, unsigned* out) {
 
 def test_vector_types_and_parameter_layout(soft):
     """Vector types have CUDA's sizes and alignments; parameters lie where the driver says."""
-    module = soft.module(VECTORS)
+    kernels = soft.kernels(VECTORS)
     data = rng.standard_normal((8, 4)).astype(np.float32)
     source, out, sizes = soft.put(data), soft.alloc(data.nbytes), soft.alloc(20)
-    soft.run(soft.function(module, "vectors"), 1, 8, source, out, sizes)
+    soft.run(kernels.vectors, 1, 8, source, out, sizes)
     assert np.array_equal(soft.get(out, data.shape, np.float32), data[:, ::-1])
     assert soft.get(sizes, 5, np.int32).tolist() == [808, 1616, 1204, 1616, 404]
-    mixed = soft.function(module, "mixed")
-    layout = [soft.ok(soft.d.cuFuncGetParamInfo(mixed, i)) for i in range(6)]
+    mixed = kernels.mixed
+    layout = [soft.cuFuncGetParamInfo(mixed, i) for i in range(6)]
     assert [tuple(map(int, item)) for item in layout] == [
-        (0, 1),
-        (8, 8),
-        (16, 2),
-        (32, 16),
-        (48, 16),
-        (64, 8),
-    ]
-    assert int(soft.ok(soft.d.cuFuncGetParamCount(mixed))) == 6
+        (0, 1), (8, 8), (16, 2), (32, 16), (48, 16), (64, 8)]  # fmt: skip
+    assert int(soft.cuFuncGetParamCount(mixed)) == 6
     pair = np.zeros(1, np.dtype({"names": ["a", "b"], "formats": ["i4", "f8"], "offsets": [0, 8]}))
     pair["b"] = 2.25
-    soft.run(
-        mixed,
-        1,
-        1,
-        np.int8(-3),
-        np.float64(0.5),
-        np.int16(-7),
-        np.array([1, 2, 3, 4], np.int32),
-        pair,
-        out,
-    )
+    four = np.array([1, 2, 3, 4], np.int32)
+    soft.run(mixed, 1, 1, np.int8(-3), np.float64(0.5), np.int16(-7), four, pair, out)
     assert soft.get(out, 5, np.float32).tolist() == [-3.0, 0.5, -7.0, 4.0, 2.25]
-    soft.free(source, out, sizes)
-    soft.ok(soft.d.cuModuleUnload(module))
 
 
 def test_integer_intrinsics(soft):
     """Bit intrinsics and saturating conversions answer as CUDA documents them."""
-    module = soft.module(VECTORS)
+    kernels = soft.kernels(VECTORS)
     words = np.array([0xF0F00001, 0x40, 0x1000, 0x80000001, 0xFFFFFFFF, 0x10], np.uint32)
     source, out = soft.put(words), soft.alloc(36)
-    soft.run(soft.function(module, "bits"), 1, 1, source, out)
+    soft.run(kernels.bits, 1, 1, source, out)
     assert soft.get(out, 9, np.uint32).tolist() == [
-        9,
-        7,
-        19,
-        0x80000001,
-        0xF,
-        32,
-        2,
-        0x80000000,
-        0x000100F0,
-    ]
-    soft.free(source, out)
-    soft.ok(soft.d.cuModuleUnload(module))
-
-
-# ---- compilation ------------------------------------------------------------------------------
+        9, 7, 19, 0x80000001, 0xF, 32, 2, 0x80000000, 0x000100F0]  # fmt: skip

@@ -44,11 +44,16 @@ def test_options_become_a_request(tmp_path):
     (one,) = requests_of(
         "--prompt", "hello", "--schema", str(tmp_path / "s.json"), "--max-tokens", "9",
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1",
-        "--seed", "3", "--verify", "coupled")
+        "--seed", "3", "--verify", "coupled", "--n", "2", "--logit-bias", "7=-1.5",
+        "--logit-bias", "8=2", "--presence-penalty", "1", "--frequency-penalty", "0.5",
+        "--repetition-penalty", "1.2", "--min-tokens", "4", "--logprobs", "5")
     request = one.request
     assert (request.prompt, request.max_tokens, request.temperature) == ("hello", 9, 0.5)
     assert (request.top_k, request.top_p, request.min_p) == (7, 0.9, 0.1)
     assert (request.seed, request.verify) == (3, "coupled")
+    assert (request.n, request.logit_bias, request.min_tokens) == (2, {7: -1.5, 8: 2.0}, 4)
+    assert (request.presence_penalty, request.frequency_penalty) == (1.0, 0.5)
+    assert (request.repetition_penalty, request.logprobs) == (1.2, 5)
     assert request.grammar == GrammarSpec.json_schema(SCHEMA)
 
 
@@ -56,7 +61,8 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(requests_of_
     """A row's own grammar and sampling replace the options'; other rows keep the options'."""
     one, other = requests_of_rows(
         {"prompt": "a"}, "",
-        {"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, "id": "mine"},
+        {"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, "id": "mine",
+         "logit_bias": {"5": 1, "no": 2}},
         flags=("--regex", "[0-9]+", "--seed", "10"))
     first, second = one.request, other.request
     assert first.grammar is not None and first.grammar.kind == "regex"
@@ -65,6 +71,7 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(requests_of_
     assert (first.temperature, second.temperature) == (0.0, 1.5)
     assert (first.seed, second.seed) == (10, 11)
     assert (first.id, second.id) == ("0", "mine")
+    assert (first.logit_bias, second.logit_bias) == ({}, {5: 1, "no": 2})
 
 
 @pytest.mark.parametrize(("line", "words"), [
@@ -338,6 +345,14 @@ def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
     assert [output["valid"] for output in said["outputs"]] == [True, True, True, None, None]
     assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", said["outputs"][4]["text"])
     assert said["outputs"][3]["text"] in {"00", "01", "10", "11"}
+
+
+def test_samples_of_a_prompt_have_rows_of_their_own(capsys):
+    """With --n each completion has its id, and with --logprobs its tokens' log probabilities."""
+    _, said = run_json(capsys, "--prompt", "x", "--max-tokens", "3", "--temperature", "2",
+                       "--n", "3", "--seed", "1", "--logprobs", "2")  # fmt: skip
+    assert [output["id"] for output in said["outputs"]] == ["0/0", "0/1", "0/2"]
+    assert all(len(o["logprobs"]) == len(o["tokens"]) > 0 for o in said["outputs"])
 
 
 def test_streamed_text_is_the_whole_text(capsys):

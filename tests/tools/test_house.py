@@ -14,7 +14,7 @@ from graft.tools import budget
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A round's way as it is; it may get shorter, and these with it.
-MOST_FILES, MOST_LINES = 78, 8650
+MOST_FILES, MOST_LINES = 78, 8760
 LONGEST_PARAGRAPH = 600
 
 

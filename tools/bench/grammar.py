@@ -22,16 +22,15 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.compile.child import receive, send
 from graft.tools.bench.data import load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table
@@ -49,14 +48,17 @@ class Child:
         self._setup = (subject, str(tokenizer), stop, MEMORY_BYTES, key_order)
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
 
     def ask(self, row: dict[str, Any]) -> dict[str, Any]:
         """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "graft.tools.bench.grammar_child"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "graft.tools.bench.grammar_child",
+                     str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                )  # fmt: skip
             ready = self._exchange(self._setup, START_S)
             if ready != "ready":
                 raise GraftError(f"grammar bench: {self._setup[0]} does not start: {ready}")
@@ -64,26 +66,16 @@ class Child:
         return cast(dict[str, Any], answer)
 
     def _exchange(self, message: Any, timeout_s: float) -> Any:
-        process = cast("subprocess.Popen[bytes]", self._process)
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        timer = threading.Timer(timeout_s, expire)
-        timer.start()
         try:
-            send(cast(BinaryIO, process.stdin), message)
-            return receive(cast(BinaryIO, process.stdout))
+            self._pipe.send(message)
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
         except (EOFError, OSError):
-            code = process.wait()
+            code = cast("subprocess.Popen[bytes]", self._process).wait()
             self._process = None
-            if expired.is_set():
-                return {"outcome": "timeout", "why": f"took longer than {timeout_s:g} s"}
             return {"outcome": "crash", "why": f"the process ended with status {code}"}
-        finally:
-            timer.cancel()
+        self.close()
+        return {"outcome": "timeout", "why": f"took longer than {timeout_s:g} s"}
 
     def close(self) -> None:
         """End the process."""

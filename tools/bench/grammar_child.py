@@ -1,8 +1,8 @@
 """The process in which `bench.grammar` tries one grammar backend: it may crash, hang or be killed.
 
-It reads pickled messages from its standard input and answers on its standard output (see
-`graft.grammar.compile.child.send`): first the setup ``(subject, tokenizer path, stop token, memory
-bytes, key order)``, answered by ``"ready"``; then one row as a dict each, answered by a dict.
+It reads messages from the pipe whose file is its argument, and answers there: first the setup
+``(subject, tokenizer path, stop token, memory bytes, key order)``, answered by ``"ready"``; then
+one row as a dict each, answered by a dict.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import numpy as np
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, route
 from graft.grammar.backends.xgrammar import library, tokenizer_info
-from graft.grammar.compile.child import receive, send
 from graft.tools.bench.data import load_tokenizer
 
 _FILLED_TOKENS = 3000  # masks filled and timed per schema
@@ -69,7 +69,7 @@ class XGrammar:
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()
         self._stop = vocabulary.stop_ids[0]
-        self._info = tokenizer_info(vocabulary)
+        self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         self._mask = np.zeros((1, vocabulary.words), np.int32)
 
     def compile(self, schema: Any) -> Callable[[], Any]:
@@ -183,30 +183,30 @@ def _whole(value: Any) -> Any:
 
 def main() -> None:
     """Serve until the parent closes the pipe."""
-    answers = os.fdopen(os.dup(1), "wb")
+    pipe = Connection(int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    name, path, stop, memory, key_order = receive(sys.stdin.buffer)
+    name, path, stop, memory, key_order = pipe.recv()
     tokenizer, vocabulary = load_tokenizer(Path(path), stop)
     subject = SUBJECTS[name](vocabulary, tokenizer)
     if isinstance(subject, Auto):
         subject.key_order = key_order
     resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
     sys.setrecursionlimit(20_000)
-    send(answers, "ready")
+    pipe.send("ready")
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
     while True:
         try:
-            row = receive(sys.stdin.buffer)
+            row = pipe.recv()
         except EOFError:
             return
         try:
-            send(answers, try_row(subject, row, encode))
+            pipe.send(try_row(subject, row, encode))
         except (MemoryError, RuntimeError, ValueError, RecursionError) as error:
-            send(answers, {"outcome": "crash", "why": repr(error)[:300]})
+            pipe.send({"outcome": "crash", "why": repr(error)[:300]})
 
 
 if __name__ == "__main__":

@@ -235,7 +235,8 @@ class Graft:
         self._decoder.retire(self._replay)
         after = self._decoder.counters()
         if after["desyncs"] or after["errors"] or after["refused_drafts"]:
-            raise GraftError(f"the worker failed: {self._decoder.first_error()} {after}")
+            said = next(filter(None, map(self._decoder.error, range(self._decoder.slots))), "")
+            raise GraftError(f"the worker failed: {said} {after}")
         return sum(after[f"{s}_ns"] - before[f"{s}_ns"] for s in ("open", "commit", "draft"))
 
 

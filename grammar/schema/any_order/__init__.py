@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..lark import json_options
-from ..options import Whitespace
+from ..options import Whitespace, json_options
 from ..terms import Cannot, Reason, subschemas
 from ..trial import trial_lark
 from .rules import lark_rules
@@ -17,14 +16,10 @@ Told = tuple[Reason, ...]
 
 
 def in_any_order(schema: Any, whitespace: Whitespace) -> tuple[str, Told, Told]:
-    """A Lark grammar for a schema that LLGuidance takes.
+    """A Lark grammar for a schema that LLGuidance takes; empty if ``%json`` does it, or nothing.
 
-    Returns
-    -------
-    rules, kept, narrowed
-        The grammar; empty if ``%json`` does it, or nothing does. Where, and why, keys keep the
-        schema's order all the same: in some objects if there are rules, else in all. And where
-        other keys are left out.
+    Also where, and why, keys keep the schema's order all the same: in some objects if there are
+    rules, else in all; and where other keys are left out.
     """
     try:
         # Asking about each leaf costs time, and few schemas have any that nothing fits.

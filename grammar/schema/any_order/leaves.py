@@ -23,17 +23,7 @@ _SINGLE = ("additionalProperties", "additionalItems", "items")
 
 
 class Leaves:
-    """One schema document.
-
-    Parameters
-    ----------
-    root
-        The whole schema, as the rewriter leaves it.
-    options
-        LLGuidance's options for it.
-    careful
-        Whether LLGuidance is asked about every leaf whether anything fits it.
-    """
+    """Leaves of one schema document; if careful, LLGuidance is asked whether anything fits them."""
 
     def __init__(self, root: Any, options: dict[str, Any], careful: bool):
         self._root, self._options, self._careful = root, options, careful
@@ -86,7 +76,7 @@ class Leaves:
 
     def _inner(self, part: dict[str, Any]) -> Iterator[Any]:
         for keyword in _MAPS:
-            yield from (part.get(keyword) or {}).values()
+            yield from part.get(keyword, {}).values()
         for keyword in _LISTS:
             if isinstance(part.get(keyword), list):
                 yield from part[keyword]

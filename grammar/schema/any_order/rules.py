@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..lark import literal
+from ..options import literal
 from ..terms import KINDS, Cannot, has_orders, kinds_of, meet
-from .keys import ANY_KEY, PLAIN_KEY, key, pattern_key
+from . import lark
 from .leaves import KNOWN, Leaves
 from .shape import Array, Object, Parts, array_of, object_of
-from .text import BITS, Pairs, array_body, object_rules, regex, separators
 
 __all__ = ["lark_rules"]
 
@@ -33,26 +32,9 @@ def lark_rules(
 ) -> tuple[str, list[Cannot], list[Cannot]]:
     """The rules of a grammar, started from ``start``; none if one ``%json`` says the same.
 
-    Parameters
-    ----------
-    root
-        A schema as the rewriter leaves it, known to compile. It is not changed.
-    options
-        LLGuidance's options for schemas.
-    careful
-        Ask LLGuidance about every leaf whether anything fits it; else one that nothing fits may
-        stay in the grammar, which LLGuidance then refuses as unsatisfiable.
-
-    Returns
-    -------
-    rules, kept, narrowed
-        The grammar, why objects in it keep their keys in the schema's order, if some do, and which
-        keys it leaves out.
-
-    Raises
-    ------
-    Cannot
-        If the schema has no such form.
+    Also why objects in it keep their keys in the schema's order, if some do, and which keys it
+    leaves out; `Cannot` if the schema, which is known to compile, has no such form. If not careful,
+    a leaf that nothing fits may stay in the grammar, which LLGuidance then refuses.
     """
     leaves = Leaves(root, options, careful)
     if not leaves.has_objects(root):
@@ -61,7 +43,7 @@ def lark_rules(
     start = worker.of((root,))
     if start is None:
         raise Cannot(_WHOLE, "allows no output")
-    return worker.text(start) + "\n" + separators(options), worker.kept, worker.narrowed
+    return worker.text(start) + "\n" + lark.separators(options), worker.kept, worker.narrowed
 
 
 class _Rules:
@@ -214,7 +196,7 @@ class _Rules:
         high = 0 if item is None else array.high
         if high is not None and array.low > high:
             return None
-        return self._shared(array_body(item, array.low, high))
+        return self._shared(lark.array_body(item, array.low, high))
 
     def _object(self, shape: Object) -> str | None:
         names: dict[str, str] = {}
@@ -224,21 +206,21 @@ class _Rules:
                 names[name] = rule
             elif name in shape.required:
                 return None
-        if len(names) > BITS:
+        if len(names) > lark.BITS:
             raise Cannot("properties", f"{len(names)} of them or more")
-        pairs = Pairs(tuple(names.items()), len(shape.required), self._other_pairs(shape))
+        pairs = lark.Pairs(tuple(names.items()), len(shape.required), self._other_pairs(shape))
         known = repr(pairs)
         if known not in self._known:
             name = self._known[known] = self._new("o")
-            for head, body in object_rules(name, pairs).items():
+            for head, body in lark.object_rules(name, pairs).items():
                 self._define(head, body)
         return self._known[known]
 
     def _other_pairs(self, shape: Object) -> str | None:
         """Rule of one pair whose key has no name in the schema."""
-        taken = [literal(key(name)) for name in shape.names]
-        patterns = [regex(pattern_key(pattern)) for pattern in shape.patterns]
-        others = regex(PLAIN_KEY if patterns else ANY_KEY)
+        taken = [literal(lark.key(name)) for name in shape.names]
+        patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]
+        others = lark.regex(lark.PLAIN_KEY if patterns else lark.ANY_KEY)
         if patterns:
             self.narrowed.append(Cannot("patternProperties", "no keys that JSON escapes"))
         options = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import GrammarError
 from ...judge import found_in
-from ..terms import Cannot, word_set
+from ..terms import Cannot, required_of, word_set
 
 __all__ = ["ARRAYS", "OBJECTS", "Array", "Object", "Parts", "array_of", "object_of"]
 
@@ -23,23 +23,11 @@ Parts = tuple[Any, ...]  # schemas that all hold
 
 @dataclass
 class Object:
-    """What an object has to look like.
-
-    Attributes
-    ----------
-    names
-        Named properties and the schemas of each.
-    patterns
-        Keys in which a pattern is found (named ones excepted) and their schemas.
-    rest
-        Schemas of all other keys.
-    required
-        Names that have to be there.
-    """
+    """What an object has to look like."""
 
     names: dict[str, Parts] = field(default_factory=dict)
-    patterns: dict[str, Parts] = field(default_factory=dict)
-    rest: Parts = ()
+    patterns: dict[str, Parts] = field(default_factory=dict)  # found in keys without a name
+    rest: Parts = ()  # of all other keys
     required: frozenset[str] = frozenset()
 
 
@@ -55,10 +43,7 @@ class Array:
 def object_of(parts: Parts) -> Object:
     """What the schemas say together about objects.
 
-    Raises
-    ------
-    Cannot
-        If patterns of two of them would have to be intersected, or keys are counted.
+    `Cannot` if patterns of two of them would have to be intersected, or keys are counted.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
     for part in parts:
@@ -67,13 +52,10 @@ def object_of(parts: Parts) -> Object:
     patterned = [part for part in parts if part.get("patternProperties")]
     if len({tuple(part["patternProperties"]) for part in patterned}) > 1:
         raise Cannot("patternProperties", "of several schemas that hold together")
-    made = Object(required=frozenset(n for part in parts for n in part.get("required", ())))
-    names: dict[str, None] = {}
-    for part in parts:
-        names.update(dict.fromkeys(part.get("properties") or ()))
-    for part in parts:
-        names.update(dict.fromkeys(part.get("required") or ()))
-    for name in names:
+    needed = [name for part in parts for name in required_of(part)]
+    made = Object(required=frozenset(needed))
+    listed = [name for part in parts for name in part.get("properties", ())]
+    for name in dict.fromkeys(listed + needed):
         made.names[name] = tuple(s for part in parts for s in _of_name(part, name))
     for pattern in patterned[0]["patternProperties"] if patterned else ():
         made.patterns[pattern] = tuple(
@@ -87,8 +69,8 @@ def object_of(parts: Parts) -> Object:
 
 def _of_name(part: dict[str, Any], name: str) -> list[Any]:
     """Schemas of one named property in one schema."""
-    found = [part["properties"][name]] if name in (part.get("properties") or ()) else []
-    for pattern, schema in (part.get("patternProperties") or {}).items():
+    found = [part["properties"][name]] if name in part.get("properties", ()) else []
+    for pattern, schema in part.get("patternProperties", {}).items():
         if _found(pattern, name):
             found.append(schema)
     return found or [part.get("additionalProperties", True)]
@@ -104,13 +86,7 @@ def _found(pattern: str, name: str) -> bool:
 
 
 def array_of(parts: Parts) -> Array:
-    """What the schemas say together about arrays.
-
-    Raises
-    ------
-    Cannot
-        If first items have schemas of their own.
-    """
+    """What the schemas say together about arrays; `Cannot` if first items have their own."""
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:
         if "prefixItems" in part or isinstance(part.get("items"), list):

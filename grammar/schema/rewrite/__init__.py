@@ -9,11 +9,9 @@ has no exact form is left out of the result and reported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..terms import Reason, dialect
-from .disjoint import Oracle
 from .normal import normal
 from .rewriter import Rewriter
 from .rules import RULES
@@ -21,54 +19,27 @@ from .rules import RULES
 __all__ = ["Rewritten", "rewrite"]
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """The outcome.
+class Rewritten(NamedTuple):
+    """A schema without the parts named in ``lost``, which have no exact form.
 
-    Attributes
-    ----------
-    schema
-        The new schema; the parts named in ``lost`` are missing from it, so it allows more.
-    lost
-        What could not be said exactly.
-    changed
-        What was rewritten, for the curious.
-    narrowed
-        Where the new schema allows less: values that have no exact form beside others that do.
+    ``narrowed`` says where it allows less: values without exact form beside others that have one.
     """
 
     schema: Any
-    lost: tuple[Reason, ...]
-    changed: tuple[Reason, ...]
-    narrowed: tuple[Reason, ...]
+    lost: tuple[Reason, ...] = ()
+    changed: tuple[Reason, ...] = ()
+    narrowed: tuple[Reason, ...] = ()
 
 
-def rewrite(
-    schema: Any, *, draft: int = 2020, oracle: Oracle | None = None,
-    assert_formats: bool | None = None,
-) -> Rewritten:  # fmt: skip
-    """Rewrite a schema.
-
-    Parameters
-    ----------
-    schema
-        Parsed JSON. It is not changed.
-    draft
-        Draft of schemas that do not name theirs in ``$schema``: 3, 4, 6, 7, 2019 or 2020.
-    oracle
-        See `Disjointness`.
-    assert_formats
-        Whether formats are enforced; None: unless ``$schema`` names a draft to which they are
-        annotations.
-    """
+def rewrite(schema: Any, *, draft: int = 2020, assert_formats: bool | None = None) -> Rewritten:
+    """Rewrite a schema that `check_schema` takes; see `route` for the options."""
+    if not isinstance(schema, dict):
+        return Rewritten(schema)
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7
     draft = dialect(schema, draft)
     schema, ignored = normal(schema, draft)
-    worker = Rewriter(schema, draft, assert_formats, oracle, RULES)
+    worker = Rewriter(schema, draft, assert_formats, RULES)
     new = worker.whole(schema)
-    lost, changed, narrowed = (
-        tuple(dict.fromkeys(found))
-        for found in (worker.lost, ignored + worker.changed, worker.narrowed)
-    )
-    return Rewritten(new, lost, changed, narrowed)
+    told = (worker.lost, ignored + worker.changed, worker.narrowed)
+    return Rewritten(new, *(tuple(dict.fromkeys(found)) for found in told))

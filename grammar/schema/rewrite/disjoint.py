@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 from ...judge import found_in
-from ..terms import KINDS, Cannot, Kinds, References, kinds_of, meet, value_kind
+from ..terms import KINDS, Cannot, Kinds, References, kinds_of, meet, required_of, values_of
+from ..trial import unsatisfiable
 
 __all__ = ["Disjointness"]
 
-Oracle = Callable[[dict[str, Any]], bool]
-
 _DEPTH = 6
-_LARGEST = 15_000  # characters; the oracle takes half a second for some larger documents
+_QUESTIONS = 60  # to LLGuidance, about one document
+_LARGEST = 15_000  # characters; LLGuidance takes half a second for some larger documents
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 class Disjointness:
     """Proofs within one document; "not proved" says nothing.
 
-    Parameters
-    ----------
-    references
-        Resolves ``$ref``.
-    oracle
-        Says of a schema whether it provably allows nothing; asked when types, constants and
-        required properties do not settle the matter. At most ``budget`` times.
-    definitions
-        ``$defs`` and ``definitions`` of the document, for the oracle.
+    LLGuidance is asked where types, constants and required properties do not settle the matter.
     """
 
-    def __init__(
-        self, references: References, oracle: Oracle | None, definitions: dict[str, Any],
-        budget: int = 60,
-    ):  # fmt: skip
+    def __init__(self, root: Any, references: References):
+        shared = ("$schema", "$defs", "definitions")
         self._references = references
-        self._oracle = oracle
-        self._definitions = definitions
-        self._budget = budget
+        self._definitions = {k: root[k] for k in shared if k in root}
+        self._left = _QUESTIONS
 
     def proved(self, one: Any, other: Any, base: Any = True, kinds: Kinds = KINDS) -> bool:
         """Whether no value of these types fits ``base`` and both schemas."""
         if self._apart(one, other, kinds, _DEPTH):
             return True
-        if self._oracle is None or self._budget <= 0:
+        if self._left <= 0:
             return False
-        self._budget -= 1
+        self._left -= 1
         typed = True if kinds == KINDS else {"type": sorted(kinds)}
         document = self._document([base, one, other, typed])
-        return len(json.dumps(document)) <= _LARGEST and self._oracle(document)
+        return len(json.dumps(document)) <= _LARGEST and unsatisfiable(document)
 
     def _document(self, parts: list[Any]) -> dict[str, Any]:
         """The intersection, with the definitions it refers to and no others."""
@@ -83,14 +72,16 @@ class Disjointness:
                 if self._apart(part, second, kinds, depth - 1):
                     return True
             for keyword in ("anyOf", "oneOf"):
-                parts = first.get(keyword)
-                if isinstance(parts, list) and all(
-                    self._apart(part, second, kinds, depth - 1) for part in parts
+                if keyword in first and all(
+                    self._apart(part, second, kinds, depth - 1) for part in first[keyword]
                 ):
                     return True
-        values, others = _values(one), _values(other)
+        values, others = values_of(one), values_of(other)
         if values is not None and others is not None:
-            return not any(_same(a, b) for a in values for b in others)
+            return not any(
+                a == b and isinstance(a, bool) == isinstance(b, bool)
+                for a in values for b in others
+            )  # fmt: skip
         common = meet(kinds, meet(kinds_of(one), kinds_of(other)))
         if not common:
             return True
@@ -107,33 +98,23 @@ class Disjointness:
         return False
 
     def _conjuncts(self, schema: dict[str, Any]) -> list[Any]:
-        parts: list[Any] = []
+        parts = list(schema.get("allOf", ()))
         if "$ref" in schema:
-            try:
+            with contextlib.suppress(Cannot):
                 parts.append(self._references.resolve(schema["$ref"]))
-            except Cannot:
-                parts.clear()
-        whole = schema.get("allOf")
-        if isinstance(whole, list):
-            parts += whole
         return parts
 
     def _objects_apart(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
         """Whether a property that must be there cannot fit both."""
-        names: dict[str, None] = {}
-        for schema in (one, other):
-            required = schema.get("required")
-            names.update(dict.fromkeys(required if isinstance(required, list) else ()))
         return any(
             self._apart(_property(one, name), _property(other, name), KINDS, depth - 1)
-            for name in names
-            if isinstance(name, str)
+            for name in dict.fromkeys((*required_of(one), *required_of(other)))
         )
 
 
 def _property(schema: dict[str, Any], name: str) -> Any:
     """What a property of this name must fit (possibly less than all of it)."""
-    properties = schema.get("properties") or {}
+    properties = schema.get("properties", {})
     if name in properties:
         return properties[name]
     if schema.get("patternProperties"):
@@ -141,29 +122,13 @@ def _property(schema: dict[str, Any], name: str) -> Any:
     return schema.get("additionalProperties", True)
 
 
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    return (value_kind(one) == value_kind(other) and one == other) or (
-        isinstance(one, (list, dict)) and json.dumps(one) == json.dumps(other)
-    )
-
-
 def _refused(words: list[Any], schema: dict[str, Any]) -> bool:
     """Whether a schema's own string keywords refuse every one of the words."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
-    pattern, found = schema.get("pattern"), None
-    try:
-        if isinstance(pattern, str):
-            re.compile(pattern)
-            found = functools.partial(found_in, pattern)
-    except re.error:
-        pass
+    found = None
+    with contextlib.suppress(re.error, KeyError):
+        re.compile(schema["pattern"])
+        found = functools.partial(found_in, schema["pattern"])
     return all(
         not isinstance(word, str)
         or not low <= len(word) <= high

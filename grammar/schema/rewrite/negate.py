@@ -6,27 +6,19 @@ import itertools
 from typing import Any
 
 from ...judge import found_in
-from ..terms import (
-    KINDS,
-    Cannot,
-    Kinds,
-    References,
-    any_of,
-    kinds_of,
-    meet,
-    value_kind,
-    word_set,
-)
+from .. import terms
+from ..terms import KINDS, Cannot, Kinds, References, any_of, kinds_of, meet
 from .strings import literals, none_of
 
 __all__ = ["Negation"]
 
 _DEPTH = 12
-_KNOWN_FORMATS = word_set(
+_DIFFERS = "that some property differs cannot be said in JSON schema"
+_KNOWN_FORMATS = terms.word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
     iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
 )
-_SAYS_NOTHING = word_set(
+_SAYS_NOTHING = terms.word_set(
     """$schema $id id $anchor $defs definitions $comment title description default examples
     deprecated readOnly writeOnly type const enum required properties additionalProperties
     patternProperties items additionalItems prefixItems minimum maximum exclusiveMinimum
@@ -44,15 +36,7 @@ _ABOUT = {
 
 
 class Negation:
-    """Complements within one document.
-
-    Parameters
-    ----------
-    references
-        Resolves ``$ref``.
-    draft
-        3, 4, 6, 7, 2019 or 2020.
-    """
+    """Complements within one document."""
 
     def __init__(self, references: References, draft: int):
         self._references = references
@@ -66,12 +50,8 @@ class Negation:
         """`of`, or where it has no words for it a part of the complement, and what is missing.
 
         Objects that fail the schema only in the value of a property are left out if the complement
-        of that value's schema cannot be said, while those without the property are kept.
-
-        Raises
-        ------
-        Cannot
-            If nothing would be left, or something else has no words.
+        of that value's schema cannot be said, while those without the property are kept. `Cannot`
+        if nothing would be left, or something else has no words.
         """
         self._missing = []
         try:
@@ -92,29 +72,14 @@ class Negation:
             self._missing.append(error)
             return False
 
-    def of(
-        self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None
-    ) -> Any:
-        """Everything that ``schema`` refuses.
+    def of(self, schema: Any, kinds: Kinds = KINDS, names: frozenset[str] | None = None) -> Any:
+        """Everything that ``schema`` refuses; `Cannot` if JSON schema has no words for it.
 
-        Parameters
-        ----------
-        schema
-            A schema.
-        kinds
-            Only values of these types matter; what the complement says of others is free.
-        names
-            If given, only objects whose property names are among these matter.
-
-        Raises
-        ------
-        Cannot
-            If JSON schema has no words for it.
+        Only values of these ``kinds`` matter, what the complement says of others is free; and, if
+        given, only objects whose property names are among ``names``.
         """
         if isinstance(schema, bool):
             return not schema
-        if not isinstance(schema, dict):
-            raise Cannot("not", "its value is no schema")
         if self._depth >= _DEPTH:
             raise Cannot("not", "is nested too deeply or refers to itself")
         self._depth += 1
@@ -123,9 +88,7 @@ class Negation:
         finally:
             self._depth -= 1
 
-    def _options(
-        self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None
-    ) -> Any:
+    def _options(self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None) -> Any:
         yield from _other_types(schema, kinds)
         # Values that the schema's own type already excludes need not be excluded twice.
         kinds = meet(kinds, kinds_of(schema) if "type" in schema else KINDS)
@@ -183,7 +146,7 @@ class Negation:
     def _other_values(self, values: Any, kinds: Kinds) -> Any:
         by_kind: dict[str, list[Any]] = {}
         for value in values:
-            by_kind.setdefault(value_kind(value), []).append(value)
+            by_kind.setdefault(terms.value_kind(value), []).append(value)
         free = sorted(k for k in kinds if ("number" if k == "integer" else k) not in by_kind)
         if free:
             yield {"type": free}
@@ -243,17 +206,14 @@ class Negation:
         yield from (self._item(index, complement) for index in range(len(prefix), int(bound)))
 
     def _objects(self, schema: dict[str, Any], names: frozenset[str] | None) -> Any:
-        properties = schema.get("properties") or {}
-        required = schema.get("required")
-        for name in required if isinstance(required, list) else ():
+        properties = schema.get("properties", {})
+        for name in terms.required_of(schema):
             yield {"type": "object", "properties": {name: False}}
         for name, part in properties.items():
             yield self._if_possible(name, part)
-        patterns = schema.get("patternProperties") or {}
+        patterns = schema.get("patternProperties", {})
         if any(part is not True and part != {} for part in patterns.values()):
-            raise Cannot(
-                "patternProperties", "that some property differs cannot be said in JSON schema"
-            )
+            raise Cannot("patternProperties", _DIFFERS)
         rest = schema.get("additionalProperties", True)
         if rest is True or rest == {}:
             return
@@ -263,11 +223,12 @@ class Negation:
                 if not any(found_in(pattern, name) for pattern in patterns):
                     yield _property(name, complement)
         elif rest is False and not patterns and len(properties) <= 5:
-            yield from _with_another(tuple(properties))
+            listed = tuple(properties)
+            for count in range(len(listed) + 1):
+                for present in itertools.combinations(listed, count):
+                    yield _and_another(present, listed)
         else:
-            raise Cannot(
-                "additionalProperties", "that some property differs cannot be said in JSON schema"
-            )
+            raise Cannot("additionalProperties", _DIFFERS)
 
 
 def _property(name: str, schema: Any) -> Any:
@@ -275,13 +236,6 @@ def _property(name: str, schema: Any) -> Any:
     if schema is False:
         return False
     return {"type": "object", "required": [name], "properties": {name: schema}}
-
-
-def _with_another(names: tuple[str, ...]) -> Any:
-    """Objects with a property that is none of these, by which of these they have."""
-    for count in range(len(names) + 1):
-        for present in itertools.combinations(names, count):
-            yield _and_another(present, names)
 
 
 def _and_another(present: tuple[str, ...], names: tuple[str, ...]) -> Any:

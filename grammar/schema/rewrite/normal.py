@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from ..terms import Cannot, Reason, References, escape, steps_of, subschemas, word_set
+from ..terms import MAPS, Cannot, Reason, References, escape, steps_of, subschemas, word_set
 
 __all__ = ["normal"]
 
@@ -23,32 +23,23 @@ _SINCE = {
 }  # fmt: skip
 _BESIDE_REF = word_set("$schema $defs definitions title description $comment")
 _DATA = word_set("enum const default examples example")
-_MAPS = word_set(
-    "properties patternProperties $defs definitions dependencies dependentSchemas"
-)
 _HOMES = ("$defs", "definitions")
 _IN_PLACE = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 
 
-def normal(root: Any, draft: int) -> tuple[Any, list[Reason]]:
-    """A copy of the whole schema, and what was left out of it.
-
-    Parameters
-    ----------
-    root
-        A schema that `check_schema` takes.
-    draft
-        3, 4, 6, 7, 2019 or 2020.
-    """
+def normal(root: dict[str, Any], draft: int) -> tuple[dict[str, Any], list[Reason]]:
+    """A copy of the whole schema, and what was left out of it."""
     ignored: list[Reason] = []
     root = _in_force(root, draft, "#", ignored, names=False)
-    if not isinstance(root, dict):
-        return root, ignored
     if not References(root).nested:
         _point(root, ignored)
     references = References(root)
     for pointer, part in subschemas(root):
-        _without_contains(part)
+        if part.get("minContains") == 0 and "maxContains" not in part:  # asks for nothing
+            part.pop("contains", None)
+        if "contains" not in part:
+            part.pop("minContains", None)
+            part.pop("maxContains", None)
         for keyword, spell in _UNEVALUATED.items():
             if keyword in part:
                 try:
@@ -77,7 +68,7 @@ def _in_force(part: Any, draft: int, at: str, ignored: list[Reason], names: bool
         elif not names and key in _DATA:
             kept[key] = value
         else:
-            maps = not names and key in _MAPS
+            maps = not names and key in MAPS
             kept[key] = _in_force(value, draft, f"{at}/{escape(key)}", ignored, maps)
     return kept
 
@@ -106,15 +97,6 @@ def _point(root: dict[str, Any], ignored: list[Reason]) -> None:
                 ignored.append(Reason(pointer, keyword, f"{target!r} has become {found[0]!r}"))
 
 
-def _without_contains(part: dict[str, Any]) -> None:
-    """Drops ``minContains`` and ``maxContains`` alone, and a ``contains`` that asks for nothing."""
-    if part.get("minContains") == 0 and "maxContains" not in part:
-        part.pop("contains", None)
-    if "contains" not in part:
-        part.pop("minContains", None)
-        part.pop("maxContains", None)
-
-
 def _properties(part: dict[str, Any], rest: Any, references: References) -> None:
     found = _evaluated(part, references, ("unevaluatedProperties",), [])
     if found is None or rest is True or rest == {}:
@@ -133,10 +115,8 @@ def _evaluated(
         return {}, {}
     if (part.keys() - but) & {"additionalProperties", "unevaluatedProperties"}:
         return None
-    names, patterns = (
-        dict.fromkeys(part.get(keyword) or (), True)
-        for keyword in ("properties", "patternProperties")
-    )
+    names = dict.fromkeys(part.get("properties", ()), True)
+    patterns = dict.fromkeys(part.get("patternProperties", ()), True)
     inner = list(part.get("allOf", ()))
     if "$ref" in part:
         inner.append(references.resolve(part["$ref"]))
@@ -188,7 +168,6 @@ def _prune(root: dict[str, Any], references: References) -> None:
                 pending.append(root.get(home, {}).get(name))
     for home in _HOMES:
         if home in root:
-            kept = {k: v for k, v in root[home].items() if (home, k) in used}
-            root[home] = kept
-            if not kept:
+            root[home] = {k: v for k, v in root[home].items() if (home, k) in used}
+            if not root[home]:
                 del root[home]

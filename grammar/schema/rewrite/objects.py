@@ -8,20 +8,21 @@ import re
 from typing import Any
 
 from ...judge import found_in
-from ..terms import Cannot
+from ..terms import Cannot, required_of, word_set
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]
 
 _CHOICES = 64  # alternatives a rewrite may introduce
+_SAYS_NOTHING = word_set("type title description $comment examples default")
 
 
-def dependencies(value: Any, required: Any) -> list[Any]:
+def dependencies(value: Any, required: list[str]) -> list[Any]:
     """Conjuncts that say the same as ``dependencies`` (or its two successors).
 
     For a property that must be there, the dependency itself; else "the property is absent, or it is
     there and so is what it needs". Properties that need each other share one such choice.
     """
-    always = set(required) if isinstance(required, list) else set()
+    always = set(required)
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     parts: list[Any] = []
     for name, wanted in value.items():
@@ -60,15 +61,14 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
     pattern = _name_pattern(names)
     if schema.get("patternProperties"):
         raise Cannot("propertyNames", "stands beside patternProperties")
-    listed = dict(schema.get("properties") or {})
+    listed = dict(schema.get("properties", {}))
     try:
         for name in listed:
             if not found_in(pattern, name):
                 listed[name] = False
     except re.error as error:
         raise Cannot("propertyNames", f"pattern {pattern!r}: {error}") from None
-    required = schema.get("required")
-    for name in required if isinstance(required, list) else ():
+    for name in required_of(schema):
         if name not in listed and not found_in(pattern, name):
             listed[name] = False
     rest = schema.get("additionalProperties", True)
@@ -82,16 +82,12 @@ def property_names(names: Any, schema: dict[str, Any]) -> dict[str, Any]:
 
 def _name_pattern(names: Any) -> str:
     """One regular expression of the names that are allowed."""
-    said = {
-        key: value for key, value in names.items()
-        if key not in ("type", "title", "description", "$comment", "examples", "default")
-    }  # fmt: skip
+    said = {key: value for key, value in names.items() if key not in _SAYS_NOTHING}
     if set(said) == {"pattern"}:
         return said["pattern"]
     if set(said) in ({"enum"}, {"const"}):
         words = said["enum"] if "enum" in said else [said["const"]]
-        texts = [re.sub(r"([^A-Za-z0-9])", r"\\\1", word) for word in words
-                 if isinstance(word, str)]  # fmt: skip
+        texts = [re.sub(r"([^A-Za-z0-9])", r"\\\1", w) for w in words if isinstance(w, str)]
         return f"^(?:{'|'.join(texts)})$"
     if set(said) <= {"minLength", "maxLength"}:
         low, high = said.get("minLength", 0), said.get("maxLength", "")
@@ -102,19 +98,13 @@ def _name_pattern(names: Any) -> str:
 def property_count(schema: dict[str, Any]) -> list[Any] | None:
     """A disjunction that says the same as ``minProperties`` and ``maxProperties``.
 
-    Returns
-    -------
-    list of schemas or None
-        None if the bounds can stay: every listed property is required, or impossible.
+    None if the bounds can stay: every listed property is required, or impossible.
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")
-    properties = schema.get("properties") or {}
-    required = set(schema.get("required") or ())
+    properties, required = schema.get("properties", {}), set(required_of(schema))
     optional = [n for n, part in properties.items() if part is not False and n not in required]
-    closed = schema.get("additionalProperties", True) is False and not schema.get(
-        "patternProperties"
-    )
+    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if not optional:
         return None
     if closed and high is not None and high >= len(optional) + len(required):
@@ -157,15 +147,10 @@ def _check(count: int) -> None:
 def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | None:
     """A disjunction that says the same as ``uniqueItems``; None if nothing needs to be said.
 
-    Parameters
-    ----------
-    schema
-        The array schema.
-    values
-        All values that an item can have, or None if they are not a short list.
+    ``values`` are all that an item can have, None if they are not a short list.
     """
     bound = schema.get("maxItems")
-    if isinstance(bound, (int, float)) and bound <= 1:
+    if bound is not None and bound <= 1:
         return None
     if values is None:
         raise Cannot("uniqueItems", "items that differ cannot be enforced")
@@ -181,26 +166,17 @@ def distinct(schema: dict[str, Any], values: list[Any] | None) -> list[Any] | No
     ]
 
 
-
-
 def contains(part: Any, schema: dict[str, Any], prefix: str) -> list[Any]:
     """A disjunction that says the same as ``contains``, by the places of what is to be contained.
 
-    Parameters
-    ----------
-    part
-        The schema of which enough items have to be.
-    schema
-        The array schema, with ``minContains``.
-    prefix
-        The keyword for first items: ``"prefixItems"`` or ``"items"``.
+    ``prefix`` is the keyword for first items: ``"prefixItems"`` or ``"items"``.
     """
     least, bound = int(schema.get("minContains", 1)), schema.get("maxItems")
     if "maxContains" in schema:
         raise Cannot("contains", "with maxContains cannot be enforced")
     if part is True or part == {}:
         return [{"type": "array", "minItems": least}]
-    if not isinstance(bound, (int, float)):
+    if bound is None:
         raise Cannot("contains", "in arrays without maxItems cannot be enforced")
     count = math.comb(int(bound), least) if bound < 1000 else _CHOICES + 1
     if count > _CHOICES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..terms import KINDS, Cannot, Kinds, Reason, References, any_of, kinds_of, meet, word_set
+from ..terms import KINDS, Cannot, Kinds, Reason, any_of, kinds_of, meet, required_of, word_set
 from .objects import contains, dependencies, distinct, property_count, property_names
 from .rewriter import Rewriter, Rule, Site
 from .strings import FORMATS, HOSTNAME, ecma_pattern
@@ -47,9 +47,9 @@ def _one_of(to: Rewriter, value: Any, site: Site) -> None:
         options, narrowed = [], []
         for i, part in enumerate(made):
             kinds = meet(site.kinds, kinds_of(value[i]))
-            names = _closed_names(value[i], to.references)
+            names = _closed_names(to, value[i])
             if names is None:
-                names = _closed_names(site.schema, to.references)
+                names = _closed_names(to, site.schema)
             missing: list[Cannot] = []
             others = [
                 _share_only_empty(to, value[i], value[j])
@@ -116,7 +116,7 @@ def _share_only_empty(to: Rewriter, one: Any, other: Any) -> dict[str, Any] | No
 
 
 def _not(to: Rewriter, value: Any, site: Site) -> None:
-    names = _closed_names(site.schema, to.references)
+    names = _closed_names(to, site.schema)
     complement = to.negation.of(value, site.kinds, names)
     site.extra.append(to.fresh(complement, f"{site.at}/not", site.kinds))
     to.note(site.at, "not", "is spelled out as what remains")
@@ -130,7 +130,7 @@ def _if(to: Rewriter, value: Any, site: Site) -> None:
         options = [value, other]  # "not C implies E"
     else:
         options = [{"allOf": [value, then]}]
-        names = _closed_names(site.schema, to.references)
+        names = _closed_names(to, site.schema)
         rest = to.negation.of(value, site.kinds, names)
         options.append(rest if other is True else {"allOf": [rest, other]})
     site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
@@ -142,7 +142,7 @@ def _said_elsewhere(to: Rewriter, value: Any, site: Site) -> None:
 
 
 def _dependencies(to: Rewriter, value: Any, site: Site) -> None:
-    parts = dependencies(value, site.schema.get("required"))
+    parts = dependencies(value, required_of(site.schema))
     site.extra += [to.fresh(part, f"{site.at}/dependencies", site.kinds) for part in parts]
     to.note(site.at, "dependencies", "are spelled out by which properties are there")
 
@@ -158,7 +158,7 @@ def _property_names(to: Rewriter, value: Any, site: Site) -> None:
 
 def _property_counts(to: Rewriter, value: Any, site: Site) -> None:
     bounds = {k: int(site.schema[k]) for k in _COUNTS if k in site.schema}
-    needed = len(set(site.schema.get("required") or ()))
+    needed = len(set(required_of(site.schema)))
     options = property_count({**site.schema, **{k: site.out[k] for k in _OBJECT if k in site.out}})
     if options is None:
         site.out.update(bounds)
@@ -182,7 +182,7 @@ def _unique_items(to: Rewriter, value: Any, site: Site) -> None:
     if value is not True:
         return
     items = site.schema.get("items", True)
-    options = distinct(site.schema, _few(items, to.references))
+    options = distinct(site.schema, _few(to, items))
     if options is not None:
         others = sorted(site.kinds - {"array"})
         if others:
@@ -221,9 +221,9 @@ def _pattern(to: Rewriter, value: Any, site: Site) -> None:
     site.out["pattern"] = ecma_pattern(value)
 
 
-def _few(items: Any, references: References) -> list[Any] | None:
+def _few(to: Rewriter, items: Any) -> list[Any] | None:
     """All values of a schema, if it lists them and says nothing else."""
-    items = references.behind(items)
+    items = to.references.behind(items)
     if not isinstance(items, dict) or "enum" not in items or items.keys() - _PLAIN:
         return None
     kinds = kinds_of({"type": items["type"]}) if "type" in items else KINDS
@@ -232,14 +232,12 @@ def _few(items: Any, references: References) -> list[Any] | None:
     return [v for i, v in enumerate(items["enum"]) if v not in items["enum"][:i]]
 
 
-def _closed_names(schema: Any, references: References) -> frozenset[str] | None:
+def _closed_names(to: Rewriter, schema: Any) -> frozenset[str] | None:
     """The only names that properties can have, if a schema says so itself."""
-    schema = references.behind(schema)
+    schema = to.references.behind(schema)
     if not isinstance(schema, dict) or schema.get("additionalProperties") is not False:
         return None
-    if schema.get("patternProperties"):
-        return None
-    return frozenset(schema.get("properties") or ())
+    return None if schema.get("patternProperties") else frozenset(schema.get("properties", ()))
 
 
 #: What happens to each keyword: a rule adds to the site or raises `Cannot`.

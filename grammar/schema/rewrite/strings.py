@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable
@@ -30,12 +31,8 @@ def ecma_pattern(pattern: str) -> str:
     """The same pattern for an engine with Unicode's idea of white space and stricter syntax.
 
     ECMA-262 counts U+FEFF as white space and U+0085 not, ends a line at four characters, knows
-    ``\\cX``, and takes ``[``, ``&&``, ``--`` and ``~~`` in a class literally.
-
-    Raises
-    ------
-    Cannot
-        For look-around and back-references, which describe no regular language here.
+    ``\\cX``, and takes ``[``, ``&&``, ``--`` and ``~~`` in a class literally. `Cannot` for
+    look-around and back-references, which describe no regular language here.
     """
     out: list[str] = []
     at, inside, start = 0, False, 0
@@ -79,13 +76,9 @@ def _quotable(characters: str) -> str:
     When a class has all of U+0000 to U+001F, LLGuidance 1.9 allows every escape sequence of JSON
     for it, so also those of the quote and the backslash, which the class may exclude.
     """
-    try:
+    with contextlib.suppress(re.error):
         has = re.compile(characters).fullmatch
-    except re.error:
-        has = None
-    if has is not None:
-        controls = all(has(chr(code)) for code in range(0x20))
-        if not controls or (has('"') and has("\\")):
+        if not all(has(chr(code)) for code in range(0x20)) or (has('"') and has("\\")):
             return characters
     if characters.startswith("[^"):
         return "[^\\x00" + characters[2:]
@@ -110,7 +103,8 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
         raise Cannot("pattern", f"the back-reference in {pattern!r} cannot be enforced")
     if char == "0":
         return r"\x00", 2
-    surrogates = re.match(r"\\u([Dd][89ABab]..)\\u([Dd][C-Fc-f]..)", pattern[at:])
+    digits = "[0-9A-Fa-f]{2}"
+    surrogates = re.match(rf"\\u([Dd][89ABab]{digits})\\u([Dd][C-Fc-f]{digits})", pattern[at:])
     if surrogates:
         high, low = int(surrogates[1], 16), int(surrogates[2], 16)
         return code_point(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)), 12
@@ -124,10 +118,8 @@ def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
 
 def _not_space(inside: bool) -> str:
     ranges, start = [], 0
-    spaces = sorted(
-        [*range(9, 14), 32, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F,
-         0x3000, 0xFEFF]
-    )  # fmt: skip
+    spaces = [*range(9, 14), 32, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F,
+              0x205F, 0x3000, 0xFEFF]  # fmt: skip
     for code in [*spaces, 0x110000]:
         if code > start:
             ranges.append(f"{code_point(start)}-{code_point(code - 1)}")
@@ -157,12 +149,8 @@ def none_of(words: Iterable[str]) -> str:
 
 def _others(node: dict) -> str:
     chars = [char for char in node if char]
-    options = []
-    if chars:
-        options.append(f"[^{''.join(quote(c) for c in chars)}]{ANY}*")
-        options += [f"{quote(char)}{_others(node[char])}" for char in chars]
-    else:
-        options.append(f"{ANY}+")
+    options = [f"[^{''.join(map(quote, chars))}]{ANY}*" if chars else f"{ANY}+"]
+    options += [f"{quote(char)}{_others(node[char])}" for char in chars]
     text = f"(?:{'|'.join(options)})"
     return text if "" in node else text + "?"
 

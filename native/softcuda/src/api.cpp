@@ -3,13 +3,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <condition_variable>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <sstream>
-#include <thread>
 
 #include "calls.h"
 #include "gil.h"
@@ -99,95 +94,46 @@ void leak_everything() {
   for (size_t i = 0; i < kKinds; ++i) g_leaked[i] += g_live[i].exchange(0);
 }
 
-ApiSite::ApiSite(const char* api, unsigned f) : name(api), flags(f), next(g_sites.load()) {
+ApiSite::ApiSite(const char* symbol, int version, unsigned given, void* function)
+    : from(version), flags(given), address(function), next(g_sites.load()) {
+  std::snprintf(name, sizeof name, "%s", symbol);
+  char* suffix = name + std::strlen(name) - 3;
+  if (std::strncmp(suffix, "_v", 2) == 0) *suffix = '\0';
   while (!g_sites.compare_exchange_weak(next, this)) {
   }
 }
 
-namespace {
-// SOFTCUDA_FAIL=function:n[:code],...: calls that fail on demand.
-struct Planned {
-  std::string function;
-  long nth = 0;
-  CUresult code = CUDA_ERROR_OUT_OF_MEMORY;
-  std::atomic<long> seen{0};
-};
-std::vector<std::unique_ptr<Planned>>& planned() {
-  static auto& all = *[] {
-    auto* out = new std::vector<std::unique_ptr<Planned>>;
-    const char* text = std::getenv("SOFTCUDA_FAIL");
-    std::istringstream items(text == nullptr ? "" : text);
-    for (std::string item; std::getline(items, item, ',');) {
-      auto plan = std::make_unique<Planned>();
-      char function[64] = "";
-      if (std::sscanf(item.c_str(), "%63[^:]:%ld:%d", function, &plan->nth, &plan->code) < 2) {
-        log_line("softcuda: SOFTCUDA_FAIL: '" + item + "' is not function:n or function:n:code");
-        continue;
-      }
-      plan->function = function;
-      out->push_back(std::move(plan));
-    }
-    return out;
-  }();
-  return all;
-}
-
-CUresult planned_failure(const char* function) {
-  for (auto& plan : planned()) {
-    if (plan->function != function || ++plan->seen != plan->nth) continue;
-    return refuse(plan->code, std::string(function) + " fails as SOFTCUDA_FAIL says");
-  }
-  return CUDA_SUCCESS;
-}
-}  // namespace
-
-ApiCall::ApiCall(ApiSite& site) {
+ApiCall::ApiCall(ApiSite& site) : site_(site), gil_(gil_held()) {
   ThreadRecord& me = self();
-  const bool gil = gil_held();
   site.calls.fetch_add(1, std::memory_order_relaxed);
-  if (gil) site.gil_held.fetch_add(1, std::memory_order_relaxed);
+  if (gil_) site.gil_held.fetch_add(1, std::memory_order_relaxed);
   outer_ = me.site.load(std::memory_order_relaxed);
   if (outer_ == nullptr) {
-    me.gil = gil;
+    me.gil = gil_;
     me.since.store(now_ns(), std::memory_order_relaxed);
   }
   me.site.store(&site, std::memory_order_release);
-  if ((site.flags & kAlways) != 0) return;
+}
+
+void ApiCall::admit() {
+  const unsigned flags = site_.flags;
+  if ((flags & kAlways) != 0) return;
   if (t_forbidden != nullptr && settings().strict) {
-    refused_ = refuse(CUDA_ERROR_NOT_PERMITTED,
-                      std::string(site.name) + " was called from a " + t_forbidden);
-    return;
+    refuse(CUDA_ERROR_NOT_PERMITTED, std::string(site_.name) + " was called from a " + t_forbidden);
   }
-  if (forked()) {  // its threads stayed behind, maybe with our locks (A6)
-    refused_ = refuse(CUDA_ERROR_NOT_INITIALIZED,
-                      "the process was forked from one that uses the "
-                      "device");
-    return;
+  // A forked process's threads stayed behind, maybe with our locks (A6).
+  need(!forked(), CUDA_ERROR_NOT_INITIALIZED,
+       "the process was forked from one that uses the device");
+  need((flags & kNoInit) != 0 || initialised(), CUDA_ERROR_NOT_INITIALIZED);
+  if ((flags & kAfterFault) == 0) need(sticky() == CUDA_SUCCESS, sticky());
+  if ((flags & kContext) != 0 && current_context() == nullptr) {
+    refuse(CUDA_ERROR_INVALID_CONTEXT,
+           std::string(site_.name) + ": no context is current on this thread");
   }
-  if (!planned().empty()) {
-    refused_ = planned_failure(site.name);
-    if (refused_ != CUDA_SUCCESS) return;
-  }
-  if ((site.flags & kNoInit) == 0 && !initialised()) {
-    refused_ = CUDA_ERROR_NOT_INITIALIZED;
-    return;
-  }
-  if ((site.flags & kAfterFault) == 0 && sticky() != CUDA_SUCCESS) {
-    refused_ = sticky();
-    return;
-  }
-  if ((site.flags & kContext) != 0 && current_context() == nullptr) {
-    refused_ = refuse(CUDA_ERROR_INVALID_CONTEXT,
-                      std::string(site.name) + ": no context is current on this thread");
-    return;
-  }
-  if ((site.flags & kUnsafe) != 0) {
-    refused_ = capture_forbids_unsafe(site.name);
-    if (refused_ != CUDA_SUCCESS) return;
-  }
-  if ((site.flags & kNoLock) != 0) return;
-  if (gil && watching()) {
-    note_held_gil(site.name, Wanted::driver_lock, "it may take a lock of the driver");
+  if ((flags & kUnsafe) != 0) capture_forbids_unsafe(site_.name);
+  if ((flags & kNoLock) != 0) return;
+  if (gil_ && watching()) {
+    note_held_gil(site_.name, Wanted::driver_lock, "it may take a lock of the driver");
   }
   if ((settings().lock_model & 1) != 0) {
     Waiting waiting("the context lock, held while a host function runs (lock model 1)");
@@ -277,9 +223,10 @@ SC_EXPORT const char* softcuda_count_name(unsigned i) {
   return i < kWhats ? kWhatNames[i] : nullptr;
 }
 SC_EXPORT const char* softcuda_api_name(unsigned i) {
-  const ApiSite* site = g_sites.load();
-  for (; site != nullptr && i > 0; --i) site = site->next;
-  return site != nullptr ? site->name : nullptr;
+  for (const ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
+    if (site->calls.load() > 0 && i-- == 0) return site->name;
+  }
+  return nullptr;
 }
 
 static int64_t sum_sites(const char* api, std::atomic<long> ApiSite::* field) {
@@ -295,4 +242,33 @@ SC_EXPORT int64_t softcuda_gil_held(const char* api) { return sum_sites(api, &Ap
 // Calls in progress, the running host function and the running kernels, one line each.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
   return give(describe(), buffer, size);
+}
+
+SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int, version, uint64_t,
+       flags, int*, status) {
+  need(name != nullptr && out != nullptr);
+  const ApiSite* newest = nullptr;
+  bool known = false;
+  // The only symbol whose name is not that of the function.
+  if (std::strcmp(name, "cuGraphInstantiate") == 0) name = "cuGraphInstantiateWithFlags";
+  for (const ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
+    if (std::strcmp(site->name, name) != 0) continue;
+    known = true;
+    if (site->from > version || (newest != nullptr && newest->from > site->from)) continue;
+    newest = site;
+  }
+  *out = newest != nullptr ? newest->address : nullptr;
+  // SUCCESS, VERSION_NOT_SUFFICIENT, SYMBOL_NOT_FOUND
+  if (status != nullptr) *status = newest != nullptr ? 0 : known ? 2 : 1;
+  need(newest != nullptr, CUDA_ERROR_NOT_FOUND);
+}
+
+SC_API_CODE(cuGetProcAddress, 11030, kAlways, const char*, name, void**, out, int, version,
+            uint64_t, flags) {
+  return cuGetProcAddress_v2(name, out, version, flags, nullptr);
+}
+
+// Undocumented tables: there are none.
+SC_API(cuGetExportTable, 3000, kAlways, const void**, out, const void*, id) {
+  need(false, CUDA_ERROR_NOT_FOUND);
 }

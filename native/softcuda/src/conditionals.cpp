@@ -30,20 +30,13 @@ bool allowed_in_body(CUgraphNodeType type) {
          type == CU_GRAPH_NODE_TYPE_GRAPH || type == CU_GRAPH_NODE_TYPE_CONDITIONAL;
 }
 
-CUresult check_in_body(const Node& node) {
-  if (!allowed_in_body(node.type)) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                  "a conditional body holds kernel, copy, fill, empty, child and conditional nodes "
-                  "only");
-  }
-  if (node.work.kind == WorkKind::copy &&
-      (!node.work.copy->src.owner || !node.work.copy->dst.owner))
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "a copy in a conditional body touches pageable memory");
-  if (!node.child) return CUDA_SUCCESS;
-  for (auto& inner : node.child->nodes) {
-    if (CUresult r = check_in_body(*inner); r != CUDA_SUCCESS) return r;
-  }
-  return CUDA_SUCCESS;
+void check_in_body(const Node& node) {
+  need(allowed_in_body(node.type), CUDA_ERROR_NOT_SUPPORTED,
+       "a conditional body holds kernel, copy, fill, empty, child and conditional nodes only");
+  need(node.work.kind != WorkKind::copy || (node.work.copy->src.owner && node.work.copy->dst.owner),
+       CUDA_ERROR_NOT_SUPPORTED, "a copy in a conditional body touches pageable memory");
+  if (!node.child) return;
+  for (auto& inner : node.child->nodes) check_in_body(*inner);
 }
 
 }  // namespace
@@ -56,48 +49,35 @@ bool has_conditional(const Graph& graph) {
   return false;
 }
 
-CUresult check_body(const Graph& where, const Node& node) {
-  return where.body_of == nullptr ? CUDA_SUCCESS : check_in_body(node);
+void check_body(const Graph& where, const Node& node) {
+  if (where.body_of != nullptr) check_in_body(node);
 }
 
-CUresult check_conditions(const Graph& graph, bool in_body) {
+void check_conditions(const Graph& graph, bool in_body) {
   for (auto& condition : graph.conditions) {
-    if (!condition->used) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "a conditional handle belongs to no node");
-    }
+    need(condition->used, CUDA_ERROR_INVALID_VALUE, "a conditional handle belongs to no node");
   }
   for (auto& node : graph.nodes) {
-    if (in_body) {
-      if (CUresult r = check_in_body(*node); r != CUDA_SUCCESS) return r;
-    }
-    if (node->child) {
-      if (CUresult r = check_conditions(*node->child, in_body); r != CUDA_SUCCESS) return r;
-    }
-    for (auto& body : node->bodies) {
-      if (CUresult r = check_conditions(*body, true); r != CUDA_SUCCESS) return r;
-    }
+    if (in_body) check_in_body(*node);
+    if (node->child) check_conditions(*node->child, in_body);
+    for (auto& body : node->bodies) check_conditions(*body, true);
   }
-  return CUDA_SUCCESS;
 }
 
-CUresult add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, size_t n,
-                         CUDA_CONDITIONAL_NODE_PARAMS* p) {
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
+void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, size_t n,
+                     CUDA_CONDITIONAL_NODE_PARAMS* p) {
+  const auto graph = graphs().find(handle);
   std::shared_ptr<Condition> condition = find_condition(p->handle);
-  if (!condition || condition->used || !below(graph.get(), condition->graph)) {
-    return refuse(CUDA_ERROR_INVALID_VALUE,
-                  "the conditional handle is unknown, of another graph, or steers a node already");
-  }
+  need(condition && !condition->used && below(graph.get(), condition->graph),
+       CUDA_ERROR_INVALID_VALUE,
+       "the conditional handle is unknown, of another graph, or steers a node already");
   const bool sized = p->type == CU_GRAPH_COND_TYPE_IF      ? p->size == 1 || p->size == 2
                      : p->type == CU_GRAPH_COND_TYPE_WHILE ? p->size == 1
                                                            : p->size > 0;
-  if (p->type < CU_GRAPH_COND_TYPE_IF || p->type > CU_GRAPH_COND_TYPE_SWITCH || !sized) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the conditional's type and number of bodies disagree");
-  }
-  if (p->ctx != nullptr && p->ctx != primary_context()) {
-    return refuse(CUDA_ERROR_INVALID_CONTEXT, "the conditional is of another context");
-  }
+  need(p->type >= CU_GRAPH_COND_TYPE_IF && p->type <= CU_GRAPH_COND_TYPE_SWITCH && sized,
+       CUDA_ERROR_INVALID_VALUE, "the conditional's type and number of bodies disagree");
+  need(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
+       "the conditional is of another context");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
   node->condition = condition;
@@ -107,14 +87,13 @@ CUresult add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* de
     body->body_of = graph.get();
     node->bodies.push_back(std::move(body));
   }
-  if (CUresult r = add_node(out, handle, deps, n, node); r != CUDA_SUCCESS) return r;
+  add_node(out, handle, deps, n, node);
   for (auto& body : node->bodies) {
     body->handle = graphs().add(body);
     node->body_handles.push_back(static_cast<CUgraph>(body->handle));
   }
   condition->used = true;
   p->phGraph_out = node->body_handles.data();
-  return CUDA_SUCCESS;
 }
 
 Program* next_body(const ConditionalWork& work, bool first) {
@@ -137,13 +116,11 @@ Program* next_body(const ConditionalWork& work, bool first) {
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuGraphConditionalHandleCreate(uint64_t* out, CUgraph handle, CUcontext context,
-                                                  unsigned initial, unsigned flags) {
-  SC_API(cuGraphConditionalHandleCreate, 0);
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (out == nullptr || flags > 1) return CUDA_ERROR_INVALID_VALUE;
-  if (context != nullptr && context != primary_context()) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle, CUcontext,
+       context, unsigned, initial, unsigned, flags) {
+  const auto graph = graphs().find(handle);
+  need(out != nullptr && flags <= 1);
+  need(!(context != nullptr && context != primary_context()), CUDA_ERROR_INVALID_CONTEXT);
   auto condition = std::make_shared<Condition>();
   condition->graph = graph.get();
   condition->cell = new softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial};  // never freed
@@ -156,5 +133,4 @@ SC_EXPORT CUresult cuGraphConditionalHandleCreate(uint64_t* out, CUgraph handle,
   }
   std::lock_guard<std::mutex> lock(graph_mutex());
   graph->conditions.push_back(std::move(condition));
-  return CUDA_SUCCESS;
 }

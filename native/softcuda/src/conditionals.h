@@ -29,11 +29,11 @@ struct ConditionalWork {
 // Whether the graph holds a conditional node, at any depth: the driver copies no such graph.
 bool has_conditional(const Graph& graph);
 // Refuses a node that may not stand in a body; `where` is its graph.
-CUresult check_body(const Graph& where, const Node& node);
+void check_body(const Graph& where, const Node& node);
 // Refuses conditions that steer nothing, and host work that reached a body through a child graph.
-CUresult check_conditions(const Graph& graph, bool in_body);
-CUresult add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
-                         CUDA_CONDITIONAL_NODE_PARAMS* params);
+void check_conditions(const Graph& graph, bool in_body);
+void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                     CUDA_CONDITIONAL_NODE_PARAMS* params);
 // The body that runs next, or null when the node is finished.
 Program* next_body(const ConditionalWork& work, bool first);
 

@@ -138,21 +138,18 @@ struct CUDA_CONDITIONAL_NODE_PARAMS {
 };
 static_assert(sizeof(CUDA_CONDITIONAL_NODE_PARAMS) == 32, "driver ABI");
 
+struct CopyEnd {  // the fields of CUDA_MEMCPY3D that begin with src, or with dst
+  size_t x_in_bytes, y, z, lod;
+  CUmemorytype type;
+  const void* host;
+  CUdeviceptr device;
+  void* array;
+  void* reserved;
+  size_t pitch, height;
+};
+
 struct CUDA_MEMCPY3D {
-  size_t srcXInBytes, srcY, srcZ, srcLOD;
-  CUmemorytype srcMemoryType;
-  const void* srcHost;
-  CUdeviceptr srcDevice;
-  void* srcArray;
-  void* reserved0;
-  size_t srcPitch, srcHeight;
-  size_t dstXInBytes, dstY, dstZ, dstLOD;
-  CUmemorytype dstMemoryType;
-  void* dstHost;
-  CUdeviceptr dstDevice;
-  void* dstArray;
-  void* reserved1;
-  size_t dstPitch, dstHeight;
+  CopyEnd src, dst;
   size_t WidthInBytes, Height, Depth;
 };
 static_assert(sizeof(CUDA_MEMCPY3D) == 200, "driver ABI");
@@ -183,14 +180,6 @@ enum : unsigned {
   CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER = 1,
 };
 
-enum : int {
-  CU_STREAM_ATOMIC_REDUCTION_OP_ADD = 0,
-  CU_STREAM_ATOMIC_REDUCTION_OP_AND = 5,
-  CU_STREAM_ATOMIC_REDUCTION_OP_OR = 6,
-  CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_32 = 14,
-  CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_64 = 22,
-};
-
 struct CUstreamMemOpWaitValueParams {
   CUstreamBatchMemOpType operation;
   CUdeviceptr address;
@@ -208,22 +197,11 @@ struct CUstreamMemOpMemoryBarrierParams {
   unsigned flags;
 };
 
-struct CUstreamMemOpAtomicReductionParams {
-  CUstreamBatchMemOpType operation;
-  unsigned flags;
-  int reductionOp;
-  int dataType;
-  CUdeviceptr address;
-  uint64_t value;
-  CUdeviceptr alias;
-};
-
 union CUstreamBatchMemOpParams {
   CUstreamBatchMemOpType operation;
   CUstreamMemOpWaitValueParams waitValue;
   CUstreamMemOpWriteValueParams writeValue;
   CUstreamMemOpMemoryBarrierParams memoryBarrier;  // also flushRemoteWrites
-  CUstreamMemOpAtomicReductionParams atomicReduction;
   uint64_t pad[6];
 };
 static_assert(sizeof(CUstreamBatchMemOpParams) == 48, "driver ABI");

@@ -88,10 +88,10 @@ int device_attribute(int attribute) {
         {16, static_cast<int>(settings().workers)}, {18, 1}, {19, 1}, {31, 1}, {36, 1000000},
         {37, 64}, {38, 1 << 20}, {39, 2048}, {40, 1}, {41, 1}, {75, 9}, {76, 0}, {78, 1},
         {81, 233472}, {82, 65536}, {86, 1}, {92, 1}, {93, 1}, {94, 1}, {97, 232448}, {98, 1},
-        {99, 1}, {106, 32}, {111, 1024}, {122, 1}, {123, 1}, {148, 1},
+        {99, 1}, {106, 32}, {111, 1024}, {122, 1}, {123, 1},
         // clang-format on
     };
-    for (int n : {92, 93, 94, 98, 122, 123, 148}) {
+    for (int n : {92, 93, 94, 98, 122, 123}) {
       const std::string name = "SOFTCUDA_ATTRIBUTE_" + std::to_string(n);
       if (number(name.c_str(), 1) == 0) (*table)[n] = 0;
     }
@@ -105,80 +105,64 @@ int device_attribute(int attribute) {
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuInit(unsigned flags) {
-  SC_API(cuInit, kNoInit | kNoLock | kAfterFault);
-  if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuInit, 2000, kNoInit | kNoLock | kAfterFault, unsigned, flags) {
+  need(flags == 0);
   static std::once_flag once;
   std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forked = true; }); });
   g_initialised.store(true, std::memory_order_release);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDriverGetVersion(int* version) {
-  SC_API(cuDriverGetVersion, kAlways);
-  if (version == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDriverGetVersion, 2020, kAlways, int*, version) {
+  need(version != nullptr);
   *version = 13020;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceGetCount(int* count) {
-  SC_API(cuDeviceGetCount, kNoLock | kAfterFault);
-  if (count == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDeviceGetCount, 2000, kNoLock | kAfterFault, int*, count) {
+  need(count != nullptr);
   *count = 1;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-  SC_API(cuDeviceGet, kNoLock | kAfterFault);
-  if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (ordinal != 0) return refuse(CUDA_ERROR_INVALID_DEVICE, "there is one soft device, ordinal 0");
+SC_API(cuDeviceGet, 2000, kNoLock | kAfterFault, CUdevice*, device, int, ordinal) {
+  need(device != nullptr);
+  need(ordinal == 0, CUDA_ERROR_INVALID_DEVICE, "there is one soft device, ordinal 0");
   *device = 0;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceGetName(char* name, int size, CUdevice device) {
-  SC_API(cuDeviceGetName, kNoLock | kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (name == nullptr || size <= 0) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDeviceGetName, 2000, kNoLock | kAfterFault, char*, name, int, size, CUdevice, device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(name != nullptr && size > 0);
   std::strncpy(name, "graft soft device", static_cast<size_t>(size));
   name[size - 1] = '\0';
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceGetUuid_v2(unsigned char* uuid, CUdevice device) {
-  SC_API(cuDeviceGetUuid, kNoLock | kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (uuid == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDeviceGetUuid_v2, 11040, kNoLock | kAfterFault, unsigned char*, uuid, CUdevice, device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(uuid != nullptr);
   std::memcpy(uuid, "graft-softdevice", 16);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
-  SC_API(cuDeviceTotalMem, kNoLock | kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (bytes == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDeviceTotalMem_v2, 3020, kNoLock | kAfterFault, size_t*, bytes, CUdevice, device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(bytes != nullptr);
   *bytes = total_memory();
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
-  SC_API(cuDeviceGetAttribute, kNoLock | kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (value == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDeviceGetAttribute, 2000, kNoLock | kAfterFault, int*, value, int, attribute, CUdevice,
+       device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(value != nullptr);
   if (attribute < 1 || attribute > 161) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "no device attribute " + std::to_string(attribute));
+    refuse(CUDA_ERROR_INVALID_VALUE, "no device attribute " + std::to_string(attribute));
   }
   *value = device_attribute(attribute);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDeviceComputeCapability(int* major, int* minor, CUdevice device) {
-  SC_API(cuDeviceComputeCapability, kNoLock | kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (major == nullptr || minor == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDeviceComputeCapability, 2000, kNoLock | kAfterFault, int*, major, int*, minor, CUdevice,
+       device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(major != nullptr && minor != nullptr);
   *major = 9;
   *minor = 0;
-  return CUDA_SUCCESS;
 }
 
 static void start_device() {
@@ -188,9 +172,9 @@ static void start_device() {
   start_watch();
 }
 
-static CUresult create_context(CUcontext* out, unsigned flags, CUdevice device) {
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (out == nullptr || (flags & ~0x1fu) != 0) return CUDA_ERROR_INVALID_VALUE;
+static void create_context(CUcontext* out, unsigned flags, CUdevice device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(out != nullptr && (flags & ~0x1fu) == 0);
   static auto next = reinterpret_cast<uintptr_t>(kPrimary);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   start_device();
@@ -198,143 +182,113 @@ static CUresult create_context(CUcontext* out, unsigned flags, CUdevice device) 
   g_created.insert(*out);
   t_stack.push_back(*out);
   live_add(Kind::context, 1);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxCreate_v2(CUcontext* out, unsigned flags, CUdevice device) {
-  SC_API(cuCtxCreate, 0);
-  return create_context(out, flags, device);
+SC_API(cuCtxCreate_v2, 3020, 0, CUcontext*, out, unsigned, flags, CUdevice, device) {
+  create_context(out, flags, device);
 }
 
-SC_EXPORT CUresult cuCtxCreate_v4(CUcontext* out, const void* params, unsigned flags,
-                                  CUdevice device) {
-  SC_API(cuCtxCreate, 0);
+SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned, flags, CUdevice,
+       device) {
   // Two pointers and a count: execution affinity, or memory of a client.
   static const char none[24] = {};
-  if (params != nullptr && std::memcmp(params, none, sizeof none) != 0) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "contexts with special parameters");
-  }
-  return create_context(out, flags, device);
+  need(params == nullptr || std::memcmp(params, none, sizeof none) == 0, CUDA_ERROR_NOT_SUPPORTED,
+       "contexts with special parameters");
+  create_context(out, flags, device);
 }
 
-SC_EXPORT CUresult cuCtxDestroy_v2(CUcontext context) {
-  SC_API(cuCtxDestroy, kAfterFault);
-  if (context == kPrimary || !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuCtxDestroy_v2, 4000, kAfterFault, CUcontext, context) {
+  need(context != kPrimary && is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   if (sticky() == CUDA_SUCCESS) wait_idle("destroying the context: all work to finish");
   std::lock_guard<std::mutex> lock(g_context_mutex);
-  if (g_created.erase(context) == 0) return CUDA_ERROR_INVALID_CONTEXT;
+  need(g_created.erase(context) != 0, CUDA_ERROR_INVALID_CONTEXT);
   live_add(Kind::context, -1);
   if (current_context() == context) t_stack.pop_back();
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  SC_API(cuDevicePrimaryCtxRetain, 0);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDevicePrimaryCtxRetain, 7000, 0, CUcontext*, context, CUdevice, device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(context != nullptr);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   if (g_retains++ == 0) live_add(Kind::context, 1);
   start_device();
   *context = kPrimary;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
-  SC_API(cuDevicePrimaryCtxRelease, kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+SC_API(cuDevicePrimaryCtxRelease_v2, 11000, kAfterFault, CUdevice, device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
   if (sticky() == CUDA_SUCCESS) wait_idle("releasing the context: all work to finish");
   std::lock_guard<std::mutex> lock(g_context_mutex);
-  if (g_retains == 0) {
-    return refuse(CUDA_ERROR_INVALID_CONTEXT, "the primary context is released more than retained");
-  }
+  need(g_retains > 0, CUDA_ERROR_INVALID_CONTEXT,
+       "the primary context is released more than retained");
   if (--g_retains == 0) live_add(Kind::context, -1);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
-  SC_API(cuDevicePrimaryCtxReset, kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
+SC_API(cuDevicePrimaryCtxReset_v2, 11000, kAfterFault, CUdevice, device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
   // After a fault this ends the context's use; before, graft never resets a shared context.
-  if (sticky() != CUDA_SUCCESS) return CUDA_SUCCESS;
-  return refuse(CUDA_ERROR_NOT_SUPPORTED, "the primary context is not reset while it works");
+  need(sticky() != CUDA_SUCCESS, CUDA_ERROR_NOT_SUPPORTED,
+       "the primary context is not reset while it works");
 }
 
-SC_EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
-  SC_API(cuDevicePrimaryCtxGetState, kNoLock | kAfterFault);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if (flags == nullptr || active == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDevicePrimaryCtxGetState, 7000, kNoLock | kAfterFault, CUdevice, device, unsigned*, flags,
+       int*, active) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need(flags != nullptr && active != nullptr);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   *flags = g_context_flags;
   *active = g_retains > 0;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags) {
-  SC_API(cuDevicePrimaryCtxSetFlags, kNoLock);
-  if (device != 0) return CUDA_ERROR_INVALID_DEVICE;
-  if ((flags & ~0x1fu) != 0) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuDevicePrimaryCtxSetFlags_v2, 11000, kNoLock, CUdevice, device, unsigned, flags) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  need((flags & ~0x1fu) == 0);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   g_context_flags = flags;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
-  SC_API(cuCtxSetCurrent, kNoLock);
-  if (context != nullptr && !is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuCtxSetCurrent, 4000, kNoLock, CUcontext, context) {
+  need(context == nullptr || is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   if (!t_stack.empty()) t_stack.pop_back();
   if (context != nullptr) t_stack.push_back(context);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxGetCurrent(CUcontext* context) {
-  SC_API(cuCtxGetCurrent, kNoLock | kAfterFault);
-  if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuCtxGetCurrent, 4000, kNoLock | kAfterFault, CUcontext*, context) {
+  need(context != nullptr);
   *context = current_context();
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context) {
-  SC_API(cuCtxPushCurrent, kNoLock);
-  if (!is_context(context)) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuCtxPushCurrent_v2, 4000, kNoLock, CUcontext, context) {
+  need(is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   t_stack.push_back(context);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-  SC_API(cuCtxPopCurrent, kNoLock);
-  if (t_stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuCtxPopCurrent_v2, 4000, kNoLock, CUcontext*, context) {
+  need(!t_stack.empty(), CUDA_ERROR_INVALID_CONTEXT);
   if (context != nullptr) *context = t_stack.back();
   t_stack.pop_back();
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
-  SC_API(cuCtxGetDevice, kNoLock);
-  if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuCtxGetDevice, 2000, kNoLock, CUdevice*, device) {
+  need(device != nullptr);
+  need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   *device = 0;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxGetFlags(unsigned* flags) {
-  SC_API(cuCtxGetFlags, kNoLock);
-  if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API(cuCtxGetFlags, 7000, kNoLock, unsigned*, flags) {
+  need(flags != nullptr);
+  need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   *flags = g_context_flags;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuCtxSynchronize() {
-  SC_API(cuCtxSynchronize, kNoLock);
-  if (CUresult r = capture_forbids_device(); r != CUDA_SUCCESS) return r;
-  if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+SC_API_CODE(cuCtxSynchronize, 2000, kNoLock) {
+  capture_forbids_device();
+  need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   return wait_idle("cuCtxSynchronize: all work to finish");
 }
 
-SC_EXPORT CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-  SC_API(cuCtxGetStreamPriorityRange, kNoLock);
+SC_API(cuCtxGetStreamPriorityRange, 5050, kNoLock, int*, least, int*, greatest) {
   if (least != nullptr) *least = 0;
   if (greatest != nullptr) *greatest = -5;
-  return CUDA_SUCCESS;
 }

@@ -73,33 +73,31 @@ void fault(CUresult code, const std::string& text) {
   if (settings().log) log_line(std::string("softcuda: ") + find(code)->name + ": " + text);
 }
 
-CUresult refuse(CUresult code, const std::string& text) {
+void refuse(CUresult code, const std::string& text) {
   t_refusal_text = text;
   if (settings().log) {
     const Named* e = find(code);
     log_line(std::string("softcuda: refused with ") + (e ? e->name : "?") + ": " + text);
   }
-  return code;
+  throw Refused{code};
 }
 
 }  // namespace softcuda
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuGetErrorName(CUresult code, const char** out) {
-  SC_API(cuGetErrorName, kAlways);
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGetErrorName, 6000, kAlways, CUresult, code, const char**, out) {
+  need(out != nullptr);
   const Named* e = find(code);
   *out = e != nullptr ? e->name : nullptr;
-  return e != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  need(e != nullptr);
 }
 
-SC_EXPORT CUresult cuGetErrorString(CUresult code, const char** out) {
-  SC_API(cuGetErrorString, kAlways);
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGetErrorString, 6000, kAlways, CUresult, code, const char**, out) {
+  need(out != nullptr);
   const Named* e = find(code);
   *out = e != nullptr ? e->text.c_str() : nullptr;
-  return e != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  need(e != nullptr);
 }
 
 // The text of the sticky error ("" when there is none); returns its length.

@@ -11,7 +11,7 @@
 namespace softcuda {
 
 Handles<Exec>& graph_execs() {
-  static Handles<Exec>& h = *new Handles<Exec>(0x57000000000000);
+  static Handles<Exec>& h = *new Handles<Exec>(0x57000000000000, "not an executable graph");
   return h;
 }
 
@@ -100,10 +100,7 @@ Work conditional_work(const FlatNode& node, Program* top) {
     top->defaults.emplace_back(&node.condition->cell->value, node.condition->initial);
   }
   for (const auto& body : node.bodies) made->bodies.push_back(make_program(body, nullptr, top));
-  Work work;
-  work.kind = WorkKind::conditional;
-  work.conditional = std::move(made);
-  return work;
+  return Work(std::shared_ptr<const ConditionalWork>(std::move(made)));
 }
 
 // Whether an executable of `now` can take over what `after` does, and which node is to blame.
@@ -139,15 +136,16 @@ void take_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
   }
 }
 
-}  // namespace
-
-CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references) {
-  if (CUresult r = check_conditions(graph, false); r != CUDA_SUCCESS) return r;
+std::vector<FlatNode> flatten(const Graph& graph, References* references) {
+  check_conditions(graph, false);
+  std::vector<FlatNode> flat;
   std::map<const Node*, unsigned> tail;
-  place(graph, {}, out, references, &tail);
-  if (acyclic(*out)) return CUDA_SUCCESS;
-  return refuse(CUDA_ERROR_INVALID_VALUE, "the graph has a cycle");
+  place(graph, {}, &flat, references, &tail);
+  need(acyclic(flat), CUDA_ERROR_INVALID_VALUE, "the graph has a cycle");
+  return flat;
 }
+
+}  // namespace
 
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references, Program* top) {
@@ -196,29 +194,21 @@ std::shared_ptr<Graph> graph_of(const Exec& exec) {
   return graph;
 }
 
-static CUresult instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (out == nullptr || flags > 15) return CUDA_ERROR_INVALID_VALUE;
-  if (graph->captures.load() > 0) {
-    return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
-  }
-  if (graph->moved || graph->body_of != nullptr) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph belongs to a node of another graph");
-  }
-  if ((flags & 4) != 0) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "graphs launched from the device are not implemented");
-  }
+static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
+  const auto graph = graphs().find(handle);
+  need(out != nullptr && flags <= 15);
+  need_uncaptured(*graph);
+  need_own(*graph);
+  need((flags & 4) == 0, CUDA_ERROR_NOT_SUPPORTED,
+       "graphs launched from the device are not implemented");
   auto exec = std::make_shared<Exec>();
   exec->flags = flags;
   exec->references = std::make_shared<References>();
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = flatten(*graph, &exec->flat, exec->references.get()); r != CUDA_SUCCESS)
-    return r;
+  exec->flat = flatten(*graph, exec->references.get());
   exec->program = make_program(exec->flat, exec->references);
   exec->handle = graph_execs().add(exec);
   *out = static_cast<CUgraphExec>(exec->handle);
-  return CUDA_SUCCESS;
 }
 
 // Launches already queued keep the plan they were queued with (G5): while one does, an update
@@ -245,70 +235,55 @@ static FlatNode* find_source(std::vector<FlatNode>* flat, const void* source) {
   return nullptr;
 }
 
-// The executable's copy of a definition's node, checked to be of `type`.
-static CUresult find_flat(CUgraphExec handle, CUgraphNode node, int type,
-                          std::shared_ptr<Exec>* exec, FlatNode** out) {
-  *exec = graph_execs().get(handle);
-  if (!*exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
-  *out = node == nullptr ? nullptr : find_source(&(*exec)->flat, node);
-  if (*out == nullptr) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the executable was not made from this node's graph");
-  }
-  if (type < 0 || (*out)->type == type) return CUDA_SUCCESS;
-  return refuse(CUDA_ERROR_INVALID_VALUE, "the node has another type");
+// The executable's copy of a definition's node.
+static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
+  FlatNode* const flat = node == nullptr ? nullptr : find_source(&exec.flat, node);
+  need(flat != nullptr, CUDA_ERROR_INVALID_VALUE,
+       "the executable was not made from this node's graph");
+  return flat;
 }
 
-CUresult set_exec_work(CUgraphExec handle, CUgraphNode node, CUgraphNodeType type, Work work) {
-  std::shared_ptr<Exec> exec;
-  FlatNode* flat = nullptr;
+void set_exec_work(CUgraphExec handle, CUgraphNode node, CUgraphNodeType type, Work work) {
+  const auto exec = graph_execs().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, type, &exec, &flat); r != CUDA_SUCCESS) return r;
-  if (type == CU_GRAPH_NODE_TYPE_BATCH_MEM_OP && !same_operations(flat->work, work)) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the count or kinds of the operations changed");
-  }
+  FlatNode* const flat = find_flat(*exec, node);
+  need(flat->type == type, CUDA_ERROR_INVALID_VALUE, "the node has another type");
+  need(type != CU_GRAPH_NODE_TYPE_BATCH_MEM_OP || same_operations(flat->work, work),
+       CUDA_ERROR_INVALID_VALUE, "the count or kinds of the operations changed");
   flat->work = std::move(work);
   replace_work(*exec, *flat);
-  return CUDA_SUCCESS;
 }
 
 }  // namespace softcuda
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec* out, CUgraph graph,
-                                               unsigned long long flags) {
-  SC_API(cuGraphInstantiate, 0);
-  return instantiate(out, graph, flags);
+SC_API(cuGraphInstantiateWithFlags, 11040, 0, CUgraphExec*, out, CUgraph, graph, unsigned long long,
+       flags) {
+  instantiate(out, graph, flags);
 }
 
-SC_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec* out, CUgraph graph,
-                                                CUDA_GRAPH_INSTANTIATE_PARAMS* params) {
-  SC_API(cuGraphInstantiateWithParams, 0);
-  if (params == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGraphInstantiateWithParams, 12000, 0, CUgraphExec*, out, CUgraph, graph,
+       CUDA_GRAPH_INSTANTIATE_PARAMS*, params) {
+  need(params != nullptr);
   params->hErrNode_out = nullptr;
-  const CUresult r = instantiate(out, graph, params->flags);
-  params->result_out = r == CUDA_SUCCESS ? 0 : 1;
-  return r;
+  params->result_out = 1;  // an error, until it is none
+  instantiate(out, graph, params->flags);
+  params->result_out = 0;
 }
 
-SC_EXPORT CUresult cuGraphExecGetFlags(CUgraphExec handle, uint64_t* flags) {
-  SC_API(cuGraphExecGetFlags, 0);
-  std::shared_ptr<Exec> exec = graph_execs().get(handle);
-  if (!exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
-  if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGraphExecGetFlags, 12000, 0, CUgraphExec, handle, uint64_t*, flags) {
+  const auto exec = graph_execs().find(handle);
+  need(flags != nullptr);
   *flags = exec->flags;
-  return CUDA_SUCCESS;
 }
 
 // Uploading is ordered after the executable's earlier launches and costs nothing here.
-SC_EXPORT CUresult cuGraphUpload(CUgraphExec handle, CUstream stream_handle) {
-  SC_API(cuGraphUpload, 0);
-  std::shared_ptr<Exec> exec = graph_execs().get(handle);
-  std::shared_ptr<Stream> stream = find_stream(stream_handle);
-  if (!exec || !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no stream");
-  if (CUresult r = capture_forbids_stream(stream_handle); r != CUDA_SUCCESS) return r;
+SC_API(cuGraphUpload, 11010, 0, CUgraphExec, handle, CUstream, stream_handle) {
+  const auto exec = graph_execs().find(handle);
+  const auto stream = find_stream(stream_handle);
+  capture_forbids_stream(stream_handle);
   enqueue(*stream, Work(), OpRef(), &exec->last);
-  return CUDA_SUCCESS;
 }
 
 static bool calls_host(const Program& program) {
@@ -318,11 +293,9 @@ static bool calls_host(const Program& program) {
   return false;
 }
 
-SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
-  SC_API(cuGraphLaunch, 0);
-  std::shared_ptr<Exec> exec = graph_execs().get(handle);
-  std::shared_ptr<Stream> stream = find_stream(stream_handle);
-  if (!exec || !stream) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no stream");
+SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
+  const auto exec = graph_execs().find(handle);
+  const auto stream = find_stream(stream_handle);
   keep_fault_handlers();
   Work work;
   work.kind = WorkKind::graph;
@@ -330,94 +303,72 @@ SC_EXPORT CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
     std::lock_guard<std::mutex> lock(graph_mutex());
     work.program = in_flight(exec->program);
   }
-  if (auto r = capture_launch(stream_handle, *exec)) return *r;
+  if (capture_launch(stream_handle, *exec)) return;
   for (const Op* node : work.program->event_nodes) {
-    if (node->work.event->destroyed.load()) {
-      return refuse(CUDA_ERROR_INVALID_HANDLE, "an event that the graph uses was destroyed");
-    }
+    need(!node->work.event->destroyed.load(), CUDA_ERROR_INVALID_HANDLE,
+         "an event that the graph uses was destroyed");
   }
   count_add(What::graph_launch);
   work.events = launch_events(*work.program);
   const bool host = (settings().lock_model & 2) != 0 && calls_host(*work.program);
   const OpRef launch = enqueue(*stream, std::move(work), OpRef(), &exec->last);
   if (host) remember_host(*stream, launch);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphExecDestroy(CUgraphExec handle) {
-  SC_API(cuGraphExecDestroy, 0);
+SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {
   ApiThread here;
-  std::shared_ptr<Exec> exec = graph_execs().take(handle);
-  if (!exec) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable graph");
-  return CUDA_SUCCESS;
+  graph_execs().remove(handle);
 }
 
 // Takes parameters and references of another definition with the same topology. References of the
 // old one live until the launches queued with them have ended.
-SC_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph_handle,
-                                        CUgraphExecUpdateResultInfo* info) {
-  SC_API(cuGraphExecUpdate, 0);
+SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handle,
+       CUgraphExecUpdateResultInfo*, info) {
   ApiThread here;
-  std::shared_ptr<Exec> exec = graph_execs().get(handle);
-  std::shared_ptr<Graph> graph = graphs().get(graph_handle);
-  if (!exec || !graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not an executable or no graph");
-  if (info == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (graph->moved) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph belongs to a node of another graph");
-  }
+  const auto exec = graph_execs().find(handle);
+  const auto graph = graphs().find(graph_handle);
+  need(info != nullptr);
+  need_own(*graph);
   *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_SUCCESS, nullptr, nullptr};
   auto references = std::make_shared<References>();
   std::vector<FlatNode> flat;
   std::shared_ptr<Program> old;
   std::shared_ptr<References> old_references;
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = flatten(*graph, &flat, references.get()); r != CUDA_SUCCESS) return r;
-  const auto failed = [&](int result, void* node, const char* why) {
-    info->result = result;
-    info->errorNode = static_cast<CUgraphNode>(node);
-    return refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, why);
-  };
+  flat = flatten(*graph, references.get());
   void* blame = nullptr;
-  const int shape = same_shape(flat, exec->flat, &blame);
-  if (shape == CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED) {
-    return failed(shape, blame, "the number of nodes or an edge changed");
-  }
-  if (shape == CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED) {
-    return failed(shape, blame, "a node's type changed");
-  }
-  if (shape != CU_GRAPH_EXEC_UPDATE_SUCCESS) {
-    return failed(shape, blame, "a conditional's type or number of bodies changed");
+  info->result = same_shape(flat, exec->flat, &blame);
+  if (info->result != CU_GRAPH_EXEC_UPDATE_SUCCESS) {
+    info->errorNode = static_cast<CUgraphNode>(blame);
+    refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE,
+           info->result == CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED
+               ? "the number of nodes or an edge changed"
+           : info->result == CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED
+               ? "a node's type changed"
+               : "a conditional's type or number of bodies changed");
   }
   take_work(&exec->flat, &flat);
   old = std::move(exec->program);
   old_references = std::move(exec->references);
   exec->references = references;
   exec->program = make_program(exec->flat, references);
-  return CUDA_SUCCESS;
 }
 
 // Kernel, memset and memcpy nodes only, as documented.
-SC_EXPORT CUresult cuGraphNodeSetEnabled(CUgraphExec handle, CUgraphNode node, unsigned enabled) {
-  SC_API(cuGraphNodeSetEnabled, 0);
-  std::shared_ptr<Exec> exec;
-  FlatNode* flat = nullptr;
+SC_API(cuGraphNodeSetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, unsigned, enabled) {
+  const auto exec = graph_execs().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, -1, &exec, &flat); r != CUDA_SUCCESS) return r;
-  if (flat->type > CU_GRAPH_NODE_TYPE_MEMSET) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "only kernel, memcpy and memset nodes can be disabled");
-  }
+  FlatNode* const flat = find_flat(*exec, node);
+  need(flat->type <= CU_GRAPH_NODE_TYPE_MEMSET, CUDA_ERROR_INVALID_VALUE,
+       "only kernel, memcpy and memset nodes can be disabled");
   flat->enabled = enabled != 0;
   replace_work(*exec, *flat);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphNodeGetEnabled(CUgraphExec handle, CUgraphNode node, unsigned* enabled) {
-  SC_API(cuGraphNodeGetEnabled, 0);
-  std::shared_ptr<Exec> exec;
-  FlatNode* flat = nullptr;
+SC_API(cuGraphNodeGetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, unsigned*,
+       enabled) {
+  const auto exec = graph_execs().find(handle);
+  need(enabled != nullptr);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (CUresult r = find_flat(handle, node, -1, &exec, &flat); r != CUDA_SUCCESS) return r;
-  if (enabled == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *enabled = flat->enabled;
-  return CUDA_SUCCESS;
+  *enabled = find_flat(*exec, node)->enabled;
 }

@@ -13,11 +13,11 @@ std::mutex& graph_mutex() {
   return m;
 }
 Handles<Graph>& graphs() {
-  static Handles<Graph>& h = *new Handles<Graph>(0x55000000000000);
+  static Handles<Graph>& h = *new Handles<Graph>(0x55000000000000, "not a graph");
   return h;
 }
 Handles<Node>& graph_nodes() {
-  static Handles<Node>& h = *new Handles<Node>(0x56000000000000);
+  static Handles<Node>& h = *new Handles<Node>(0x56000000000000, "not a graph node");
   return h;
 }
 
@@ -36,8 +36,10 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
     copy->graph = clone.get();
     copy->origin = node->handle;
     copy->param_pointers.clear();
-    if (node->child) copy->child = clone_graph(*node->child);
-    if (copy->child) copy->child->handle = graphs().add(copy->child);
+    if (node->child) {
+      copy->child = clone_graph(*node->child);
+      copy->child->handle = graphs().add(copy->child);
+    }
     copy->handle = graph_nodes().add(copy);
     made[node.get()] = copy.get();
     clone->nodes.push_back(std::move(copy));
@@ -66,112 +68,102 @@ std::shared_ptr<Graph> take_graph(CUgraph handle) {
   return graph;
 }
 
-CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
-                  std::shared_ptr<Node> node) {
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (out == nullptr || (dependencies == nullptr && n > 0)) return CUDA_ERROR_INVALID_VALUE;
+void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
+              std::shared_ptr<Node> node) {
+  const auto graph = graphs().find(handle);
+  need(out != nullptr && (dependencies != nullptr || n == 0));
   std::lock_guard<std::mutex> lock(graph_mutex());
   for (size_t i = 0; i < n; ++i) {
     std::shared_ptr<Node> dependency = graph_nodes().get(dependencies[i]);
-    if (!dependency || dependency->graph != graph.get()) {
-      return refuse(CUDA_ERROR_INVALID_VALUE,
-                    "dependency " + std::to_string(i) + " is not a node of this graph");
-    }
     auto& known = node->dependencies;
-    if (std::find(known.begin(), known.end(), dependency.get()) != known.end()) {
-      return refuse(CUDA_ERROR_INVALID_VALUE,
-                    "dependency " + std::to_string(i) + " is a duplicate");
+    const bool foreign = !dependency || dependency->graph != graph.get();
+    if (foreign || std::find(known.begin(), known.end(), dependency.get()) != known.end()) {
+      refuse(CUDA_ERROR_INVALID_VALUE,
+             "dependency " + std::to_string(i) +
+                 (foreign ? " is not a node of this graph" : " is a duplicate"));
     }
     known.push_back(dependency.get());
   }
-  if (CUresult r = check_body(*graph, *node); r != CUDA_SUCCESS) return r;
+  check_body(*graph, *node);
   node->graph = graph.get();
   node->handle = graph_nodes().add(node);
   *out = static_cast<CUgraphNode>(node->handle);
   graph->nodes.push_back(std::move(node));
-  return CUDA_SUCCESS;
+}
+
+void need_uncaptured(const Graph& graph) {
+  need(graph.captures.load() == 0, CUDA_ERROR_ILLEGAL_STATE,
+       "a stream is capturing into the graph");
+}
+
+void need_own(const Graph& graph) {
+  need(!graph.moved && graph.body_of == nullptr, CUDA_ERROR_INVALID_VALUE,
+       "the graph belongs to a node of another graph");
 }
 
 }  // namespace softcuda
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuGraphCreate(CUgraph* out, unsigned flags) {
-  SC_API(cuGraphCreate, 0);
-  if (out == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGraphCreate, 10000, 0, CUgraph*, out, unsigned, flags) {
+  need(out != nullptr && flags == 0);
   auto graph = std::make_shared<Graph>();
   graph->handle = graphs().add(graph);
   *out = static_cast<CUgraph>(graph->handle);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphDestroy(CUgraph handle) {
-  SC_API(cuGraphDestroy, 0);
+SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
   ApiThread here;
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (graph->captures.load() > 0) {
-    return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
-  }
-  if (graph->moved || graph->body_of != nullptr) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph belongs to a node of another graph");
-  }
+  const auto graph = graphs().find(handle);
+  need_uncaptured(*graph);
+  need_own(*graph);
   take_graph(handle);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphClone(CUgraph* out, CUgraph handle) {
-  SC_API(cuGraphClone, 0);
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGraphClone, 10000, 0, CUgraph*, out, CUgraph, handle) {
+  const auto graph = graphs().find(handle);
+  need(out != nullptr);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (has_conditional(*graph)) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "graphs with conditional nodes cannot be cloned");
-  }
+  need(!has_conditional(*graph), CUDA_ERROR_NOT_SUPPORTED,
+       "graphs with conditional nodes cannot be cloned");
   std::shared_ptr<Graph> clone = clone_graph(*graph);
   clone->handle = graphs().add(clone);
   *out = static_cast<CUgraph>(clone->handle);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphNodeFindInClone(CUgraphNode* out, CUgraphNode original, CUgraph handle) {
-  SC_API(cuGraphNodeFindInClone, 0);
+SC_API(cuGraphNodeFindInClone, 10000, 0, CUgraphNode*, out, CUgraphNode, original, CUgraph,
+       handle) {
   std::shared_ptr<Graph> clone = graphs().get(handle);
-  if (!clone || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  need(clone && out != nullptr);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  for (auto& node : clone->nodes) {
-    if (node->origin != original) continue;
-    *out = static_cast<CUgraphNode>(node->handle);
-    return CUDA_SUCCESS;
-  }
-  return CUDA_ERROR_INVALID_VALUE;
+  const auto node = std::find_if(clone->nodes.begin(), clone->nodes.end(),
+                                 [&](const auto& node) { return node->origin == original; });
+  need(node != clone->nodes.end());
+  *out = static_cast<CUgraphNode>((*node)->handle);
 }
 
 // The child is cloned into the node, with the references it holds at this moment.
-SC_EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode* out, CUgraph graph,
-                                            const CUgraphNode* deps, size_t n, CUgraph child) {
-  SC_API(cuGraphAddChildGraphNode, 0);
-  std::shared_ptr<Graph> original = graphs().get(child);
-  if (!original) return refuse(CUDA_ERROR_INVALID_HANDLE, "the child is not a graph");
-  if (original->moved) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the child was moved into another graph");
-  }
+static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                         CUgraph child) {
+  const auto original = graphs().find(child);
+  need(!original->moved, CUDA_ERROR_INVALID_VALUE, "the child was moved into another graph");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   {
     std::lock_guard<std::mutex> lock(graph_mutex());
-    if (has_conditional(*original)) {
-      return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                    "a graph with conditional nodes cannot be added as a cloned child");
-    }
+    need(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
+         "a graph with conditional nodes cannot be added as a cloned child");
     node->child = clone_graph(*original);
   }
   std::shared_ptr<Graph> made = node->child;
-  CUresult r = add_node(out, graph, deps, n, std::move(node));
-  if (r == CUDA_SUCCESS) made->handle = graphs().add(made);
-  return r;
+  add_node(out, graph, deps, n, std::move(node));
+  made->handle = graphs().add(made);
+  return static_cast<CUgraph>(made->handle);
+}
+
+SC_API(cuGraphAddChildGraphNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*,
+       deps, size_t, n, CUgraph, child) {
+  add_clone(out, graph, deps, n, child);
 }
 
 static bool contains(const Graph& top, const Graph* wanted) {
@@ -186,102 +178,76 @@ static bool contains(const Graph& top, const Graph* wanted) {
 }
 
 // The child itself becomes the node's, with its references and its handle (G7).
-static CUresult move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
-                           CUgraph child) {
-  std::shared_ptr<Graph> moving = graphs().get(child);
-  std::shared_ptr<Graph> into = graphs().get(graph);
-  if (!moving || !into) return refuse(CUDA_ERROR_INVALID_HANDLE, "the child is not a graph");
-  if (moving->moved || moving->body_of != nullptr || moving->captures.load() > 0 ||
-      contains(*moving, into.get())) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the child belongs to another graph or is captured to");
-  }
+static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                       CUgraph child) {
+  const auto moving = graphs().find(child), into = graphs().find(graph);
+  need(!moving->moved && moving->body_of == nullptr && moving->captures.load() == 0 &&
+           !contains(*moving, into.get()),
+       CUDA_ERROR_INVALID_VALUE, "the child belongs to another graph or is captured to");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   node->child = moving;
-  if (CUresult r = add_node(out, graph, deps, n, std::move(node)); r != CUDA_SUCCESS) return r;
+  add_node(out, graph, deps, n, std::move(node));
   moving->moved = true;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
-                                     const CUgraphEdgeData* edges, size_t n,
-                                     CUgraphNodeParams* params) {
-  SC_API(cuGraphAddNode, 0);
-  if (params == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps,
+       const CUgraphEdgeData*, edges, size_t, n, CUgraphNodeParams*, params) {
+  need(params != nullptr);
   for (size_t i = 0; edges != nullptr && i < n; ++i) {
-    if (edges[i].from_port != 0 || edges[i].to_port != 0 || edges[i].type != 0) {
-      return refuse(CUDA_ERROR_NOT_SUPPORTED, "programmatic edges are not implemented");
-    }
+    need(edges[i].from_port == 0 && edges[i].to_port == 0 && edges[i].type == 0,
+         CUDA_ERROR_NOT_SUPPORTED, "programmatic edges are not implemented");
   }
-  switch (params->type) {
-    case CU_GRAPH_NODE_TYPE_CONDITIONAL:
-      return add_conditional(out, graph, deps, n, &params->conditional);
-    case CU_GRAPH_NODE_TYPE_GRAPH: {
-      if (params->graph.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
-        return move_child(out, graph, deps, n, params->graph.graph);
-      }
-      if (params->graph.ownership != CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE) {
-        return refuse(CUDA_ERROR_INVALID_VALUE, "no such ownership of a child graph");
-      }
-      CUresult r = cuGraphAddChildGraphNode(out, graph, deps, n, params->graph.graph);
-      if (r == CUDA_SUCCESS) {
-        params->graph.graph = static_cast<CUgraph>(graph_nodes().get(*out)->child->handle);
-      }
-      return r;
-    }
-    default:
-      return add_params(out, graph, deps, n, *params);
+  CUDA_CHILD_GRAPH_NODE_PARAMS& child = params->graph;
+  if (params->type == CU_GRAPH_NODE_TYPE_CONDITIONAL) {
+    add_conditional(out, graph, deps, n, &params->conditional);
+  } else if (params->type != CU_GRAPH_NODE_TYPE_GRAPH) {
+    add_params(out, graph, deps, n, *params);
+  } else if (child.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
+    move_child(out, graph, deps, n, child.graph);
+  } else {
+    need(child.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE, CUDA_ERROR_INVALID_VALUE,
+         "no such ownership of a child graph");
+    child.graph = add_clone(out, graph, deps, n, child.graph);
   }
 }
 
-static CUresult change_dependencies(CUgraph handle, const CUgraphNode* from, const CUgraphNode* to,
-                                    size_t n, bool add) {
-  std::shared_ptr<Graph> graph = graphs().get(handle);
-  if (!graph) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph");
-  if (n > 0 && (from == nullptr || to == nullptr)) return CUDA_ERROR_INVALID_VALUE;
+static void change_dependencies(CUgraph handle, const CUgraphNode* from, const CUgraphNode* to,
+                                size_t n, bool add) {
+  const auto graph = graphs().find(handle);
+  need(n == 0 || (from != nullptr && to != nullptr));
   std::lock_guard<std::mutex> lock(graph_mutex());
   for (size_t i = 0; i < n; ++i) {
-    std::shared_ptr<Node> a = graph_nodes().get(from[i]), b = graph_nodes().get(to[i]);
-    if (!a || !b || a->graph != graph.get() || b->graph != graph.get() || a == b) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, "an edge does not join two nodes of this graph");
-    }
+    const auto a = graph_nodes().get(from[i]), b = graph_nodes().get(to[i]);
+    need(a && b && a->graph == graph.get() && b->graph == graph.get() && a != b,
+         CUDA_ERROR_INVALID_VALUE, "an edge does not join two nodes of this graph");
     auto& list = b->dependencies;
     auto it = std::find(list.begin(), list.end(), a.get());
-    if (add != (it == list.end())) {
-      return refuse(CUDA_ERROR_INVALID_VALUE, add ? "the edge exists" : "there is no such edge");
-    }
+    need(add == (it == list.end()), CUDA_ERROR_INVALID_VALUE,
+         add ? "the edge exists" : "there is no such edge");
     if (add) {
       list.push_back(a.get());
     } else {
       list.erase(it);
     }
   }
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphAddDependencies_v2(CUgraph graph, const CUgraphNode* from,
-                                             const CUgraphNode* to, const CUgraphEdgeData*,
-                                             size_t n) {
-  SC_API(cuGraphAddDependencies, 0);
-  return change_dependencies(graph, from, to, n, true);
+SC_API(cuGraphAddDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
+       const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
+  change_dependencies(graph, from, to, n, true);
 }
 
-SC_EXPORT CUresult cuGraphRemoveDependencies_v2(CUgraph graph, const CUgraphNode* from,
-                                                const CUgraphNode* to, const CUgraphEdgeData*,
-                                                size_t n) {
-  SC_API(cuGraphRemoveDependencies, 0);
-  return change_dependencies(graph, from, to, n, false);
+SC_API(cuGraphRemoveDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
+       const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
+  change_dependencies(graph, from, to, n, false);
 }
 
-SC_EXPORT CUresult cuGraphDestroyNode(CUgraphNode handle) {
-  SC_API(cuGraphDestroyNode, 0);
+SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {
   ApiThread here;
-  std::shared_ptr<Node> node = graph_nodes().get(handle);
-  if (!node) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
+  const auto node = graph_nodes().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (node->graph->captures.load() > 0) {
-    return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is capturing into the graph");
-  }
+  need_uncaptured(*node->graph);
   graph_nodes().take(handle);
   forget_children(*node);
   auto& nodes = node->graph->nodes;
@@ -290,5 +256,4 @@ SC_EXPORT CUresult cuGraphDestroyNode(CUgraphNode handle) {
     list.erase(std::remove(list.begin(), list.end(), node.get()), list.end());
   }
   nodes.erase(std::find(nodes.begin(), nodes.end(), node));
-  return CUDA_SUCCESS;
 }

@@ -41,8 +41,6 @@ class ApiThread {
   bool outer_;
 };
 
-std::shared_ptr<UserObject> find_user_object(CUuserObject handle);
-
 // ---- graphs (invariants G1-G6) ----------------------------------------------------------------
 struct Graph;
 struct Condition;
@@ -55,8 +53,6 @@ struct Node {
   Graph* graph = nullptr;
   CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
   Work work;
-  CUDA_MEMCPY3D copy_params{};
-  CUDA_MEMSET_NODE_PARAMS fill_params{};
   std::vector<void*> param_pointers;  // what cuGraphKernelNodeGetParams hands out
   std::map<int, std::array<char, kAttributeBytes>> attributes;  // of a kernel node
   std::shared_ptr<Graph> child;
@@ -111,20 +107,22 @@ Handles<Node>& graph_nodes();
 Handles<Exec>& graph_execs();
 
 // Gives an executable's node of `type` new work.
-CUresult set_exec_work(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, Work work);
+void set_exec_work(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, Work work);
 // Adds a node of any type but child graphs and conditionals.
-CUresult add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
-                    const CUgraphNodeParams& params);
+void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                const CUgraphNodeParams& params);
+CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);
+void need_uncaptured(const Graph& graph);
+void need_own(const Graph& graph);  // no child that was moved, no body
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
 // The executable's graph as a definition, with its present parameters.
 std::shared_ptr<Graph> graph_of(const Exec& exec);
 // Takes a definition and the handles of its child graphs away from callers; null if unknown.
 std::shared_ptr<Graph> take_graph(CUgraph handle);
 // Adds a node whose work is complete; nothing is added on failure.
-CUresult add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
-                  std::shared_ptr<Node> node);
-CUresult flatten(const Graph& graph, std::vector<FlatNode>* out, References* references);
+void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
+              std::shared_ptr<Node> node);
 std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
                                       const std::shared_ptr<References>& references,
                                       Program* top = nullptr);

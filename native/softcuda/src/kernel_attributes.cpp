@@ -6,53 +6,35 @@
 
 using namespace softcuda;
 
-namespace {
-constexpr int kAccessPolicyWindow = 1, kClusterDimension = 4, kPriority = 8;
+static constexpr int kAccessPolicyWindow = 1, kClusterDimension = 4, kPriority = 8;
 
-// Blocks do not form clusters: of one block, which is the default, they may be.
-bool is_one_block(const void* value) {
+// Where a kernel node keeps the attribute.
+static std::array<char, kAttributeBytes>& kept(Node& node, int attribute, const void* value) {
+  need(value != nullptr && node.type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
+       "only kernel nodes have these attributes");
+  if (attribute != kAccessPolicyWindow && attribute != kPriority &&
+      attribute != kClusterDimension) {
+    refuse(CUDA_ERROR_NOT_SUPPORTED,
+           "kernel attribute " + std::to_string(attribute) + " is not implemented");
+  }
+  return node.attributes[attribute];
+}
+
+SC_API(cuGraphKernelNodeSetAttribute, 10000, 0, CUgraphNode, handle, int, attribute, const void*,
+       value) {
+  const auto node = graph_nodes().find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  auto& place = kept(*node, attribute, value);
   unsigned size[3];
   std::memcpy(size, value, sizeof size);
-  for (unsigned n : size) {
-    if (n > 1) return false;
-  }
-  return true;
+  // Blocks do not form clusters: of one block, which is the default, they may be.
+  need(attribute != kClusterDimension || (size[0] <= 1 && size[1] <= 1 && size[2] <= 1),
+       CUDA_ERROR_NOT_SUPPORTED, "clusters of several blocks are not implemented");
+  std::memcpy(place.data(), value, kAttributeBytes);
 }
 
-CUresult kernel_node(CUgraphNode handle, int attribute, const void* value,
-                     std::shared_ptr<Node>* out) {
-  *out = graph_nodes().get(handle);
-  if (!*out) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph node");
-  if (value == nullptr || (*out)->type != CU_GRAPH_NODE_TYPE_KERNEL) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "only kernel nodes have these attributes");
-  }
-  if (attribute == kAccessPolicyWindow || attribute == kPriority ||
-      attribute == kClusterDimension) {
-    return CUDA_SUCCESS;
-  }
-  return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                "kernel attribute " + std::to_string(attribute) + " is not implemented");
-}
-}  // namespace
-
-SC_EXPORT CUresult cuGraphKernelNodeSetAttribute(CUgraphNode handle, int attribute,
-                                                 const void* value) {
-  SC_API(cuGraphKernelNodeSetAttribute, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = kernel_node(handle, attribute, value, &node); r != CUDA_SUCCESS) return r;
-  if (attribute == kClusterDimension && !is_one_block(value)) {
-    return refuse(CUDA_ERROR_NOT_SUPPORTED, "clusters of several blocks are not implemented");
-  }
+SC_API(cuGraphKernelNodeGetAttribute, 10000, 0, CUgraphNode, handle, int, attribute, void*, value) {
+  const auto node = graph_nodes().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  std::memcpy(node->attributes[attribute].data(), value, kAttributeBytes);
-  return CUDA_SUCCESS;
-}
-
-SC_EXPORT CUresult cuGraphKernelNodeGetAttribute(CUgraphNode handle, int attribute, void* value) {
-  SC_API(cuGraphKernelNodeGetAttribute, 0);
-  std::shared_ptr<Node> node;
-  if (CUresult r = kernel_node(handle, attribute, value, &node); r != CUDA_SUCCESS) return r;
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  std::memcpy(value, node->attributes[attribute].data(), kAttributeBytes);
-  return CUDA_SUCCESS;
+  std::memcpy(value, kept(*node, attribute, value).data(), kAttributeBytes);
 }

@@ -9,7 +9,7 @@
 #include <deque>
 #include <thread>
 
-#include "../../short_slice.h"
+#include "../../threads.h"
 
 namespace softcuda {
 namespace {
@@ -51,22 +51,6 @@ void store(const Memop& op) {
   }
 }
 
-template <class T>
-void reduce(const Memop& op) {
-  T* word = reinterpret_cast<T*>(op.word.address);
-  const T value = static_cast<T>(op.value);
-  switch (op.reduction) {
-    case CU_STREAM_ATOMIC_REDUCTION_OP_ADD:
-      __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);
-      break;
-    case CU_STREAM_ATOMIC_REDUCTION_OP_AND:
-      __atomic_fetch_and(word, value, __ATOMIC_SEQ_CST);
-      break;
-    default:
-      __atomic_fetch_or(word, value, __ATOMIC_SEQ_CST);
-  }
-}
-
 // Comparisons of the documentation; GEQ is cyclic.
 bool satisfied(const Memop& op) {
   const uint64_t seen = load(op);
@@ -101,13 +85,6 @@ size_t advance(const MemopWork& work, size_t next) {
       case CU_STREAM_MEM_OP_WRITE_VALUE_32:
       case CU_STREAM_MEM_OP_WRITE_VALUE_64:
         store(op);
-        break;
-      case CU_STREAM_MEM_OP_ATOMIC_REDUCTION:
-        if (op.wide) {
-          reduce<uint64_t>(op);
-        } else {
-          reduce<uint32_t>(op);
-        }
         break;
       default:  // barrier, flush
         __atomic_thread_fence(__ATOMIC_SEQ_CST);

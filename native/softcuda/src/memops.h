@@ -13,7 +13,6 @@ struct Memop {
   Target word;
   uint64_t value = 0;
   unsigned flags = 0;
-  int reduction = 0;
   bool wide = false;
 };
 
@@ -21,12 +20,11 @@ struct Memop {
 struct MemopWork {
   std::vector<Memop> ops;
   std::vector<CUstreamBatchMemOpParams> given;  // as the caller gave them
-  unsigned flags = 0;
 };
 
 // Whether counts and kinds agree: new parameters may change addresses, values and wait types only.
 bool same_operations(const Work& a, const Work& b);
-CUresult memop_work(const CUDA_BATCH_MEM_OP_NODE_PARAMS* params, Work* out);
+std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params);
 
 // Runs a batch from its first operation. True: it is finished. False: it waits for a word, and the
 // poller completes `op` later.

@@ -91,14 +91,14 @@ CUdeviceptr next_free(const Table& t, size_t span) {
   }
 }
 
-CUresult give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
+void give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
   const size_t span = span_of(a->size);
   if (!reserve(t)) {
-    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "cannot reserve device addresses" + address_limit());
+    refuse(CUDA_ERROR_OUT_OF_MEMORY, "cannot reserve device addresses" + address_limit());
   }
   a->alias = next_free(t, span);
   if (a->alias == 0) {
-    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "no device addresses are free" + address_limit());
+    refuse(CUDA_ERROR_OUT_OF_MEMORY, "no device addresses are free" + address_limit());
   }
   t.next = a->alias + span;
   auto dead = t.dead.lower_bound(a->alias);
@@ -109,7 +109,6 @@ CUresult give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
   a->id = ++t.ids;
   t.by_alias.emplace(a->alias, a);
   if (a->host) t.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
-  return CUDA_SUCCESS;
 }
 
 // The bytes between the storage and its pages' ends: too few for a guard page, so they carry a
@@ -125,34 +124,40 @@ void visit_slack(const Allocation& a, const Visit& visit) {
   visit(a.storage + a.size, to);
 }
 
-bool slack_intact(const Allocation& a, std::string* where) {
+// An overrun that stayed within the slack is found late, but it is found.
+void check_slack(const Allocation& a) {
+  if (a.mapping == nullptr) return;
+  std::string where;
   visit_slack(a, [&](const char* from, const char* to) {
-    for (const char* at = from; at < to && where->empty(); ++at) {
+    for (const char* at = from; at < to && where.empty(); ++at) {
       if (static_cast<unsigned char>(*at) == kSlack) continue;
-      *where = at < a.storage ? std::to_string(a.storage - at) + " bytes before the start"
-                              : std::to_string(at - a.storage - a.size) + " bytes past the end";
+      where = at < a.storage ? std::to_string(a.storage - at) + " bytes before the start"
+                             : std::to_string(at - a.storage - a.size) + " bytes past the end";
     }
   });
-  return where->empty();
+  if (where.empty()) return;
+  fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+        "when it was freed, " + a.describe() + " was found overwritten " + where);
+  need(false, sticky());
 }
 
-CUresult map_storage(Allocation* a) {
+bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t body = round_up(a->size, page);
   void* mapping =
       mmap(nullptr, body + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapping == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (mapping == MAP_FAILED) return false;
   a->mapping = mapping;
   a->mapping_bytes = body + 2 * page;
   char* start = static_cast<char*>(mapping) + page;
-  if (mprotect(start, body, PROT_READ | PROT_WRITE) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (mprotect(start, body, PROT_READ | PROT_WRITE) != 0) return false;
   if (body >= size_t{4} << 20) madvise(start, body, MADV_HUGEPAGE);
   // Pinned memory starts on its page, as NumPy views and cache-line layouts expect.
   a->storage = a->host ? start : start + body - round_up(a->size, kAlign);
   if (settings().poison && !a->host) std::memset(start, 0xff, body);
   visit_slack(
       *a, [](char* from, char* to) { std::memset(from, kSlack, static_cast<size_t>(to - from)); });
-  return CUDA_SUCCESS;
+  return true;
 }
 
 size_t physical_memory() {
@@ -161,8 +166,8 @@ size_t physical_memory() {
   return bytes;
 }
 
-CUresult allocate(size_t size, bool host, unsigned flags, std::shared_ptr<Allocation>* out) {
-  if (size == 0) return refuse(CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
+std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
+  need(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation of 0 bytes");
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = host;
@@ -171,26 +176,17 @@ CUresult allocate(size_t size, bool host, unsigned flags, std::shared_ptr<Alloca
   std::lock_guard<std::mutex> lock(t.mutex);
   const size_t left = host ? physical_memory() : total_memory() - t.used;
   if (size > left) {
-    return refuse(CUDA_ERROR_OUT_OF_MEMORY, std::to_string(size) + " bytes were asked for, " +
-                                                std::to_string(left) + " are free");
+    refuse(CUDA_ERROR_OUT_OF_MEMORY,
+           std::to_string(size) + " bytes were asked for, " + std::to_string(left) + " are free");
   }
-  if (CUresult r = map_storage(a.get()); r != CUDA_SUCCESS) {
-    return refuse(r, "cannot map " + std::to_string(size) + " bytes" + address_limit());
+  if (!map_storage(a.get())) {
+    refuse(CUDA_ERROR_OUT_OF_MEMORY,
+           "cannot map " + std::to_string(size) + " bytes" + address_limit());
   }
-  if (CUresult r = give_alias(t, a); r != CUDA_SUCCESS) return r;
+  give_alias(t, a);
   if (!host) t.used += size;
   live_add(host ? Kind::pinned_memory : Kind::device_memory, 1);
-  *out = std::move(a);
-  return CUDA_SUCCESS;
-}
-
-// An overrun that stayed within the slack is found late, but it is found.
-bool check_slack(const Allocation& a) {
-  std::string where;
-  if (a.mapping == nullptr || slack_intact(a, &where)) return true;
-  fault(CUDA_ERROR_ILLEGAL_ADDRESS,
-        "when it was freed, " + a.describe() + " was found overwritten " + where);
-  return false;
+  return a;
 }
 
 // Unreachable for callers at once; the pages go now, the mapping with the last reference (M4).
@@ -305,77 +301,60 @@ std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t size) {
-  SC_API(cuMemAlloc, kContext | kUnsafe);
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  std::shared_ptr<Allocation> a;
-  if (CUresult r = allocate(size, false, 0, &a); r != CUDA_SUCCESS) return r;
-  *out = a->alias;
-  return CUDA_SUCCESS;
+SC_API(cuMemAlloc_v2, 3020, kContext | kUnsafe, CUdeviceptr*, out, size_t, size) {
+  need(out != nullptr);
+  *out = allocate(size, false, 0)->alias;
 }
 
-SC_EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
-  SC_API(cuMemFree, kContext | kUnsafe);
-  if (p == 0) return CUDA_SUCCESS;
+SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
+  if (p == 0) return;
   // Strict: the documented "may perform implicit synchronization" always happens (M5).
   if (settings().strict) wait_idle("cuMemFree: all work to finish");
-  if (sticky() != CUDA_SUCCESS) return sticky();
+  need(sticky() == CUDA_SUCCESS, sticky());
   Table& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto it = t.by_alias.find(p);
   if (it == t.by_alias.end() || it->second->host) {
-    return refuse(CUDA_ERROR_INVALID_VALUE,
-                  "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
+    refuse(CUDA_ERROR_INVALID_VALUE,
+           "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
-  if (!check_slack(*a)) return sticky();
+  check_slack(*a);
   t.used -= a->size;
   retire(t, a);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuMemHostAlloc(void** out, size_t size, unsigned flags) {
-  SC_API(cuMemHostAlloc, kContext | kUnsafe);
-  if (out == nullptr || (flags & ~7u) != 0) return CUDA_ERROR_INVALID_VALUE;
-  std::shared_ptr<Allocation> a;
-  if (CUresult r = allocate(size, true, flags, &a); r != CUDA_SUCCESS) return r;
-  *out = a->storage;
-  return CUDA_SUCCESS;
+SC_API(cuMemHostAlloc, 2020, kContext | kUnsafe, void**, out, size_t, size, unsigned, flags) {
+  need(out != nullptr && (flags & ~7u) == 0);
+  *out = allocate(size, true, flags)->storage;
 }
 
-SC_EXPORT CUresult cuMemAllocHost_v2(void** out, size_t size) {
-  SC_API(cuMemAllocHost, kContext | kUnsafe);
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  std::shared_ptr<Allocation> a;
-  if (CUresult r = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP, &a); r != CUDA_SUCCESS) return r;
-  *out = a->storage;
-  return CUDA_SUCCESS;
+SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
+  need(out != nullptr);
+  *out = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP)->storage;
 }
 
-static CUresult free_host(void* p, bool registered, CUresult missing) {
+static void free_host(void* p, bool registered, CUresult missing) {
   if (settings().strict) wait_idle("freeing pinned memory: all work to finish");
-  if (sticky() != CUDA_SUCCESS) return sticky();
+  need(sticky() == CUDA_SUCCESS, sticky());
   Table& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto it = t.by_host.find(reinterpret_cast<unsigned long long>(p));
   if (it == t.by_host.end() || it->second->registered != registered) {
-    return refuse(missing, hex(reinterpret_cast<unsigned long long>(p)) +
-                               " is not the start of a pinned allocation");
+    refuse(missing, hex(reinterpret_cast<unsigned long long>(p)) +
+                        " is not the start of a pinned allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
-  if (!check_slack(*a)) return sticky();
+  check_slack(*a);
   retire(t, a);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuMemFreeHost(void* p) {
-  SC_API(cuMemFreeHost, kContext | kUnsafe);
-  return free_host(p, false, CUDA_ERROR_INVALID_VALUE);
+SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
+  free_host(p, false, CUDA_ERROR_INVALID_VALUE);
 }
 
-SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
-  SC_API(cuMemHostRegister, kContext | kUnsafe);
-  if (p == nullptr || size == 0 || (flags & ~15u) != 0) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuMemHostRegister_v2, 6050, kContext | kUnsafe, void*, p, size_t, size, unsigned, flags) {
+  need(p != nullptr && size != 0 && (flags & ~15u) == 0);
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = a->registered = true;
@@ -386,24 +365,20 @@ SC_EXPORT CUresult cuMemHostRegister_v2(void* p, size_t size, unsigned flags) {
   const auto from = reinterpret_cast<unsigned long long>(p);
   auto below = floor_entry(t.by_host, from + size - 1);
   if (below && reinterpret_cast<unsigned long long>(below->storage) + below->size > from) {
-    return refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "overlaps " + below->describe());
+    refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "overlaps " + below->describe());
   }
-  if (CUresult r = give_alias(t, a); r != CUDA_SUCCESS) return r;
+  give_alias(t, a);
   live_add(Kind::pinned_memory, 1);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuMemHostUnregister(void* p) {
-  SC_API(cuMemHostUnregister, kContext | kUnsafe);
-  return free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+SC_API(cuMemHostUnregister, 4000, kContext | kUnsafe, void*, p) {
+  free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 
-SC_EXPORT CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total) {
-  SC_API(cuMemGetInfo, kContext);
-  if (free_bytes == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuMemGetInfo_v2, 3020, kContext, size_t*, free_bytes, size_t*, total) {
+  need(free_bytes != nullptr && total != nullptr);
   Table& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   *total = total_memory();
   *free_bytes = *total - t.used;
-  return CUDA_SUCCESS;
 }

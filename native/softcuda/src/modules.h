@@ -29,13 +29,12 @@ struct Module {
 };
 
 extern const softcuda_hooks kHooks;
-std::shared_ptr<Function> find_function(CUfunction handle);
-CUresult load_module(const void* image, CUmodule* out);
+Handles<Module>& modules();
+Handles<Function>& functions();
+CUmodule load_module(const void* image);
 // `waiting` says what a strict unload waits for.
-CUresult unload_module(CUmodule handle, const char* waiting);
+void unload_module(void* handle, const char* waiting);
 // Checks the geometry and translates the parameters; refuses by name.
-CUresult make_kernel(const std::shared_ptr<Function>& function, softcuda_dim3 grid,
-                     softcuda_dim3 block, unsigned shared_bytes, void* const* params,
-                     void* const* extra, std::shared_ptr<const KernelWork>* out);
+std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& params);
 
 }  // namespace softcuda

@@ -4,55 +4,52 @@
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* p, unsigned flags) {
-  SC_API(cuMemHostGetDevicePointer, kNoLock);
-  if (out == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+// Memory that the device knows; none is no failure.
+static Target known(unsigned long long p) {
   Target target;
   std::string why;
-  if (!resolve(reinterpret_cast<unsigned long long>(p), 1, &target, &why) || !target.owner ||
-      !target.owner->host) {
-    return refuse(CUDA_ERROR_INVALID_VALUE,
-                  hex(reinterpret_cast<unsigned long long>(p)) + " is not pinned host memory");
-  }
-  *out = target.owner->alias + static_cast<size_t>(static_cast<char*>(p) - target.owner->storage);
-  return CUDA_SUCCESS;
+  if (!resolve(p, 1, &target, &why)) target.owner = nullptr;
+  return target;
 }
 
-SC_EXPORT CUresult cuMemHostGetFlags(unsigned* out, void* p) {
-  SC_API(cuMemHostGetFlags, kNoLock);
-  Target target;
-  std::string why;
-  if (out == nullptr || !resolve(reinterpret_cast<unsigned long long>(p), 1, &target, &why) ||
-      !target.owner || !target.owner->host) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  *out = target.owner->flags;
-  return CUDA_SUCCESS;
+static std::shared_ptr<Allocation> find_pinned(void* p) {
+  const auto address = reinterpret_cast<unsigned long long>(p);
+  const Target target = known(address);
+  if (target.owner && target.owner->host) return target.owner;
+  refuse(CUDA_ERROR_INVALID_VALUE, hex(address) + " is not pinned host memory");
 }
 
-SC_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr p) {
-  SC_API(cuMemGetAddressRange, kNoLock);
+SC_API(cuMemHostGetDevicePointer_v2, 3020, kNoLock, CUdeviceptr*, out, void*, p, unsigned, flags) {
+  need(out != nullptr && flags == 0);
+  const auto pinned = find_pinned(p);
+  *out = pinned->alias + static_cast<size_t>(static_cast<char*>(p) - pinned->storage);
+}
+
+SC_API(cuMemHostGetFlags, 2030, kNoLock, unsigned*, out, void*, p) {
+  need(out != nullptr);
+  *out = find_pinned(p)->flags;
+}
+
+SC_API(cuMemGetAddressRange_v2, 3020, kNoLock, CUdeviceptr*, base, size_t*, size, CUdeviceptr, p) {
   Target target;
   std::string why;
   if (!is_alias(p) || !resolve(p, 1, &target, &why)) {
-    return refuse(CUDA_ERROR_NOT_FOUND, "cuMemGetAddressRange: " + why);
+    refuse(CUDA_ERROR_NOT_FOUND, "cuMemGetAddressRange: " + why);
   }
   if (base != nullptr) *base = target.owner->alias;
   if (size != nullptr) *size = target.owner->size;
-  return CUDA_SUCCESS;
 }
 
 namespace {
 constexpr int kNoDevice = -2;  // CU_DEVICE_INVALID
 
 template <class T>
-CUresult tell(void* out, T value) {
+void tell(void* out, T value) {
   *static_cast<T*>(out) = value;
-  return CUDA_SUCCESS;
 }
 
 // `a` is null for memory that the device does not know: the values that stand for nothing.
-CUresult pointer_attribute(void* out, int attribute, const Target& target) {
+void pointer_attribute(void* out, int attribute, const Target& target) {
   const Allocation* a = target.owner.get();
   switch (attribute) {
     case 1:  // CONTEXT
@@ -86,35 +83,27 @@ CUresult pointer_attribute(void* out, int attribute, const Target& target) {
     case 17:  // MEMPOOL_HANDLE
       return tell<void*>(out, nullptr);
     default:
-      return refuse(CUDA_ERROR_NOT_SUPPORTED,
-                    "pointer attribute " + std::to_string(attribute) + " is not implemented");
+      refuse(CUDA_ERROR_NOT_SUPPORTED,
+             "pointer attribute " + std::to_string(attribute) + " is not implemented");
   }
 }
 }  // namespace
 
-SC_EXPORT CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr p) {
-  SC_API(cuPointerGetAttribute, kNoLock);
+SC_API(cuPointerGetAttribute, 4000, kNoLock, void*, out, int, attribute, CUdeviceptr, p) {
   constexpr int kHostPointer = 4, kMapped = 13;
-  if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  Target target;
-  std::string why;
-  if (!resolve(p, 1, &target, &why)) target.owner = nullptr;
+  need(out != nullptr);
+  const Target target = known(p);
   if (!target.owner && attribute != kMapped) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
+    refuse(CUDA_ERROR_INVALID_VALUE, hex(p) + " was not allocated by the device");
   }
-  if (attribute == kHostPointer && !target.owner->host) return CUDA_ERROR_INVALID_VALUE;
-  return pointer_attribute(out, attribute, target);
+  need(attribute != kHostPointer || target.owner->host);
+  pointer_attribute(out, attribute, target);
 }
 
 // Succeeds for any address.
-SC_EXPORT CUresult cuPointerGetAttributes(unsigned n, int* attributes, void** out, CUdeviceptr p) {
-  SC_API(cuPointerGetAttributes, kNoLock);
-  if (n == 0 || attributes == nullptr || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  Target target;
-  std::string why;
-  if (!resolve(p, 1, &target, &why)) target.owner = nullptr;
-  for (unsigned i = 0; i < n; ++i) {
-    if (CUresult r = pointer_attribute(out[i], attributes[i], target); r != CUDA_SUCCESS) return r;
-  }
-  return CUDA_SUCCESS;
+SC_API(cuPointerGetAttributes, 7000, kNoLock, unsigned, n, int*, attributes, void**, out,
+       CUdeviceptr, p) {
+  need(n != 0 && attributes != nullptr && out != nullptr);
+  const Target target = known(p);
+  for (unsigned i = 0; i < n; ++i) pointer_attribute(out[i], attributes[i], target);
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -39,8 +40,18 @@ int device_attribute(int attribute);  // as cuDeviceGetAttribute answers; 0 for 
 // A sticky error: every later call answers it. Set once; the first text stays.
 CUresult sticky();
 void fault(CUresult code, const std::string& text);
-// A refused call leaves its reason here (and in the log); returns `code`.
-CUresult refuse(CUresult code, const std::string& text);
+// What an entry point answers instead of doing its work; enter() makes it the call's code.
+struct Refused {
+  CUresult code;
+};
+// Ends the call; the reason is for softcuda_last_refusal (and the log).
+[[noreturn]] void refuse(CUresult code, const std::string& text);
+inline void need(bool good, CUresult code = CUDA_ERROR_INVALID_VALUE) {
+  if (!good) throw Refused{code};
+}
+inline void need(bool good, CUresult code, const char* why) {
+  if (!good) refuse(code, why);
+}
 // Copies as much as fits, with a 0 at the end; returns the whole length.
 size_t give(const std::string& text, char* buffer, size_t size);
 void log_line(const std::string& text);
@@ -65,11 +76,13 @@ void count_add(What what, long delta = 1);
 void leak_everything();  // after a fault: what lives now is counted as leaked from here on
 
 // ---- API calls -------------------------------------------------------------------------------
-// One per entry point; registers itself in a list for the counters.
+// One per entry point, in a list: what cuGetProcAddress knows, and the counters. Never destroyed.
 struct ApiSite {
-  explicit ApiSite(const char* name, unsigned flags);
-  const char* name;
+  ApiSite(const char* symbol, int from, unsigned flags, void* address);
+  char name[40];  // the symbol without its version
+  int from;       // the CUDA version whose ABI the symbol has
   unsigned flags;
+  void* address;
   std::atomic<long> calls{0};
   std::atomic<long> gil_held{0};
   ApiSite* next;
@@ -82,22 +95,38 @@ enum : unsigned {
   kContext = 16,    // needs a current context on the calling thread
   kUnsafe = 32,     // may be forbidden while a stream captures (cuThreadExchangeStreamCaptureMode)
 };
-CUresult capture_forbids_unsafe(const char* api);
+void capture_forbids_unsafe(const char* api);
 
-// Guards one call: bookkeeping of the GIL and of the calls in progress, refusal of calls from host
-// functions and destructors, sticky errors, the modelled context lock.
+// Guards one call: bookkeeping of the GIL and of the calls in progress.
 class ApiCall {
  public:
   explicit ApiCall(ApiSite& site);
   ~ApiCall();
   ApiCall(const ApiCall&) = delete;
   ApiCall& operator=(const ApiCall&) = delete;
-  CUresult refused() const { return refused_; }
+  // Refuses calls from host functions and destructors and sticky errors; takes the modelled lock.
+  void admit();
 
  private:
-  CUresult refused_ = CUDA_SUCCESS;
-  const ApiSite* outer_ = nullptr;
+  ApiSite& site_;
+  const bool gil_;
+  const ApiSite* outer_;
 };
+template <class Body>
+CUresult enter(ApiSite& site, const Body& body) {
+  ApiCall call(site);
+  try {
+    call.admit();
+    if constexpr (std::is_void_v<decltype(body())>) {
+      body();
+      return CUDA_SUCCESS;
+    } else {
+      return body();
+    }
+  } catch (const Refused& refused) {
+    return refused.code;
+  }
+}
 // Marks what the calling thread waits for, for softcuda_describe.
 class Waiting {
  public:
@@ -117,17 +146,50 @@ void run_host_function(CUhostFn fn, void* data);
 void record_hop(uint64_t entered, uint64_t returned);
 void describe_workers(std::string* out);
 
-#define SC_API(api_name, api_flags)                       \
-  static softcuda::ApiSite sc_site{#api_name, api_flags}; \
-  softcuda::ApiCall sc_call(sc_site);                     \
-  if (sc_call.refused() != CUDA_SUCCESS) return sc_call.refused()
+// An entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) { body }.
+// The body refuses by refuse() and need(); that of SC_API_CODE returns a code.
+#define SC_API(symbol, from, ...) SC_DEFINE(void, symbol, from, __VA_ARGS__)
+#define SC_API_CODE(symbol, from, ...) SC_DEFINE(CUresult, symbol, from, __VA_ARGS__)
+#define SC_DEFINE(Result, symbol, from, ...)                                              \
+  static Result symbol##_body(SC_EACH(SC_DECLARE, __VA_ARGS__));                          \
+  SC_EXPORT CUresult symbol(SC_EACH(SC_DECLARE, __VA_ARGS__));                            \
+  static softcuda::ApiSite symbol##_site{#symbol, from, SC_FIRST(__VA_ARGS__, 0),         \
+                                         reinterpret_cast<void*>(symbol)};                \
+  SC_EXPORT CUresult symbol(SC_EACH(SC_DECLARE, __VA_ARGS__)) {                           \
+    return softcuda::enter(symbol##_site,                                                 \
+                           [&] { return symbol##_body(SC_EACH(SC_PASS, __VA_ARGS__)); }); \
+  }                                                                                       \
+  static Result symbol##_body(SC_EACH(SC_DECLARE, __VA_ARGS__))
+#define SC_FIRST(first, ...) first
+#define SC_DECLARE(type, name) [[maybe_unused]] type name
+#define SC_PASS(type, name) name
+// Applies `f` to each pair behind the flags.
+#define SC_EACH(f, ...)                                                                          \
+  SC_PICK(__VA_ARGS__, SC_P11, , SC_P10, , SC_P9, , SC_P8, , SC_P7, , SC_P6, , SC_P5, , SC_P4, , \
+          SC_P3, , SC_P2, , SC_P1, , SC_P0, )                                                    \
+  (f, __VA_ARGS__)
+#define SC_PICK(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, v, w, picked, ...) \
+  picked
+#define SC_P0(f, flags)
+#define SC_P1(f, flags, t, n) f(t, n)
+#define SC_P2(f, flags, t, n, ...) f(t, n), SC_P1(f, flags, __VA_ARGS__)
+#define SC_P3(f, flags, t, n, ...) f(t, n), SC_P2(f, flags, __VA_ARGS__)
+#define SC_P4(f, flags, t, n, ...) f(t, n), SC_P3(f, flags, __VA_ARGS__)
+#define SC_P5(f, flags, t, n, ...) f(t, n), SC_P4(f, flags, __VA_ARGS__)
+#define SC_P6(f, flags, t, n, ...) f(t, n), SC_P5(f, flags, __VA_ARGS__)
+#define SC_P7(f, flags, t, n, ...) f(t, n), SC_P6(f, flags, __VA_ARGS__)
+#define SC_P8(f, flags, t, n, ...) f(t, n), SC_P7(f, flags, __VA_ARGS__)
+#define SC_P9(f, flags, t, n, ...) f(t, n), SC_P8(f, flags, __VA_ARGS__)
+#define SC_P10(f, flags, t, n, ...) f(t, n), SC_P9(f, flags, __VA_ARGS__)
+#define SC_P11(f, flags, t, n, ...) f(t, n), SC_P10(f, flags, __VA_ARGS__)
 
 // ---- handles ---------------------------------------------------------------------------------
 // Handles are numbers that are never reused, so a stale one is always INVALID_HANDLE.
 template <class T>
 class Handles {
  public:
-  explicit Handles(uint64_t base) : next_(base) {}
+  // `unknown` is the reason when find() knows no such handle.
+  Handles(uint64_t base, const char* unknown) : next_(base), unknown_(unknown) {}
   void* add(std::shared_ptr<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     next_ += 16;
@@ -139,12 +201,23 @@ class Handles {
     auto it = map_.find(reinterpret_cast<uint64_t>(handle));
     return it == map_.end() ? nullptr : it->second;
   }
+  std::shared_ptr<T> find(const void* handle) const {
+    std::shared_ptr<T> object = get(handle);
+    need(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_);
+    return object;
+  }
   std::shared_ptr<T> take(const void* handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = map_.find(reinterpret_cast<uint64_t>(handle));
     if (it == map_.end()) return nullptr;
     std::shared_ptr<T> object = std::move(it->second);
     map_.erase(it);
+    return object;
+  }
+  // The same of an object that must be there.
+  std::shared_ptr<T> remove(const void* handle) {
+    std::shared_ptr<T> object = take(handle);
+    need(object != nullptr, CUDA_ERROR_INVALID_HANDLE, unknown_);
     return object;
   }
   std::vector<std::shared_ptr<T>> all() const {
@@ -157,6 +230,7 @@ class Handles {
  private:
   mutable std::mutex mutex_;
   uint64_t next_;
+  const char* unknown_;
   std::unordered_map<uint64_t, std::shared_ptr<T>> map_;
 };
 

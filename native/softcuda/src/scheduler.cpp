@@ -47,7 +47,7 @@ uint64_t now_ns() {
 }
 
 Handles<Stream>& streams() {
-  static Handles<Stream>& h = *new Handles<Stream>(0x51000000000000);
+  static Handles<Stream>& h = *new Handles<Stream>(0x51000000000000, "not a stream");
   return h;
 }
 
@@ -80,7 +80,7 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
     thread_local ThreadStream own;
     return own.stream;
   }
-  return streams().get(handle);
+  return streams().find(handle);
 }
 
 OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {

@@ -32,6 +32,7 @@ struct KernelWork {
 };
 
 struct CopyWork {
+  CUDA_MEMCPY3D given;
   Target dst, src;
   size_t width = 0, height = 1, depth = 1;
   size_t dst_pitch = 0, dst_slice = 0, src_pitch = 0, src_slice = 0;
@@ -39,9 +40,9 @@ struct CopyWork {
 };
 
 struct FillWork {
+  CUDA_MEMSET_NODE_PARAMS given;
   Target dst;
-  unsigned value = 0, element = 1;
-  size_t width = 0, height = 1, pitch = 0;
+  size_t row_bytes = 0, height = 1, pitch = 0;
 };
 
 struct HostWork {
@@ -69,6 +70,17 @@ using LaunchEvents = std::vector<OpRef>;
 
 // What one op does. A graph node's Work is built when the node is added or updated and shared.
 struct Work {
+  Work() = default;
+  explicit Work(std::shared_ptr<const KernelWork> w)
+      : kind(WorkKind::kernel), kernel(std::move(w)) {}
+  explicit Work(std::shared_ptr<const CopyWork> w) : kind(WorkKind::copy), copy(std::move(w)) {}
+  explicit Work(std::shared_ptr<const FillWork> w) : kind(WorkKind::fill), fill(std::move(w)) {}
+  explicit Work(std::shared_ptr<const MemopWork> w) : kind(WorkKind::memop), memop(std::move(w)) {}
+  explicit Work(std::shared_ptr<const ConditionalWork> w)
+      : kind(WorkKind::conditional), conditional(std::move(w)) {}
+  explicit Work(HostWork w) : kind(WorkKind::host), host(w) {}
+  Work(WorkKind k, std::shared_ptr<Event> e) : kind(k), event(std::move(e)) {}
+
   WorkKind kind = WorkKind::none;
   std::shared_ptr<const KernelWork> kernel;
   std::shared_ptr<const CopyWork> copy;
@@ -152,11 +164,14 @@ struct Program {
 std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan);
 
 const CUstream kPerThread = reinterpret_cast<CUstream>(2);  // CU_STREAM_PER_THREAD
-// null for an unknown handle; the legacy stream for NULL and CU_STREAM_LEGACY, and the calling
-// thread's own for CU_STREAM_PER_THREAD.
+// The legacy stream for NULL and CU_STREAM_LEGACY, and the calling thread's own for
+// CU_STREAM_PER_THREAD.
 std::shared_ptr<Stream> find_stream(CUstream handle);
-std::shared_ptr<Event> find_event(CUevent handle);  // null for an unknown one
 Handles<Stream>& streams();
+Handles<Event>& events();
+// What the driver's parameters stand for, checked; shared by the stream calls and graph nodes.
+std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& params);
+std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);
 
 std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
 // Appends `work` to the stream; `after` adds one more dependency, `serial` is a slot that orders

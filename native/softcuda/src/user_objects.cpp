@@ -10,7 +10,7 @@ namespace softcuda {
 namespace {
 
 Handles<UserObject>& objects() {
-  static Handles<UserObject>& h = *new Handles<UserObject>(0x58000000000000);
+  static Handles<UserObject>& h = *new Handles<UserObject>(0x58000000000000, "not a user object");
   return h;
 }
 
@@ -101,21 +101,19 @@ bool References::release(const std::shared_ptr<UserObject>& object, unsigned cou
   return drop(object, count);
 }
 
-std::shared_ptr<UserObject> find_user_object(CUuserObject handle) { return objects().get(handle); }
-
 }  // namespace softcuda
 
 using namespace softcuda;
 
-SC_EXPORT CUresult cuUserObjectCreate(CUuserObject* out, void* data, CUhostFn destroy_fn,
-                                      unsigned initial, unsigned flags) {
-  SC_API(cuUserObjectCreate, 0);
-  if (out == nullptr || destroy_fn == nullptr || initial == 0 || initial > 0x7fffffffu ||
-      flags != CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) {
-    return refuse(CUDA_ERROR_INVALID_VALUE,
-                  "cuUserObjectCreate needs a destructor, a count in 1..INT_MAX and the flag "
-                  "NO_DESTRUCTOR_SYNC");
-  }
+constexpr unsigned kMost = 0x7fffffffu;  // references in one call
+
+SC_API(cuUserObjectCreate, 11030, 0, CUuserObject*, out, void*, data, CUhostFn, destroy_fn,
+       unsigned, initial, unsigned, flags) {
+  need(out != nullptr && destroy_fn != nullptr && initial > 0 && initial <= kMost &&
+           flags == CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
+       CUDA_ERROR_INVALID_VALUE,
+       "cuUserObjectCreate needs a destructor, a count in 1..INT_MAX and the flag "
+       "NO_DESTRUCTOR_SYNC");
   auto object = std::make_shared<UserObject>();
   object->data = data;
   object->destroy = destroy_fn;
@@ -123,57 +121,39 @@ SC_EXPORT CUresult cuUserObjectCreate(CUuserObject* out, void* data, CUhostFn de
   object->handle = objects().add(object);
   live_add(Kind::user_object, 1);
   *out = static_cast<CUuserObject>(object->handle);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuUserObjectRetain(CUuserObject handle, unsigned count) {
-  SC_API(cuUserObjectRetain, 0);
-  std::shared_ptr<UserObject> object = find_user_object(handle);
-  if (!object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a user object");
-  if (count == 0 || count > 0x7fffffffu) return CUDA_ERROR_INVALID_VALUE;
+SC_API(cuUserObjectRetain, 11030, 0, CUuserObject, handle, unsigned, count) {
+  const auto object = objects().find(handle);
+  need(count != 0 && count <= kMost);
   object->refs += count;
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuUserObjectRelease(CUuserObject handle, unsigned count) {
-  SC_API(cuUserObjectRelease, 0);
+SC_API(cuUserObjectRelease, 11030, 0, CUuserObject, handle, unsigned, count) {
   ApiThread here;
-  std::shared_ptr<UserObject> object = find_user_object(handle);
-  if (!object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a user object");
-  if (count == 0 || !drop(object, count)) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "more references released than exist");
-  }
-  return CUDA_SUCCESS;
+  const auto object = objects().find(handle);
+  need(count != 0 && drop(object, count), CUDA_ERROR_INVALID_VALUE,
+       "more references released than exist");
 }
 
-SC_EXPORT CUresult cuGraphRetainUserObject(CUgraph graph_handle, CUuserObject handle,
-                                           unsigned count, unsigned flags) {
-  SC_API(cuGraphRetainUserObject, 0);
-  std::shared_ptr<Graph> graph = graphs().get(graph_handle);
-  std::shared_ptr<UserObject> object = find_user_object(handle);
-  if (!graph || !object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph or no user object");
-  if (count == 0 || count > 0x7fffffffu || (flags & ~CU_GRAPH_USER_OBJECT_MOVE) != 0) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
+SC_API(cuGraphRetainUserObject, 11030, 0, CUgraph, graph_handle, CUuserObject, handle, unsigned,
+       count, unsigned, flags) {
+  const auto graph = graphs().find(graph_handle);
+  const auto object = objects().find(handle);
+  need(count != 0 && count <= kMost && (flags & ~CU_GRAPH_USER_OBJECT_MOVE) == 0);
   const bool move = (flags & CU_GRAPH_USER_OBJECT_MOVE) != 0;
-  if (move && object->refs < count) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "more references moved than exist");
-  }
+  need(!move || object->refs >= count, CUDA_ERROR_INVALID_VALUE,
+       "more references moved than exist");
   std::lock_guard<std::mutex> lock(graph_mutex());
   graph->references->add(object, count, !move);
-  return CUDA_SUCCESS;
 }
 
-SC_EXPORT CUresult cuGraphReleaseUserObject(CUgraph graph_handle, CUuserObject handle,
-                                            unsigned count) {
-  SC_API(cuGraphReleaseUserObject, 0);
+SC_API(cuGraphReleaseUserObject, 11030, 0, CUgraph, graph_handle, CUuserObject, handle, unsigned,
+       count) {
   ApiThread here;
-  std::shared_ptr<Graph> graph = graphs().get(graph_handle);
-  std::shared_ptr<UserObject> object = find_user_object(handle);
-  if (!graph || !object) return refuse(CUDA_ERROR_INVALID_HANDLE, "not a graph or no user object");
+  const auto graph = graphs().find(graph_handle);
+  const auto object = objects().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
-  if (count == 0 || !graph->references->release(object, count)) {
-    return refuse(CUDA_ERROR_INVALID_VALUE, "the graph does not hold that many references");
-  }
-  return CUDA_SUCCESS;
+  need(count != 0 && graph->references->release(object, count), CUDA_ERROR_INVALID_VALUE,
+       "the graph does not hold that many references");
 }

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../../short_slice.h"
+#include "../../threads.h"
 #include "executor.h"
 #include "trace.h"
 

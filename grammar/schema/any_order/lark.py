@@ -1,16 +1,67 @@
-"""How arrays and objects are written as rules of a Lark grammar."""
+"""How keys, arrays and objects are written in a Lark grammar.
+
+A key has one spelling here: an escape only where JSON needs one, the short form where there is one,
+else ``\\u00xx`` in lower case. So a key that a schema names cannot come again in another spelling.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
-from ..lark import literal
-from .keys import key
+from ..options import literal
+from ..terms import Cannot
 
-__all__ = ["BITS", "Pairs", "array_body", "object_rules", "regex", "separators"]
+__all__ = [
+    "ANY_KEY", "BITS", "PLAIN_KEY", "Pairs", "array_body", "key", "object_rules", "pattern_key",
+    "regex", "separators",
+]  # fmt: skip
 
 BITS = 64  # of a rule's parameter
+_SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+_PLAIN = r"[\x20-\x21\x23-\x5b\x5d-\x7e\x{80}-\x{10ffff}]"
+_ESCAPED = r'\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f]|7f))'
+_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_ANY = r"(?s:.)*"
+
+#: Any key, and any that needs no escape.
+ANY_KEY, PLAIN_KEY = f'"(?:{_PLAIN}|{_ESCAPED})*"', f'"{_PLAIN}*"'
+
+
+def key(name: str) -> str:
+    """The spelling of one name, as a text."""
+    return '"' + "".join(map(_spelled, name)) + '"'
+
+
+def _spelled(char: str) -> str:
+    code = ord(char)
+    if code in _SHORT:
+        return "\\" + _SHORT[code]
+    return char if code >= 32 and code != 127 else f"\\u{code:04x}"
+
+
+def pattern_key(pattern: str) -> str:
+    """An expression of all keys in which a pattern is found, of those that need no escape.
+
+    `Cannot` if the pattern has anchors elsewhere than at the ends of its alternatives.
+    """
+    options, depth = [""], 0
+    for piece in _PIECE.findall(pattern):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and depth == 0:
+            options.append("")
+        else:
+            options[-1] += piece
+    return f'"(?:{"|".join(_found(option, pattern) for option in options)})"'
+
+
+def _found(option: str, pattern: str) -> str:
+    pieces = _PIECE.findall(option)
+    start, end = pieces[:1] == ["^"], pieces[-1:] == ["$"]
+    inner = pieces[start : len(pieces) - end]
+    if "^" in inner or "$" in inner:
+        raise Cannot("patternProperties", f"pattern {pattern[:40]!r} has anchors inside")
+    return ("" if start else _ANY) + "".join(inner) + ("" if end else _ANY)
 
 
 def regex(expression: str) -> str:
@@ -37,23 +88,12 @@ def array_body(item: str | None, low: int, high: int | None) -> str:
     return f'OPEN {body if low else f"({body})?"} "]"'
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """What is in an object.
+class Pairs(NamedTuple):
+    """What is in an object."""
 
-    Attributes
-    ----------
-    names
-        Named properties and the rules of their values, the required ones first.
-    needed
-        How many of them are required.
-    others
-        Rule of a pair with any other key; None: there are none.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    needed: int
-    others: str | None = None
+    names: tuple[tuple[str, str], ...]  # and the rules of their values, the required ones first
+    needed: int  # how many of them are required
+    others: str | None  # rule of a pair with any other key
 
 
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:

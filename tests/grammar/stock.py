@@ -1,4 +1,4 @@
-"""LLGuidance by its own Python objects: what its native matchers are held against."""
+"""The libraries by their own Python objects, which hold the GIL: oracles of the native matchers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import llguidance  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
+from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, Vocabulary, XGrammarBackend
 from graft.grammar.backends.base import ending_ids
 from graft.grammar.backends.llguidance import grammar_text
-from graft.grammar.matcher import CompiledGrammar, Matcher
-from graft.grammar.statement import GrammarSpec
-from graft.grammar.vocabulary import Vocabulary
+from graft.grammar.backends.xgrammar import library
 
-_LEXER_FUEL, _ITEMS = 10_000_000, 1_000_000  # as native/guide/llguidance_abi.cpp has them
+_LIMITS = llguidance.LLParserLimits(  # as native/guide/llguidance_abi.cpp has them
+    initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6, step_max_items=10**6
+)
 
 
 def stock_tokenizer(vocabulary: Vocabulary) -> Any:
@@ -63,27 +64,22 @@ class StockLLGuidance:
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises ValueError with LLGuidance's reason."""
-        limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL,
-            max_items_in_row=_ITEMS, step_max_items=_ITEMS,
-        )
         grammar = json.loads(grammar_text(spec))["grammars"][0]
         if "json_schema" in grammar:  # as which LLGuidance would spell forced text its own way
             rules = "start: %json " + json.dumps(grammar["json_schema"])
             grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
         text = json.dumps({"grammars": [grammar]})
-        handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if handle.is_error():
             raise ValueError(handle.get_error())
         return CompiledGrammar(self, spec, handle, len(text))
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """A new matcher at the start."""
-        inner = StockMatcher(compiled, ending_ids(self.vocabulary, stop_ids))
-        return inner
+        return LLGuidanceMatcher(compiled, ending_ids(self, compiled, stop_ids))
 
 
-class StockMatcher(Matcher):
+class LLGuidanceMatcher(Matcher):
     """LLGuidance's own Python matcher, with termination by stop ids kept here."""
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -142,3 +138,41 @@ class StockMatcher(Matcher):
 
     def is_terminated(self) -> bool:
         return self._terminated
+
+
+class StockXGrammar(XGrammarBackend):
+    """A backend whose matchers are XGrammar's, kept from what it would warn of."""
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """A new matcher at the start."""
+        return XGrammarMatcher(compiled, ending_ids(self, compiled, stop_ids))
+
+
+class XGrammarMatcher(Matcher):
+    """Ids that are no text and no stop id of this request are never legal."""
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
+        super().__init__(compiled, stop_ids)
+        self._handle: Any = library().GrammarMatcher(
+            compiled.native, list(stop_ids), False, -1, None
+        )
+        vocabulary: Vocabulary = compiled.backend.vocabulary
+        ids = range(vocabulary.words * 32)
+        self._known = np.array([vocabulary.is_text(i) or i in stop_ids for i in ids])
+
+    def accept(self, token: int) -> bool:
+        if not 0 <= token < self.size or not self._known[token] or self.is_terminated():
+            return False
+        return bool(self._handle.accept_token(int(token), False))
+
+    def fill(self, row: np.ndarray) -> bool:
+        self._require_running()
+        self._handle.fill_next_token_bitmask(row, 0, False)
+        row &= np.packbits(self._known, bitorder="little").view(np.int32)
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        self._handle.rollback(int(tokens))
+
+    def is_terminated(self) -> bool:
+        return bool(self._handle.is_terminated())

@@ -1,0 +1,219 @@
+// Modules, libraries, and the kernels in them. Libraries are modules that are loaded before anybody
+// says for which context. Here there is one context, so a library is a module, loaded at once, and
+// a kernel is its function: both names of either are one handle. Memory pools are refused.
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+
+#include "modules.h"
+
+using namespace softcuda;
+
+// What the calls of modules and of libraries have in common; so below of functions and kernels.
+static void* named(void* module, const char* name) {
+  need(name != nullptr);
+  for (auto& function : modules().find(module)->functions) {
+    if (function->name == name) return function->handle;
+  }
+  refuse(CUDA_ERROR_NOT_FOUND, "the module has no kernel '" + std::string(name) + "'");
+}
+
+static void enumerate(void** out, unsigned n, void* module) {
+  const auto found = modules().find(module);
+  need(out != nullptr);
+  for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {
+    out[i] = found->functions[i]->handle;
+  }
+}
+
+// Kernels keep no state outside parameters and shared memory, so there are no globals.
+static void no_global(void* module, const char* name) {
+  need(name != nullptr);
+  modules().find(module);
+  need(false, CUDA_ERROR_NOT_FOUND);
+}
+
+static std::shared_ptr<Function> described(void* function) {
+  const auto found = functions().get(function);
+  need(found != nullptr);
+  return found;
+}
+
+static int attribute_of(const Function& function, int attribute) {
+  const unsigned bound = function.entry().max_threads;
+  switch (attribute) {
+    case 0:  // MAX_THREADS_PER_BLOCK
+      return bound != 0 ? static_cast<int>(std::min(bound, 1024u)) : 1024;
+    case 2:  // CONST_SIZE_BYTES
+    case 3:  // LOCAL_SIZE_BYTES
+      return 0;
+    case 5:  // PTX_VERSION
+    case 6:  // BINARY_VERSION
+      return 90;
+    case 8:  // MAX_DYNAMIC_SHARED_SIZE_BYTES
+      return function.max_dynamic_shared.load();
+    default:
+      refuse(CUDA_ERROR_NOT_SUPPORTED,
+             "function attribute " + std::to_string(attribute) + " is not implemented");
+  }
+}
+
+static void set_attribute(Function& function, int attribute, int value) {
+  if (attribute == 9) return;  // PREFERRED_SHARED_MEMORY_CARVEOUT: a hint
+  if (attribute != 8) {
+    refuse(CUDA_ERROR_NOT_SUPPORTED,
+           "function attribute " + std::to_string(attribute) + " cannot be set");
+  }
+  if (value < 0 || value > 227 * 1024) {
+    refuse(CUDA_ERROR_INVALID_VALUE,
+           std::to_string(value) + " bytes of dynamic shared memory exceed 232448");
+  }
+  function.max_dynamic_shared = value;
+}
+
+// ---- modules and libraries -------------------------------------------------------------------
+SC_API(cuModuleLoadData, 2000, kContext | kUnsafe, CUmodule*, out, const void*, image) {
+  need(out != nullptr);
+  *out = load_module(image);
+}
+
+// Options of the compiler and of lazy loading have nothing to act on.
+SC_API(cuModuleLoadDataEx, 2010, kContext | kUnsafe, CUmodule*, out, const void*, image, unsigned,
+       n, int*, options, void**, values) {
+  need(out != nullptr);
+  *out = load_module(image);
+}
+
+SC_API(cuLibraryLoadData, 12000, kUnsafe, CUmodule*, out, const void*, image, int*, options, void**,
+       values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
+  need(out != nullptr);
+  *out = load_module(image);
+}
+
+SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path, int*, options,
+       void**, values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
+  need(out != nullptr && path != nullptr);
+  std::ifstream file(path, std::ios::binary);
+  if (!file) refuse(CUDA_ERROR_FILE_NOT_FOUND, std::string("cannot read ") + path);
+  std::vector<char> image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  image.resize(image.size() + 64);  // a header can be read of however short a file
+  *out = load_module(image.data());
+}
+
+SC_API(cuModuleUnload, 2000, kContext | kUnsafe, CUmodule, module) {
+  unload_module(module, "cuModuleUnload: all work to finish");
+}
+
+SC_API(cuLibraryUnload, 12000, kUnsafe, CUmodule, library) {
+  unload_module(library, "cuLibraryUnload: all work to finish");
+}
+
+SC_API(cuModuleGetLoadingMode, 11070, 0, int*, mode) {
+  need(mode != nullptr);
+  *mode = settings().lazy_loading ? 2 : 1;  // CU_MODULE_LAZY_LOADING, CU_MODULE_EAGER_LOADING
+}
+
+SC_API(cuLibraryGetModule, 12000, 0, CUmodule*, out, CUmodule, library) {
+  need(out != nullptr);
+  modules().find(library);
+  *out = library;
+}
+
+#define IN_MODULE(get, get_from, count, enumerate_all, global, global_from)                        \
+  SC_API(get, get_from, 0, void**, out, void*, module, const char*, name) {                        \
+    need(out != nullptr);                                                                          \
+    *out = named(module, name);                                                                    \
+  }                                                                                                \
+  SC_API(count, 12040, 0, unsigned*, n, void*, module) {                                           \
+    const auto found = modules().find(module);                                                     \
+    need(n != nullptr);                                                                            \
+    *n = static_cast<unsigned>(found->functions.size());                                           \
+  }                                                                                                \
+  SC_API(enumerate_all, 12040, 0, void**, out, unsigned, n, void*, module) {                       \
+    enumerate(out, n, module);                                                                     \
+  }                                                                                                \
+  SC_API(global, global_from, 0, CUdeviceptr*, address, size_t*, size, void*, module, const char*, \
+         name) {                                                                                   \
+    no_global(module, name);                                                                       \
+  }
+IN_MODULE(cuModuleGetFunction, 2000, cuModuleGetFunctionCount, cuModuleEnumerateFunctions,
+          cuModuleGetGlobal_v2, 3020)
+IN_MODULE(cuLibraryGetKernel, 12000, cuLibraryGetKernelCount, cuLibraryEnumerateKernels,
+          cuLibraryGetGlobal, 12000)
+
+// ---- functions and kernels -------------------------------------------------------------------
+#define OF_FUNCTION(kind, flags)                                                                \
+  SC_API(cu##kind##GetName, 12030, 0, const char**, out, void*, function) {                     \
+    need(out != nullptr);                                                                       \
+    *out = described(function)->name.c_str();                                                   \
+  }                                                                                             \
+  SC_API(cu##kind##GetParamCount, 13020, 0, void*, function, size_t*, count) {                  \
+    need(count != nullptr);                                                                     \
+    *count = described(function)->entry().nparams;                                              \
+  }                                                                                             \
+  SC_API(cu##kind##GetParamInfo, 12040, flags, void*, function, size_t, index, size_t*, offset, \
+         size_t*, size) {                                                                       \
+    const auto found = described(function);                                                     \
+    need(offset != nullptr && index < found->entry().nparams);                                  \
+    *offset = found->entry().offsets[index];                                                    \
+    if (size != nullptr) *size = found->entry().sizes[index];                                   \
+  }
+OF_FUNCTION(Func, 0)
+OF_FUNCTION(Kernel, kContext)
+
+#define MODULE_OF(symbol, from)                           \
+  SC_API(symbol, from, 0, void**, out, void*, function) { \
+    const auto found = functions().find(function);        \
+    need(out != nullptr);                                 \
+    *out = found->module->handle;                         \
+  }
+MODULE_OF(cuFuncGetModule, 11000)
+MODULE_OF(cuKernelGetLibrary, 12050)
+
+SC_API(cuKernelGetFunction, 12000, 0, void**, out, void*, kernel) {
+  functions().find(kernel);
+  need(out != nullptr);
+  *out = kernel;
+}
+
+SC_API(cuFuncGetAttribute, 2020, 0, int*, out, int, attribute, CUfunction, function) {
+  const auto found = functions().find(function);
+  need(out != nullptr);
+  *out = attribute_of(*found, attribute);
+}
+
+SC_API(cuKernelGetAttribute, 12000, 0, int*, out, int, attribute, CUkernel, kernel, CUdevice,
+       device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  const auto found = functions().find(kernel);
+  need(out != nullptr);
+  *out = attribute_of(*found, attribute);
+}
+
+SC_API(cuFuncSetAttribute, 9000, 0, CUfunction, function, int, attribute, int, value) {
+  set_attribute(*functions().find(function), attribute, value);
+}
+
+SC_API(cuKernelSetAttribute, 12000, 0, int, attribute, int, value, CUkernel, kernel, CUdevice,
+       device) {
+  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  set_attribute(*functions().find(kernel), attribute, value);
+}
+
+SC_API(cuFuncLoad, 12040, 0, CUfunction, function) { functions().find(function)->loaded = true; }
+
+SC_API(cuFuncIsLoaded, 12040, 0, int*, state, CUfunction, function) {
+  const auto found = functions().find(function);
+  need(state != nullptr);
+  *state = found->loaded ? 1 : 0;
+}
+
+// ---- memory pools: none ----------------------------------------------------------------------
+#define NO_POOL(symbol, ...)                                                 \
+  SC_API(symbol, 11020, 0, __VA_ARGS__) {                                    \
+    refuse(CUDA_ERROR_NOT_SUPPORTED, "the soft device has no memory pools"); \
+  }
+NO_POOL(cuDeviceGetDefaultMemPool, void**, pool, CUdevice, device)
+NO_POOL(cuDeviceGetMemPool, void**, pool, CUdevice, device)
+NO_POOL(cuMemPoolCreate, void**, pool, const void*, properties)
+NO_POOL(cuMemAllocFromPoolAsync, CUdeviceptr*, out, size_t, size, void*, pool, CUstream, stream)

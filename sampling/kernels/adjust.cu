@@ -1,0 +1,140 @@
+// What a request has done to its target's logits before mask and filters, and is told of them.
+//
+// One block per row r = b * width + j, as in target.cu; a row whose slot asks for nothing costs one
+// read. Only p is changed: verification is exact for any drafts, whatever q they were drawn from.
+//
+// A slot's table [2][vocab_size]: the bias of every id as a float's bits, -inf where it is banned;
+// then twice the times it was generated, plus one if the prompt has it.
+#include "row.cuh"
+#include "slot.cuh"
+
+#define MINUS_INFINITY __uint_as_float(0xff800000u)
+
+// The logit of an id that `drafted` drafts before the row hold; the law is sampling/adjust.py's.
+__device__ __forceinline__ float adjusted(const Slot& slot, const int* table, int vocab_size,
+                                          int id, float x, int drafted) {
+  if (slot.adjust & ADJUST_BIAS) {
+    const float bias = __uint_as_float(static_cast<u32>(table[id]));
+    x = bias == MINUS_INFINITY ? bias : fadd(x, bias);  // a banned logit is not looked at
+  }
+  if (slot.adjust & ADJUST_COUNTS) {
+    const int known = table[vocab_size + id] + 2 * drafted;
+    const int count = known >> 1;
+    if (known > 0) x = x > 0.0f ? fdiv(x, slot.repetition) : fmul(x, slot.repetition);
+    x = fadd(x, -fmul(slot.frequency, static_cast<float>(count)));
+    if (count > 0) x = fadd(x, -slot.presence);
+  }
+  return x;
+}
+
+extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int token_limit,
+                                         const int* row_slot, int width, const Slot* slots,
+                                         const int* exchange, const ExchangeLayout layout,
+                                         const int* tables, float* raw) {
+  __shared__ Scratch scratch;
+  __shared__ float drafted[MAX_DRAFTS];
+  const int r = static_cast<int>(blockIdx.x);
+  const int j = r % width;
+  const int index = row_slot[r / width];
+  if (index < 0 || slots[index].adjust == 0) return;
+  const Slot& slot = slots[index];
+  if (!slot.active || j > slot.draft_len) return;
+
+  const int tid = static_cast<int>(threadIdx.x);
+  const long long first = static_cast<long long>(r) * vocab_size;
+  float* x = logits + first;
+  if (slot.adjust & ADJUST_LOGPROBS) {
+    for (int i = tid; i < vocab_size; i += BLOCK) raw[first + i] = x[i];
+  }
+  if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
+    const int* table = tables + static_cast<long long>(index) * 2 * vocab_size;
+    // Row j of a chain stands behind j drafts: their logits are made apart, by hand.
+    for (int t = tid; t < j; t += BLOCK) {
+      const int d = slot.drafts[t];
+      int times = 0;
+      for (int s = 0; s < j; ++s) times += slot.drafts[s] == d;
+      const bool known = d >= 0 && d < vocab_size;
+      drafted[t] = known ? adjusted(slot, table, vocab_size, d, x[d], times) : 0.0f;
+    }
+    block_sync();
+    for (int i = tid; i < vocab_size; i += BLOCK) {
+      x[i] = adjusted(slot, table, vocab_size, i, x[i], 0);
+    }
+    block_sync();
+    for (int t = 0; t < j && tid == 0; ++t) {
+      const int d = slot.drafts[t];
+      if (d >= 0 && d < vocab_size) x[d] = drafted[t];
+    }
+    block_sync();
+  }
+  if (slot.n + j + 1 < slot.earliest) {
+    // Stop ids stay where there is nothing else, as where a grammar is done.
+    const int state = stamped_state(stamp_of(exchange, layout, index, j), slot.epoch, slot.n + j);
+    const u32* mask = state == ROW_READY ? mask_of(exchange, layout, index, j) : nullptr;
+    const Row row = {x, vocab_size, mask, token_limit, nullptr};
+    u64 other = 0;
+    for (int i = tid; i < vocab_size && other == 0; i += BLOCK) {
+      const u32 word = legal_word<false>(row, i & ~31);
+      if (legal<false>(row, word, i) && x[i] > MINUS_INFINITY && !is_stop(slot, i)) other = 1;
+    }
+    other = block_reduce(other, scratch, Max());
+    for (int s = tid; s < slot.stops && other != 0; s += BLOCK) {
+      if (slot.stop_ids[s] < vocab_size) x[slot.stop_ids[s]] = MINUS_INFINITY;
+    }
+  }
+}
+
+// Behind verification, for the row that decided token i of a batch row: counts the token, and
+// writes what its request is told to the output entry.
+extern "C" __global__ void note_committed(const float* raw, int vocab_size, const int* row_slot,
+                                          int width, const Slot* slots, const RoundRow* rows,
+                                          int row_words, int* tables, const int* replay_number,
+                                          int* ring, const OutputLayout out) {
+  __shared__ Scratch scratch;
+  const int r = static_cast<int>(blockIdx.x);
+  const int b = r / width;
+  const int i = r % width;
+  const int index = row_slot[b];
+  if (index < 0 || (slots[index].adjust & (ADJUST_COUNTS | ADJUST_LOGPROBS)) == 0) return;
+  const Slot& slot = slots[index];
+  const RoundRow* row = round_row(rows, row_words, b);
+  if (i >= row->count) return;
+  const bool leader = threadIdx.x == 0;
+  const int token = reinterpret_cast<const int*>(row + 1)[i];
+  if (leader && (slot.adjust & ADJUST_COUNTS)) {
+    atomicAdd(tables + (static_cast<long long>(index) * 2 + 1) * vocab_size + token, 2);
+  }
+  if ((slot.adjust & ADJUST_LOGPROBS) == 0) return;
+
+  const Row kept = {raw + static_cast<long long>(r) * vocab_size, vocab_size, nullptr, 0, nullptr};
+  const u32 replay = static_cast<u32>(*replay_number);
+  int* at = ring + static_cast<long long>(replay % out.entries) * out.stride + b * out.row;
+  Logprobs* told = reinterpret_cast<Logprobs*>(at) + i;
+  u64 last = ~0ull;
+  float best = 0.0f;
+  float log_sum = 0.0f;
+  for (int k = 0; k == 0 || k < slot.logprobs; ++k) {
+    u64 next = 0;
+    for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
+      const u64 rank = rank_key(kept, c);
+      next = rank < last && rank > next ? rank : next;
+    }
+    last = block_reduce(next, scratch, Max());
+    const int id = 0xffffff - static_cast<int>(last & 0xffffffu);
+    if (k == 0) {
+      best = kept.logits[id];
+      u64 sum = 0;
+      for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
+        sum += fixed_point(exp_nonpositive(fadd(kept.logits[c], -best)));
+      }
+      sum = block_reduce(sum, scratch, Sum());
+      log_sum = log_positive(fmul(static_cast<float>(sum), 2.8421709430404007e-14f));
+      if (leader) told->logprob = fadd(fadd(kept.logits[token], -best), -log_sum);
+    }
+    if (leader && k < slot.logprobs) {
+      told->ids[k] = id;
+      told->logprobs[k] = fadd(fadd(kept.logits[id], -best), -log_sum);
+    }
+  }
+  if (leader) __threadfence_system();
+}

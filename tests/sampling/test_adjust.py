@@ -1,0 +1,130 @@
+"""Bias, hard bounds, penalties, least lengths and log probabilities, kernels against NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference_round as ref
+from sampling_round import TableRound
+
+from graft.sampling.adjust import Adjust
+from graft.sampling.state import LOGPROBS
+
+VOCAB, DRAFTS, STOPS = 90, 4, (3, 70)
+EVERY_LAW = [
+    Adjust(),
+    Adjust(bias={4: 3.5, 7: -2.0, 70: 1e6}),
+    Adjust(allowed=(1, 3, 5, 40, 70), bias={5: 9.0}),
+    Adjust(banned=tuple(range(0, 90, 2))),
+    Adjust(presence=1.5, output=(5, 5, 8)),
+    Adjust(frequency=-0.7, output=(5, 5, 8)),
+    Adjust(repetition=1.7, prompt=(1, 1, 2, 9), output=(5, 8)),
+    Adjust(bias={5: 2.0}, banned=(8,), presence=-2.0, frequency=0.3, repetition=0.6,
+           prompt=(5, 11), output=(5, 6, 6), earliest=13, logprobs=20),
+    Adjust(earliest=12, logprobs=0),
+    Adjust(allowed=STOPS, earliest=12),
+]  # fmt: skip
+
+
+def slot_of(rng: np.random.Generator, law: Adjust, verify: int, temperature: float) -> ref.Slot:
+    """Drafts that repeat, of both kinds, as a request with this law may have them."""
+    drafts = rng.choice([5, 5, 8, 40], rng.integers(0, DRAFTS + 1))
+    tables = [rng.dirichlet(np.full(VOCAB, 0.3)).astype(np.float32) for _ in drafts]
+    kinds = tuple(int(q[d] == 0 or rng.random() < 0.5) for q, d in zip(tables, drafts, strict=True))
+    return ref.Slot(
+        n=10, tree=ref.chain(1, *map(int, drafts)), limit=100, seed=int(rng.integers(1 << 40)),
+        filter=ref.Filter(temperature, top_k=30), verify=verify, stop_ids=STOPS, adjust=law,
+        kinds=kinds, q=tuple(tables),
+    )  # fmt: skip
+
+
+def masks_of(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
+    """Rows of a grammar, of none, and one that lets the request only end."""
+    rows = []
+    for j in range(DRAFTS + 1):
+        legal = rng.random(VOCAB) < 0.7
+        legal[[5, 8]] = True
+        if rng.random() < 0.1:
+            legal = np.isin(np.arange(VOCAB), STOPS)
+        state = ref.READY if rng.random() < 0.8 else ref.FREE
+        rows.append(ref.MaskRow(state, slot.epoch, slot.n + j, legal))
+    return rows
+
+
+@pytest.mark.parametrize("verify,temperature", [(0, 0.0), (0, 0.9), (1, 0.9)],
+                         ids=["greedy", "rejection", "coupled"])  # fmt: skip
+def test_every_law_in_every_mode(make_round, block, verify: int, temperature: float) -> None:
+    """Rounds with drafts, under masks, bring the reference's tokens; what was committed is counted;
+    log probabilities are of the logits as they were given, equal to NumPy's."""
+    rng = np.random.default_rng(verify + 10)
+    r: TableRound = make_round(slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB,
+                               token_limit=VOCAB - 5, block=block)  # fmt: skip
+    accepted = 0
+    for _ in range(12):
+        slots = [slot_of(rng, law, verify, temperature) for law in EVERY_LAW]
+        logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
+        logits[:, :, 5] += 6
+        out = r.play(slots, logits, [masks_of(rng, slot) for slot in slots])
+        accepted += int(out["accepted"].sum())
+        tables = r.state.tables.to_host()
+        told = r.ring.row("logprobs", r.replay).view(LOGPROBS)
+        for i, law in enumerate(EVERY_LAW):
+            tokens = out["tokens"][i, : out["count"][i]]
+            if law.counted:
+                wanted = 2 * np.bincount([*law.output, *tokens], minlength=VOCAB)
+                wanted[list(law.prompt)] += 1
+                np.testing.assert_array_equal(tables[i, 1], wanted)
+            if law.logprobs is None:
+                assert not told[i].view(np.int32).any()
+                continue
+            x = logits[i].astype(np.float64)
+            x -= np.log(np.exp(x).sum(-1, keepdims=True))
+            for j, token in enumerate(tokens):
+                best = np.argsort(-x[j], kind="stable")[: law.logprobs]
+                np.testing.assert_allclose(told[i, j]["logprob"], x[j, token], atol=2e-6)
+                np.testing.assert_array_equal(told[i, j]["ids"][: law.logprobs], best)
+                np.testing.assert_allclose(
+                    told[i, j]["logprobs"][: law.logprobs], x[j, best], atol=2e-6
+                )
+    assert accepted > 40
+
+
+def test_the_law_is_bit_for_bit_and_else_nothing_is_touched(make_round, block) -> None:
+    """Logits become the reference's bits in rows that are tested; other rows, and those of requests
+    that ask for nothing, stay; a banned NaN is not looked at."""
+    rng = np.random.default_rng(3)
+    r: TableRound = make_round(slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB, block=block)
+    slots = [slot_of(rng, law, 0, 1.0) for law in EVERY_LAW]
+    everything = np.ones(VOCAB, bool)
+    logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
+    logits[3, :, 0] = np.nan
+    for i, slot in enumerate(slots):
+        r.put(i, slot)
+        for j in range(DRAFTS + 1):
+            r.write_mask(i, j, ref.MaskRow(ref.READY, slot.epoch, slot.n + j, everything))
+    given = r.device.from_host(logits.reshape(-1, VOCAB), "float32")
+    r.sampler.target(r.lane, given, r.row_slot, r.width)
+    got, wanted = given.to_host().reshape(logits.shape), logits.copy()
+    for i, slot in enumerate(slots):
+        for j in range(len(slot.tree.token)):
+            wanted[i, j] = ref.adjusted(slot, j, logits[i, j], everything)
+    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
+    for drafted in range(len(slots[3].tree.token)):
+        assert r.sampler.row_ok.to_host()[3 * r.width + drafted] == 1
+
+
+def test_a_slot_forgets_what_the_last_request_had(make_round, block) -> None:
+    """A table is rewritten for the next request of its slot, and not read where it has none."""
+    r: TableRound = make_round(slots=1, draft_length=0, vocab=VOCAB, block=block)
+    logits = np.zeros((1, 1, VOCAB), np.float32)
+    logits[0, 0, [20, 30]] = 2.0, 1.0
+    base = ref.Slot(n=10, tree=ref.chain(1), limit=100, filter=ref.Filter(0.0))
+    free = [[ref.MaskRow(ref.FREE, 1, 10)]]
+    for law, token in (
+        (Adjust(banned=(20,)), 30), (None, 20), (Adjust(presence=2.0, output=(20,)), 30),
+        (Adjust(presence=2.0, output=(5,)), 20), (Adjust(earliest=99), 20),
+    ):  # fmt: skip
+        slot = replace(base, adjust=law)
+        assert r.play([slot], logits, free)["tokens"][0, 0] == token
