@@ -109,4 +109,3 @@ def main() -> int:
     if not (passed and same):
         print("graft: the demo's checks failed", file=sys.stderr)
     return 0 if passed and same else 1
-

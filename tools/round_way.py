@@ -24,8 +24,6 @@ from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_prompts import demo_prompts
 
-__all__ = ["way"]
-
 #: Where a round enters native code: the grammar's steps, host nodes, launches.
 NATIVE = ("guide/worker.cpp", "hostwork/record.cpp", "hostwork/exec.h")
 #: The driver's table is filled once; the reaper frees what is dropped.

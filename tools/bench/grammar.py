@@ -22,8 +22,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path

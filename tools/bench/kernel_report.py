@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.kernels import nvrtc_options
+from graft.cudagraph.compiler import nvrtc_options
 from graft.tools.report import table
 
 ARCHITECTURES = (80, 90, 100)
