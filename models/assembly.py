@@ -104,7 +104,7 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 
 def _max_rows(options: Options) -> int:
-    return max(options.max_batch_size * (options.draft_length + 1), PREFILL_ROWS)
+    return max(options.max_batch_size * (options.draft_length + 1), PREFILL_ROWS + 1)
 
 
 def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:
@@ -125,6 +125,8 @@ def _drafter(
         device,
         target,
         options.draft_length,
+        options.slots,
+        options.sizes[0],
         _max_rows(options),
         lambda *shape: _cache(device, options, *shape),
     )

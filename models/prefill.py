@@ -64,24 +64,25 @@ class Prefill:
         tuple
             After each chunk, its rows, and what tells whether the device is over it.
         """
-        count = len(tokens) - 1
-        if count == 0:
+        last = len(tokens) - 1
+        if last == 0 and self._drafter is None:
             return
-        staged = self._staged[slot].array
-        staged[0, :count] = tokens[:-1]
-        staged[1, :count] = tokens[1:]
-        staged[2, :count] = slot
-        staged[3, :count] = np.arange(count)
+        staged = self._staged[slot].array[:, : last + 1]
+        staged[0], staged[2], staged[3] = tokens, slot, np.arange(last + 1)
+        staged[1, :-1] = tokens[1:]
         lane.copy(self._rows, self._staged[slot], name="prompt")
         token, following, slots, pos = (self._rows[i] for i in range(4))
-        for begin in range(0, count, self._chunk):
-            end = min(begin + self._chunk, count)
-            rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
+        for begin in range(0, max(last, 1), self._chunk):
+            end = min(begin + self._chunk, last)
             features = None if self._features is None else self._features[: end - begin]
-            self._target.forward(lane, rows, features)
+            if end > begin:
+                rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
+                self._target.forward(lane, rows, features)
             if self._drafter is not None:
+                stop = end + (end == last)
+                own = Rows(token[begin:stop], slots[begin:stop], pos[begin:stop])
                 entries = Rows(following[begin:end], slots[begin:end], pos[begin:end])
-                self._drafter.prefill(lane, entries, features)
+                self._drafter.prefill(lane, own, entries if end > begin else None, features)
             over = self._device.event("prefill")
             lane.record_event(over)
-            yield end - begin, over.query
+            yield max(end - begin, 1), over.query

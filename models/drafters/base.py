@@ -92,10 +92,16 @@ class Drafter:
     caches: tuple[PagedKV, ...] = ()
     reads_rows: bool = False
 
-    def prefill(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
-        """Absorb prompt rows: ``rows.token`` is the token BEHIND position ``rows.pos``.
+    def prefill(
+        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+    ) -> None:
+        """Absorb a part of a prompt.
 
-        `features` are the target's at these positions, float32 [R, taps * hidden].
+        Parameters
+        ----------
+        own : tokens at their positions; the prompt's last token too, in its last part.
+        following : the token BEHIND each position but the last; None: the prompt is one token.
+        features : of the target at the positions of `following`, float32 [R, taps * hidden].
         """
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
@@ -118,6 +124,7 @@ class DrafterRoom:
     ----------
     device, target : of the engine.
     drafts : most drafts per round: what the engine was asked for.
+    slots, length : requests that have a place, and positions that each may use.
     max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
     cache : makes a paged cache of the engine's shape: layers, kv_heads, head_dim, dtype.
     """
@@ -125,6 +132,8 @@ class DrafterRoom:
     device: Device
     target: LlamaModel
     drafts: int
+    slots: int
+    length: int
     max_rows: int
     cache: Callable[[int, int, int, str], PagedKV] = field(repr=False)
 

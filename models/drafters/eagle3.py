@@ -181,8 +181,11 @@ class Eagle3(Drafter):
         )
         return cls(head, room.drafts)
 
-    def prefill(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
-        self.head.entries(lane, rows, _given(features))
+    def prefill(
+        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+    ) -> None:
+        if following is not None:
+            self.head.entries(lane, following, _given(features))
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray:
         out = self.head.entries(lane, feed.committed(lane), _given(feed.features))
