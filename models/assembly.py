@@ -17,7 +17,7 @@ from graft.grammar.forced import ForcedText
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
-from graft.models.drafters import DrafterChoice, Eagle3, Forced
+from graft.models.drafters import DrafterChoice, Eagle3, Forced, SmallModel
 from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
 from graft.models.kv import PagedKV
 from graft.models.legality import Blind, Fill, Legality, Probe
@@ -76,7 +76,7 @@ def assemble(
             cache_bytes=options.grammar_cache_bytes,
         )
         undo.callback(compiler.close)
-        made = _drafter(device, options, drafter, target)
+        made = _drafter(device, options, drafter, target, tokenizer)
         parts = _parts(device, options, target, made, tokenizer, vocabulary)
         prefill = Prefill(
             device, target, made,
@@ -116,14 +116,16 @@ def _target(device: Device, options: Options, model: Path, config: LlamaConfig) 
 
 
 def _drafter(
-    device: Device, options: Options, choice: DrafterChoice | None, target: LlamaModel
-) -> Drafter | None:
+    device: Device, options: Options, choice: DrafterChoice | None, target: LlamaModel,
+    tokenizer: Tokenizer,
+) -> Drafter | None:  # fmt: skip
     """What drafts, told to the target; None decodes without speculation."""
     if choice is None:
         return Forced(options.draft_length) if options.forced_drafts else None
     room = DrafterRoom(
         device,
         target,
+        tokenizer,
         options.draft_length,
         options.slots,
         options.sizes[0],
@@ -141,8 +143,7 @@ def _drafter(
             raise OptionError(f"drafter {choice!r}: {error}") from error
         drafter = make(room)
     else:
-        folder = Path(name)
-        drafter = Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
+        drafter = _from_folder(Path(name), room)
     if not isinstance(drafter, Drafter):
         raise OptionError(f"drafter {name}: made a {type(drafter).__name__}, which is no Drafter")
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
@@ -153,6 +154,13 @@ def _drafter(
     if drafter.taps:
         target.set_feature_layers(drafter.taps)
     return drafter
+
+
+def _from_folder(folder: Path, room: DrafterRoom) -> Drafter:
+    """What a checkpoint's tensors say it is: a whole model, or an EAGLE-3 head."""
+    if (folder / "config.json").is_file() and "model.norm.weight" in Checkpoint(folder):
+        return SmallModel.from_dir(folder, room)
+    return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
 
 
 def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:

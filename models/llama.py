@@ -203,6 +203,12 @@ class LlamaModel:
             )  # fmt: skip
         return stream
 
+    def gather(self, lane: Lane, hidden: DeviceArray, index: DeviceArray) -> DeviceArray:
+        """Rows `index` (int32[B]) of `hidden`: float32[B, hidden], a view the next call reuses."""
+        picked = self.scratch.normed[: index.shape[0]]
+        self.layers.gather(lane, hidden, index, picked)
+        return picked
+
     def head(self, lane: Lane, hidden: DeviceArray, logits: DeviceArray) -> None:
         """Final norm and output head: hidden float32[R, hidden] to logits float32[R, vocab]."""
         normed = self.scratch.normed[: hidden.shape[0]]

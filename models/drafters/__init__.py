@@ -3,8 +3,11 @@
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, DraftVocab, TreeShape
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.forced import Forced
+from graft.models.drafters.lm import SmallModel
+from graft.models.drafters.ngram import NGram
 from graft.models.feed import Feed
 
 __all__ = [
-    "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced", "TreeShape"
+    "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced", "NGram",
+    "SmallModel", "TreeShape",
 ]  # fmt: skip

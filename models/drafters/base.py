@@ -20,6 +20,7 @@ from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
+from graft.models.tokenizer import Tokenizer
 
 __all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
 
@@ -122,7 +123,7 @@ class DrafterRoom:
 
     Attributes
     ----------
-    device, target : of the engine.
+    device, target, tokenizer : of the engine.
     drafts : most drafts per round: what the engine was asked for.
     slots, length : requests that have a place, and positions that each may use.
     max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
@@ -131,6 +132,7 @@ class DrafterRoom:
 
     device: Device
     target: LlamaModel
+    tokenizer: Tokenizer
     drafts: int
     slots: int
     length: int

@@ -1,0 +1,71 @@
+"""A small Llama drafts for a large one that reads the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import LlamaConfig
+from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
+from graft.models.feed import Feed
+from graft.models.llama import LlamaModel
+from graft.models.rows import Rows
+from graft.models.tokenizer import Tokenizer
+
+__all__ = ["SmallModel"]
+
+
+class SmallModel(Drafter):
+    """Drafts a chain with a Llama of its own cache, fed every token at its own position."""
+
+    def __init__(self, model: LlamaModel, drafts: int) -> None:
+        self.model, self.shape = model, TreeShape.chain(drafts)
+        self.vocab, self.caches = DraftVocab(model.vocab_size), (model.kv,)
+
+    @classmethod
+    def from_dir(cls, folder: Path, room: DrafterRoom) -> SmallModel:
+        """Load a model's folder.
+
+        Raises
+        ------
+        OptionError
+            Its tokenizer is not the target's.
+        CheckpointError, ConfigError, TokenizerError
+        """
+        config = LlamaConfig.from_dir(folder)
+        check_tokens(folder, room.tokenizer)
+        cache = room.cache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
+                           config.dtype)  # fmt: skip
+        model = LlamaModel(room.device, config, Checkpoint(folder), cache, max_rows=room.max_rows)
+        return cls(model, room.drafts)
+
+    def prefill(
+        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+    ) -> None:
+        self.model.forward(lane, own)
+
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+        hidden = self.model.forward(lane, feed.committed(lane, shift=1))
+        return self._predict(lane, feed, self.model.gather(lane, hidden, feed.last))
+
+    def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
+        return self._predict(lane, feed, self.model.forward(lane, feed.drafts(lane, level, 1)))
+
+    def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
+        self.model.head(lane, hidden, feed.logits)
+        return feed.logits
+
+
+def check_tokens(folder: Path, target: Tokenizer) -> None:
+    """Refuse a drafter whose ids mean other tokens than the target's. Raises OptionError."""
+    own = Tokenizer(folder).backend.get_vocab(with_added_tokens=True)
+    wanted = target.backend.get_vocab(with_added_tokens=True)
+    for token in sorted(own.keys() | wanted.keys(), key=lambda t: own.get(t, wanted.get(t, 0))):
+        if own.get(token) != wanted.get(token):
+            raise OptionError(
+                f"drafter {folder}: token {token!r} has id {own.get(token)}, and {wanted.get(token)}"
+                f" in the target's {target.path}: drafter and target must have one tokenizer"
+            )
