@@ -11,8 +11,6 @@ from __future__ import annotations
 from graft.cudagraph.errors import OptionError
 from graft.native import _native
 
-__all__ = ["Cell"]
-
 
 class Cell:
     """A value that host steps of one graph get; see :meth:`Graph.cell` and ``GraphExec.set``.

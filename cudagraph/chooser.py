@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import importlib.abc
 import importlib.machinery
+import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from graft.cudagraph.errors import DeviceError, OptionError, SoftImportError
 from graft.native import _native
-
-__all__ = ["KINDS", "choose", "preload_soft", "probe_cuda", "soft_library"]
 
 KINDS = ("auto", "cuda", "soft")
 SONAME = "libcuda.so.1"
@@ -26,12 +26,21 @@ PROBE_LIMIT_S = 3.0
 #: Packages that talk to NVIDIA's driver on their own and cannot run on the soft device.
 GUARDED = ("cupy", "torch.cuda")
 
-_PROBE = """
-import ctypes
+#: Asks NVIDIA's driver; a driver that was once loaded in this process would answer for the soft
+#: device too.
+PROBE = """
+import ctypes, json
 cuda = ctypes.CDLL("libcuda.so.1")
-count = ctypes.c_int(0)
-code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-print(code, count.value)
+status, version, count = cuda.cuInit(0), ctypes.c_int(), ctypes.c_int()
+cuda.cuDriverGetVersion(ctypes.byref(version))
+names = []
+if status == 0:
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+for i in range(count.value):
+    name = ctypes.create_string_buffer(256)
+    cuda.cuDeviceGetName(name, 256, i)
+    names.append(name.value.decode())
+print(json.dumps({"status": status, "version": version.value, "devices": names}))
 """
 
 
@@ -40,22 +49,39 @@ def soft_library() -> Path:
     return Path(_native.__file__).absolute().parent / "soft" / SONAME
 
 
-def probe_cuda() -> str:
-    """Ask NVIDIA's driver in a child process; "" when a device answers, else why not."""
-    command = [sys.executable, "-I", "-S", "-c", _PROBE]
+def ask_child(
+    *command: str, limit_s: float, environment: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """Run Python in a child process; returns what it printed, or "" and why nothing."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=limit_s,
+            env=environment)
     except subprocess.TimeoutExpired:
-        return f"the driver did not answer within {PROBE_LIMIT_S:g} s"
+        return "", f"no answer within {limit_s:g} s"
     except OSError as error:
-        return f"the probe could not run: {error}"
-    words = done.stdout.split()
-    if done.returncode != 0 or len(words) != 2:
-        return (done.stderr.strip().splitlines() or ["the probe died"])[-1]
-    code, count = map(int, words)
-    if code != 0:
-        return f"cuInit answered {code}"
-    return "" if count > 0 else "the driver has no device"
+        return "", f"the probe could not run: {error}"
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or ["the probe died"])[-1]
+    return done.stdout.strip(), ""
+
+
+def probe_cuda(limit_s: float = PROBE_LIMIT_S) -> tuple[dict[str, Any], str]:
+    """Ask NVIDIA's driver in a child process.
+
+    Returns
+    -------
+    (dict, str)
+        Its ``version`` and the names of its ``devices``, where it was found; and "" when a device
+        answers, else why not.
+    """
+    said, why = ask_child("-I", "-S", "-c", PROBE, limit_s=limit_s)
+    if why:
+        return {}, why
+    found = json.loads(said)
+    if found["status"]:
+        return found, f"cuInit answered {found['status']}"
+    return found, "" if found["devices"] else "the driver has no device"
 
 
 def choose(kind: str) -> str:
@@ -64,7 +90,7 @@ def choose(kind: str) -> str:
         raise OptionError(f"device kind {kind!r} is not one of {', '.join(KINDS)} (GRAFT_DEVICE)")
     if kind != "auto":
         return kind
-    return "soft" if probe_cuda() else "cuda"
+    return "soft" if probe_cuda()[1] else "cuda"
 
 
 def preload_soft() -> Path:

@@ -22,8 +22,6 @@ from graft.cudagraph.errors import KernelError
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu
 
-__all__ = ["cache_folder", "compile_text", "nvrtc_options"]
-
 KERNELS = Path(__file__).parent / "kernels"
 
 

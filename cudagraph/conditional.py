@@ -15,8 +15,6 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane, keep
 
-__all__ = ["Condition", "GraphBody", "condition", "if_", "if_else", "switch", "while_"]
-
 MOST_CASES = 1024
 #: Kinds of nodes that the driver allows in a body, at any depth.
 ALLOWED = frozenset({"kernel", "copy", "fill", "child", "if", "while", "switch"})
@@ -118,10 +116,10 @@ class GraphBody(Graph):
                 "allows kernels, copies, fills, child graphs and conditionals there"
             )
         for node in inner.nodes if inner is not None else ():
-            below = inner.child_at(node.index) if inner is not None else None
+            below = inner.children.get(node.index) if inner is not None else None
             self.refuse(node.kind, f"{name}/{node.name}", below)
 
-    def instantiate(self, *, priorities: bool = False) -> GraphExec:
+    def instantiate(self) -> GraphExec:
         """Refused: the graph around it is what runs."""
         raise OptionError(f"{self.name!r} is the body of a conditional and runs with its graph")
 

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from graft.cudagraph import chooser, softstats
 from graft.cudagraph.driver import (
@@ -22,17 +22,6 @@ from graft.cudagraph.driver import (
 from graft.cudagraph.errors import DeadlineError, DeviceError
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
-
-__all__ = ["Context", "wait_streams"]
-
-
-class _Queue(Protocol):
-    """A stream, as far as waiting for it goes."""
-
-    @property
-    def handle(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
 
 
 class Context:
@@ -67,7 +56,7 @@ class Context:
         self._lock = threading.RLock()
         _native.bind_driver(_native.loaded_library(chooser.SONAME), 0)
         self._retain()
-        self.streams: weakref.WeakSet[_Queue] = weakref.WeakSet()
+        self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self._transfers: _native.Resource | None = None
         self._abandoned: list[tuple[object, ...]] = []
 
@@ -87,13 +76,8 @@ class Context:
         """Give everything back that nobody uses any more, the context last.
 
         The device stays open: the next call that needs the context retains it again. Waits up to
-        ``timeout_s`` seconds for what was dropped and is still being freed.
-
-        Returns
-        -------
-        bool
-            Whether nothing of graft's is left on the device. False where somebody still holds
-            arrays, streams or graphs; they go on working.
+        ``timeout_s`` seconds for what was dropped and is still being freed. Returns False where
+        somebody still holds arrays, streams or graphs; they go on working.
         """
         with self._lock:
             self._transfers = None
@@ -133,12 +117,7 @@ class Context:
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the device is idle, other libraries' streams in this context included.
 
-        Raises
-        ------
-        DeadlineError
-            After ``timeout_s`` seconds, when graft's own streams are still busy.
-        DeviceError
-            The device failed.
+        DeadlineError after ``timeout_s`` seconds says that graft's own streams are still busy.
         """
         with self._lock:
             streams = list(self.streams)

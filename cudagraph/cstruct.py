@@ -14,8 +14,6 @@ import numpy as np
 
 from graft.cudagraph.errors import KernelError
 
-__all__ = ["read_numbers", "read_struct"]
-
 _TYPES = {
     "int": np.int32, "unsigned int": np.uint32, "float": np.float32,
     "long long": np.int64, "unsigned long long": np.uint64,

@@ -9,21 +9,18 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph import chooser, softstats
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import dtype_name, from_float32, numpy_dtype
-from graft.cudagraph.errors import OptionError, ShapeError
+from graft.cudagraph.dtypes import numpy_dtype
+from graft.cudagraph.errors import OptionError
 from graft.cudagraph.events import Event
 from graft.cudagraph.kernels import KernelModule, load
-from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape, zeros
+from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape, from_host, zeros
 from graft.cudagraph.streams import Stream
 from graft.native import _native
-
-__all__ = ["Device", "Stream", "open_device"]
 
 #: Host work that is still in Python when the interpreter ends is waited for so long.
 EXIT_LIMIT_S = 5.0
@@ -124,21 +121,7 @@ class Device(Context):
         dtype : str, optional
             Element type; default the array's own.
         """
-        source = np.asarray(array)
-        name = dtype or dtype_name(source.dtype)
-        if source.dtype == np.float32 and name in ("float16", "bfloat16"):
-            source = from_float32(source, name)
-        if source.dtype != numpy_dtype(name):
-            raise ShapeError(f"host array is {source.dtype}; {name} is stored as "
-                             f"{numpy_dtype(name)}")  # fmt: skip
-        made = self.empty(source.shape, name)
-        contiguous = np.ascontiguousarray(source)
-        pointer, address = made.ptr, contiguous.ctypes.data
-        self.transfer(
-            lambda s: call(cu.cuMemcpyHtoDAsync, pointer, address, made.nbytes, s),
-            (made.owner, contiguous),
-        )
-        return made
+        return from_host(self, array, dtype)
 
     def pinned(self, shape: int | tuple[int, ...], dtype: str) -> PinnedArray:
         """Allocate zeroed pinned host memory."""

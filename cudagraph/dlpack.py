@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["DL_CUDA", "export"]
-
 DL_CUDA = 2
 #: (type code, bits) of DLDataType: 0 int, 1 unsigned, 2 IEEE float, 4 bfloat.
 _TYPES = {

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from graft.cudagraph.nodes import Node
 
-__all__ = ["COLOURS", "OTHER", "dot"]
-
 #: Node kind -> (fill, stroke).
 COLOURS: Mapping[str, tuple[str, str]] = {
     "kernel": ("#dbeafe", "#2563eb"),

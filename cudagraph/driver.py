@@ -17,17 +17,8 @@ from cuda.bindings import driver as cu
 from graft.cudagraph.errors import DeviceError
 from graft.native import _native
 
-__all__ = [
-    "call",
-    "check",
-    "check_code",
-    "cu",
-    "enter",
-    "is_current",
-    "set_context",
-    "set_fault_text",
-]
-
+#: What cuStreamQuery and cuEventQuery answer while work is enqueued.
+NOT_READY = 600
 #: Codes after which the context is lost and host functions are not called any more.
 FAULTS = frozenset({700, 702, 704, 710, 714, 715, 716, 717, 718, 719, 720, 721})
 
@@ -121,6 +112,13 @@ def check_code(api: str, code: int) -> None:
         detail = f"{detail}: {said}" if detail else said
     message = f"{api} failed with {name}" + (f" ({detail})" if detail else "")
     raise DeviceError(message, api=api, code=code, code_name=name, detail=detail)
+
+
+def is_ready(api: str, code: int) -> bool:
+    """Whether a query's answer is that everything has finished; raises for errors."""
+    if code != NOT_READY:
+        check_code(api, code)
+    return code != NOT_READY
 
 
 _CODES = frozenset(int(code) for code in cu.CUresult)

@@ -7,8 +7,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from graft.cudagraph.errors import ShapeError
 
-__all__ = ["DTYPES", "dtype_name", "from_float32", "itemsize", "numpy_dtype", "to_float32"]
-
 #: Name -> NumPy storage. bfloat16 is stored as the 16 bits it consists of.
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -45,7 +43,8 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 def to_float32(array: NDArray, dtype: str) -> NDArray[np.float32]:
     """Return the values of a storage array as float32; exact for every float dtype here."""
-    _check_storage(array, dtype)
+    if array.dtype != numpy_dtype(dtype):
+        raise ShapeError(f"a {dtype} array is stored as {numpy_dtype(dtype)}, not {array.dtype}")
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
@@ -66,8 +65,3 @@ def from_float32(array: NDArray, dtype: str) -> NDArray:
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     quiet = ((bits >> 16) | 0x40).astype(np.uint16)
     return np.where(np.isnan(values), quiet, rounded)
-
-
-def _check_storage(array: NDArray, dtype: str) -> None:
-    if array.dtype != numpy_dtype(dtype):
-        raise ShapeError(f"a {dtype} array is stored as {numpy_dtype(dtype)}, not {array.dtype}")

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DeadlineError",
-    "DeviceError",
-    "GraftError",
-    "HostWorkError",
-    "KernelError",
-    "OptionError",
-    "ShapeError",
-    "SoftImportError",
-]
-
 
 class GraftError(Exception):
     """Base of every error that graft raises on purpose."""

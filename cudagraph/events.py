@@ -7,16 +7,12 @@ the rest of the replay still runs.
 
 from __future__ import annotations
 
-from graft.cudagraph.driver import call, check_code, cu, enter
+from graft.cudagraph.driver import call, check_code, cu, enter, is_ready
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.hostwork import capture_of, keep_captured
 from graft.cudagraph.stacks import describe_running
 from graft.cudagraph.streams import Stream
 from graft.native import _native
-
-__all__ = ["Event"]
-
-NOT_READY = 600
 
 
 class Event:
@@ -73,22 +69,10 @@ class Event:
     def query(self) -> bool:
         """Return whether what was recorded last has finished; True when nothing was."""
         enter("cuEventQuery")
-        code = _native.query_event(self.handle)
-        if code == NOT_READY:
-            return False
-        check_code("cuEventQuery", code)
-        return True
+        return is_ready("cuEventQuery", _native.query_event(self.handle))
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait until what was recorded last has finished. Ctrl-C is honoured.
-
-        Raises
-        ------
-        DeadlineError
-            After ``timeout_s`` seconds; names the host steps that are running.
-        DeviceError
-            The device failed.
-        """
+        """Wait until what was recorded last has finished; see :meth:`Stream.synchronize`."""
         enter("cuEventQuery")
         finished, code = _native.wait_event(self.handle, timeout_s)
         if not finished:
@@ -98,15 +82,8 @@ class Event:
         check_code("cuEventQuery", code)
 
     def elapsed_s(self, since: Event) -> float:
-        """Return seconds of the device's clock since another event.
-
-        Raises
-        ------
-        OptionError
-            One of the two was made without ``timing``.
-        DeviceError
-            One of the two was never recorded, or has not finished.
-        """
+        """Return seconds of the device's clock since another event; both were made with ``timing``,
+        were recorded and have finished."""
         for event in (self, since):
             if not event.timing:
                 raise OptionError(f"event {event.name!r} keeps no time: make it with timing=True")

@@ -16,8 +16,6 @@ from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.memory import PinnedArray
 
-__all__ = ["HEADER", "NUMBERS", "Exchange"]
-
 HEADER = Path(__file__).parent / "kernels" / "exchange.h"
 #: ROW_* and REASON_*, by name.
 NUMBERS = read_numbers(HEADER)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from graft.cudagraph.cells import Cell, address_of
-from graft.cudagraph.driver import call, check_code, cu, enter
+from graft.cudagraph.driver import NOT_READY, call, check_code, cu, enter
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
 from graft.cudagraph.hostwork import raise_failure
 from graft.cudagraph.kernels import Kernel
@@ -20,25 +20,10 @@ from graft.cudagraph.stacks import describe_running
 from graft.cudagraph.streams import Stream
 from graft.native import _native
 
-__all__ = ["GraphExec"]
-
-CLOSED, NOT_READY = -1, 600
+CLOSED = -1
 #: Replaced operand sets that may wait for launches in flight before an update waits for these.
 MOST_REPLACED = 256
 UPDATE_FAILURE = 910
-#: Names of CUgraphExecUpdateResult.
-_UPDATE_RESULTS = {
-    0: "success",
-    1: "error",
-    2: "the topology changed",
-    3: "a node's type changed",
-    4: "a kernel's function changed",
-    5: "the parameters changed in an unsupported way",
-    6: "not supported",
-    7: "a kernel's function changed in an unsupported way",
-    8: "attributes changed",
-}
-
 
 @runtime_checkable
 class Definition(Protocol):
@@ -61,18 +46,6 @@ class Definition(Protocol):
     def adopted_by(self, executable: GraphExec) -> None: ...
 
 
-class _Operands:
-    """Operands of changed nodes: the present ones by node, and those that were replaced.
-
-    The driver copies new parameters and takes no ownership of what they refer to. So the executable
-    holds it, and lets go of replaced operands when it is seen idle.
-    """
-
-    def __init__(self) -> None:
-        self.present: dict[int, object] = {}
-        self.replaced: list[object] = []
-
-
 class GraphExec:
     """What is launched. Made by :meth:`Graph.instantiate`; it may outlive the Graph object.
 
@@ -86,12 +59,11 @@ class GraphExec:
         The status words of the definition that runs now; see :class:`Graph`.
     """
 
-    def __init__(self, graph: Definition, priorities: bool = False) -> None:
+    def __init__(self, graph: Definition) -> None:
         self.name = graph.name
         self._state = graph.state
         self.status = graph.status
-        flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-        handle = call(cu.cuGraphInstantiate, graph.handle, int(flag) if priorities else 0)
+        handle = call(cu.cuGraphInstantiate, graph.handle, 0)
         try:
             event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         except BaseException:
@@ -103,12 +75,10 @@ class GraphExec:
         self._cells, self._lent = graph.cells, graph.lent
         for cell in self._cells:
             cell.native.restart()  # replays of this executable count from 1
-        self._operands: _Operands | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Was it closed?"""
-        return self._closed
+        # The driver copies a changed node's parameters and takes no ownership of what they refer
+        # to: the present operands by node, and those that were replaced, until it is seen idle.
+        self._operands: tuple[dict[int, object], list[object]] = ({}, [])
+        self._native.keep(self._operands)
 
     def runs(self, state: _native.GraphState) -> bool:
         """Is it open and running the definition that has this state?"""
@@ -171,7 +141,8 @@ class GraphExec:
         if code == UPDATE_FAILURE:
             index = graph.node_index(node)
             where = "" if index is None else f" at node {index} {graph.nodes[index].name!r}"
-            why = _UPDATE_RESULTS.get(result, f"update result {result}")
+            why = cu.CUgraphExecUpdateResult(result).name.rpartition("ERROR_")[2]
+            why = why.lower().replace("_", " ")
             raise OptionError(f"{self.name!r} cannot be updated to {graph.name!r}{where}: {why}")
         self._check((code, "cuGraphExecUpdate"))
         self._cells, self._lent = graph.cells, graph.lent
@@ -186,15 +157,8 @@ class GraphExec:
         self._native.set_payload(cell.native, value, address_of(value))
 
     def update_kernel(
-        self,
-        node: Node | str,
-        kernel: Kernel,
-        grid: Dims,
-        block: Dims,
-        args: Iterable[object],
-        *,
-        shared: int = 0,
-        within: Definition | None = None,
+        self, node: Node | str, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *,
+        shared: int = 0, within: Definition | None = None,
     ) -> None:
         """Change a kernel node of the definition (or of a body, ``within``) for later launches.
 
@@ -247,17 +211,14 @@ class GraphExec:
         return graph.find(node, "change the", "kernel")
 
     def _hold(self, node: int, owners: object) -> None:
-        if self._operands is None:
-            self._operands = _Operands()
-            self._native.keep(self._operands)
-        present, replaced = self._operands.present, self._operands.replaced
+        present, replaced = self._operands
         if node in present:
             replaced.append(present[node])
         present[node] = owners
 
     def _let_go(self) -> None:
         """Drop replaced operands that no launch uses any more: later ones have the new."""
-        replaced = self._operands.replaced if self._operands is not None else []
+        _, replaced = self._operands
         if len(replaced) > MOST_REPLACED:
             self._wait(None)
             replaced.clear()
@@ -269,10 +230,9 @@ class GraphExec:
         self._require_open()
         enter("cuEventQuery")
         code, api = self._native.query()
-        if code == NOT_READY:
-            return False
-        self._check((code, api))
-        return True
+        if code != NOT_READY:
+            self._check((code, api))
+        return bool(code != NOT_READY)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait for what was launched before the call, and raise what host steps raised.
@@ -299,11 +259,8 @@ class GraphExec:
     def clear(self, timeout_s: float | None = None) -> None:
         """Wait until every launch has finished, forget the failure and let replays run again.
 
-        Raises
-        ------
-        DeadlineError
-            A launch has not finished, or work whose mailbox was released is still running: it may
-            write into what the next replay reads, so none is taken before it has returned.
+        DeadlineError when a launch has not finished, or work whose mailbox was released is still
+        running: it may write into what the next replay reads.
         """
         begun = time.monotonic()
         self._wait(timeout_s)

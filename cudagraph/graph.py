@@ -29,9 +29,11 @@ from graft.cudagraph.memory import PinnedArray, check_byte
 from graft.cudagraph.nodes import Node
 from graft.native import _native
 
-__all__ = ["Graph", "GraphExec", "GraphLane", "GraphMark", "Node"]
-
 STATUS_WORDS = 16
+#: Given the graph, keeps what a node uses; returns (code, api, user object, ...).
+Attach = Callable[[int], tuple]
+#: Given the graph, the nodes it depends on and what was attached, makes the driver's node.
+Make = Callable[[int, list[Any], tuple], Any]
 #: The driver that can move a graph into another one: CUDA 12.9.
 MOVES_SINCE = 12090
 
@@ -83,7 +85,7 @@ class Graph:
         self._handles: list[Any] = []
         self._worker: MailboxWorker | None = None
         self._moved_into: str | None = None
-        self._children: dict[int, Graph] = {}  # by node
+        self.children: dict[int, Graph] = {}  # by node
         # Serialises edits of the definition; never held while waiting for host work.
         self._lock = threading.RLock()
         self._exec: weakref.ref[GraphExec] | None = None
@@ -161,19 +163,9 @@ class Graph:
         self.cells.append(made)
         return made
 
-    def add(
-        self,
-        kind: str,
-        name: str,
-        lane: str,
-        attach: Callable[[int], tuple],
-        make: Callable[[int, list[Any], tuple], Any],
-    ) -> int:
-        """Add one node: attach what it needs, then make it, undoing the first if that fails.
-
-        Used by lanes. ``attach(graph)`` returns (code, api, user object, ...); ``make(graph,
-        dependencies, attached)`` makes the driver's node. Returns the node's index.
-        """
+    def add(self, kind: str, name: str, lane: str, attach: Attach, make: Make) -> int:
+        """Add one node, for lanes: attach what it needs, then make it, undoing the first if that
+        fails; returns its index."""
         self.refuse(kind, name)
         with self.editing() as graph:
             enter("cuGraphAddNode")
@@ -195,10 +187,7 @@ class Graph:
             return index
 
     def add_pair(
-        self,
-        lane: str,
-        first: tuple[str, str, Callable[[int], tuple], Callable[[int, list[Any], tuple], Any]],
-        second: tuple[str, str, Callable[[int], tuple], Callable[[int, list[Any], tuple], Any]],
+        self, lane: str, first: tuple[str, str, Attach, Make], second: tuple[str, str, Attach, Make]
     ) -> None:
         """Add two nodes, (kind, name, attach, make) each, or none."""
         with self._lock:
@@ -229,29 +218,19 @@ class Graph:
                 "driver and bindings"
             )
         child.settle()
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return nodes.move_child(graph, after, child.handle)
-
+        root = self.root
         with child.editing(), self.editing():
             # The child's kernels read its status, which tells of the parent's failures from now on.
-            index = self.add("child", name, lane, keep((child.status.owner,)), make)
-            child._give_away(self, index)
-
-    def _give_away(self, parent: Graph, index: int) -> None:
-        root = parent.root
-        if self._resource is not None:
-            self._resource.disown()
-        _native.adopt_state(self.state, root.state)
-        root.cells.extend(self.cells)
-        root.unused_conditions.update(self.unused_conditions)
-        root.lent.extend((self.status, *self.lent))
-        parent._children[index] = self
-        self._resource, self._moved_into = None, parent.name
-
-    def child_at(self, index: int) -> Graph | None:
-        """Return the child graph that a node is; None for other nodes."""
-        return self._children.get(index)
+            index = self.add("child", name, lane, keep((child.status.owner,)),
+                             lambda graph, after, _: nodes.move_child(graph, after, child.handle))
+            if child._resource is not None:
+                child._resource.disown()
+            _native.adopt_state(child.state, root.state)
+            root.cells.extend(child.cells)
+            root.unused_conditions.update(child.unused_conditions)
+            root.lent.extend((child.status, *child.lent))
+            self.children[index] = child
+            child._resource, child._moved_into = None, self.name
 
     def end(self, lane: str) -> tuple[int, ...]:
         """Return what the next node of a lane will depend on."""
@@ -275,13 +254,8 @@ class Graph:
                 self._worker = MailboxWorker(name="mailbox")
             return self._worker
 
-    def instantiate(self, *, priorities: bool = False) -> GraphExec:
+    def instantiate(self) -> GraphExec:
         """Make the executable. A definition has one at a time.
-
-        Parameters
-        ----------
-        priorities : bool
-            Let kernel nodes run with the priorities they were given, not with the stream's.
 
         Raises
         ------
@@ -297,7 +271,7 @@ class Graph:
             self._require_no_executable()
             for name in self.unused_conditions.values():
                 raise OptionError(f"condition {name!r} of graph {self.name!r} steers no node")
-            made = GraphExec(self, priorities)
+            made = GraphExec(self)
             self._exec = weakref.ref(made)
             return made
 
@@ -329,13 +303,9 @@ class Graph:
         return f"<Graph {self.name!r}, {len(self.nodes)} nodes on {len(self._ends)} lanes>"
 
 
-def keep(owners: tuple[object, ...]) -> Callable[[int], tuple]:
-    """Return what keeps objects for a node, as :meth:`Graph.add` wants it."""
-
-    def attach(graph: int) -> tuple:
-        return _native.attach_keep(graph, owners)
-
-    return attach
+def keep(owners: tuple[object, ...]) -> Attach:
+    """Return what keeps objects for a node."""
+    return lambda graph: _native.attach_keep(graph, owners)
 
 
 @dataclass(frozen=True)
@@ -355,73 +325,39 @@ class GraphLane:
         self.name = name
 
     def kernel(
-        self,
-        kernel: Kernel,
-        grid: Dims,
-        block: Dims,
-        args: Iterable[object],
-        *,
-        shared: int = 0,
+        self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
         name: str | None = None,
-        priority: int | None = None,
     ) -> None:
-        """Add a kernel node; argument values are copied now.
-
-        ``priority`` (lower runs first, as for streams) counts in executables made with
-        ``instantiate(priorities=True)``.
-        """
+        """Add a kernel node; argument values are copied now."""
         dims = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            node = nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
-            if priority is not None:
-                nodes.set_priority(node, priority)
-            return node
-
-        self._add("kernel", name or kernel.name, packed.owners, make)
+        self._add("kernel", name or kernel.name, packed.owners, lambda graph, after, _:
+                  nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed))
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Add a copy node between device and pinned arrays."""
         to, source = check_copy(dst, src)
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return nodes.add_copy(graph, after, to, source)
-
-        self._add("copy", name or "copy", (to.owner, source.owner), make)
+        self._add("copy", name or "copy", (to.owner, source.owner),
+                  lambda graph, after, _: nodes.add_copy(graph, after, to, source))
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Add a node that sets every byte of an array."""
         value, address, nbytes = check_byte(byte), dst.ptr, dst.nbytes
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return nodes.add_fill(graph, after, address, value, nbytes)
-
-        self._add("fill", name or "fill", (dst.owner,), make)
+        self._add("fill", name or "fill", (dst.owner,),
+                  lambda graph, after, _: nodes.add_fill(graph, after, address, value, nbytes))
 
     def child(self, child: Graph, *, name: str | None = None) -> None:
         """Add another graph itself as one node: it belongs to this graph from now on.
 
         Its host steps count, fail and stand down with this graph's; it is neither edited nor
-        instantiated any more.
-
-        Raises
-        ------
-        OptionError
-            It is no graph, has an open executable or is part of another graph; or driver or
-            bindings are older than CUDA 12.9.
-        DeviceError
-            The driver refused.
+        instantiated any more. Driver and bindings must know CUDA 12.9, and it may have no open
+        executable.
         """
         self.graph.add_child(child, self.name, name)
 
     def host(
-        self,
-        work: HostWork,
-        *,
-        name: str | None = None,
-        spin: Spin = False,
+        self, work: HostWork, *, name: str | None = None, spin: Spin = False,
         cell: Cell | None = None,
     ) -> None:
         """Add a host node; see :mod:`graft.cudagraph.hostwork`, and hostfunc() for ``spin``.
@@ -436,23 +372,16 @@ class GraphLane:
             raise OptionError(f"{cell.name!r} is no cell of graph {graph.name!r}")
         title, payload = name or item.title, None if cell is None else cell.native
         owners = (graph.status.owner, item.keep)
-
-        def attach(handle: int) -> tuple:
-            return _native.attach_host(handle, graph.state, title, item.native, owners, payload)
-
-        def make(handle: int, after: list[Any], attached: tuple) -> Any:
-            return nodes.add_host(handle, after, attached[3], attached[4], spinning)
-
-        graph.add("host", title, self.name, attach, make)
+        graph.add(
+            "host", title, self.name,
+            lambda handle: _native.attach_host(handle, graph.state, title, item.native, owners,
+                                               payload),
+            lambda handle, after, attached: nodes.add_host(handle, after, attached[3], attached[4],
+                                                           spinning))
 
     def mailbox(
-        self,
-        work: HostWork,
-        *,
-        worker: MailboxWorker | None = None,
-        deadline_s: float = 10.0,
-        replay_deadline_s: float | None = None,
-        output: PinnedArray | None = None,
+        self, work: HostWork, *, worker: MailboxWorker | None = None, deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None, output: PinnedArray | None = None,
         name: str | None = None,
     ) -> None:
         """Add host work that a worker of ours answers: a request node and the wait for its answer.
@@ -487,15 +416,9 @@ class GraphLane:
         self._mailbox(work, worker, limits, output, name, spinning=False)
 
     def spin(
-        self,
-        work: HostWork,
-        *,
-        worker: MailboxWorker | None = None,
-        deadline_s: float = 10.0,
-        replay_deadline_s: float | None = None,
-        device_deadline_s: float | None = None,
-        output: PinnedArray | None = None,
-        name: str | None = None,
+        self, work: HostWork, *, worker: MailboxWorker | None = None, deadline_s: float = 10.0,
+        replay_deadline_s: float | None = None, device_deadline_s: float | None = None,
+        output: PinnedArray | None = None, name: str | None = None,
     ) -> None:
         """Add host work as :meth:`mailbox` does, with a one-thread kernel that spins as the wait.
 
@@ -508,14 +431,8 @@ class GraphLane:
         self._mailbox(work, worker, limits, output, name, spinning=True)
 
     def _mailbox(
-        self,
-        work: HostWork,
-        worker: MailboxWorker | None,
-        limits: Limits,
-        output: PinnedArray | None,
-        name: str | None,
-        *,
-        spinning: bool,
+        self, work: HostWork, worker: MailboxWorker | None, limits: Limits,
+        output: PinnedArray | None, name: str | None, *, spinning: bool,
     ) -> None:
         graph = self.graph
         answers = graph.worker if worker is None else worker
@@ -530,23 +447,20 @@ class GraphLane:
 
     def record_event(self, event: Event, *, name: str | None = None) -> None:
         """Add a node that records an event in every replay, for who waits outside of this graph."""
-        self._event("event record", event, nodes.add_event_record, name)
+        self._event("event record", event, cu.cuGraphAddEventRecordNode, name)
 
     def wait_event(self, event: Event, *, name: str | None = None) -> None:
         """Add a node that waits for what an event named when the replay was launched."""
-        self._event("event wait", event, nodes.add_event_wait, name)
+        self._event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
     def _event(
-        self, kind: str, event: Event, add: Callable[..., Any], name: str | None
+        self, kind: str, event: Event, add: Callable[..., tuple], name: str | None
     ) -> None:
         if not isinstance(event, Event):
             raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
         handle = event.handle
-
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            return add(graph, after, handle)
-
-        self._add(kind, name or event.name, (event.owner,), make)
+        self._add(kind, name or event.name, (event.owner,),
+                  lambda graph, after, _: nodes.add_event(add, graph, after, handle))
 
     def record(self, name: str | None = None) -> GraphMark:
         """Mark this point; on an empty lane it is the start of the graph."""
@@ -562,13 +476,7 @@ class GraphLane:
             )
         self.graph.join(self.name, mark.nodes)
 
-    def _add(
-        self,
-        kind: str,
-        name: str,
-        owners: tuple[object, ...],
-        make: Callable[[int, list[Any], tuple], Any],
-    ) -> None:
+    def _add(self, kind: str, name: str, owners: tuple[object, ...], make: Make) -> None:
         self.graph.add(kind, name, self.name, keep(owners), make)
 
     def __repr__(self) -> str:

@@ -20,17 +20,6 @@ from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
-__all__ = [
-    "HostWork",
-    "NativeWork",
-    "PythonWork",
-    "Spin",
-    "as_work",
-    "check_captured",
-    "hostfunc",
-    "keep_captured",
-]
-
 CAPTURING, CAPTURE_INVALID = 1, 2
 INVALIDATED = 901
 #: A spinning driver thread needs a core beside Python's, the device's and one to spare.

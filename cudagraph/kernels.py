@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.compiler import compile_text, nvrtc_options
+from graft.cudagraph.compiler import compile_text
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, check, cu, enter
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.pinned import PinnedField
 from graft.cudagraph.signature import FLOAT, INT, OTHER, POINTER, kernel_kinds
-
-__all__ = ["Kernel", "KernelModule", "PackedArgs", "load", "load_text", "nvrtc_options"]
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
@@ -233,15 +231,10 @@ def load(
 ) -> KernelModule:
     """Compile and load a kernel text, once per path and defines in this process."""
     macros = tuple(sorted((key, str(value)) for key, value in (defines or {}).items()))
-    given = (os.fspath(path), macros)
+    # Not resolved: that takes longer than a launch.
+    source = Path(os.path.abspath(path))
     with _modules_lock:
-        found = _modules.get(given)
-    if found is not None:
-        return found
-    source = Path(path).resolve()
-    key = (os.fspath(source), macros)
-    with _modules_lock:
-        found = _modules.get(key)
+        found = _modules.get((source, macros))
     if found is None:
         try:
             text = source.read_text()
@@ -249,18 +242,11 @@ def load(
             raise KernelError(f"kernel text {source} cannot be read: {error}") from error
         found = load_text(context, text, source.name, dict(macros), source.parent)
     with _modules_lock:
-        found = _modules.setdefault(key, found)
-        if os.path.isabs(path):
-            # The next look-up resolves no path, which takes longer than a launch.
-            _modules[given] = found
-    return found
+        return _modules.setdefault((source, macros), found)
 
 
 def load_text(
-    context: Context,
-    text: str,
-    name: str,
-    defines: Mapping[str, str] | None = None,
+    context: Context, text: str, name: str, defines: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> KernelModule:
     """Compile and load kernel text.

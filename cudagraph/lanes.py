@@ -18,9 +18,6 @@ from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_capt
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.streams import Stream
-from graft.native import _native
-
-__all__ = ["Array", "Dims", "Lane", "Mark", "StreamLane"]
 
 Dims = int | tuple[int, int, int]
 Array = DeviceArray | PinnedArray
@@ -40,13 +37,7 @@ class Lane(Protocol):
     """An in-order sequence of device and host work."""
 
     def kernel(
-        self,
-        kernel: Kernel,
-        grid: Dims,
-        block: Dims,
-        args: Iterable[object],
-        *,
-        shared: int = 0,
+        self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
         name: str | None = None,
     ) -> None:
         """Run a kernel; `shared` is dynamic shared memory in bytes."""
@@ -67,22 +58,6 @@ class Lane(Protocol):
         """Let what follows on this lane run after a mark of another lane."""
 
 
-class StreamMark:
-    """A recorded event of a stream lane."""
-
-    def __init__(self, stream: Stream, name: str | None) -> None:
-        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        event = int(call(cu.cuEventCreate, flags))
-        self._resource = _native.Resource(_native.ResourceKind.EVENT, event)
-        self.name = name or f"mark on {stream.name}"
-        call(cu.cuEventRecord, event, stream.handle)
-
-    @property
-    def event(self) -> int:
-        """The CUevent as an integer."""
-        return self._resource.handle
-
-
 class StreamLane:
     """A lane that enqueues on a stream at once.
 
@@ -94,13 +69,7 @@ class StreamLane:
         self.stream = stream
 
     def kernel(
-        self,
-        kernel: Kernel,
-        grid: Dims,
-        block: Dims,
-        args: Iterable[object],
-        *,
-        shared: int = 0,
+        self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
         name: str | None = None,
     ) -> None:
         """Launch a kernel."""
@@ -142,15 +111,17 @@ class StreamLane:
         """Let what follows wait for an event; in a capture as a node that does in every replay."""
         event.wait(self.stream)
 
-    def record(self, name: str | None = None) -> StreamMark:
-        """Record an event."""
-        return StreamMark(self.stream, name)
+    def record(self, name: str | None = None) -> Event:
+        """Record an event; in a capture a fork that other captured streams join."""
+        event = Event(name or f"mark on {self.stream.name}")
+        call(cu.cuEventRecord, event.handle, self.stream.handle)
+        return event
 
     def wait(self, mark: Any) -> None:
         """Let the stream wait for an event of another stream lane."""
-        if not isinstance(mark, StreamMark):
+        if not isinstance(mark, Event):
             raise OptionError(f"a stream lane cannot wait for {mark!r}")
-        call(cu.cuStreamWaitEvent, self.stream.handle, mark.event, 0)
+        call(cu.cuStreamWaitEvent, self.stream.handle, mark.handle, 0)
 
 
 def check_launch(

@@ -24,13 +24,13 @@ from graft.cudagraph.kernels import load
 from graft.cudagraph.memory import PinnedArray, zeros
 from graft.native import _native
 
-__all__ = ["Limits", "Mailbox", "MailboxWorker", "usable_cores"]
-
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
 LINE_WORDS = 16
 REQUEST, ACK, GAVE_UP = range(3)
 ONE = (1, 1, 1)
 LONGEST_LIMIT_S = 86400.0
+#: A parking worker spins so long after a request, then sleeps so long between looks.
+SPIN_S, SLEEP_S = 50e-6, 50e-6
 #: Fewer cores than this: a spinning worker would take one away from the work it waits for.
 SPIN_CORES = 4
 
@@ -48,9 +48,9 @@ class MailboxWorker:
     cpus : iterable of int, optional
         Cores the thread may run on; default any.
     wait : {"auto", "spin", "park"}
-        While a replay is in flight: "spin" burns a core; "park" spins for ``spin_us`` microseconds
-        and then sleeps ``sleep_us`` between looks. "auto" spins where 4 cores or more are usable.
-        With no replay in flight the thread sleeps either way.
+        While a replay is in flight: "spin" burns a core; "park" spins for 50 us and then sleeps
+        50 us between looks. "auto" spins where 4 cores or more are usable. With no replay in flight
+        the thread sleeps either way.
     name : str
         The thread's name.
 
@@ -61,12 +61,7 @@ class MailboxWorker:
     """
 
     def __init__(
-        self,
-        *,
-        cpus: Iterable[int] | None = None,
-        wait: Literal["auto", "spin", "park"] = "auto",
-        spin_us: float = 50.0,
-        sleep_us: float = 50.0,
+        self, *, cpus: Iterable[int] | None = None, wait: Literal["auto", "spin", "park"] = "auto",
         name: str = "mailbox",
     ) -> None:
         allowed = os.sched_getaffinity(0)
@@ -75,34 +70,17 @@ class MailboxWorker:
             raise OptionError(f"cpus {places} are not all usable: this process has {allowed}")
         if wait not in ("auto", "spin", "park"):
             raise OptionError(f"wait must be 'auto', 'spin' or 'park', not {wait!r}")
-        for label, value in (("spin_us", spin_us), ("sleep_us", sleep_us)):
-            if not 0.0 <= value <= 1e6:
-                raise OptionError(f"{label} must be 0 to 1e6 microseconds, not {value!r}")
         self.cpus = tuple(places) if cpus is not None else ()
         self.wait = wait if wait != "auto" else "spin" if len(places) >= SPIN_CORES else "park"
-        self._native = _native.MailboxThread(
-            list(self.cpus), self.wait == "spin", spin_us * 1e-6, sleep_us * 1e-6, name
+        #: Tells also whether the thread is ``parked``, or ``stuck`` in work that was given up.
+        self.native = _native.MailboxThread(
+            list(self.cpus), self.wait == "spin", SPIN_S, SLEEP_S, name
         )
-
-    @property
-    def native(self) -> Any:
-        """The native side."""
-        return self._native
 
     @property
     def served(self) -> int:
         """Requests that were answered or attempted."""
-        return int(self._native.served)
-
-    @property
-    def parked(self) -> bool:
-        """Does the thread sleep until the next launch?"""
-        return bool(self._native.parked)
-
-    @property
-    def stuck(self) -> bool:
-        """Is the thread still inside work whose wait was released?"""
-        return bool(self._native.stuck)
+        return int(self.native.served)
 
     def __repr__(self) -> str:
         return f"<MailboxWorker {self.wait}, {self.served} served>"
@@ -134,14 +112,8 @@ class Mailbox:
     """
 
     def __init__(
-        self,
-        context: Context,
-        work: HostWork,
-        worker: MailboxWorker,
-        limits: Limits,
-        output: PinnedArray | None,
-        *,
-        spinning: bool,
+        self, context: Context, work: HostWork, worker: MailboxWorker, limits: Limits,
+        output: PinnedArray | None, *, spinning: bool,
     ) -> None:
         if not isinstance(worker, MailboxWorker):
             raise OptionError(f"worker must be a MailboxWorker, not {type(worker).__name__}")
@@ -189,13 +161,8 @@ class Mailbox:
         words = (self._host_address(REQUEST), self._host_address(ACK), gave_up)
         limits = (self._limits.answer_s, self._limits.replay_s or 0.0)
 
-        def attach(graph: int) -> tuple:
-            attached: tuple = _native.attach_mailbox(
-                graph, state, self._worker.native, title, work, words, results, limits, keep
-            )
-            return attached
-
-        return attach
+        return lambda graph: _native.attach_mailbox(
+            graph, state, self._worker.native, title, work, words, results, limits, keep)
 
     def _device_address(self, word: int) -> int:
         return self._words.ptr + 4 * LINE_WORDS * word

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from graft.cudagraph import dlpack
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import from_float32, itemsize, numpy_dtype
+from graft.cudagraph.dtypes import dtype_name, from_float32, itemsize, numpy_dtype
 from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
-
-__all__ = ["DeviceArray", "PinnedArray", "Span", "zeros"]
 
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
@@ -64,18 +62,14 @@ class Allocation:
         pinned = kind == _native.ResourceKind.PINNED_MEMORY
         flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
 
-        def allocate() -> int:
-            if pinned:
-                return int(call(cu.cuMemHostAlloc, nbytes, flags))
-            return int(call(cu.cuMemAlloc, nbytes))
-
+        allocate = (cu.cuMemHostAlloc, nbytes, flags) if pinned else (cu.cuMemAlloc, nbytes)
         try:
-            address = allocate()
+            address = int(call(*allocate))
         except DeviceError as error:
             # Memory that was dropped may still wait for the reaper.
             if error.code != OUT_OF_MEMORY or not _native.flush(CLOSE_LIMIT_S):
                 raise
-            address = allocate()
+            address = int(call(*allocate))
         self._resource: _native.Resource | None = _native.Resource(kind, address)
         self.address = address
         self.nbytes = nbytes
@@ -110,12 +104,8 @@ class DeviceArray:
     __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "context", "dtype", "shape")
 
     def __init__(
-        self,
-        context: Context,
-        shape: tuple[int, ...],
-        dtype: str,
-        allocation: Allocation | None = None,
-        offset: int = 0,
+        self, context: Context, shape: tuple[int, ...], dtype: str,
+        allocation: Allocation | None = None, offset: int = 0,
     ) -> None:
         self.shape = check_shape(shape, "DeviceArray")
         self.dtype = dtype
@@ -202,11 +192,9 @@ class DeviceArray:
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         self.context.synchronize()
         pointer = self.ptr
-
-        def enqueue(stream: int) -> None:
-            call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, stream)
-
-        self.context.transfer(enqueue, (self.owner, out))
+        self.context.transfer(
+            lambda s: call(cu.cuMemcpyDtoHAsync, out.ctypes.data, pointer, self.nbytes, s),
+            (self.owner, out))
         return out
 
     def copy_from(self, array: NDArray) -> None:
@@ -215,32 +203,28 @@ class DeviceArray:
         The host array must have this shape and either the storage dtype, or float32 when this is
         a 16-bit float (it is then rounded to nearest even).
         """
-        source = np.asarray(array)
-        if source.dtype == np.float32 and self.dtype in ("float16", "bfloat16"):
-            source = from_float32(source, self.dtype)
+        source = _stored(array, self.dtype)
         if source.shape != self.shape:
             raise ShapeError(f"host array has shape {source.shape}, device array {self.shape}")
-        if source.dtype != numpy_dtype(self.dtype):
-            raise ShapeError(
-                f"host array is {source.dtype}; {self.dtype} is stored as {numpy_dtype(self.dtype)}"
-            )
-        contiguous = np.ascontiguousarray(source)
         self.context.synchronize()
+        self._write(source)
+
+    def _write(self, source: NDArray) -> None:
         pointer = self.ptr
-
-        def enqueue(stream: int) -> None:
-            call(cu.cuMemcpyHtoDAsync, pointer, contiguous.ctypes.data, self.nbytes, stream)
-
-        self.context.transfer(enqueue, (self.owner, contiguous))
+        self.context.transfer(
+            lambda s: call(cu.cuMemcpyHtoDAsync, pointer, source.ctypes.data, self.nbytes, s),
+            (self.owner, source))
 
     def fill(self, byte: int = 0) -> None:
         """Wait until the device is idle and set every byte."""
         value = check_byte(byte)
         self.context.synchronize()
+        self._set(value)
+
+    def _set(self, value: int) -> None:
         pointer = self.ptr
         self.context.transfer(
-            lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,)
-        )
+            lambda s: call(cu.cuMemsetD8Async, pointer, value, self.nbytes, s), (self.owner,))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -285,9 +269,27 @@ def zeros(context: Context, shape: int | tuple[int, ...], dtype: str) -> DeviceA
     """Allocate an array of zeros."""
     numpy_dtype(dtype)
     made = DeviceArray(context, check_shape(shape, "zeros"), dtype)
-    pointer, nbytes = made.ptr, made.nbytes
-    context.transfer(lambda s: call(cu.cuMemsetD8Async, pointer, 0, nbytes, s), (made.owner,))
+    made._set(0)
     return made
+
+
+def from_host(context: Context, array: NDArray, dtype: str | None = None) -> DeviceArray:
+    """Copy a host array to the device; see :meth:`Device.from_host`."""
+    name = dtype or dtype_name(np.asarray(array).dtype)
+    source = _stored(array, name)
+    made = DeviceArray(context, check_shape(source.shape, "from_host"), name)
+    made._write(source)
+    return made
+
+
+def _stored(array: NDArray, dtype: str) -> NDArray:
+    """A host array in the storage of a dtype, contiguous; float32 is rounded to 16-bit floats."""
+    source = np.asarray(array)
+    if source.dtype == np.float32 and dtype in ("float16", "bfloat16"):
+        source = from_float32(source, dtype)
+    if source.dtype != numpy_dtype(dtype):
+        raise ShapeError(f"host array is {source.dtype}; {dtype} is stored as {numpy_dtype(dtype)}")
+    return np.ascontiguousarray(source).reshape(source.shape)
 
 
 class _HostView:

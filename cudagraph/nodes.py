@@ -14,21 +14,6 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.kernels import PackedArgs
 from graft.cudagraph.memory import Span
 
-__all__ = [
-    "Node",
-    "add_answer_wait",
-    "add_conditional",
-    "add_copy",
-    "add_event_record",
-    "add_event_wait",
-    "add_fill",
-    "add_host",
-    "add_kernel",
-    "kernel_params",
-    "move_child",
-    "set_priority",
-]
-
 
 @dataclass(frozen=True)
 class Node:
@@ -50,13 +35,8 @@ class Node:
 
 
 def add_kernel(
-    graph: int,
-    after: list[Any],
-    function: Any,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared: int,
-    packed: PackedArgs,
+    graph: int, after: list[Any], function: Any, grid: tuple[int, int, int],
+    block: tuple[int, int, int], shared: int, packed: PackedArgs,
 ) -> Any:
     """Add a kernel node and return its CUgraphNode."""
     params = kernel_params(function, grid, block, shared, packed)
@@ -66,10 +46,7 @@ def add_kernel(
 
 
 def kernel_params(
-    function: Any,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared: int,
+    function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int,
     packed: PackedArgs,
 ) -> Any:
     """Return a kernel's structure; ``packed`` must live until the driver has read it."""
@@ -115,14 +92,6 @@ def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int)
     return call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
 
 
-def set_priority(node: Any, priority: int) -> None:
-    """Give a kernel node a priority."""
-    value = cu.CUkernelNodeAttrValue()
-    value.priority = priority
-    which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-    call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
-
-
 def move_child(graph: int, after: list[Any], child: int) -> Any:
     """Add another graph itself as one node, which owns it then; return its CUgraphNode."""
     any_node = cu.CUgraphNodeParams()
@@ -134,14 +103,9 @@ def move_child(graph: int, after: list[Any], child: int) -> Any:
     return call(cu.cuGraphAddNode, graph, after, None, len(after), any_node)
 
 
-def add_event_record(graph: int, after: list[Any], event: int) -> Any:
-    """Add a node that records an event and return its CUgraphNode."""
-    return call(cu.cuGraphAddEventRecordNode, graph, after, len(after), event)
-
-
-def add_event_wait(graph: int, after: list[Any], event: int) -> Any:
-    """Add a node that waits for an event and return its CUgraphNode."""
-    return call(cu.cuGraphAddEventWaitNode, graph, after, len(after), event)
+def add_event(function: Any, graph: int, after: list[Any], event: int) -> Any:
+    """Add a node that records an event or waits for one, by the driver's function for it."""
+    return call(function, graph, after, len(after), event)
 
 
 def add_conditional(

@@ -19,8 +19,6 @@ from graft.cudagraph.memory import PinnedArray, check_shape
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
-__all__ = ["PinnedField", "PinnedSlots", "Ring"]
-
 LINE_BYTES = 64
 STAMP = "stamp"
 
@@ -77,21 +75,11 @@ class PinnedField:
 class PinnedSlots:
     """Named fields of pinned memory, one row per slot, at fixed addresses.
 
-    Parameters
-    ----------
-    context : Context
-        The device.
-    slots : int
-        Rows of every field.
-    fields : mapping of str to (dtype, shape)
-        Element type and shape of one slot's row.
+    ``fields`` gives (dtype, shape) of one slot's row by name.
     """
 
     def __init__(
-        self,
-        context: Context,
-        slots: int,
-        fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
+        self, context: Context, slots: int, fields: Mapping[str, tuple[str, int | tuple[int, ...]]]
     ) -> None:
         if not isinstance(slots, int) or slots < 1:
             raise OptionError(f"slots must be a positive integer, not {slots!r}")
@@ -125,9 +113,7 @@ class Ring(PinnedSlots):
     """
 
     def __init__(
-        self,
-        context: Context,
-        entries: int,
+        self, context: Context, entries: int,
         fields: Mapping[str, tuple[str, int | tuple[int, ...]]],
     ) -> None:
         if STAMP in fields:
@@ -164,10 +150,7 @@ class Ring(PinnedSlots):
     def poll(self, replay: int, timeout_s: float | None = None) -> None:
         """Wait until the entry carries the stamp of ``replay``; its data may be read then.
 
-        Raises
-        ------
-        DeadlineError
-            After ``timeout_s`` seconds; names the host steps that are running.
+        DeadlineError after ``timeout_s`` seconds names the host steps that are running.
         """
         if not self.stamped(replay, timeout_s):
             stamp = _native.load_acquire_i32(self._stamp_address(self._entry(replay)))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["FLOAT", "INT", "OTHER", "POINTER", "kernel_kinds"]
-
 POINTER, INT, FLOAT, OTHER = "pointer", "int", "float", "other"
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

@@ -11,21 +11,6 @@ from collections.abc import Callable, Iterator
 
 from graft.cudagraph.chooser import soft_library
 
-__all__ = [
-    "calls",
-    "calls_by_name",
-    "count",
-    "describe",
-    "explain",
-    "gil_held",
-    "gil_held_by_name",
-    "last_fault",
-    "last_refusal",
-    "leaked",
-    "live",
-    "snapshot",
-]
-
 TEXT_BYTES = 1 << 16
 
 
@@ -47,39 +32,23 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def live(kind: str) -> int:
-    """Return how many resources of a kind ("stream", "event", ...) exist now."""
-    return int(_library().softcuda_live(kind.encode()))
+def counter(which: str, name: str | None = None) -> int:
+    """Return one of the soft device's counters.
 
-
-def leaked(kind: str) -> int:
-    """Return how many resources of a kind were given up."""
-    return int(_library().softcuda_leaked(kind.encode()))
-
-
-def count(what: str) -> int:
-    """Return how often something ("launch", "host", ...) happened."""
-    return int(_library().softcuda_count(what.encode()))
-
-
-def calls(api: str | None = None) -> int:
-    """Return the number of calls of one driver function, or of all."""
-    return int(_library().softcuda_calls(None if api is None else api.encode()))
-
-
-def gil_held(api: str | None = None) -> int:
-    """Return how many of them were made by a thread that held the GIL."""
-    return int(_library().softcuda_gil_held(None if api is None else api.encode()))
-
-
-def calls_by_name() -> dict[str, int]:
-    """Return the calls of each driver function that was called."""
-    return {name: calls(name) for name in _names("api_name")}
+    Parameters
+    ----------
+    which : {"live", "leaked", "count", "calls", "gil_held"}
+        Resources that exist now or were given up, how often something happened, driver calls, and
+        those by a thread that held the GIL.
+    name : str, optional
+        Kind of resource, what happened, or the driver function; without it all calls.
+    """
+    return int(getattr(_library(), f"softcuda_{which}")(None if name is None else name.encode()))
 
 
 def gil_held_by_name() -> dict[str, int]:
     """Return the driver functions that were called with the GIL held, and how often."""
-    return {name: held for name in _names("api_name") if (held := gil_held(name))}
+    return {name: held for name in _names("api_name") if (held := counter("gil_held", name))}
 
 
 def describe() -> str:
@@ -87,30 +56,20 @@ def describe() -> str:
     return _text("describe")
 
 
-def last_fault() -> str:
-    """Return what the fault that lost the context was; "" when there was none."""
-    return _text("last_fault")
-
-
-def last_refusal() -> str:
-    """Return why the most recent refused call was refused."""
-    return _text("last_refusal")
-
-
 def explain(fault: bool) -> str:
-    """Return the words for an error message after a fault or a refusal."""
-    return last_fault() if fault else last_refusal()
+    """Return what the fault that lost the context was, or why the last refused call was refused."""
+    return _text("last_fault" if fault else "last_refusal")
 
 
 def snapshot() -> dict[str, int | dict[str, int]]:
     """Return all counters: live and leaked by kind, counts, calls and calls with the GIL held."""
     kinds = list(_names("kind_name"))
     return {
-        "live": {kind: live(kind) for kind in kinds},
-        "leaked": {kind: leaked(kind) for kind in kinds},
-        "count": {what: count(what) for what in _names("count_name")},
-        "calls": calls(),
-        "gil_held": gil_held(),
+        "live": {kind: counter("live", kind) for kind in kinds},
+        "leaked": {kind: counter("leaked", kind) for kind in kinds},
+        "count": {what: counter("count", what) for what in _names("count_name")},
+        "calls": counter("calls"),
+        "gil_held": counter("gil_held"),
     }
 
 

@@ -12,8 +12,6 @@ from graft.cudagraph import softstats
 from graft.cudagraph.chooser import SONAME, soft_library
 from graft.native import _native
 
-__all__ = ["describe_running"]
-
 #: Frames told of each stack.
 MOST = 12
 ANSWER_LIMIT_S = 2.0

@@ -5,14 +5,10 @@ from __future__ import annotations
 import warnings
 
 from graft.cudagraph.context import Context, wait_streams
-from graft.cudagraph.driver import call, check_code, cu, enter
+from graft.cudagraph.driver import call, cu, enter, is_ready
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.hostwork import check_captured, raise_eager_failure
 from graft.native import _native
-
-__all__ = ["Stream"]
-
-NOT_READY = 600
 
 
 class Stream:
@@ -49,11 +45,7 @@ class Stream:
         """Return whether all enqueued work has finished; DeviceError after a fault."""
         handle = self.handle
         enter("cuStreamQuery")
-        code = _native.query_stream(handle)
-        if code == NOT_READY:
-            return False
-        check_code("cuStreamQuery", code)
-        return True
+        return is_ready("cuStreamQuery", _native.query_stream(handle))
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until all enqueued work has finished. Ctrl-C is honoured.
@@ -61,7 +53,7 @@ class Stream:
         Raises
         ------
         DeadlineError
-            After ``timeout_s`` seconds; the work goes on.
+            After ``timeout_s`` seconds; names the host steps that run, and the work goes on.
         HostWorkError
             A host function enqueued on this stream, or in a captured graph, raised; each failure
             is raised once.
@@ -75,10 +67,7 @@ class Stream:
     def close(self) -> None:
         """Give the stream back to the driver; work that is enqueued still finishes.
 
-        Raises
-        ------
-        HostWorkError
-            A host function on this stream failed and nobody was told yet; the stream is closed.
+        HostWorkError of a host function that nobody was told of is raised when it is closed.
         """
         if self._resource is None:
             return

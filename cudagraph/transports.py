@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
-from typing import Literal
 
+from graft.cudagraph.chooser import ask_child
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.mailbox import SPIN_CORES, usable_cores
 
-__all__ = ["TRANSPORTS", "Transport", "choose_transport", "probe_transport"]
-
-Transport = Literal["auto", "native", "mailbox", "spinkernel"]
 TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 REPLAYS = 3
 REPLAY_LIMIT_S = 2.0
@@ -44,33 +39,13 @@ except GraftError as error:
 
 @functools.cache
 def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
-    """Try a transport in a child process; "" when it works, else why not.
-
-    Parameters
-    ----------
-    transport : {"mailbox", "spinkernel"}
-    kind : {"cuda", "soft"}
-        Device kind.
-    ordinal : int
-        Device ordinal.
-    """
+    """Try "mailbox" or "spinkernel" in a child process; "" when it works, else why not."""
     method = {"mailbox": "mailbox", "spinkernel": "spin"}.get(transport)
     if method is None:
         raise OptionError(f"transport {transport!r} needs no probe")
-    command = [sys.executable, "-c", _PROBE, kind, str(ordinal), method]
-    environment = {**os.environ, "GRAFT_DEVICE": kind}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CHILD_LIMIT_S, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return f"three replays did not end within {CHILD_LIMIT_S:g} s"
-    except OSError as error:
-        return f"the probe could not run: {error}"
-    said = done.stdout.strip()
-    if done.returncode == 0 and said == f"answered {REPLAYS}":
-        return ""
-    return said or (done.stderr.strip().splitlines() or ["the probe died"])[-1]
+    said, why = ask_child("-c", _PROBE, kind, str(ordinal), method, limit_s=CHILD_LIMIT_S,
+                          environment={**os.environ, "GRAFT_DEVICE": kind})  # fmt: skip
+    return "" if said == f"answered {REPLAYS}" else why or said
 
 
 def choose_transport(wanted: str, device: Context) -> tuple[str, str]:

@@ -17,26 +17,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from graft.cudagraph import chooser
 from graft.cudagraph.errors import GraftError, OptionError
+from graft.native import _native
 from graft.tools import watch
 
-#: Asks NVIDIA's driver in a process of its own: a driver that was once loaded would answer for the
-#: soft device too (the first library of a name wins in a process).
-ASK_DRIVER = """
-import ctypes, json
-cuda = ctypes.CDLL("libcuda.so.1")
-status = cuda.cuInit(0)
-version, count = ctypes.c_int(), ctypes.c_int()
-cuda.cuDriverGetVersion(ctypes.byref(version))
-names = []
-if status == 0:
-    cuda.cuDeviceGetCount(ctypes.byref(count))
-    for i in range(count.value):
-        name = ctypes.create_string_buffer(256)
-        cuda.cuDeviceGetName(name, 256, i)
-        names.append(name.value.decode())
-print(json.dumps({"status": status, "version": version.value, "devices": names}))
-"""
 DRIVER_DEADLINE_S = 20
 
 
@@ -78,12 +63,8 @@ def check_packages() -> Finding:
 
 
 def check_native() -> Finding:
-    """graft's own C++ part."""
-    try:
-        import graft.native._native as native
-    except ImportError as error:
-        return Finding("native part", "missing", str(error), "run make native")
-    return Finding("native part", "ok", str(native.__file__))
+    """graft's own C++ part, without which this program would not run."""
+    return Finding("native part", "ok", str(_native.__file__))
 
 
 def check_compiler() -> Finding:
@@ -104,23 +85,13 @@ def check_compiler() -> Finding:
 
 def check_driver() -> Finding:
     """NVIDIA's driver, asked in a child process."""
-    advice = "graft runs on the soft device without it; a GPU needs NVIDIA's driver"
-    try:
-        done = subprocess.run([sys.executable, "-c", ASK_DRIVER], capture_output=True, text=True,
-                              timeout=DRIVER_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return Finding("nvidia driver", "absent",
-                       f"no answer within {DRIVER_DEADLINE_S} s", "look at nvidia-smi")
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["the child process died"])[-1]
-        return Finding("nvidia driver", "absent", last, advice)
-    said = json.loads(done.stdout)
-    number = said["version"]
-    detail = f"CUDA {number // 1000}.{number % 1000 // 10}"
-    if said["status"] or not said["devices"]:
-        detail += f", cuInit status {said['status']}, no device"
-        return Finding("nvidia driver", "absent", detail, advice)
-    return Finding("nvidia driver", "ok", f"{detail}, {', '.join(said['devices'])}")
+    found, why = chooser.probe_cuda(DRIVER_DEADLINE_S)
+    number = found.get("version", 0)
+    detail = f"CUDA {number // 1000}.{number % 1000 // 10}, " if number else ""
+    if why:
+        return Finding("nvidia driver", "absent", detail + why,
+                       "graft runs on the soft device without it; a GPU needs NVIDIA's driver")
+    return Finding("nvidia driver", "ok", detail + ", ".join(found["devices"]))
 
 
 def check_device() -> Finding:
@@ -163,20 +134,6 @@ def check_cupy() -> Finding:
             return Finding("cupy", "ok", f"{package} {version}")
     return Finding("cupy", "absent", "not installed",
                    "CUDA needs it: pip install 'graft-cuda[cuda13]' (or [cuda12])")
-
-
-def check_nvrtc() -> Finding:
-    """NVRTC, which checks kernels for real GPUs without one."""
-    try:
-        from cuda.bindings import nvrtc
-
-        status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
-        return Finding("nvrtc", "absent", " ".join(str(error).split()),
-                       "only the NVRTC tests need it: pip install nvidia-cuda-nvrtc")
-    if int(status):
-        return Finding("nvrtc", "absent", str(status), "pip install nvidia-cuda-nvrtc")
-    return Finding("nvrtc", "ok", f"{major}.{minor}")
 
 
 def check_library(name: str, package: str, advice: str) -> Finding:
@@ -243,7 +200,7 @@ def check_demo_model() -> Finding:
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_python, check_packages, check_native, check_compiler, check_driver, check_cupy,
-    check_nvrtc, check_xgrammar, check_llguidance, check_tvm_ffi, check_demo_model, check_device,
+    check_xgrammar, check_llguidance, check_tvm_ffi, check_demo_model, check_device,
     check_transports)
 
 

@@ -8,8 +8,6 @@ import os
 
 import pytest
 
-__all__ = ["pytest_terminal_summary"]
-
 
 def device_line() -> str:
     """Which libcuda.so.1 answered in this process, and what it did."""

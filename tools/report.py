@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 
 from graft.cudagraph.errors import GraftError
 
-__all__ = ["program", "refuse", "table"]
-
 REFUSED = 2
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from graft.cudagraph.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
 
-__all__ = ["command_of", "environment"]
-
 
 def command_of(program: list[str]) -> list[str]:
     """The command line of a program: a Python file, ``-m module``, ``-c code``, or an executable.

@@ -21,8 +21,6 @@ from typing import Any
 from graft.cudagraph.errors import OptionError
 from graft.tools.soft import command_of, environment
 
-__all__ = ["DEADLOCK", "FAILED", "POTENTIAL", "UNSEEN", "Edge", "Report", "read", "show", "watch"]
-
 GIL = "GIL"
 #: The soft device's watchdog ends a process that hangs with this status.
 WATCHDOG_STATUS = 86

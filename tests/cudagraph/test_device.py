@@ -85,7 +85,7 @@ def test_auto_takes_soft_where_no_cuda_device_answers() -> None:
     code = (
         "from graft.cudagraph import chooser\n"
         "from graft.cudagraph.device import open_device\n"
-        "why = chooser.probe_cuda()\n"
+        "_, why = chooser.probe_cuda()\n"
         "device = open_device()\n"
         "print(device.kind, bool(why))"
     )
@@ -106,7 +106,7 @@ def test_cuda_without_a_driver_is_a_device_error() -> None:
     """Where NVIDIA's driver is absent, asking for cuda says so in one typed error."""
     from graft.cudagraph import chooser
 
-    if not chooser.probe_cuda():
+    if not chooser.probe_cuda()[1]:
         pytest.skip("there is a CUDA device")
     done = run_python(
         "from graft.cudagraph.device import open_device\n"

@@ -81,10 +81,10 @@ def test_no_driver_call_holds_the_gil(device: Device) -> None:
         pytest.skip("only the soft device records who holds the GIL")
     from graft.cudagraph import softstats
 
-    before, calls = softstats.gil_held(), softstats.calls()
+    before, calls = softstats.counter("gil_held"), softstats.counter("calls")
     use_everything(device)
-    assert softstats.calls() > calls + 50, "the counter counts"
-    assert softstats.gil_held() == before, softstats.gil_held_by_name()
+    assert softstats.counter("calls") > calls + 50, "the counter counts"
+    assert softstats.counter("gil_held") == before, softstats.gil_held_by_name()
 
 
 def test_the_soft_device_notices_a_held_gil(device: Device) -> None:
@@ -93,14 +93,14 @@ def test_the_soft_device_notices_a_held_gil(device: Device) -> None:
         pytest.skip("only the soft device records who holds the GIL")
     from graft.cudagraph import chooser, softstats
 
-    before = softstats.gil_held()
+    before = softstats.counter("gil_held")
     version = ctypes.c_int()
     ctypes.PyDLL(str(chooser.soft_library())).cuDriverGetVersion(ctypes.byref(version))
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ctypes.PyDLL(str(chooser.soft_library())).cuMemGetInfo_v2(
         ctypes.byref(free), ctypes.byref(total)
     )
-    assert softstats.gil_held() > before
+    assert softstats.counter("gil_held") > before
 
 
 def test_native_work_runs_while_python_keeps_the_gil(

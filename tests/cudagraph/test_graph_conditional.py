@@ -174,7 +174,7 @@ except DeviceError as error:
 
 def test_the_setter_compiles_for_real_architectures() -> None:
     """NVRTC takes the text without CUDA headers and leaves the setter to the device runtime."""
-    from graft.cudagraph.kernels import nvrtc_options
+    from graft.cudagraph.compiler import nvrtc_options
 
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     code, program = nvrtc.nvrtcCreateProgram(TEXT.encode(), b"conditional_test.cu", 0, [], [])

@@ -126,7 +126,7 @@ def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
 @pytest.mark.parametrize(
     ("refused", "kind"),
     [("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
-     ("add_event_record", "event"), ("add_conditional", "if")],
+     ("add_event", "event"), ("add_conditional", "if")],
 )  # fmt: skip
 def test_a_failed_build_leaves_nothing(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, refused: str, kind: str

@@ -45,7 +45,7 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
         run.launch(stream)
     with pytest.raises(DeadlineError, match="given up is still running"):
         run.clear(timeout_s=0.05)
-    assert graph.worker.stuck
+    assert graph.worker.native.stuck
     go.set()
     run.clear(timeout_s=LIMIT_S)
     assert result.to_host().tolist() == [5] * 4 and output.array.tolist() == [5] * 4
@@ -141,9 +141,9 @@ try:
 except DeviceError as error:
     print(error.code_name)
 end = time.monotonic() + 60.0
-while not worker.parked and time.monotonic() < end:
+while not worker.native.parked and time.monotonic() < end:
     time.sleep(0.001)
-print(worker.parked, worker.served)
+print(worker.native.parked, worker.served)
 """
 
 

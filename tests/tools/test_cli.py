@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,17 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 def requests_of(*arguments: str):
     """Requests that a command line asks for, without running them."""
     return read_requests(cli.parser().parse_args(["generate", *arguments]))
+
+
+@pytest.fixture
+def requests_of_rows(tmp_path):
+    """Requests that a file of rows asks for, each an object or the line's text."""
+    def read(*rows, flags=()):
+        (tmp_path / "rows.jsonl").write_text("\n".join(
+            row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+        return requests_of("--prompts", str(tmp_path / "rows.jsonl"), *flags)
+
+    return read
 
 
 def test_options_become_a_request(tmp_path):
@@ -45,12 +57,13 @@ def test_options_become_a_request(tmp_path):
     assert request.grammar == GrammarSpec.json_schema(SCHEMA)
 
 
-def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
+def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(requests_of_rows):
     """A row's own grammar and sampling replace the options'; other rows keep the options'."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a"}\n\n{"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, '
-                    '"id": "mine", "logit_bias": {"5": 1, "no": 2}}\n')
-    one, other = requests_of("--prompts", str(rows), "--regex", "[0-9]+", "--seed", "10")
+    one, other = requests_of_rows(
+        {"prompt": "a"}, "",
+        {"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, "id": "mine",
+         "logit_bias": {"5": 1, "no": 2}},
+        flags=("--regex", "[0-9]+", "--seed", "10"))
     first, second = one.request, other.request
     assert first.grammar is not None and first.grammar.kind == "regex"
     assert one.choices is None and other.choices == ["x", "y"]
@@ -67,12 +80,10 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(tmp_path):
     ("[1, 2]", "line 1: a row must be an object"),
     ("", "holds no prompt"),
 ])
-def test_a_wrong_row_is_refused_with_its_line(tmp_path, line, words):
+def test_a_wrong_row_is_refused_with_its_line(requests_of_rows, line, words):
     """What is wrong in a file of prompts is named by its line, before a model is opened."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(line + "\n")
     with pytest.raises(OptionError, match=words):
-        requests_of("--prompts", str(rows))
+        requests_of_rows(line)
 
 
 def test_forced_text_is_drafted(tmp_path, capsys):
@@ -88,15 +99,13 @@ def test_forced_text_is_drafted(tmp_path, capsys):
     assert found[0]["rounds"] > found[1]["rounds"] > 0
 
 
-def test_a_bad_grammar_in_a_row_fails_alone(tmp_path):
+def test_a_bad_grammar_in_a_row_fails_alone(requests_of_rows):
     """A row whose grammar is refused keeps its sentence; the rows beside it are requests."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "schema": {"type": "array", "uniqueItems": true}}\n'
-                    '{"prompt": "b"}\n')
-    bad, good = requests_of("--prompts", str(rows))
+    rows = ({"prompt": "a", "schema": {"type": "array", "uniqueItems": True}}, {"prompt": "b"})
+    bad, good = requests_of_rows(*rows)
     assert bad.refusal is not None and "#: uniqueItems" in bad.refusal
     assert good.refusal is None
-    allowed, _ = requests_of("--prompts", str(rows), "--partial")
+    allowed, _ = requests_of_rows(*rows, flags=["--partial"])
     assert allowed.refusal is None and allowed.request.grammar.partial
 
 
@@ -111,12 +120,10 @@ def test_a_bad_grammar_in_a_row_fails_alone(tmp_path):
     ({"variables": 3}, "variables must be an object"),
     ({"raw": True, "tools": []}, "a raw prompt has no chat template"),
 ])
-def test_a_wrong_row_is_refused_alone_by_its_line(tmp_path, row, words):
+def test_a_wrong_row_is_refused_alone_by_its_line(requests_of_rows, row, words):
     """What a row states wrongly costs that row; the others keep ids that nobody else has."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"prompt": "a"} | one) for one in (
-        {"id": "first"}, row, {"id": "0"}, {"id": None})))
-    first, bad, zero, free = requests_of("--prompts", str(rows))
+    first, bad, zero, free = requests_of_rows(*(
+        {"prompt": "a"} | one for one in ({"id": "first"}, row, {"id": "0"}, {"id": None})))
     assert bad.refusal is not None and bad.refusal.startswith("line 2: ") and words in bad.refusal
     assert {first.refusal, zero.refusal, free.refusal} == {None}
     assert [first.request.id, zero.request.id] == ["first", "0"]
@@ -134,20 +141,16 @@ def test_rows_end_where_json_lines_end(tmp_path, monkeypatch):
     assert len(requests_of("--prompts", "-")) == 2
 
 
-def test_a_prompt_can_be_raw_and_template_variables_reach_the_template(tmp_path):
+def test_a_prompt_can_be_raw_and_template_variables_reach_the_template(requests_of_rows):
     """A raw prompt is the tokenizer's tokens; tools and variables make the template's."""
-    from types import SimpleNamespace
-
     seen = {}
     engine = SimpleNamespace(tokenizer=SimpleNamespace(
         encode=lambda text: [len(text)],
         chat=lambda messages, **given: seen.update(given, m=messages) or [7]))
     (raw,) = requests_of("--prompt", "four", "--raw")
     assert raw.for_engine(engine).tokens == [4] and raw.for_engine(engine).prompt is None
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "x", "tools": [{"name": "f"}], "schema": SCHEMA,
-                                "variables": {"day": 3}}))
-    (one,) = requests_of("--prompts", str(rows))
+    (one,) = requests_of_rows({"prompt": "x", "tools": [{"name": "f"}], "schema": SCHEMA,
+                               "variables": {"day": 3}})
     assert one.for_engine(engine).tokens == [7]
     assert seen == {"m": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}], "day": 3,
                     "schema": SCHEMA}
@@ -169,7 +172,7 @@ LARK = 'start: NUM "+" NUM\nNUM: /[0-9]{1,2}/'
     ("--regex", None, GrammarSpec.regex("a+")),
     ("--choice", None, GrammarSpec.choice(["x", "y"])),
 ])
-def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
+def test_every_way_to_state_a_constraint(tmp_path, requests_of_rows, flag, text, grammar):
     """Each flag, and the key of that name in a row, makes its grammar; --after goes with each."""
     values = {"--json-object": [], "--regex": ["a+"], "--choice": ["x,y"]}
     if text is not None:
@@ -182,14 +185,12 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
 
     key = flag[2:].replace("-", "_")
     value = {"regex": "a+", "choice": ["x", "y"], "json_object": True}.get(key, text)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps(row) for row in (
-        {"prompt": "p", key: value}, {"prompt": "p", key: value, "after": 7}, {"prompt": "p"})))
-    first, second, third = requests_of("--prompts", str(rows), "--after", "###")
+    rows = ({"prompt": "p", key: value}, {"prompt": "p", key: value, "after": 7}, {"prompt": "p"})
+    first, second, third = requests_of_rows(*rows, flags=("--after", "###"))
     assert first.request.grammar == grammar.after("###")
     assert second.request.grammar == grammar.after(7)
     assert third.request.grammar is None
-    *_, third = requests_of("--prompts", str(rows), flag, *values[flag])
+    *_, third = requests_of_rows(*rows, flags=(flag, *values[flag]))
     assert third.request.grammar == grammar
 
 
@@ -201,38 +202,34 @@ def test_every_way_to_state_a_constraint(tmp_path, flag, text, grammar):
     (["--no-assert-formats", "--key-order", "any"],
      {"assert_formats": False, "key_order": "any"}, "schema"),
 ])
-def test_how_json_is_written_is_said_by_flags_and_by_rows(tmp_path, flags, stated, kind):
+def test_how_json_is_written_is_said_by_flags_and_by_rows(requests_of_rows, flags, stated, kind):
     """White space, formats and the order of keys reach the grammar; a row's own choice wins."""
     value = {"schema": SCHEMA, "json_object": True, "structural_tag": TAGS}[kind]
     make = {"schema": GrammarSpec.json_schema, "json_object": lambda _, **o:
             GrammarSpec.json_object(**o), "structural_tag": lambda _, **o:
             GrammarSpec.structural_tag([StructuralTag.of("<f>", {"type": "integer"}, "</f>")],
                                        ["<f"], **o)}[kind]  # fmt: skip
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"prompt": "p", key: of} | own) for key, of, own in (
-        (kind, value, stated), (kind, value, {}), ("regex", "a+", {}))))
-    said = [one.request.grammar for one in requests_of("--prompts", str(rows), *flags)]
-    assert said == [make(value, **stated), make(value, **stated), GrammarSpec.regex("a+")]
-    assert requests_of("--prompts", str(rows))[0].request.grammar == said[0]
+    own, plain = {"prompt": "p", kind: value} | stated, {"prompt": "p", kind: value}
+    said = [one.request.grammar for one in requests_of_rows(
+        plain, {"prompt": "p", "regex": "a+"}, flags=flags)]
+    assert said == [make(value, **stated), GrammarSpec.regex("a+")]
+    assert requests_of_rows(own)[0].request.grammar == said[0]
 
 
-def test_a_row_with_the_schema_false_is_refused(tmp_path):
+def test_a_row_with_the_schema_false_is_refused(requests_of_rows):
     """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "p", "schema": false}\n{"prompt": "p", "json_object": false}\n')
-    refused, free = requests_of("--prompts", str(rows))
+    refused, free = requests_of_rows({"prompt": "p", "schema": False},
+                                     {"prompt": "p", "json_object": False})
     assert "allows no output" in refused.refusal
     assert free.refusal is None and free.request.grammar is None
 
 
-def test_a_row_names_its_backend(tmp_path):
+def test_a_row_names_its_backend(requests_of_rows):
     """A row's backend goes with its grammar: routed for a schema, as it stands for the others."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps(row) for row in (
+    schema, lark, regex = [one.request.grammar for one in requests_of_rows(
         {"prompt": "p", "schema": SCHEMA, "backend": "llguidance"},
         {"prompt": "p", "lark": LARK, "backend": "llguidance"},
-        {"prompt": "p", "regex": "a+", "backend": "auto"})))
-    schema, lark, regex = [one.request.grammar for one in requests_of("--prompts", str(rows))]
+        {"prompt": "p", "regex": "a+", "backend": "auto"})]
     assert schema == GrammarSpec.json_schema(SCHEMA, backend="llguidance")
     assert lark.backend == "llguidance" and regex == GrammarSpec.regex("a+")
 
@@ -270,11 +267,9 @@ def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, argumen
     ({"tags": [], "triggers": [], "x": 1}, "unknown x"),
     ({"tags": [], "triggers": []}, "at least one"),
 ])
-def test_structural_tags_of_a_wrong_form_are_refused(tmp_path, value, said):
+def test_structural_tags_of_a_wrong_form_are_refused(requests_of_rows, value, said):
     """A structural tag says what is wrong with its form, in a row for that row alone."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "p", "structural_tag": value}) + '\n{"prompt": "q"}\n')
-    bad, good = requests_of("--prompts", str(rows))
+    bad, good = requests_of_rows({"prompt": "p", "structural_tag": value}, {"prompt": "q"})
     assert bad.refusal is not None and said in bad.refusal and good.refusal is None
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import jinja2
 import jsonschema
 import pytest
+import safetensors
+import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from graft.tools import demo_tasks
@@ -46,16 +48,14 @@ def unseen() -> list[demo_tasks.Task]:
     return demo_tasks.unseen_key_tasks(300)
 
 
-def test_a_seed_names_the_same_tasks_for_good(held_out: list[demo_tasks.Task]) -> None:
+def test_a_seed_names_the_same_tasks_for_good(held_out):
     """Drawing again gives equal tasks, another seed gives others."""
     assert demo_tasks.held_out_tasks(500) == held_out
     assert demo_tasks.held_out_tasks(50, seed=1) != held_out[:50]
     assert demo_tasks.make_task(random.Random(5)) == demo_tasks.make_task(random.Random(5))
 
 
-def test_answers_obey_their_schema_in_property_order(
-    training: list[demo_tasks.Task], held_out: list[demo_tasks.Task], unseen: list[demo_tasks.Task]
-) -> None:
+def test_answers_obey_their_schema_in_property_order(training, held_out, unseen):
     """jsonschema accepts every answer, keys stand in schema order, text is canonical."""
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
@@ -70,7 +70,7 @@ def test_answers_obey_their_schema_in_property_order(
         assert task.schema["additionalProperties"] is False
 
 
-def test_schemas_are_closed_under_wrong_answers(held_out: list[demo_tasks.Task]) -> None:
+def test_schemas_are_closed_under_wrong_answers(held_out):
     """A missing required key and an invented key are both refused."""
     for task in held_out[:100]:
         if task.schema is None:
@@ -84,7 +84,7 @@ def test_schemas_are_closed_under_wrong_answers(held_out: list[demo_tasks.Task])
             assert not validator.is_valid(value)
 
 
-def test_regex_answers_match_their_pattern(held_out: list[demo_tasks.Task]) -> None:
+def test_regex_answers_match_their_pattern(held_out):
     """The pattern of a regex task covers the whole answer, which stands in the text."""
     tasks = [t for t in held_out if t.kind == "regex"]
     assert len(tasks) > 20
@@ -94,7 +94,7 @@ def test_regex_answers_match_their_pattern(held_out: list[demo_tasks.Task]) -> N
         assert task.answer in task.text
 
 
-def test_string_values_can_be_read_off_the_text(held_out: list[demo_tasks.Task]) -> None:
+def test_string_values_can_be_read_off_the_text(held_out):
     """Every string in an extracted record occurs verbatim in its text."""
 
     def strings(value: Any) -> Iterator[str]:
@@ -109,17 +109,13 @@ def test_string_values_can_be_read_off_the_text(held_out: list[demo_tasks.Task])
             assert all(s in task.text for s in strings(json.loads(task.answer)))
 
 
-def test_held_out_tasks_are_not_in_training(
-    training: list[demo_tasks.Task], held_out: list[demo_tasks.Task], unseen: list[demo_tasks.Task]
-) -> None:
+def test_held_out_tasks_are_not_in_training(training, held_out, unseen):
     """No held-out prompt is met in training."""
     seen = {(t.text, json.dumps(t.schema)) for t in training}
     assert all((t.text, json.dumps(t.schema)) not in seen for t in held_out + unseen)
 
 
-def test_unseen_keys_never_occur_in_training(
-    training: list[demo_tasks.Task], unseen: list[demo_tasks.Task]
-) -> None:
+def test_unseen_keys_never_occur_in_training(training, unseen):
     """Keys of the unseen set are all reserved, those of training never are."""
     used = {k for t in training for k in keys_of(t.schema)}
     new = {k for t in unseen for k in keys_of(t.schema)}
@@ -129,43 +125,32 @@ def test_unseen_keys_never_occur_in_training(
     assert not any(demo_tasks.is_reserved(k) for k in used)
 
 
-def test_all_kinds_of_schema_occur(held_out: list[demo_tasks.Task]) -> None:
+def test_all_kinds_of_schema_occur(held_out):
     """Nested objects, arrays, enums, bounds, patterns, optional fields, regexes, free text."""
     everything = " ".join(json.dumps(t.schema) for t in held_out)
-    for part in (
-        '"enum"',
-        '"maximum"',
-        '"pattern"',
-        '"boolean"',
-        '"number"',
-        '"format"',
-        '"items": {"type": "object"',
-        '"items": {"type": "string"',
-    ):
+    for part in ('"enum"', '"maximum"', '"pattern"', '"boolean"', '"number"', '"format"',
+                 '"items": {"type": "object"', '"items": {"type": "string"'):
         assert part in everything
     assert {t.kind for t in held_out} == {"record", "regex", "free"}
-    assert any(
-        t.schema and len(t.schema["required"]) < len(t.schema["properties"]) for t in held_out
-    )
+    assert any(t.schema and len(t.schema["required"]) < len(t.schema["properties"])
+               for t in held_out)
 
 
-def test_scoring_counts_leaves_and_whole_answers() -> None:
+def test_scoring_counts_leaves_and_whole_answers():
     """Right, wrong, missing, surplus and broken answers get the score they deserve."""
     task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
     score = demo_tasks.score_fields
-    assert score('{"a": 1, "b": {"c": "x", "d": [1, 2]}}', task) == (3, 3, True)
-    assert score('{"a": true, "b": {"c": "x", "d": [2, 1]}}', task) == (1, 3, False)
-    assert score('{"a": 1}', task) == (1, 3, False)
-    assert score('{"a": 1, "b": {"c": "x", "d": [1, 2], "e": 0}}', task) == (3, 3, False)
-    assert score('{"a": 1, "b"', task) == (0, 3, False)
-    assert score("[]", task) == (0, 3, False)
+    for text, found in (('{"a": 1, "b": {"c": "x", "d": [1, 2]}}', (3, 3, True)),
+                        ('{"a": true, "b": {"c": "x", "d": [2, 1]}}', (1, 3, False)),
+                        ('{"a": 1}', (1, 3, False)), ("[]", (0, 3, False)),
+                        ('{"a": 1, "b": {"c": "x", "d": [1, 2], "e": 0}}', (3, 3, False)),
+                        ('{"a": 1, "b"', (0, 3, False))):
+        assert score(text, task) == found
     assert score(" 12 ", demo_tasks.Task("", None, "12")) == (1, 1, True)
     assert score("13", demo_tasks.Task("", None, "12")) == (0, 1, False)
 
 
-def test_scoring_gives_full_marks_to_the_answers_themselves(
-    held_out: list[demo_tasks.Task],
-) -> None:
+def test_scoring_gives_full_marks_to_the_answers_themselves(held_out):
     """Every answer scores all of its own fields and none of another task's whole."""
     for task, other in itertools.pairwise(held_out):
         right, total, whole = demo_tasks.score_fields(task.answer, task)
@@ -182,71 +167,41 @@ def template() -> jinja2.Template:
 
 
 def render(text: str, **given: Any) -> str:
-    return template().render(
-        messages=[{"role": "user", "content": text}], add_generation_prompt=True, **given
-    )
+    return template().render(messages=[{"role": "user", "content": text}],
+                             add_generation_prompt=True, **given)
 
 
-def test_the_template_names_keys_and_types() -> None:
+def test_the_template_names_keys_and_types():
     """A schema becomes one line of nested key names, type hints and optional marks."""
-    schema = demo_tasks.object_schema(
-        [
-            ("id", {"type": "string", "pattern": "^[A-Z]$"}),
-            ("n", {"type": "integer"}),
-            ("who", demo_tasks.object_schema([("name", {"type": "string"})])),
-            ("tags", {"type": "array", "items": {"type": "string"}}),
-            ("c", {"enum": ["x", "y"]}),
-            ("r", {"$ref": "#/$defs/day"}),
-        ],
-        optional=["n"],
-    )
+    schema = demo_tasks.object_schema([
+        ("id", {"type": "string", "pattern": "^[A-Z]$"}), ("n", {"type": "integer"}),
+        ("who", demo_tasks.object_schema([("name", {"type": "string"})])),
+        ("tags", {"type": "array", "items": {"type": "string"}}), ("c", {"enum": ["x", "y"]}),
+        ("r", {"$ref": "#/$defs/day"})], optional=["n"])
     schema["$defs"] = {"day": {"type": "string", "format": "date"}}
     assert render("Hi.", schema=schema) == (
         "<|begin|><|user|>Hi.\nSchema: {id:pat, n?:int, who:{name}, tags:[str], c:(x|y), r:date}"
-        "<|assistant|>"
-    )
+        "<|assistant|>")
     assert render("Hi.", schema=None) == render("Hi.") == "<|begin|><|user|>Hi.<|assistant|>"
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        True,
-        False,
-        {},
-        [],
-        "x",
-        5,
-        {"type": 5},
-        {"type": []},
-        {"type": ["string", "null"]},
-        {"enum": {}},
-        {"enum": []},
-        {"const": None},
-        {"properties": 3},
-        {"properties": {"a": True}, "required": "a"},
-        {"items": [{}]},
-        {"items": True},
-        {"$ref": "#"},
-        {"$ref": 7},
-        {"anyOf": []},
-        {"anyOf": {}},
-        {
-            "allOf": [{"$ref": "#/definitions/x"}],
-            "definitions": {"x": {"anyOf": [{"$ref": "#/definitions/x"}]}},
-        },
-        {"$defs": [], "$ref": "#/$defs/a"},
-        {"properties": {"items": {}, "get": {}, "keys": {"format": 3}}},
-    ],
-    ids=json.dumps,
-)
-def test_the_template_renders_any_schema(schema: Any) -> None:
+@pytest.mark.parametrize("schema", [
+    True, False, {}, [], "x", 5, {"type": 5}, {"type": []}, {"type": ["string", "null"]},
+    {"enum": {}}, {"enum": []}, {"const": None}, {"properties": 3},
+    {"properties": {"a": True}, "required": "a"}, {"items": [{}]}, {"items": True}, {"$ref": "#"},
+    {"$ref": 7}, {"anyOf": []}, {"anyOf": {}},
+    {"allOf": [{"$ref": "#/definitions/x"}],
+     "definitions": {"x": {"anyOf": [{"$ref": "#/definitions/x"}]}}},
+    {"$defs": [], "$ref": "#/$defs/a"},
+    {"properties": {"items": {}, "get": {}, "keys": {"format": 3}}},
+], ids=json.dumps)
+def test_the_template_renders_any_schema(schema):
     """Odd, recursive and even invalid schemas give a prompt, never an error."""
     text = render("Hi.", schema=schema)
     assert text.startswith("<|begin|><|user|>Hi.\nSchema: ") and text.endswith("<|assistant|>")
 
 
-def test_the_template_keeps_huge_schemas_short() -> None:
+def test_the_template_keeps_huge_schemas_short():
     """Breadth and depth are cut: a schema of a million leaves costs 600 characters at most."""
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(6):
@@ -254,11 +209,8 @@ def test_the_template_keeps_huge_schemas_short() -> None:
     assert len(render("Hi.", schema=schema)) < 700
 
 
-def test_prompts_are_short_and_every_text_survives_the_tokenizer(
-    held_out: list[demo_tasks.Task],
-) -> None:
+def test_prompts_are_short_and_every_text_survives_the_tokenizer(held_out):
     """Prompt and answer fit 320 tokens and decoding gives back every text, odd ones too."""
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     config = json.loads((DEMO / "target" / "config.json").read_text())
     assert tokenizer.get_vocab_size() == config["vocab_size"]
@@ -273,9 +225,8 @@ def test_prompts_are_short_and_every_text_survives_the_tokenizer(
         assert tokenizer.decode(tokenizer.encode(odd).ids) == odd
 
 
-def test_checkpoints_hold_what_their_configs_say() -> None:
+def test_checkpoints_hold_what_their_configs_say():
     """Sizes, names and the draft vocabulary's tables agree; the package stays below 12 MB."""
-    safetensors = pytest.importorskip("safetensors.numpy")
     eagle = DEMO / "eagle3"
     config = json.loads((eagle / "config.json").read_text())
     target = json.loads((DEMO / "target" / "config.json").read_text())
@@ -291,8 +242,6 @@ def test_checkpoints_hold_what_their_configs_say() -> None:
     assert target["eos_token_id"] in ids
     with safetensors.safe_open(DEMO / "target" / "model.safetensors", "np") as tensors:
         assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118 - not a mapping
-        assert tensors.get_slice("model.embed_tokens.weight").get_shape() == [
-            target["vocab_size"],
-            target["hidden_size"],
-        ]
+        embedding = tensors.get_slice("model.embed_tokens.weight").get_shape()
+        assert embedding == [target["vocab_size"], target["hidden_size"]]
     assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) < 12_000_000

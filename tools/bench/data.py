@@ -14,8 +14,6 @@ import tokenizers
 from graft.cudagraph.errors import OptionError
 from graft.grammar.vocabulary import Vocabulary
 
-__all__ = ["load_tokenizer", "rows_of"]
-
 #: How published vocabularies call the token that ends a text.
 _ENDS = re.compile(r"</s>|\W*(eos|eot|im_end|eot_id|end\W?of\W?(text|sentence|turn)|endoftext|end)"
                    r"\W*", re.I)

@@ -23,8 +23,6 @@ from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, r
 from graft.grammar.backends.xgrammar import library, tokenizer_info
 from graft.tools.bench.data import load_tokenizer
 
-__all__ = ["SUBJECTS", "Auto", "LLGuidance", "Refused", "XGrammar", "try_row"]
-
 _FILLED_TOKENS = 3000  # masks filled and timed per schema
 
 

@@ -1,6 +1,6 @@
 """Draw the graph of one round of guided speculation as graft itself sees it. Usage::
 
-    python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold] [--batch 1] [--draft-length 3]
+    python -m graft.tools.trace.draw_round OUT.svg|OUT.dot [--fold]
 """
 
 from __future__ import annotations
@@ -114,35 +114,23 @@ def svg(
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def draw(path: Path, batch: int, draft_length: int, masked: bool, folded: bool) -> int:
-    """Write the picture and return its number of boxes; the suffix chooses SVG or DOT."""
-    target, drafter = demo_model()
-    with Engine(target, drafter, max_batch_size=batch, draft_length=draft_length,
-                mask_drafts=masked, grammar_transport="native") as engine:
-        graph = engine.rounds[batch].graph
-        nodes, edges = fold(graph) if folded else (graph.nodes, graph.edges)
-        title = f"a round: {len(graph.nodes)} nodes"
-        write = dot if path.suffix == ".dot" else svg
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(write(title, LANES, nodes, edges))
-        return len(nodes)
-
-
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw a round of the demo model."""
+    """Draw a round of the demo model; the suffix chooses SVG or DOT."""
     parser = argparse.ArgumentParser(description="Draw one round's graph.")
     parser.add_argument("out", type=Path, help="file to write, .svg or .dot")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--draft-length", type=int, default=3)
-    parser.add_argument("--unmasked", action="store_true", help="draft without the grammar")
     parser.add_argument("--fold", action="store_true", help="one box per run of nodes")
     options = parser.parse_args(arguments)
     if options.out.suffix not in (".svg", ".dot"):
         parser.error(f"{options.out}: the name must end in .svg or .dot")
-    boxes = draw(options.out, options.batch, options.draft_length, not options.unmasked,
-                 options.fold)
-    print(f"{options.out}: {boxes} boxes")
+    target, drafter = demo_model()
+    with Engine(target, drafter, max_batch_size=1, draft_length=3,
+                grammar_transport="native") as engine:
+        graph = engine.rounds[1].graph
+        nodes, edges = fold(graph) if options.fold else (graph.nodes, graph.edges)
+    write = dot if options.out.suffix == ".dot" else svg
+    options.out.write_text(write(f"a round: {len(graph.nodes)} nodes", LANES, nodes, edges))
+    print(f"{options.out}: {len(nodes)} boxes")
 
 
 if __name__ == "__main__":

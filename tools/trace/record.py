@@ -16,8 +16,6 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphExec
 
-__all__ = ["Trace", "TraceEvent", "Wait", "exposed_waits", "record", "split_launches"]
-
 #: Spans that a recording has room for, 40 bytes each.
 CAPACITY = 1 << 20
 

@@ -13,8 +13,6 @@ from graft.models.engine import Engine
 from graft.models.replay import Flight
 from graft.tools.trace.record import Trace, TraceEvent, Wait, record
 
-__all__ = ["tie_clocks", "trace_rounds"]
-
 CLOCK = Path(__file__).parent / "kernels" / "clock.cu"
 TRIES = 16
 

@@ -1,6 +1,6 @@
 """Trace rounds of the demo and write the timeline for Perfetto and as a picture. Usage::
 
-    python -m graft.tools.trace.timeline [OUT.json] [--requests 4] [--draft-length 3] [--unmasked]
+    python -m graft.tools.trace.timeline OUT.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from graft.tools.report import program
 from graft.tools.trace.record import Trace
 from graft.tools.trace.rounds import trace_rounds
 
-OUT = Path(__file__).resolve().parents[1] / "results" / "timeline.json"
+#: Of the demo's prompts, so many in one batch.
+REQUESTS = 4
 WIDTH, LEFT, TOP, ROW, BOX, CHAR = 1200, 90, 70, 74, 44, 6.6
 WAIT = "#dc2626"
 
@@ -97,17 +98,13 @@ def draw(trace: Trace, title: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trace the demo's rounds; the JSON holds one typical round, the summary all of them."""
     parser = argparse.ArgumentParser(description="Trace rounds of the demo model.")
-    parser.add_argument("out", type=Path, nargs="?", default=OUT, help="file to write, .json")
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--draft-length", type=int, default=3)
-    parser.add_argument("--unmasked", action="store_true", help="draft without the grammar")
+    parser.add_argument("out", type=Path, help="file to write, .json")
     options = parser.parse_args(arguments)
     check_trace_path(options.out)
     target, drafter = demo_model()
     requests = [Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=48)
-                for prompt in demo_prompts()[: options.requests]]
-    with Engine(target, drafter, max_batch_size=len(requests), draft_length=options.draft_length,
-                mask_drafts=not options.unmasked) as engine:
+                for prompt in demo_prompts()[:REQUESTS]]
+    with Engine(target, drafter, max_batch_size=REQUESTS, draft_length=3) as engine:
         engine.generate(requests)  # everything was used once before it is timed
         with trace_rounds(engine) as trace:
             engine.generate(requests)

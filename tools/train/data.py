@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import jinja2
 import torch
@@ -15,54 +17,10 @@ from ..demo_tasks import Task
 
 SPECIAL = ("<|begin|>", "<|user|>", "<|assistant|>", "<|end|>")
 
-# A schema becomes one short line: key names with type hints, `?` after optional keys,
-# at most 12, 8, 4, 2 keys an object level by level, 6 choices an enum, 600 characters in all.
-TEMPLATE = r"""
-{%- macro show(s, root, depth) -%}
-{%- if s is not mapping or depth > 5 -%}any
-{%- elif '$ref' in s -%}
-{%- set name = (s['$ref']|string).split('/')|last -%}
-{%- set defs = root.get('$defs', root.get('definitions', {})) -%}
-{%- if defs is mapping and name in defs -%}{{ show(defs[name], root, depth + 2) }}
-{%- else -%}any{%- endif -%}
-{%- elif 'const' in s -%}={{ (s['const']|string)[:24] }}
-{%- elif 'enum' in s and s['enum'] is sequence and s['enum'] is not mapping -%}
-({%- for e in s['enum'][:6] -%}{{ '' if loop.first else '|' }}{{ (e|string)[:16] }}{%- endfor -%})
-{%- elif 'properties' in s and s['properties'] is mapping -%}
-{%- set needed = s['required'] if 'required' in s and s['required'] is sequence else [] -%}
-{ {%- for k in (s['properties']|list)[:[12, 8, 4, 2, 1, 1][depth]] -%}
-{{ '' if loop.first else ', ' }}{{ k[:32] }}{{ '' if k in needed else '?' }}
-{%- set hint = show(s['properties'][k], root, depth + 1) -%}
-{{ '' if hint == 'str' else ':' + hint }}
-{%- endfor -%} }
-{%- elif 'items' in s and s['items'] is mapping -%}[{{ show(s['items'], root, depth + 1) }}]
-{%- elif 'anyOf' in s and s['anyOf'] is sequence and s['anyOf'] -%}
-{{ show(s['anyOf'][0], root, depth + 1) }}
-{%- elif 'oneOf' in s and s['oneOf'] is sequence and s['oneOf'] -%}
-{{ show(s['oneOf'][0], root, depth + 1) }}
-{%- elif 'allOf' in s and s['allOf'] is sequence and s['allOf'] -%}
-{{ show(s['allOf'][0], root, depth + 1) }}
-{%- elif 'type' in s and s['type'] is iterable -%}
-{%- set t = s['type'] if s['type'] is string else (s['type']|list + ['any'])[0]|string -%}
-{%- if t == 'string' -%}
-{{ s['format'][:12] if 'format' in s and s['format'] is string
-   else 'pat' if 'pattern' in s else 'str' }}
-{%- else -%}{{ {'integer': 'int', 'number': 'num', 'boolean': 'bool', 'array': '[any]',
-    'object': '{}'}.get(t, t) }}
-{%- endif -%}
-{%- else -%}any{%- endif -%}
-{%- endmacro -%}
-<|begin|>
-{%- for m in messages -%}
-{%- if m['role'] == 'assistant' -%}<|assistant|>{{ m['content'] }}<|end|>
-{%- else -%}<|user|>{{ m['content'] }}
-{%- if loop.last and schema is defined and schema is not none -%}
-{{ '\nSchema: ' }}{{ show(schema, schema, 0)[:600] }}
-{%- endif -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
-""".strip()
+#: A schema becomes one short line: key names with type hints, `?` after optional keys, at most 12,
+#: 8, 4, 2 keys an object level by level, 6 choices an enum, 600 characters in all.
+CONFIG = Path(__file__).resolve().parents[2] / "models/demo/target/tokenizer_config.json"
+TEMPLATE: str = json.loads(CONFIG.read_text())["chat_template"]
 
 _compiled = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
 

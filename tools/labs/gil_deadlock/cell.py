@@ -26,8 +26,6 @@ from graft.cudagraph.errors import HostWorkError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import HostWork, NativeWork, PythonWork
 
-__all__ = ["ASKING", "MODELS", "PATTERNS", "RELEASED", "TRANSPORTS", "Cell", "play", "unavailable"]
-
 KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
 #: What the thread that holds the GIL calls.
 PATTERNS = {
@@ -91,19 +89,6 @@ def _function(name: str) -> int:
     return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
-def _asks_nothing() -> NativeWork:
-    """A C function that takes its time and no GIL."""
-    return NativeWork(_function("usleep"), NATIVE_US, name="usleep")
-
-
-def _noop() -> None:
-    """A callback in Python."""
-
-
-def _nothing(data: int | None) -> None:
-    """A callback in Python, as ctypes calls it."""
-
-
 @dataclass(frozen=True)
 class _Queue:
     """A stream that waits for the legacy stream and the other way round, as CUDA's default is."""
@@ -116,7 +101,9 @@ def enqueue(device: Device, transport: str, queue: _Queue) -> tuple[Callable[[],
     if transport in ("python", "native", "mailbox", "mailbox-python"):
         graph = Graph(device, transport)
         python = transport in ("python", "mailbox-python")
-        work: HostWork = PythonWork(_noop) if python else _asks_nothing()
+        # A C function that takes its time and no GIL.
+        usleep = NativeWork(_function("usleep"), NATIVE_US, name="usleep")
+        work: HostWork = PythonWork(int) if python else usleep
         if transport.startswith("mailbox"):
             graph.lane("main").mailbox(work, name="callback", deadline_s=MAILBOX_DEADLINE_S)
         else:
@@ -129,7 +116,7 @@ def enqueue(device: Device, transport: str, queue: _Queue) -> tuple[Callable[[],
         call(cu.cuLaunchHostFunc, queue.handle, cu.CUhostFn(function), NATIVE_US)
         return lambda: None, None
     if transport == "ctypes":
-        thunk = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_nothing)
+        thunk = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: None)
         _check("cuLaunchHostFunc", ctypes.CDLL(SONAME).cuLaunchHostFunc(
             ctypes.c_void_p(queue.handle), thunk, None))
         return lambda: None, thunk
@@ -139,7 +126,7 @@ def enqueue(device: Device, transport: str, queue: _Queue) -> tuple[Callable[[],
 
     CoreDevice(device.ordinal).set_current()
     definition = GraphDefinition()
-    definition.callback(_noop)
+    definition.callback(lambda: None)
     executable = definition.instantiate()
     executable.launch(CoreStream.from_handle(queue.handle))
     return lambda: None, (definition, executable)
