@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import Exchange
@@ -53,8 +54,7 @@ class GuidedRequest:
     position: int
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """When one step of one replay ran, in nanoseconds of ``time.monotonic_ns``."""
 
     replay: int
@@ -98,24 +98,13 @@ class GuidedDecoder:
         rounds out until its thread has finished. Tokens stay the same, but for rejection sampling,
         whose rounds then end elsewhere. See ``native/guide/matcher.h`` for what it costs.
 
-    Raises
-    ------
-    OptionError
-        If an option is out of range.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        masked_drafts: bool,
-        forced: ForcedText | None = None,
-        transport: str = "native",
-        deadline_s: float = 10.0,
-        ring: int = 8,
-        threads: int | None = None,
-        budget_us: float | None = None,
-    ):
+        self, exchange: Exchange, *, masked_drafts: bool, forced: ForcedText | None = None,
+        transport: str = "native", deadline_s: float = 10.0, ring: int = 8,
+        threads: int | None = None, budget_us: float | None = None,
+    ):  # fmt: skip
         threads = default_threads(exchange.slots) if threads is None else threads
         for name, value, low in (
             ("ring", ring, 2),
@@ -125,10 +114,8 @@ class GuidedDecoder:
             if not value >= low:
                 raise OptionError(f"guided decoder: {name} is {value}, must be at least {low}")
         if transport not in STEP_TRANSPORTS:
-            raise OptionError(
-                f"guided decoder: transport is {transport!r}, must be one of "
-                f"{', '.join(STEP_TRANSPORTS)}"
-            )
+            known = ", ".join(STEP_TRANSPORTS)
+            raise OptionError(f"guided decoder: transport is {transport!r}, must be one of {known}")
         self.slots, self.draft_length = exchange.slots, exchange.drafts
         self.vocab_size = exchange.vocab_size
         self.probes = bool(exchange.layout["candidates"] > 0) and self.draft_length > 0
@@ -146,15 +133,11 @@ class GuidedDecoder:
         # one thread answers all mailboxes, since steps run in order
         self._answers = None if transport == "native" else MailboxWorker(name="grammar")
         self._worker = _native.guide.Worker(
-            exchange.host_ptr,
-            exchange.layout.tobytes(),
-            vocab_size=self.vocab_size,
+            exchange.host_ptr, exchange.layout.tobytes(), vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
-            chain=forced is not None and not masked_drafts,
-            ring=ring,
-            threads=threads,
+            chain=forced is not None and not masked_drafts, ring=ring, threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
-        )
+        )  # fmt: skip
 
     def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
         """Say which requests ``replay`` holds, in row order, before it is launched.
@@ -177,13 +160,9 @@ class GuidedDecoder:
             )
         owners = self._check(requests)
         snapshot = tuple(requests)
-        self._worker.publish(
-            replay,
-            [
-                (r.slot, r.epoch, r.position, None if r.matcher is None else r.matcher.native)
-                for r in snapshot
-            ],
-        )
+        matchers = [None if r.matcher is None else r.matcher.native for r in snapshot]
+        rows = zip(snapshot, matchers, strict=True)
+        self._worker.publish(replay, [(r.slot, r.epoch, r.position, m) for r, m in rows])
         self._owners.update(owners)
         self._live[replay] = snapshot
         self._published = replay
@@ -294,13 +273,11 @@ class GuidedDecoder:
                         f"slot {slot}: the matcher's vocabulary has {matcher.size} columns, "
                         f"the decoder's {self.vocab_size}"
                     )
-                if matcher.claimed or any(
-                    matcher is taken.matcher for taken in owners.values()
-                ):
+                if matcher.claimed or any(matcher is o.matcher for o in owners.values()):
                     raise GuideError(f"slot {slot}: the matcher already belongs to a request")
             owners[slot] = request
-        for owner in owners.values():
-            if owner.matcher is not None:
-                owner.matcher.claimed = True
-                owner.matcher.native.pace = owner.matcher.compiled.pace
+        for matcher in (owner.matcher for owner in owners.values()):
+            if matcher is not None:
+                matcher.claimed = True
+                matcher.native.pace = matcher.compiled.pace
         return owners

@@ -66,22 +66,11 @@ class CompiledGrammar:
         self.nbytes = nbytes
         self.pace = _native.guide.Pace()  # what the native worker knows of its matchers' speed
 
-    def matcher(
-        self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()
-    ) -> Matcher:
+    def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
         """A new matcher that has taken some tokens, behind free text where the spec says so.
 
-        Parameters
-        ----------
-        stop_ids
-            What ends it; the vocabulary's if absent.
-        tokens
-            Those of an output that is to go on.
-
-        Raises
-        ------
-        GrammarError
-            If the grammar refuses a token, or a stop id is the marker too.
+        ``stop_ids`` end it, the vocabulary's if absent. ``GrammarError`` if the grammar refuses a
+        token, or a stop id is the marker too.
         """
         matcher = self.backend.matcher(self, stop_ids)
         if self.spec.marker is not None:
@@ -103,24 +92,21 @@ class Matcher(ABC):
     ----------
     compiled, stop_ids
         The grammar, and the ids that end it once it is complete.
-    size
-        Logit columns of the vocabulary.
+    size, words
+        Logit columns of the vocabulary, and int32 words of a mask row.
     claimed
         Taken by a request of a guided decoder: its state is not the caller's any more.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
-        self.compiled = compiled
-        self.stop_ids = stop_ids
-        self.size = compiled.backend.vocabulary.size
+        self.compiled, self.stop_ids = compiled, stop_ids
+        self.size, self.words = compiled.backend.vocabulary.size, compiled.backend.vocabulary.words
         self.claimed = False
 
     @functools.cached_property
     def native(self) -> Any:
         """The matcher as the native worker drives it, sharing this one's state."""
-        return _native.guide.PythonMatcher(
-            self, np.zeros((self.size + 31) // 32, np.int32), self.size
-        )
+        return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
 
     @abstractmethod
     def accept(self, token: int) -> bool:
@@ -144,7 +130,7 @@ class Matcher(ABC):
 
     def legal(self) -> np.ndarray:
         """The legal token ids, ascending, int64."""
-        row = np.zeros((self.size + 31) // 32, np.int32)
+        row = np.zeros(self.words, np.int32)
         if not self.fill(row):
             return np.arange(self.size)
         return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
@@ -155,10 +141,10 @@ class Matcher(ABC):
 
     def _require_row(self, row: np.ndarray) -> None:
         # The libraries look at the address alone: strides and other types would be written over.
-        words = (self.size + 31) // 32
-        if row.dtype != np.int32 or row.shape != (words,) or not row.flags.c_contiguous:
+        if row.dtype != np.int32 or row.shape != (self.words,) or not row.flags.c_contiguous:
             raise GrammarError(
-                f"mask row: is {row.dtype} {list(row.shape)}, expected contiguous int32 [{words}]"
+                f"mask row: is {row.dtype} {list(row.shape)}, "
+                f"expected contiguous int32 [{self.words}]"
             )
 
 
@@ -220,4 +206,3 @@ def _marked(inner: Matcher, marker: Marker) -> Matcher:
         inner.native, _native_marker(vocabulary, marker), inner.stop_ids
     )
     return NativeBackedMatcher(compiled, inner.stop_ids, native, keep=inner)
-

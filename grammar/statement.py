@@ -61,16 +61,10 @@ class GrammarSpec(Spec):
 
     @classmethod
     def json_schema(
-        cls,
-        schema: Any,
-        *,
-        whitespace: Whitespace = "line",
-        strict: bool | None = None,
-        partial: bool = False,
-        backend: str = "",
-        key_order: KeyOrder = "schema",
+        cls, schema: Any, *, whitespace: Whitespace = "line", strict: bool | None = None,
+        partial: bool = False, backend: str = "", key_order: KeyOrder = "schema",
         assert_formats: bool | None = None,
-    ) -> GrammarSpec:
+    ) -> GrammarSpec:  # fmt: skip
         """A JSON schema: as JSON text, as what that parses to, or as what makes one.
 
         What makes one has ``model_json_schema`` (a pydantic model) or ``__json_schema__``, which
@@ -111,14 +105,12 @@ class GrammarSpec(Spec):
         if isinstance(pattern, re.Pattern):
             flags = "".join(c for c in "imsx" if pattern.flags & re.RegexFlag[c.upper()])
             pattern = f"(?{flags}){pattern.pattern}" if flags else pattern.pattern
-        check_text("regex", pattern)
         return cls._checked("regex", pattern)
 
     @classmethod
     def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
         """A grammar in XGrammar's EBNF (GBNF), started from the rule ``root``."""
         check_text("EBNF", text)
-        check_text("EBNF root rule", root)
         return cls._checked("ebnf", _DOT.sub(lambda m: m[1] or _ANY_CHARACTER, text), root=root)
 
     @classmethod
@@ -134,19 +126,13 @@ class GrammarSpec(Spec):
     @classmethod
     def lark(cls, text: str) -> GrammarSpec:
         """A grammar in the Lark dialect of the backend, started from the rule ``start``."""
-        check_text("Lark", text)
         return cls._checked("lark", text)
 
     @classmethod
     def structural_tag(
-        cls,
-        tags: Sequence[StructuralTag],
-        triggers: Sequence[str],
-        *,
-        at_least_one: bool = False,
-        at_once: bool = False,
-        whitespace: Whitespace = "line",
-    ) -> GrammarSpec:
+        cls, tags: Sequence[StructuralTag], triggers: Sequence[str], *, at_least_one: bool = False,
+        at_once: bool = False, whitespace: Whitespace = "line",
+    ) -> GrammarSpec:  # fmt: skip
         """Free text in which every trigger opens one of the tags, whose content is constrained.
 
         Parameters

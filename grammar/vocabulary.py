@@ -130,9 +130,7 @@ class Vocabulary:
         added = set(names.values())
         last = max(max(vocab.values(), default=-1), max(added, default=-1))
         if last >= size:
-            raise GrammarError(
-                f"tokenizer: has id {last} but the model has {size} logit columns"
-            )
+            raise GrammarError(f"tokenizer: has id {last} but the model has {size} logit columns")
         tokens = [b""] * (last + 1)
         for piece, token in vocab.items():
             if token not in added:
@@ -154,8 +152,9 @@ def _describe(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]:
         description = json.loads(text)
         description["model"]["vocab"]
     except (ValueError, KeyError, TypeError) as error:
-        raise GrammarError(f"tokenizer: is no tokenizer.json with a model vocabulary: {error!r}")\
-            from error
+        raise GrammarError(
+            f"tokenizer: is no tokenizer.json with a model vocabulary: {error!r}"
+        ) from error
     return description
 
 

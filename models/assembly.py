@@ -39,10 +39,7 @@ PREFILL_ROWS = 256
 class Assembly:
     """The built engine, before its first graph."""
 
-    device: Device
     stream: Stream
-    tokenizer: Tokenizer
-    vocabulary: Vocabulary
     parts: RoundParts
     prefill: Prefill
     caches: tuple[PagedKV, ...]
@@ -87,16 +84,8 @@ def assemble(
         )  # fmt: skip
         stream = device.stream("rounds")
         undo.pop_all()
-    return Assembly(
-        device=device,
-        stream=stream,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        parts=parts,
-        prefill=prefill,
-        caches=(target.kv, *(made.caches if made else ())),
-        compiler=compiler,
-    )
+    caches = (target.kv, *(made.caches if made else ()))
+    return Assembly(stream, parts, prefill, caches, compiler)
 
 
 def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):

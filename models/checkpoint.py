@@ -93,19 +93,6 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor as the header gives it."""
-        return self._entry(name).shape
-
-    def dtype(self, name: str) -> str:
-        """Name of a tensor's dtype. Raises CheckpointError when graft cannot read it."""
-        entry = self._entry(name)
-        if entry.kind not in _DTYPES:
-            raise CheckpointError(
-                f"{entry.file}: {name} has dtype {entry.kind}, which graft does not read"
-            )
-        return _DTYPES[entry.kind][0]
-
     def get(
         self,
         name: str,
@@ -131,7 +118,11 @@ class Checkpoint:
             Name of its dtype.
         """
         entry = self._entry(name)
-        dtype = self.dtype(name)
+        if entry.kind not in _DTYPES:
+            raise CheckpointError(
+                f"{entry.file}: {name} has dtype {entry.kind}, which graft does not read"
+            )
+        dtype, storage, _ = _DTYPES[entry.kind]
         if dtype not in dtypes:
             raise CheckpointError(
                 f"{entry.file}: {name} has dtype {dtype}, expected {' or '.join(dtypes)}"
@@ -141,7 +132,7 @@ class Checkpoint:
                 f"{entry.file}: {name} has shape {list(entry.shape)}, expected {list(shape)}"
             )
         raw = self._map(entry.file)[entry.begin : entry.end]
-        return raw.view(_DTYPES[entry.kind][1]).reshape(entry.shape), dtype
+        return raw.view(storage).reshape(entry.shape), dtype
 
     def _entry(self, name: str) -> _Entry:
         try:

@@ -11,7 +11,6 @@ import gc
 import itertools
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -134,7 +133,6 @@ class Engine:
             self._replays.launch(self.rounds[size], [])
             self._replays.wait(self.stats, Shield())
             self._replays.finish()
-            self.stats.idle_launches += 1
         self._replays.settle(self.stats)
 
     # Requests ---------------------------------------------------------------------------------
@@ -311,13 +309,11 @@ class Engine:
         """
         asked, names = _samples(requests), list[str]()
         done: dict[str, Output] = {}
-        begun = time.perf_counter()
         with tqdm(total=len(asked), disable=not progress, unit="request") as bar:
             for event in self._stream(asked, names):
                 if event.output is not None:
                     done[event.id] = event.output
                     bar.update()
-        self.stats.generate_seconds += time.perf_counter() - begun
         self._count_forced()
         return [done[name] for name in names]
 
@@ -340,7 +336,7 @@ class Engine:
             "held": {
                 "slots": seating.taken,
                 "leaving_slots": seating.leaving,
-                "pages": sum(c.scratch_page - c.allocator.free for c in self._built.caches),
+                "pages": sum(c.scratch_page - len(c.free) for c in self._built.caches),
                 "unread_replays": len(replays.unread),
                 "unretired_replays": replays.number - replays.retired,
             },

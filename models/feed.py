@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from graft.cudagraph.device import Device
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
@@ -44,7 +42,6 @@ class RoundScratch:
         self.draft_logits = device.zeros((max_batch, max(draft_vocab, 1)), "float32")
 
 
-@dataclass(frozen=True)
 class Feed:
     """One bucket's round, as its drafter sees it.
 
@@ -59,33 +56,16 @@ class Feed:
     proposal : int32 [B, drafts], for drafts that come all at once; a row ends at its first -1.
     """
 
-    device: Device
-    batch: int
-    width: int
-    state: SlotState
-    sampler: Sampler
-    scratch: RoundScratch
-
-    @property
-    def row_slot(self) -> DeviceArray:
-        return self.scratch.row_slot[: self.batch]
-
-    @property
-    def features(self) -> DeviceArray | None:
-        found = self.scratch.features
-        return None if found is None else found[: self.batch * self.width]
-
-    @property
-    def last(self) -> DeviceArray:
-        return self.scratch.last[: self.batch]
-
-    @property
-    def logits(self) -> DeviceArray:
-        return self.scratch.draft_logits[: self.batch]
-
-    @property
-    def proposal(self) -> DeviceArray:
-        return self.scratch.proposal[: self.batch]
+    def __init__(
+        self, device: Device, batch: int, width: int, state: SlotState, sampler: Sampler,
+        scratch: RoundScratch,
+    ):  # fmt: skip
+        self.device, self.batch, self.width = device, batch, width
+        self.state, self.sampler, self.scratch = state, sampler, scratch
+        self.row_slot, self.last = scratch.row_slot[:batch], scratch.last[:batch]
+        self.logits, self.proposal = scratch.draft_logits[:batch], scratch.proposal[:batch]
+        features = scratch.features
+        self.features = None if features is None else features[: batch * width]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
         """Rows [B * width] of the tokens this round committed, token i at ``old_n + shift + i``.

@@ -1,13 +1,12 @@
 """Paged key-value cache: device pages, the page table kernels read, and the host's allocator.
 
 Rewinding needs no work on the device: keys and values are addressed by position, so a rejected
-position is overwritten when it is next fed. `truncate` gives whole pages back.
+position is overwritten when it is next fed.
 
 Ownership of a slot's row in the page table
 -------------------------------------------
 1. `allocate` only appends to a slot's row; entries already there keep their meaning.
-2. `release` and `truncate` may be called only when no launched work still reads the positions
-   given up.
+2. `release` may be called only when no launched work still reads the slot's positions.
 3. Hence the staged row that `set_table` copies may be rewritten while an older copy of the same
    row has not run yet: such a copy then carries newer entries of the same owner.
 """
@@ -19,32 +18,10 @@ import numpy as np
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.memory import DeviceArray
 
 #: Storage dtypes of weights and caches, and the kernels' name of each.
 STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}
-
-
-class PageAllocator:
-    """Free list of page numbers 0..pages-1; last freed, first used."""
-
-    def __init__(self, pages: int) -> None:
-        self._free = list(range(pages - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        """Number of free pages."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int] | None:
-        """`count` pages, or None (and nothing taken) when there are fewer."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def give(self, pages: list[int]) -> None:
-        """Return pages to the free list."""
-        self._free.extend(reversed(pages))
 
 
 class PagedKV:
@@ -52,19 +29,12 @@ class PagedKV:
 
     Parameters
     ----------
-    device : Device
-    layers, kv_heads, head_dim : int
-        Shape of the model's attention.
-    pages : int
-        Pages shared by all slots; one more, the scratch page, is added and never written.
-    page_size : int
-        Positions per page, a power of two.
-    dtype : str
-        float32, float16 or bfloat16.
-    slots : int
-        Rows of the page table.
-    max_pages_per_slot : int
-        Columns of the page table; a slot holds up to ``max_pages_per_slot * page_size`` positions.
+    layers, kv_heads, head_dim : shape of the model's attention.
+    pages : shared by all slots; one more, the scratch page, is added and never written.
+    page_size : positions per page, a power of two.
+    dtype : float32, float16 or bfloat16.
+    slots, max_pages_per_slot : rows and columns of the page table; a slot holds up to
+        ``max_pages_per_slot * page_size`` positions.
 
     Attributes
     ----------
@@ -72,6 +42,8 @@ class PagedKV:
         [layers, pages + 1, page_size, kv_heads, head_dim].
     page_table : DeviceArray
         int32[slots, max_pages_per_slot]; entries never allocated name the scratch page.
+    free : list of int
+        Pages that nobody owns; the last is taken first.
     """
 
     def __init__(
@@ -87,15 +59,9 @@ class PagedKV:
         slots: int,
         max_pages_per_slot: int,
     ) -> None:
-        sizes = {
-            "layers": layers,
-            "pages": pages,
-            "page_size": page_size,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "slots": slots,
-            "max_pages_per_slot": max_pages_per_slot,
-        }
+        sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads,
+                 "head_dim": head_dim, "slots": slots,
+                 "max_pages_per_slot": max_pages_per_slot}  # fmt: skip
         for name, value in sizes.items():
             if value < 1:
                 raise OptionError(f"PagedKV: {name} is {value}, expected at least 1")
@@ -114,13 +80,11 @@ class PagedKV:
         self.v: DeviceArray = device.zeros(shape, dtype)
         empty = np.full((slots, self.max_pages), self.scratch_page, dtype=np.int32)
         self.page_table: DeviceArray = device.from_host(empty)
-        self.allocator = PageAllocator(pages)
+        self.free = list(range(pages - 1, -1, -1))
         self._owned: list[list[int]] = [[] for _ in range(slots)]
-        self._staged: list[PinnedArray] = []
-        for _ in range(slots):
-            row = device.pinned((self.max_pages,), "int32")
+        self._staged = [device.pinned((self.max_pages,), "int32") for _ in range(slots)]
+        for row in self._staged:
             row.array[:] = self.scratch_page
-            self._staged.append(row)
 
     @property
     def positions(self) -> int:
@@ -143,37 +107,23 @@ class PagedKV:
         wanted = -(-positions // self.page_size)
         if wanted <= len(owned):
             return True
-        if wanted > self.max_pages:
+        if wanted > self.max_pages or wanted - len(owned) > len(self.free):
             return False
-        pages = self.allocator.take(wanted - len(owned))
-        if pages is None:
-            return False
+        pages = [self.free.pop() for _ in range(wanted - len(owned))]
         self._staged[slot].array[len(owned) : wanted] = pages
         owned.extend(pages)
         return True
 
-    def truncate(self, slot: int, positions: int) -> None:
-        """Give back the pages of `slot` that lie wholly beyond positions 0..positions-1."""
-        owned = self._owned[self._checked(slot)]
-        kept = -(-max(positions, 0) // self.page_size)
-        self._staged[slot].array[kept : len(owned)] = self.scratch_page
-        self.allocator.give(owned[kept:])
-        del owned[kept:]
-
     def release(self, slot: int) -> None:
         """Give back all pages of `slot`."""
-        self.truncate(slot, 0)
+        owned = self._owned[self._checked(slot)]
+        self._staged[slot].array[: len(owned)] = self.scratch_page
+        self.free.extend(reversed(owned))
+        owned.clear()
 
     def set_table(self, lane: Lane, slot: int) -> None:
         """Copy the slot's row to the device, in the lane's order."""
         lane.copy(self.page_table[self._checked(slot)], self._staged[slot], name="page table")
-
-    def close(self) -> None:
-        """Free the device arrays; the cache is unusable afterwards."""
-        for array in (self.k, self.v, self.page_table):
-            array.close()
-        for row in self._staged:
-            row.close()
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:

@@ -1,8 +1,9 @@
 """Layers as device work: each method adds one kernel to a lane, after checking named shapes.
 
-Matrix, norm and attention kernels exist in two forms: "thread" (a thread per output, barrier-free,
-which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process uses one form. The
-forms may differ in the last bits; within a form a row's bits depend on that row alone.
+Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (a thread per
+output, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process
+uses one form. The forms may differ in the last bits; within a form a row's bits depend on that row
+alone.
 """
 
 from __future__ import annotations
@@ -80,15 +81,9 @@ class Layers:
     def _chunk(self) -> int:
         return _THREAD_CHUNK if self._thread else 1
 
-    def embed(self, lane: Lane, token: DeviceArray, table: DeviceArray, out: DeviceArray) -> None:
-        """out[r] = table[token[r]] as float32[R, width]; a token out of range gives zeros."""
-        rows, width = out.shape
-        expect("embed: token", token, "int32", R=rows)
-        expect("embed: out", out, "float32", R=rows, width=table.shape[1])
-        kernel = self._kernel("embed", "embed", WEIGHT=_storage(table), CHUNK=self._chunk)
-        grid, block = self._elements(rows, width, self._chunk)
-        args = (table, token, out, rows, table.shape[0], width)
-        lane.kernel(kernel, grid, block, args, name="embed")
+    @property
+    def _norm_block(self) -> int:
+        return 1 if self._thread else _NORM_BLOCK
 
     def norm(
         self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
@@ -98,9 +93,9 @@ class Layers:
         expect("norm: x", x, "float32", R=rows, width=width)
         expect("norm: weight", weight, "float32", width=width)
         expect("norm: out", out, "float32", R=rows, width=width)
-        block = 1 if self._thread else _NORM_BLOCK
         args = (x, weight, out, rows, width, eps)
-        lane.kernel(self._formed("norm"), rows, block, args, name="norm")
+        kernel = self._kernel("norm", "norm", WEIGHT="float", NORM_THREADS=self._norm_block)
+        lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
     def linear(
         self,
@@ -217,18 +212,19 @@ class Layers:
         expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
         expect("silu: out", out, "float32", R=rows, width=width)
         grid, block = self._elements(rows, width, self._chunk)
-        kernel = self._kernel("silu", "silu_mul", CHUNK=self._chunk)
+        kernel = self._kernel("elements", "silu_mul", WEIGHT="float", CHUNK=self._chunk)
         lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
 
-    def gather(self, lane: Lane, x: DeviceArray, index: DeviceArray, out: DeviceArray) -> None:
-        """out[b] = x[index[b]]: float32[B, width]; an index outside x's rows gives zeros."""
+    def gather(
+        self, lane: Lane, x: DeviceArray, index: DeviceArray, out: DeviceArray, name: str = "gather"
+    ) -> None:
+        """out[b] = x[index[b]] as float32[B, width]; an index outside x's rows gives zeros."""
         count, width = out.shape
-        expect("gather: index", index, "int32", B=count)
-        expect("gather: x", x, "float32", R=x.shape[0], width=width)
-        expect("gather: out", out, "float32", B=count, width=width)
+        expect(f"{name}: index", index, "int32", B=count)
+        expect(f"{name}: out", out, "float32", B=count, width=x.shape[1])
         grid, block = self._elements(count, width, self._chunk)
-        kernel = self._kernel("gather", "gather_rows", CHUNK=self._chunk)
-        lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name="gather")
+        kernel = self._kernel("elements", "gather_rows", WEIGHT=_storage(x), CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)
 
     def eagle_input(
         self,
@@ -254,11 +250,12 @@ class Layers:
         expect("eagle input: stream", stream, "float32", R=rows, width=width)
         expect("eagle input: embedding norm", embedding_norm, "float32", width=width)
         expect("eagle input: hidden norm", hidden_norm, "float32", width=width)
-        kernel = self._formed("eagle_input", WEIGHT=_storage(table))
+        kernel = self._kernel(
+            "norm", "eagle_input", WEIGHT=_storage(table), NORM_THREADS=self._norm_block
+        )
         args = (table, token, hidden, embedding_norm, hidden_norm, x, stream)
         sizes = (rows, table.shape[0], width, eps, int(norm_before_residual))
-        block = 1 if self._thread else _NORM_BLOCK
-        lane.kernel(kernel, rows, block, (*args, *sizes), name="eagle input")
+        lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
 
 
 def _storage(array: DeviceArray) -> str:

@@ -198,7 +198,7 @@ class LlamaModel:
             expect("features", features, "float32", R=n, width=len(self._taps) * hidden)
         scratch = self.scratch
         stream, normed = scratch.stream[:n], scratch.normed[:n]
-        self.layers.embed(lane, rows.token, self.embedding, stream)
+        self.layers.gather(lane, self.embedding, rows.token, stream, name="embed")
         for i, weights in enumerate(self.decoder):
             self.layers.norm(lane, stream, weights.input_norm, self.config.rms_norm_eps, normed)
             tap = None

@@ -12,16 +12,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
+from graft.cudagraph.device import Stream
 from graft.cudagraph.errors import DeviceError, HostWorkError
-from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.cudagraph.stacks import describe_running
-from graft.grammar.decoder import GuidedDecoder, GuidedRequest
+from graft.grammar.decoder import GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.request import Logprob
+from graft.models.round import RoundGraph, RoundParts
 from graft.models.running import Running
-from graft.models.stamps import Part
 from graft.models.stats import EngineStats
 from graft.sampling.sampler import ROUND_ROW
 from graft.sampling.state import LOGPROBS
@@ -29,35 +28,6 @@ from graft.sampling.state import LOGPROBS
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1
 _HEAD = ROUND_ROW.itemsize // 4
-
-
-class Launchable(Protocol):
-    """A graph that can be replayed: its `exec` has `launch(stream)` and `check()`."""
-
-    @property
-    def exec(self) -> Any: ...
-    @property
-    def timed(self) -> tuple[Part, ...]: ...
-
-
-class Exchanged(Protocol):
-    """What host and device exchange per replay; `RoundParts` is one."""
-
-    @property
-    def inputs(self) -> Ring: ...
-    @property
-    def outputs(self) -> Ring: ...
-    @property
-    def timeline(self) -> PinnedSlots: ...
-    @property
-    def decoder(self) -> GuidedDecoder: ...
-
-
-class InOrder(Protocol):
-    """The stream that replays run on, one after another."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,17 +49,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Flight:
-    """One launched replay: its number, its graph and who sits in its rows.
-
-    `own` is its number among the replays of its graph; `rested` says that the engine had nothing to
-    do before it.
-    """
+    """One launched replay: its number, and its own number among its graph's."""
 
     replay: int
-    graph: Launchable
+    graph: RoundGraph
     own: int
     seats: tuple[Seat, ...]
-    rested: bool
 
 
 @dataclass(frozen=True)
@@ -129,18 +94,11 @@ class Replays:
     number : of the last replay launched; the device counts the same.
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
-    resting : set by the caller while it has nothing to launch; told to the next flight.
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
     """
 
-    def __init__(
-        self,
-        parts: Exchanged,
-        stream: InOrder,
-    ):
+    def __init__(self, parts: RoundParts, stream: Stream):
         self._parts, self._stream = parts, stream
-        self._ended_ns = 0
-        self.resting = True
         self.number = 0
         self.retired = 0
         self.unread: deque[Flight] = deque()
@@ -148,7 +106,7 @@ class Replays:
         self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[Flight, list[int]], None] | None = None
 
-    def launch(self, graph: Launchable, rows: Sequence[Running]) -> None:
+    def launch(self, graph: RoundGraph, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
 
         The input entry, the matchers' snapshot and the output entry carry the replay's number: a
@@ -170,9 +128,8 @@ class Replays:
         self.number = replay
         seats = tuple(Seat(r, r.slot, r.epoch) for r in rows)
         self._launches[id(graph)] += 1
-        flight = Flight(replay, graph, self._launches[id(graph)], seats, self.resting)
+        flight = Flight(replay, graph, self._launches[id(graph)], seats)
         self.unread.append(flight)
-        self.resting = False
         with self._numbered(flight):
             graph.exec.launch(self._stream)
 
@@ -300,8 +257,8 @@ class Replays:
         stamps = timeline.field("ns").array[replay % timeline.slots][: len(parts) + 1].tolist()
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
-        before, self._ended_ns = 0 if flight.rested else self._ended_ns, max(stamps)
-        stats.count_time(stamps[0], self._ended_ns, before)
+        if stamps[0] > 0:
+            stats.round_ns += max(stamps) - stamps[0]
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
             if start > 0 and end > 0:
                 stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start

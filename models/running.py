@@ -5,19 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
-from graft.models.stops import StopFinder
+from graft.models.text import IncrementalDecoder, StopFinder
 from graft.sampling.adjust import NOTHING, Adjust
-
-
-class TextDecoder(Protocol):
-    """Turns tokens into text as they come; `IncrementalDecoder` is one."""
-
-    def push(self, ids: list[int]) -> str: ...
-    def finish(self, *, cut: bool) -> str: ...
 
 
 @dataclass(eq=False)
@@ -44,7 +36,7 @@ class Running:
     prompt: list[int]
     max_tokens: int
     stop_ids: tuple[int, ...]
-    decoder: TextDecoder
+    decoder: IncrementalDecoder
     grammar: Future[CompiledGrammar] | None = None
     adjust: Adjust = NOTHING
     matcher: Matcher | None = None

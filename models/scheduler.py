@@ -15,16 +15,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
 from graft.models.errors import RequestTimeoutError
 from graft.models.interrupt import Shield
-from graft.models.outbox import Outbox
-from graft.models.replay import Launchable, Replays, RowResult
+from graft.models.replay import Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
+from graft.models.round import RoundGraph
 from graft.models.running import Running
 from graft.models.seating import Seating
 from graft.models.stats import EngineStats
@@ -35,6 +35,52 @@ MAX_STALLS, MAX_STALL_S = 256, 30.0
 #: Rows of prompts that are enqueued between two replays, at least, while there are any.
 PREFILL_ROWS_PER_ROUND = 1024
 REST_S = 0.1
+
+
+class Outbox:
+    """Events that nobody has fetched.
+
+    Who drives requests of its own claims them, and alone gets their events; everybody else's are
+    fetched together. So users of one engine may take turns, or one begin within another's turn.
+
+    Attributes
+    ----------
+    posted : events so far.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[str, list[Event]] = {}
+        self._claimed: set[str] = set()
+        self.posted = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are events that nobody has claimed."""
+        return not self._claimed.issuperset(self._events)
+
+    def post(self, event: Event) -> None:
+        self._events.setdefault(event.id, []).append(event)
+        self.posted += 1
+
+    def claim(self, request_id: str) -> None:
+        self._claimed.add(request_id)
+
+    def release(self, ids: Iterable[str]) -> None:
+        """End claims; what has not been fetched is forgotten."""
+        for request_id in ids:
+            self._claimed.discard(request_id)
+            self._events.pop(request_id, None)
+
+    def fetch(self, claimed: Collection[str]) -> list[Event]:
+        """The events of requests that the caller has claimed."""
+        return self._take([i for i in self._events if i in claimed])
+
+    def fetch_rest(self) -> list[Event]:
+        """The events of requests that nobody has claimed."""
+        return self._take([i for i in self._events if i not in self._claimed])
+
+    def _take(self, ids: list[str]) -> list[Event]:
+        return [event for request_id in ids for event in self._events.pop(request_id)]
 
 
 class Scheduler:
@@ -61,7 +107,7 @@ class Scheduler:
         self,
         replays: Replays,
         seating: Seating,
-        rounds: Mapping[int, Launchable],
+        rounds: Mapping[int, RoundGraph],
         stats: EngineStats,
         *,
         depth: int,
@@ -75,7 +121,6 @@ class Scheduler:
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
-        self._bucket = 0
         self._places = itertools.count()
         self._ready: list[tuple[int, Running]] = []  # a heap, by place; may hold who has left
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
@@ -183,8 +228,6 @@ class Scheduler:
             if running.output.queue_s is None:
                 running.output.queue_s = running.age_s
             self.stats.joins += 1
-            self.stats.prefills += 1
-            self.stats.prefill_tokens += running.position
         return joined
 
     def launch(self) -> bool:
@@ -192,17 +235,13 @@ class Scheduler:
         self.seating.prefill(self._prefill_rows)
         rows = list(self.seating.seated.values())
         if not rows:
-            self.replays.resting = not self.replays.unread
             return False
         ahead = (len(self.replays.unread) + 1) * self._width
         for running in rows:
             self.seating.check_reserve(running, ahead)
         size = next(s for s in sorted(self.rounds) if s >= len(rows))
-        self.stats.bucket_changes += size != self._bucket
-        self._bucket = size
         self.stats.rounds += 1
         self.replays.launch(self.rounds[size], rows)
-        self.stats.launches += 1
         return True
 
     def read(self, shield: Shield) -> None:

@@ -18,41 +18,14 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from graft.cudagraph.errors import GraftError
+from graft.cudagraph.lanes import StreamLane
+from graft.models.kv import PagedKV
+from graft.models.prefill import Prefill
 from graft.models.running import Running
-
-__all__ = ["Cache", "Prompts", "Seating", "SlotTable"]
-
-
-class Cache(Protocol):
-    """Pages of a slot; `PagedKV` is one."""
-
-    @property
-    def page_size(self) -> int: ...
-    def pages_of(self, slot: int) -> Sequence[int]: ...
-    def allocate(self, slot: int, positions: int) -> bool: ...
-    def release(self, slot: int) -> None: ...
-    def set_table(self, lane: Any, slot: int) -> None: ...
-
-
-class Prompts(Protocol):
-    """Writes the keys and values of a request's tokens; `Prefill` is one."""
-
-    def run(
-        self, lane: Any, slot: int, tokens: Sequence[int]
-    ) -> Iterator[tuple[int, Callable[[], bool]]]:
-        """Enqueue chunk after chunk: its rows, and what tells whether the device is over it."""
-        ...
-
-
-class SlotTable(Protocol):
-    """What the device keeps per slot; `SlotState` is one."""
-
-    @property
-    def join(self) -> Callable[..., None]: ...
-    def leave(self, lane: Any, slot: int) -> None: ...
+from graft.sampling.state import SlotState
 
 
 @dataclass(frozen=True)
@@ -86,10 +59,10 @@ class Seating:
         self,
         slots: int,
         rows: int,
-        caches: Sequence[Cache],
-        prompts: Prompts,
-        table: SlotTable,
-        lane: Any,
+        caches: Sequence[PagedKV],
+        prompts: Prefill,
+        table: SlotState,
+        lane: StreamLane,
     ):
         self._rows, self._caches, self._lane = rows, caches, lane
         self._prompts, self._table = prompts, table

@@ -13,9 +13,7 @@ class EngineStats:
     Attributes
     ----------
     rounds : replays that carried at least one request.
-    launches : graph launches for them; equal to `rounds` unless something is wrong.
-    idle_launches : launches of warm-up replays, one per bucket.
-    joins, bucket_changes, prefills : how often a request joined, the bucket changed, a prompt ran.
+    joins : how often a request joined.
     row_rounds : (request, round) pairs; `stalls` of them committed nothing.
     stale_rows, surplus_tokens : rows read after their request had left, and the tokens they
         brought, which were discarded: what it costs to launch a round before reading the last.
@@ -26,21 +24,13 @@ class EngineStats:
         the end of `generate` and by `Engine.counters`.
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
         and the tokens they committed, from which the acceptance length is taken.
-    timed_rounds, round_ns : replays whose timeline was read (with the results of the next one), and
-        the nanoseconds they took on the device's clock.
-    between_ns : nanoseconds from the end of a replay to the beginning of the next, prefills
-        included; not where the engine had nothing to do.
-    part_ns : nanoseconds on the device's clock per part of the round.
+    round_ns : nanoseconds of all replays on the device's clock, as of when each was read.
+    part_ns : the same per part of the round.
     """
 
     draft_length: int = 0
     rounds: int = 0
-    launches: int = 0
-    idle_launches: int = 0
     joins: int = 0
-    prefills: int = 0
-    prefill_tokens: int = 0
-    bucket_changes: int = 0
     row_rounds: int = 0
     stalls: int = 0
     stale_rows: int = 0
@@ -52,11 +42,8 @@ class EngineStats:
     speculated_tokens: int = 0
     tested: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    timed_rounds: int = 0
     round_ns: int = 0
-    between_ns: int = 0
     part_ns: dict[str, int] = field(default_factory=dict)
-    generate_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.tested = [0] * self.draft_length
@@ -75,13 +62,6 @@ class EngineStats:
         for j in range(min(tested, accepted + 1)):
             self.tested[j] += 1
             self.accepted[j] += j < accepted
-
-    def count_time(self, begin_ns: int, end_ns: int, last_end_ns: int) -> None:
-        """Add one replay's time, and the time since the last one ended."""
-        if begin_ns > 0:
-            self.timed_rounds += 1
-            self.round_ns += end_ns - begin_ns
-            self.between_ns += begin_ns - last_end_ns if last_end_ns > 0 else 0
 
     def count_stale(self, count: int) -> None:
         """Add a row whose request had left."""
@@ -104,14 +84,10 @@ class EngineStats:
         return [a / t if t else 0.0 for a, t in zip(self.accepted, self.tested, strict=True)]
 
     @property
-    def exposed_ns(self) -> int:
-        """Nanoseconds for which the model stood still for the grammar."""
-        return sum(ns for name, ns in self.part_ns.items() if name.startswith("wait for"))
-
-    @property
     def exposed_share(self) -> float:
         """The share of all rounds' time for which the model stood still for the grammar."""
-        return self.exposed_ns / self.round_ns if self.round_ns else 0.0
+        exposed = sum(ns for name, ns in self.part_ns.items() if name.startswith("wait for"))
+        return exposed / self.round_ns if self.round_ns else 0.0
 
     @property
     def part_share(self) -> dict[str, float]:
@@ -121,12 +97,10 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, ready for JSON."""
-        plain = {k: v for k, v in vars(self).items()}
-        return plain | {
+        return vars(self) | {
             "tokens_per_round": self.tokens_per_round,
             "acceptance_length": self.acceptance_length,
             "acceptance": self.acceptance,
             "part_share": self.part_share,
-            "exposed_ns": self.exposed_ns,
             "exposed_share": self.exposed_share,
         }

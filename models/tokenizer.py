@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tokenizers
 
 from graft.models.chat import ChatTemplate
 from graft.models.errors import ConfigError, TokenizerError
 from graft.models.fields import Fields
-
-T = TypeVar("T")
-#: Ids behind the last whole character after which text is given out as it is.
-_HELD_IDS = 16
+from graft.models.text import IncrementalDecoder, decode, safely
 
 
 class Tokenizer:
@@ -37,12 +34,11 @@ class Tokenizer:
         The library's object.
     vocab_size : int
         One more than the greatest token id.
-    special_ids, special_names : frozenset of int, tuple of str
+    special_names : tuple of str
         Special tokens, which `decode` leaves out.
     stop_ids : tuple of int
         Ids that end a text: those of ``generation_config.json``, else of ``config.json``, else
         the tokenizer's own end-of-sequence token.
-    bos_id : int or None
 
     Raises
     ------
@@ -56,7 +52,7 @@ class Tokenizer:
         if not file.is_file():
             raise TokenizerError(f"{file}: is missing")
         try:
-            self.backend = _safely(lambda: tokenizers.Tokenizer.from_file(str(file)))
+            self.backend = safely(lambda: tokenizers.Tokenizer.from_file(str(file)))
         except TokenizerError as error:
             raise TokenizerError(f"{file}: cannot be read ({error.__cause__})") from error
         self.backend.no_truncation()
@@ -68,7 +64,6 @@ class Tokenizer:
             raise TokenizerError(f"{file}: has no tokens")
         self.vocab_size = max(self._ids.values()) + 1
         added = self.backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_names = tuple(t.content for t in added.values() if t.special and t.content)
         self._config = _optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
@@ -85,7 +80,8 @@ class Tokenizer:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         }
         bos = self._special["bos_token"]
-        self.bos_id = None if bos is None else self._id_of("bos_token", bos)
+        if bos is not None:
+            self._id_of("bos_token", bos)
         self.stop_ids = self._stop_ids(vocab_size)
         self._template = self._chat_template()
 
@@ -110,18 +106,17 @@ class Tokenizer:
         """
         self.backend.encode_special_tokens = not names
         try:
-            return list(_safely(lambda: self.backend.encode(text, add_special_tokens=special)).ids)
+            return list(safely(lambda: self.backend.encode(text, add_special_tokens=special)).ids)
         finally:
             self.backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of token ids; special tokens only where `special` is true."""
-        self._check(ids)
-        return _safely(lambda: self.backend.decode(list(ids), skip_special_tokens=not special))
+        return decode(self.backend, self.vocab_size, ids, special)
 
     def incremental(self) -> IncrementalDecoder:
         """A decoder for one streamed text."""
-        return IncrementalDecoder(self)
+        return IncrementalDecoder(self.backend, self.vocab_size)
 
     def chat(
         self,
@@ -168,11 +163,6 @@ class Tokenizer:
             raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
         special = {name: text for name, text in self._special.items() if text is not None}
         return self._template.render({"messages": list(messages), **special, **variables})
-
-    def _check(self, ids: Sequence[int]) -> None:
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise TokenizerError(f"token id {i} outside 0..{self.vocab_size - 1}")
 
     def _content(self, name: str) -> str | None:
         """Text of a special token of tokenizer_config.json: a string, or an object holding one."""
@@ -260,49 +250,6 @@ class _Hidden:
         ]  # fmt: skip
 
 
-class IncrementalDecoder:
-    """Text of a growing sequence of ids; the pieces join to what `Tokenizer.decode` gives.
-
-    A token may end inside a UTF-8 character: its text is held back until the rest came, unless
-    more ids than a character can have are waiting. Only the ids since the last complete character,
-    and the run before them that decides about a leading space, are decoded again.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0  # start of the window that is decoded
-        self._done = 0  # ids whose text was handed out
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Add ids; returns the text that became final, possibly empty."""
-        self._tokenizer._check(ids)
-        self._ids.extend(ids)
-        text = self._pending()
-        held = len(self._ids) - self._done <= _HELD_IDS
-        if held and (not text or text.endswith("\ufffd")):
-            return ""
-        del self._ids[: self._context]
-        self._context, self._done = self._done - self._context, len(self._ids)
-        return text
-
-    def finish(self, *, cut: bool = False) -> str:
-        """The rest, with an incomplete character shown as U+FFFD. The decoder is then empty.
-
-        Parameters
-        ----------
-        cut : bool
-            The sequence would have gone on: an incomplete character is left out.
-        """
-        text = self._pending()
-        self._ids, self._context, self._done = [], 0, 0
-        return text.rstrip("\ufffd") if cut else text
-
-    def _pending(self) -> str:
-        known = self._tokenizer.decode(self._ids[self._context : self._done])
-        return self._tokenizer.decode(self._ids[self._context :])[len(known) :]
-
-
 def _optional(path: Path) -> Fields:
     """Fields of a JSON file that need not exist."""
     if not path.is_file():
@@ -311,13 +258,3 @@ def _optional(path: Path) -> Fields:
         return Fields.from_file(path)
     except ConfigError as error:
         raise TokenizerError(str(error)) from error
-
-
-def _safely(work: Callable[[], T]) -> T:
-    """What the library returns; its panics are no Exception."""
-    try:
-        return work()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise TokenizerError(f"the tokenizer failed: {error}") from error

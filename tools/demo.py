@@ -67,7 +67,7 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
                                        "acceptance", "per draft position", "seconds")]
     for arm in arms:
         s = arm.stats
-        rows.append((arm.name, s.launches, s.row_rounds, s.tokens, f"{s.tokens_per_round:.2f}",
+        rows.append((arm.name, s.rounds, s.row_rounds, s.tokens, f"{s.tokens_per_round:.2f}",
                      f"{s.acceptance_length:.2f}" if s.speculated_rounds else "-",
                      " ".join(f"{a:.0%}" for a in s.acceptance) or "-", f"{arm.seconds:.2f}"))
     print(f"\n{table(rows)}")

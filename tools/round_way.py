@@ -1,10 +1,10 @@
 """The way of one round: which files of graft take part in it, and how many lines they have.
 
 Usage: ``python -m graft.tools.round_way``. Python files are those with a function that is called
-while a batch of the demo runs, between joining and ending. Kernels are what the engine loads, with
-what they include. Native files are those where a round enters native code, what they include, and
-the source beside an included header, unless a round that goes well runs nothing of it (``ASIDE``).
-The grammar backend that stands behind ``guide/matcher.h`` is not counted.
+while a batch of the demo runs, between joining and ending. Kernels are those of a round's graph,
+with what they include. Native files are those where a round enters native code, what they include,
+and the source beside an included header, unless a round that goes well runs nothing of it
+(``ASIDE``). The grammar backend that stands behind ``guide/matcher.h`` is not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from types import FrameType
 from typing import Any
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.graph import GraphLane
+from graft.cudagraph.kernels import Kernel
 from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
@@ -75,23 +77,29 @@ def with_includes(files: Iterable[Path], folders: Iterable[Path]) -> set[Path]:
 
 def way() -> dict[str, dict[Path, int]]:
     """Files with their lines, by kind: Python, native, kernels."""
-    loaded: set[Path] = set()
-    load = Device.load
+    loaded: dict[str, Path] = {}
+    launched: set[str] = set()  # files of the nodes of a graph
+    load, kernel = Device.load, GraphLane.kernel
 
-    def note(self: Device, path: str | Path, *arguments: Any, **options: Any) -> Any:
-        loaded.add(Path(path))
+    def note_load(self: Device, path: str | Path, *arguments: Any, **options: Any) -> Any:
+        loaded[Path(path).name] = Path(path)
         return load(self, path, *arguments, **options)
 
+    def note_node(self: GraphLane, node: Kernel, *arguments: Any, **options: Any) -> None:
+        launched.add(node.module.name)
+        kernel(self, node, *arguments, **options)
+
     root = Path(__file__).resolve().parents[1]
-    Device.load = note  # type: ignore[method-assign]
+    Device.load, GraphLane.kernel = note_load, note_node  # type: ignore[method-assign]
     try:
         target, drafter = demo_model()
         with Engine(target, drafter, max_batch_size=2) as engine:
             called = python_files(engine)
     finally:
-        Device.load = load  # type: ignore[method-assign]
+        Device.load, GraphLane.kernel = load, kernel  # type: ignore[method-assign]
     native = root / "native"
-    kernels = with_includes(loaded, [root / "cudagraph" / "kernels", root / "sampling" / "kernels"])
+    folders = [root / "cudagraph" / "kernels", root / "sampling" / "kernels"]
+    kernels = with_includes([loaded[name] for name in launched], folders)
     worker = with_includes([native / name for name in NATIVE], [native])
     kinds = {"Python": called, "kernels": kernels, "native": worker - kernels}
     return {kind: {path.relative_to(root): len(path.read_bytes().splitlines())

@@ -110,23 +110,13 @@ class GrammarService:
     ----------
     backend
         The default one.
-
-    Raises
-    ------
-    OptionError
-        If a bound is not positive, or the backend cannot be had.
     """
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        choice: Choice = "xgrammar",
-        *,
-        threads: int = 1,
-        timeout_s: float = LIMIT_S,
-        memory_bytes: int = MEMORY_BYTES,
+        self, vocabulary: Vocabulary, choice: Choice = "xgrammar", *, threads: int = 1,
+        timeout_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES,
         cache_bytes: int = CACHE_BYTES,
-    ):
+    ):  # fmt: skip
         for name, value in (
             ("threads", threads), ("timeout_s", timeout_s), ("memory_bytes", memory_bytes),
         ):  # fmt: skip

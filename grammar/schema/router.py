@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .any_order import in_any_order
+from .any_order.rules import in_any_order
 from .options import KeyOrder, Whitespace, check_options
 from .rewrite import Rewritten, rewrite
 from .terms import Reason, has_orders, subschemas, word_set
@@ -36,21 +36,17 @@ class Route:
         Whether every text that can be produced is one of a value that satisfies the schema.
     rules
         A Lark grammar to give to it instead; empty: the schema does.
-    reasons
-        Why it is not exact: JSON pointer, keyword, why.
-    rewritten
-        What was rewritten, in the same form.
-    narrowed
-        What is said here is all that an exact route leaves out: texts of values that satisfy the
-        schema and are not produced, in the same form. Keys come in one order, or should come in any
-        and cannot; options of a ``oneOf`` may overlap in ways that have no exact form, and texts
-        stay clear of the overlap. Empty: every value that satisfies the schema can be produced.
-    ordered
-        The part of ``narrowed`` that is about keys.
+    reasons, rewritten
+        Why it is not exact, and what was rewritten.
+    narrowed, ordered
+        All that an exact route leaves out: texts of values that satisfy the schema and are not
+        produced. Keys come in one order, or should come in any and cannot, which ``ordered`` says
+        alone; options of a ``oneOf`` may overlap in ways that have no exact form, and texts stay
+        clear of the overlap. Empty: every value that satisfies the schema can be produced.
     spelling
-        Where a value has several spellings of which some are not produced, in the same form: ``2``
-        and not ``2.0``. (Everywhere: white space as the grammar lays it out, and escapes in strings
-        only where JSON needs them.)
+        Where a value has several spellings of which some are not produced: ``2`` and not ``2.0``.
+        (Everywhere: white space as the grammar lays it out, and escapes in strings only where JSON
+        needs them.)
     """
 
     backend: str | None
@@ -84,16 +80,12 @@ def route(
     Parameters
     ----------
     schema
-        Parsed JSON schema: an object or a boolean. It is not changed.
+        Parsed JSON schema: an object or a boolean. It is not changed. ``GrammarError`` if it is
+        none, or one of nothing.
     draft
         Draft of schemas that do not name theirs: 3, 4, 6, 7, 2019 or 2020.
     key_order, whitespace, assert_formats
         As in `Spec`.
-
-    Raises
-    ------
-    GrammarError
-        If this is no schema or one of nothing, or an option is unknown.
     """
     check_options(key_order, whitespace, assert_formats)
     check_schema(schema)

@@ -115,9 +115,10 @@ def check_schema(schema: Any) -> None:
                 raise GrammarError(
                     f"JSON schema: {pointer}: {keyword}: {str(target)[:40]!r} is no schema"
                 )
-            more = [one for one in subschemas(target, reference) if id(one[1]) not in known]
-            known.update(id(found) for _, found in more)
-            parts += more
+            if id(target) not in known:
+                more = [one for one in subschemas(target, reference) if id(one[1]) not in known]
+                known.update(id(found) for _, found in more)
+                parts += more
     if _is_endless(schema, [part for _, part in parts], references):
         raise GrammarError(
             "JSON schema: allows no output: a $ref leads back to itself in all that fits"

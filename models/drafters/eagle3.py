@@ -36,28 +36,17 @@ class Eagle3Head:
 
     Parameters
     ----------
-    device : Device
-    config : Eagle3Config
-    checkpoint : Checkpoint
-        Official names (``midlayer.*``) or those of converted checkpoints (``layers.0.*``).
-    target : LlamaModel
-        Gives the embedding where the head has none of its own, and the output head where the
+    checkpoint : official names (``midlayer.*``) or those of converted ones (``layers.0.*``).
+    target : gives the embedding where the head has none of its own, and the output head where the
         head has none and the vocabulary is not pruned.
-    kv : PagedKV
-        One layer, the head's shape.
-    max_rows : int
-        Most rows of one call.
-    feature_layers : tuple of int, optional
-        OUTPUT ids that overrule the config's.
+    kv : one layer, the head's shape.
+    max_rows : most rows of one call.
 
     Attributes
     ----------
-    draft_vocab : int
-        Columns of the draft logits.
-    d2t : DeviceArray or None
-        int32[draft_vocab], target id of each draft id; None when the vocabularies are one.
-    t2d : DeviceArray or None
-        int32[vocab], draft id of each target id or -1.
+    draft_vocab : columns of the draft logits.
+    d2t : int32[draft_vocab], target id of each draft id; None when the vocabularies are one.
+    t2d : int32[vocab], draft id of each target id or -1; or None.
 
     Raises
     ------
@@ -74,7 +63,6 @@ class Eagle3Head:
         kv: PagedKV,
         *,
         max_rows: int,
-        feature_layers: tuple[int, int, int] | None = None,
     ) -> None:
         check_target(config, target)
         check_cache(config, kv, 1)
@@ -83,8 +71,7 @@ class Eagle3Head:
         self.device, self.config, self.target, self.kv = device, config, target, kv
         self.max_rows, self.draft_vocab = max_rows, config.draft_vocab_size
         self.layers = Layers(device, target.layers.form)
-        count = target.config.num_hidden_layers
-        self.feature_layers = feature_layers or config.resolve_feature_layers(count)
+        self.feature_layers = config.resolve_feature_layers(target.config.num_hidden_layers)
         self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
@@ -178,14 +165,7 @@ class Eagle3Head:
 
 
 class Eagle3(Drafter):
-    """Drafts a chain with an EAGLE-3 head: entries with true features, then its own.
-
-    Parameters
-    ----------
-    head : Eagle3Head
-    drafts : int
-        Drafts per round.
-    """
+    """Drafts a chain with an EAGLE-3 head: entries with true features, then its own."""
 
     def __init__(self, head: Eagle3Head, drafts: int) -> None:
         self.head = head

@@ -10,8 +10,7 @@
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
-#include "pages.cuh"
-#include "vector_math.cuh"
+#include "model.cuh"
 
 #define TILE 32
 #define LANES 32
@@ -66,7 +65,7 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
   const int row = blockIdx.x;
   const int head = threadIdx.x;
   if (row >= rows || head >= heads) return;
-  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, HEAD_DIM};
   const int s = slot[row];
   const int last = pos[row];
   float* y = out + (static_cast<long long>(row) * heads + head) * HEAD_DIM;

@@ -10,8 +10,7 @@
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
-#include "pages.cuh"
-#include "vector_math.cuh"
+#include "model.cuh"
 
 #define WARPS 4
 #define PER_LANE ((HEAD_DIM + 31) / 32)
@@ -49,7 +48,7 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
   const int row = blockIdx.y;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, HEAD_DIM};
   const int s = slot[row];
   const int last = pos[row];
   float* y = out + (static_cast<long long>(row) * heads + head) * HEAD_DIM;

@@ -4,7 +4,7 @@
 // in order; the partials are folded as a tree. The order depends on `inner` alone, so a row's bits
 // do not depend on how many rows share the pass. Loops over lanes run over more than 16 items
 // because that is what C++ compilers vectorise.
-#include "vector_math.cuh"
+#include "model.cuh"
 
 #ifndef WEIGHT
 #define WEIGHT bf16_t

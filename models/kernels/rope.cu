@@ -9,7 +9,7 @@
 #ifndef CHUNK
 #define CHUNK 1
 #endif
-#include "pages.cuh"
+#include "model.cuh"
 
 #define HALF (HEAD_DIM / 2)
 
@@ -28,7 +28,7 @@ extern "C" __global__ void rope_and_store(float* qkv, const float* turn, const i
   const int head = index / chunks % all_heads;
   const int begin = index % chunks * CHUNK;
   const int end = begin + CHUNK < HALF ? begin + CHUNK : HALF;
-  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, HEAD_DIM};
   const int p = pos[row];
   if (!row_is_live(pages, slot[row], p)) return;
   float* x = qkv + (static_cast<long long>(row) * all_heads + head) * HEAD_DIM;

@@ -19,10 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-try:
-    from ._elf import shared_bytes, writable_globals
-except ImportError:  # loaded as a plain file, outside the package
-    from _elf import shared_bytes, writable_globals  # type: ignore[import-not-found,no-redef]
+from ._elf import shared_bytes, writable_globals
 
 __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 

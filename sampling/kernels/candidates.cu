@@ -5,7 +5,6 @@
 // draft is then a point mass and best the likeliest; for coupled verification by weight / E, the
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
-#include "draw.cuh"
 #include "row.cuh"
 #include "slot.cuh"
 

@@ -10,7 +10,6 @@
 // point mass too. Requests without a grammar are not probed and draw from q. Where the row says
 // that the grammar forces a token, that is the draft, whatever the drafter thinks and whether its
 // vocabulary has it or not.
-#include "draw.cuh"
 #include "row.cuh"
 #include "slot.cuh"
 

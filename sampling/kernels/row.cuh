@@ -1,12 +1,75 @@
-// One row of logits: legality, the best legal token, and the filtered distribution.
+// One row of logits on one block: legality, the best legal token, the filtered distribution, draws.
 //
 // Order of filters: vocabulary bound, mask, temperature, top-k, top-p, min-p, renormalise. Ties go
 // to the smaller id everywhere. Only legal logits are looked at: -inf there forbids the token like
 // a mask bit, NaN or +inf means a broken model and fails the row.
+//
+// SAMPLE_BLOCK (threads of a block) is a compile-time choice of the loader: wide on a GPU, 1 on the
+// soft device, where a barrier costs more than the work it separates. Results do not depend on it:
+// sums are integers, maxima carry their index, so no order of threads shows in a bit.
+//
+// Ownership: element i of a row belongs to thread i mod SAMPLE_BLOCK, so passes that only touch own
+// elements need no barrier between them.
 #pragma once
 
-#include "block.cuh"
-#include "numeric.cuh"
+#include "philox.cuh"
+
+#ifndef SAMPLE_BLOCK
+#define SAMPLE_BLOCK 512
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int BLOCK = SAMPLE_BLOCK;
+constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads that share a 32-bit mask word
+constexpr int WARPS = BLOCK / LANES;
+static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
+
+constexpr int BINS = 256;
+constexpr int STAGED_WORDS = BLOCK == 1 ? 1 : 8192;  // 2^18 token ids in 32 KiB
+
+struct Scratch {
+  u32 words[STAGED_WORDS];
+  u64 partial[BLOCK];
+  u64 group[LANES];
+  u64 mass[BINS];
+  u32 members[BINS];
+  u64 cut;
+  u64 need;
+  int token;
+};
+
+__device__ __forceinline__ void block_sync() {
+  if (BLOCK > 1) __syncthreads();
+}
+
+struct Max {
+  __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
+};
+
+struct Sum {
+  __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a + b; }
+};
+
+// Combine one value of every thread; all threads receive the result. Two barriers: the first of the
+// next call orders this call's reads of `group` before they are overwritten.
+template <class Op>
+__device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) {
+  if (BLOCK == 1) return value;
+  const int tid = static_cast<int>(threadIdx.x);
+  scratch.partial[tid] = value;
+  __syncthreads();
+  if (tid < LANES) {
+    u64 x = scratch.partial[tid];
+    for (int i = tid + LANES; i < BLOCK; i += LANES) x = op(x, scratch.partial[i]);
+    scratch.group[tid] = x;
+  }
+  __syncthreads();
+  u64 x = scratch.group[0];
+  for (int i = 1; i < LANES; ++i) x = op(x, scratch.group[i]);
+  return x;
+}
 
 #define ROW_OK 1
 #define ROW_NO_TOKEN 2
@@ -230,4 +293,44 @@ __device__ __forceinline__ int row_distribution(const Row& row, const Filter& fi
   for (int i = tid; i < row.size; i += BLOCK) work[i] = fdiv(work[i], total);
   block_sync();
   return ROW_OK;
+}
+
+// Categorical draws by the exponential race: argmax(weight / E) over the vocabulary, which is
+// argmax(log weight + Gumbel). The noise is indexed by TARGET id, so a drafter with its own
+// vocabulary and the target see the same number for the same token.
+//
+// Column with the largest weight(i) / E(id of i), ties to the smaller column; -1 if no weight is
+// positive. `weight` is a callable of the column; weights need no normalisation. All threads call
+// it and all receive the result; rows written by other threads need a barrier before.
+template <class Weight>
+__device__ __forceinline__ int draw_column(int size, const int* map, const Noise& noise,
+                                           Scratch& scratch, Weight weight) {
+  u64 packed = 0;
+  float best = 0.0f;
+  u32 cached = 0xffffffffu;
+  Words4 words = {};
+  // Four neighbouring columns a step: where columns are ids, they share one Philox block.
+  for (int first = static_cast<int>(threadIdx.x) * 4; first < size; first += BLOCK * 4) {
+    const int end = size - first < 4 ? size : first + 4;
+    for (int i = first; i < end; ++i) {
+      const float w = weight(i);
+      if (!(w > 0.0f)) continue;
+      const u32 id = static_cast<u32>(map ? map[i] : i);
+      if ((id >> 2) != cached) {
+        cached = id >> 2;
+        words = noise_words(noise, cached);
+      }
+      const u32 x = words.x[id & 3u];
+      // E >= v, so a token that loses even with v in place of E needs no logarithm. The slack is
+      // far above the rounding of either side: no winner is ever skipped.
+      if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
+      const float score = fdiv(w, exponential(x));
+      if (packed != 0 && !(score > best)) continue;
+      best = score;
+      packed =
+          (static_cast<u64>(__float_as_uint(score)) << 32) | (0xffffffffu - static_cast<u32>(i));
+    }
+  }
+  packed = block_reduce(packed, scratch, Max());
+  return packed == 0 ? -1 : static_cast<int>(0xffffffffu - static_cast<u32>(packed));
 }

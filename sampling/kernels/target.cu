@@ -4,7 +4,6 @@
 // of slot row_slot[b] and decides position n + j + 1 under the slot's mask row j. Rows that nobody
 // will test (padding, inactive, beyond the drafts) and rows without a valid stamp are left: row_ok
 // = 0.
-#include "draw.cuh"
 #include "row.cuh"
 #include "slot.cuh"
 

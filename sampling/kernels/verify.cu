@@ -6,7 +6,6 @@
 // comes from max(p - q, 0). A sampled draft is always tested, an illegal one has p = 0 and is
 // refused; the walk may end only AFTER an accepted token (row not ready, stop id, limit), then
 // without a bonus.
-#include "draw.cuh"
 #include "row.cuh"
 #include "slot.cuh"
 

@@ -205,10 +205,12 @@ class Rig:
 
     def committed(self, replay, *tokens, slot=0):
         """What verification writes: the tokens, and that there are no drafts yet."""
-        ref.record(self.exchange, slot, replay, tokens)
+        for one in np.atleast_1d(slot):
+            ref.record(self.exchange, one, replay, tokens)
 
     def drafted(self, replay, *tokens, slot=0):
-        ref.record_drafts(self.exchange, slot, replay, tokens)
+        for one in np.atleast_1d(slot):
+            ref.record_drafts(self.exchange, one, replay, tokens)
 
     def start(self, replay, requests):
         """Publish a replay, and run its first step."""
@@ -287,22 +289,11 @@ class Device:
     against the oracle."""
 
     def __init__(
-        self,
-        backend: GrammarBackend,
-        *,
-        oracle: GrammarBackend | None = None,
-        slots: int,
-        draft_length: int,
-        masked: bool,
-        seed: int,
-        kinds: Sequence[str] = ("native", "python"),
-        illegal: float = 0.1,
-        stall: float = 0.05,
-        wrong: float = 0.0,
-        probe: bool = False,
-        forced: ForcedText | None = None,
-        options: dict[str, Any] | None = None,
-    ):
+        self, backend: GrammarBackend, *, oracle: GrammarBackend | None = None, slots: int,
+        draft_length: int, masked: bool, seed: int, kinds: Sequence[str] = ("native", "python"),
+        illegal: float = 0.1, stall: float = 0.05, wrong: float = 0.0, probe: bool = False,
+        forced: ForcedText | None = None, options: dict[str, Any] | None = None,
+    ):  # fmt: skip
         self.forced = forced
         self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
         self.oracle = functools.cache((oracle or backend).compile)
@@ -316,18 +307,14 @@ class Device:
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[Any] = [None] * slots
         self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
-        self.epoch = 0
-        self.replay = 0
-        self.published = 0
+        self.epoch = self.replay = self.published = 0
         self.snapshots: dict[int, list[int]] = {}
         self.ended: list[SlotTruth] = []
-        works = [[d.open_work() for d in self.decoders]]
+        self.works = [[d.open_work() for d in self.decoders]]
         if draft_length:
-            works.append([d.commit_work() for d in self.decoders])
-        if masked:
-            last = draft_length + probe
-            works += [[d.draft_work(j) for d in self.decoders] for j in range(1, last)]
-        self.works = works
+            self.works.append([d.commit_work() for d in self.decoders])
+        for j in range(1, draft_length + probe if masked else 0):
+            self.works.append([d.draft_work(j) for d in self.decoders])
 
     # The host's side.
 
@@ -420,6 +407,12 @@ class Device:
     def _oracle_row(self, truth: SlotTruth, drafts: Sequence[int]) -> np.ndarray | None:
         return oracle_row(truth.start, [*truth.history, *drafts])
 
+    def _known(self, truth: SlotTruth) -> np.ndarray:
+        """Legal ids after the drafts; all where nothing is constrained or nothing legal."""
+        row = self._oracle_row(truth, truth.drafts) if truth.start else None
+        ids = bits(row) if row is not None and row.any() else np.arange(self.size)
+        return ids[ids < self.size]
+
     def _check_row(self, truth: SlotTruth, j: int) -> None:
         """Row j is a fresh matcher's after the history and j drafts; its state says what it is."""
         state, where = self._state(truth, j), (truth.index, j)
@@ -484,16 +477,10 @@ class Device:
             return
         if self.forced is not None and not self.masked:
             return
-        choices = np.arange(self.size)
-        if self.masked:
-            if self._state(truth, j - 1) not in (FREE, READY):
-                return
-            choices = self._legal(truth, j - 1)
-        elif truth.start:  # a drafter that mostly knows what is legal
-            row = self._oracle_row(truth, truth.drafts)
-            if row is not None and row.any():
-                choices = bits(row)
-        choices = choices[choices < self.size]
+        if self.masked and self._state(truth, j - 1) not in (FREE, READY):
+            return
+        # without masks, a drafter that mostly knows what is legal
+        choices = self._legal(truth, j - 1) if self.masked else self._known(truth)
         token = self._wanted(truth, truth.n + j, choices)
         if self.rng.random() < 0.25:
             token = int(self.rng.choice(choices))
@@ -526,17 +513,12 @@ class Device:
             self._keep(truth, token if token >= 0 else self._wanted(truth, truth.n + j, legal))
 
     def _offer(self, truth: SlotTruth, j: int) -> list[int]:
-        likely = [-1, self.size, 2**31 - 1, *range(self.size)]
-        legal: np.ndarray | None = None
-        if truth.start and self.rng.random() < 0.8:
-            row = self._oracle_row(truth, truth.drafts)
-            if row is not None and row.any():
-                legal = bits(row)
-                likely = likely[:3] + legal.tolist()
+        knows = self.rng.random() < 0.8
+        likely = self._known(truth) if knows else np.arange(self.size)
         count = int(self.rng.integers(0, 5))
-        offer = [int(id) for id in self.rng.choice(likely, count)]
-        if count and legal is not None:
-            offer[-1] = self._wanted(truth, truth.n + j, legal[legal < self.size])
+        offer = self.rng.choice([-1, self.size, 2**31 - 1, *likely], count).tolist()
+        if count and knows:
+            offer[-1] = self._wanted(truth, truth.n + j, likely)
         for exchange in self.exchanges:
             exchange.candidates[truth.index, : 3 + count] = [self.replay, j, count, *offer]
         return offer

@@ -107,23 +107,7 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(sampled):
             assert 0 < saved <= plain.row_rounds - stats.row_rounds
 
 
-def test_a_certain_token_is_never_refused():
-    """With a drafter, a forced draft is the one legal id, so its whole row's mass is on it."""
-    requests = [replace(r, temperature=1.3, seed=i) for i, r in enumerate(mixed_requests(6))]
-    found, stats, grammar = outputs(requests, forced_drafts=True, overlap=False)
-    assert stats.forced_tokens > 0
-    assert grammar["forced_rows"] >= stats.forced_tokens
-    assert all(reason in ("stop", "length") for reason, _ in found)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask_drafts": False}, "needs mask_drafts"),
-        ({"speculation": False, "draft_length": 17}, "from 1 to 16"),
-    ],
-)
-def test_shapes_that_cannot_force_are_refused(options, message):
-    """By the option's name, before anything runs."""
-    with pytest.raises(OptionError, match=message):
-        demo_engine(forced_drafts=True, **options)
+def test_more_drafts_than_a_round_has_are_refused():
+    """By the option's range, before anything runs."""
+    with pytest.raises(OptionError, match="from 1 to 16"):
+        demo_engine(forced_drafts=True, speculation=False, draft_length=17)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from guide_util import STOP, THINK, byte_vocabulary, fits
 
@@ -111,17 +108,6 @@ def test_unknown_backends_and_names_are_refused():
     for token, message in ((97, "is text"), (270, "outside")):
         with pytest.raises(GrammarError, match=message):
             byte_vocabulary(names={"<x>": token})
-
-
-def test_llguidance_must_be_the_module_that_python_loaded():
-    """The worker looks its symbols up in a library already loaded, and loads none."""
-    code = (
-        "from graft.native import _native\n"
-        "try:\n    _native.guide.load_llguidance('/nowhere/_lib.so')\n"
-        "except RuntimeError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "LLGuidance is not loaded from /nowhere/_lib.so\n", done.stderr
 
 
 def test_special_tokens_of_a_lark_grammar_are_the_vocabularys():

@@ -16,14 +16,9 @@ import pytest
 from guide_util import BYTES, accepts, byte_vocabulary
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import (
-    GrammarError,
-    GrammarService,
-    GrammarSpec,
-    LLGuidanceBackend,
-    Vocabulary,
-    XGrammarBackend,
-)
+from graft.grammar import GrammarError, GrammarService, GrammarSpec, Vocabulary
+from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import process
 from graft.grammar.compile import service as service_module
 from graft.grammar.compile.process import Question
@@ -31,13 +26,9 @@ from graft.grammar.compile.process import Question
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
 
 
-@pytest.fixture
-def service(serve) -> GrammarService:
-    return serve(timeout_s=600)
-
-
-def test_compiled_elsewhere_gives_the_same_masks(xgrammar, service):
+def test_compiled_elsewhere_gives_the_same_masks(xgrammar, serve):
     """A grammar compiled in a process allows what the same grammar compiled here allows."""
+    service = serve(timeout_s=600)
     for spec in (
         GrammarSpec.json_schema({"type": "array", "maxItems": 200, "items": {"type": "integer"}}),
         GrammarSpec.regex("(ab|abc)+[0-9]{2,200}"),
@@ -74,22 +65,18 @@ def test_equal_specs_and_services_share_futures_that_nobody_can_cancel(serve):
     [
         (GrammarSpec("regex", "a(b"), "parenthesis is not closed"),
         (GrammarSpec("ebnf", "root ::= x"), '"x" is not defined'),
-        (
-            GrammarSpec.json_schema({"type": "string", "pattern": "(?=a)b"}, backend="xgrammar"),
-            "cannot be enforced as a whole: Lookahead",
-        ),
-        (
-            GrammarSpec.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3,
-                                                                   "type": "string"}]}),
-            "cannot be enforced as a whole: oneOf with overlapping",
-        ),
+        (GrammarSpec.json_schema({"type": "string", "pattern": "(?=a)b"}, backend="xgrammar"),
+         "cannot be enforced as a whole: Lookahead"),
+        (GrammarSpec.json_schema({"oneOf": [{"type": "string"},
+                                            {"maxLength": 3, "type": "string"}]}),
+         "cannot be enforced as a whole: oneOf with overlapping"),
         (GrammarSpec.json_schema({"type": "number", "multipleOf": 0.5}), "multipleOf"),
     ],
 )  # fmt: skip
-def test_refusals_and_ignored_features_are_errors(service, capfd, spec, message):
+def test_refusals_and_ignored_features_are_errors(serve, capfd, spec, message):
     """What XGrammar refuses, or would ignore with a printed warning, fails and prints nothing."""
     with pytest.raises(GrammarError, match=message) as caught:
-        service.submit(spec).result()
+        serve(timeout_s=600).submit(spec).result()
     assert "\n" not in str(caught.value) and ".cc" not in str(caught.value)
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
@@ -251,6 +238,21 @@ def test_memory_of_what_was_read_goes_back():
     done = subprocess.run([sys.executable, "-c", RETAINED], capture_output=True, text=True,
                           timeout=500)  # fmt: skip
     assert int(done.stdout) < 45, done.stderr  # MiB: 18, and 76 if nothing is given back
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_no_question_gets_the_answer_of_an_interrupted_one(monkeypatch):
+    """Ctrl-C while an answer is awaited ends its process; the next question has another."""
+    child = process.Child()
+    child.warm()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process.Child, "_read", interrupted)
+        child.ask(Question("math:sqrt", (4.0,)))
+    assert child.ask(Question("math:sqrt", (9.0,))) == 3.0
+    child.close()
 
 
 def test_a_statement_has_a_bound(monkeypatch):

@@ -41,13 +41,6 @@ class HeldDevice(Device):
         self.results: dict[int, tuple[int, list[int]]] = {}
         self.sat_out = 0
 
-    def take(self, slot: int, number: int, grammar) -> None:
-        """Join request ``number``."""
-        self.join(slot, grammar, limit=3 + guide_util.mix(number) % 21, name=number)
-        matcher = self.matchers[0][slot]
-        if matcher is not None:
-            self.matchers[0][slot] = guide_util.Gated(matcher, self.gates[slot])
-
     def release(self) -> None:
         """Open every gate and wait for the slots behind them."""
         self.gates[:, 0] = 0
@@ -81,7 +74,11 @@ class HeldDevice(Device):
         while len(self.results) < requests:
             for slot in range(len(self.slots)):
                 if number < requests and self.is_idle(slot):
-                    self.take(slot, number, grammars[number % len(grammars)])
+                    grammar = grammars[number % len(grammars)]
+                    self.join(slot, grammar, limit=3 + guide_util.mix(number) % 21, name=number)
+                    if grammar is not None:
+                        matcher = self.matchers[0][slot]
+                        self.matchers[0][slot] = guide_util.Gated(matcher, self.gates[slot])
                     number += 1
             self.publish()
             self.run()
@@ -117,11 +114,8 @@ def test_a_row_that_is_late_ends_the_round_before_it(backend):
     """Rows made in time are stamped, later ones come with the next open that finds them; a commit
     met meanwhile is kept, and what was still being made for the old state is never stamped."""
     rig, requests = joined(backend, k=3, slots=2, held=True)
-    for slot in (0, 1):
-        rig.committed(1, *b"a", slot=slot)
-    rig.run(rig.commit)
-    for slot in (0, 1):
-        rig.drafted(1, *b"bcc", slot=slot)
+    rig.verify(1, *b"a", slot=(0, 1))
+    rig.drafted(1, *b"bcc", slot=(0, 1))
     rig.decoder.publish(2, requests)
     rig.close_gate(4)  # accept b, fill row 1, accept c, then the fill of row 2
     rig.run(rig.open)
@@ -199,8 +193,8 @@ def test_a_slot_that_is_always_late_still_advances(backend):
     assert rig.decoder.counters()["late_rows"] == len(text) + 1
 
 
-def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[GuidedDecoder, object]:
-    """A decoder by processor time after some rounds of requests of one grammar."""
+def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[dict[str, int], bool]:
+    """Counters after rounds of one grammar's requests by processor time, and its being trusted."""
     size = backend.vocabulary.size
     exchange = exchange_for(slots, 0, size)
     decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
@@ -217,37 +211,26 @@ def played(backend, slots: int, budget_us: float, steps: int = 40) -> tuple[Guid
             done[slot] += len(text)
             record(exchange, slot, replay, text)
         decoder.retire(replay)
-    return decoder, compiled
-
-
-def test_a_grammar_that_was_in_time_is_trusted_until_it_is_late(backend):
-    """After 32 orders in time a step serves a grammar itself; one order too many ends that."""
-    decoder, compiled = played(backend, 2, 1e9)
-    assert compiled.pace.trusted and decoder.counters()["late_rows"] == 0
-    decoder.close()
-    decoder, compiled = played(backend, 2, 1.0)
-    assert not compiled.pace.trusted
-    decoder.close()
-
-
-def test_nobody_waits_for_a_lone_request(backend):
-    """The only request of a replay is served by the step itself: it is late for nobody."""
-    decoder, compiled = played(backend, 1, 1.0)
     counters = decoder.counters()
-    assert counters["late_rows"] == counters["budget_stalls"] == 0 and counters["fills"] == 40
-    assert not compiled.pace.trusted
     decoder.close()
+    return counters, compiled.pace.trusted
+
+
+@pytest.mark.parametrize("slots, budget_us, late", [(2, 1e9, 0), (2, 1.0, None), (1, 1.0, 0)])
+def test_a_grammar_that_was_in_time_is_trusted_until_it_is_late(backend, slots, budget_us, late):
+    """After 32 orders in time a step serves a grammar itself; one order too many ends that. The
+    only request of a replay is served by the step itself: it is late for nobody."""
+    counters, trusted = played(backend, slots, budget_us)
+    assert trusted == (budget_us > 1)
+    assert late is None or counters["late_rows"] == counters["budget_stalls"] == late
+    assert slots > 1 or counters["fills"] == 40
 
 
 def test_a_probe_that_is_late_is_never_answered(backend):
     """The device drafts nothing there; what the thread accepted meanwhile is undone."""
     rig, requests = joined(backend, k=3, slots=2, candidates=4, held=True)
-    for slot in (0, 1):
-        rig.committed(1, *b"a", slot=slot)
-    rig.run(rig.commit)
-    for slot in (0, 1):
-        row = rig.exchange.candidates[slot]
-        row[:5] = (1, 1, 2, ord("!"), ord("b"))
+    rig.verify(1, *b"a", slot=(0, 1))
+    rig.exchange.candidates[:, :5] = (1, 1, 2, ord("!"), ord("b"))
     rig.close_gate(2)  # inside the test of the second candidate
     rig.run(rig.drafts[0])
     assert rig.exchange.answer.tolist() == [(0, 0, 0), (1, 1, ord("b"))]

@@ -1,4 +1,4 @@
-"""The official JSON schema test suite, draft 7: every group is right or refused by name."""
+"""The official JSON schema test suite, draft 7, and real schemas with instances."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guide_util import BYTES, accepts
 from router_util import Grammar, plain
 
-from graft.grammar import GrammarError
+from graft.grammar import GrammarError, GrammarSpec
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
@@ -25,6 +26,13 @@ REFUSED = {
 }  # fmt: skip
 #: Whole numbers this large are spelled in a way that grammars do not write; content is annotation.
 EXEMPT = ("draft7/optional/float-overflow#0", "draft7/optional/content#")
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        pytest.skip(f"no schemas at {path}")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def orders(value: Any) -> Iterator[Any]:
@@ -47,13 +55,8 @@ def test_every_group_is_right_or_refused_by_name(shared_data: Path, key_order: A
     A valid value is produced with its keys in every order, whole numbers without fraction; in one
     order if the route says so. An invalid value must not be produced in any order.
     """
-    path = shared_data / "json-schema-test-suite" / "draft7.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no test suite at {path}")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        groups = [json.loads(line) for line in file]
     right, refused, wrong = 0, {}, []
-    for group in groups:
+    for group in rows_of(shared_data / "json-schema-test-suite" / "draft7.jsonl.gz"):
         try:
             found = route(group["schema"], draft=7, key_order=key_order)
         except GrammarError as error:
@@ -78,3 +81,28 @@ def test_every_group_is_right_or_refused_by_name(shared_data: Path, key_order: A
             right += 1
     assert [entry for entry in wrong if not entry[0].startswith(EXEMPT)] == []
     assert right >= 240 and len(refused) <= 80, (right, refused)
+
+
+def test_accepted_schemas_let_no_invalid_instance_through(shared_data: Path, serve):
+    """Of real schemas that are not refused, every invalid instance is kept out, most valid ones
+    fit (fixed property order and no undeclared properties keep some out)."""
+    service = serve(vocabulary=BYTES, timeout_s=5)  # what takes longer counts as refused
+    compiled = refused = 0
+    outcome = {True: [0, 0], False: [0, 0]}  # valid: [refused, accepted]
+    for split in ("BFCL", "Github_easy", "Github_medium", "Glaiveai2K", "JME"):
+        rows = rows_of(shared_data / "maskbench" / f"{split}.jsonl.gz")
+        for row in rows[:: max(1, len(rows) // 25)]:
+            try:
+                grammar = service.submit(GrammarSpec.json_schema(row["schema"])).result()
+            except GrammarError:
+                refused += 1
+                continue
+            compiled += 1
+            for valid in (True, False):
+                for instance in row["valid" if valid else "invalid"]:
+                    fits = accepts(grammar, json.dumps(instance, ensure_ascii=False))
+                    outcome[valid][fits] += 1
+                    assert valid or not fits, (row["id"], instance)
+    assert compiled > 80 and compiled > refused
+    assert sum(outcome[False]) > 100
+    assert outcome[True][True] > 0.85 * sum(outcome[True])

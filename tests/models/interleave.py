@@ -231,7 +231,7 @@ class Interleaving:
         s.replays.settle(s.stats)
         s.seating.reclaim_idle()
         assert not s.seating.leaving and len(s.seating._free) == len(self.toy.slots)
-        assert all(c.allocator.free == c.scratch_page for c in self.toy.caches), "pages are lost"
+        assert all(len(c.free) == c.scratch_page for c in self.toy.caches), "pages are lost"
         assert s.replays.retired == s.replays.number == self.toy.completed
         self.toy.decoder.close()  # refuses while a snapshot is live
         assert self.toy.starved == 0, "a slot sat out a round for want of a mask row"

@@ -24,7 +24,7 @@ from reference_round import FREE, NOT_READY, READY
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
-from graft.models.kv import PageAllocator, PagedKV
+from graft.models.kv import PagedKV
 
 PAGE = 4
 
@@ -53,15 +53,15 @@ class ToyCache(PagedKV):
     def __init__(self, device: ToyDevice, slots: int, pages: int, length: int):
         self.toy, self.slots, self.page_size = device, slots, PAGE
         self.max_pages, self.scratch_page = -(-length // PAGE), pages
-        self.allocator = PageAllocator(pages)
+        self.free = list(range(pages))
         self._owned = [[] for _ in range(slots)]
         self._staged = [_Row(self.max_pages, pages) for _ in range(slots)]  # type: ignore[misc]
         self.table = np.full((slots, self.max_pages), pages)
         self.memory = np.full((pages + 1, PAGE), -1)
 
-    def truncate(self, slot: int, positions: int) -> None:
+    def release(self, slot: int) -> None:
         self.toy.require_idle(slot, "pages")
-        super().truncate(slot, positions)
+        super().release(slot)
 
     def set_table(self, lane: Any, slot: int) -> None:
         self.toy.require_idle(slot, "page table")

@@ -7,11 +7,9 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny_models import (
-    from_bfloat16,
-    make_tiny_llama,
-)
+from tiny_models import make_tiny_llama
 
+from graft.cudagraph.dtypes import to_float32
 from graft.models.checkpoint import Checkpoint
 from graft.models.errors import CheckpointError
 
@@ -39,8 +37,7 @@ def test_tensors_arrive_bit_for_bit(tmp_path, dtype, shards):
     for name, wanted in written.items():
         array, kind = checkpoint.get(name, wanted.shape)
         assert kind == dtype
-        values = from_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float32)
-        np.testing.assert_array_equal(values, wanted)
+        np.testing.assert_array_equal(to_float32(array, kind), wanted)
 
 
 def test_integers_and_booleans_are_read_when_asked_for(tmp_path):

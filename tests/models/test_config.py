@@ -95,7 +95,9 @@ def test_a_config_that_is_no_object_is_refused(tmp_path, text):
 
 
 def test_a_config_that_never_ends_is_refused(tmp_path, monkeypatch):
-    """A pipe, a device or a file without measure is not read."""
+    """A pipe, a device or a file without measure is not read; nor one that is not there."""
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        LlamaConfig.from_dir(tmp_path)
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="no plain file"):
         LlamaConfig.from_dir(tmp_path)
@@ -116,12 +118,6 @@ def test_two_spellings_of_rotary_scaling_must_agree():
     assert read(rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
     with pytest.raises(ConfigError, match=r"rope_parameters .* and rope_scaling .* differ"):
         read(rope_scaling=linear, rope_parameters={**linear, "factor": 4.0})
-
-
-def test_a_folder_without_config_is_refused(tmp_path):
-    """A missing config.json raises, naming the path."""
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        LlamaConfig.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,18 +185,14 @@ def test_a_target_in_the_drafters_place_is_told(tmp_path):
 
 @pytest.mark.parametrize(("layers", "ids"), [(7, (1, 2, 3)), (8, (1, 3, 4)), (32, (1, 15, 28))])
 def test_default_feature_layers_are_inputs_2_half_and_last_but_three(tmp_path, layers, ids):
-    """Inputs of layers {2, n//2, n-3} are the outputs one below each."""
+    """Inputs of layers {2, n//2, n-3} are the outputs one below each; below seven layers that is
+    ambiguous, so absence is an error."""
     config = eagle(tmp_path, layers=layers)
     assert config.feature_layers is None
     assert config.resolve_feature_layers(layers) == ids
-
-
-@pytest.mark.parametrize("layers", [1, 2, 4, 6])
-def test_small_targets_must_name_their_feature_layers(tmp_path, layers):
-    """Below seven layers the default is ambiguous, so absence is an error."""
-    config = eagle(tmp_path, layers=8)
-    with pytest.raises(ConfigError, match=f"{layers} layers"):
-        config.resolve_feature_layers(layers)
+    for small in (1, 2, 4, 6):
+        with pytest.raises(ConfigError, match=f"{small} layers"):
+            config.resolve_feature_layers(small)
 
 
 @pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [2, 1, 0], [-1, 0, 1], [0, 1, 2, 3], ["a"]])

@@ -1,4 +1,4 @@
-"""The paged cache: who owns which page, what the device's table says, rewinding."""
+"""The paged cache: who owns which page, and what the device's table says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nets_util import own
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
-from graft.models.kv import PageAllocator, PagedKV
+from graft.models.kv import PagedKV
 
 
 def cache(device, **changes) -> PagedKV:
@@ -19,29 +19,17 @@ def cache(device, **changes) -> PagedKV:
     return PagedKV(device, **{**options, **changes})
 
 
-def test_the_allocator_gives_each_page_once():
-    """Pages in use are distinct; all come back; asking for too many takes none."""
-    allocator = PageAllocator(5)
-    first, second = allocator.take(2), allocator.take(3)
-    assert first is not None and second is not None
-    assert sorted(first + second) == [0, 1, 2, 3, 4]
-    assert allocator.take(1) is None and allocator.free == 0
-    allocator.give(first)
-    assert allocator.take(3) is None and allocator.free == 2
-    assert sorted(allocator.take(2) or []) == sorted(first)
-
-
 def test_random_use_never_shares_or_loses_a_page(device):
-    """After any sequence of growth, rewinding and release, pages are owned once and all
-    accounted for, and a slot holds just enough."""
+    """After any sequence of growth and release, pages are owned once and all accounted for, and a
+    slot holds just enough."""
     kv, rng = cache(device), np.random.default_rng(0)
     held = {0: 0, 1: 0, 2: 0}
     refused = 0
     for _ in range(500):
         slot, positions = int(rng.integers(3)), int(rng.integers(0, 27))
         if rng.random() < 0.3:
-            kv.truncate(slot, positions)
-            held[slot] = min(held[slot], -(-positions // 4))
+            kv.release(slot)
+            held[slot] = 0
         elif kv.allocate(slot, positions):
             held[slot] = max(held[slot], -(-positions // 4))
         else:
@@ -49,7 +37,7 @@ def test_random_use_never_shares_or_loses_a_page(device):
         pages = [page for s in held for page in kv.pages_of(s)]
         assert len(pages) == len(set(pages)) and kv.scratch_page not in pages
         assert {s: len(kv.pages_of(s)) for s in held} == held
-        assert kv.allocator.free == 10 - len(pages)
+        assert len(kv.free) == 10 - len(pages)
     assert refused > 20
 
 
@@ -57,9 +45,9 @@ def test_a_refused_allocation_changes_nothing(device):
     """Too few free pages, or more positions than the table holds: False, and all as before."""
     kv = cache(device)
     assert kv.allocate(0, 24) and not kv.allocate(0, 25)
-    before = kv.pages_of(0), kv.allocator.free
+    before = kv.pages_of(0), len(kv.free)
     assert not kv.allocate(1, 20)
-    assert (kv.pages_of(0), kv.allocator.free) == before and kv.pages_of(1) == ()
+    assert (kv.pages_of(0), len(kv.free)) == before and kv.pages_of(1) == ()
 
 
 def test_growth_keeps_earlier_pages(device):
@@ -84,7 +72,7 @@ def test_the_devices_table_follows(device, stream):
     kv.release(1)
     kv.set_table(StreamLane(stream), 1)
     stream.synchronize()
-    assert (kv.page_table.to_host() == 10).all() and kv.allocator.free == 10
+    assert (kv.page_table.to_host() == 10).all() and len(kv.free) == 10
 
 
 @pytest.mark.parametrize(
@@ -102,8 +90,6 @@ def test_absurd_shapes_are_refused_by_name(device, changes):
 def test_slots_outside_the_cache_are_refused(device, slot):
     """Every method refuses a slot that the table does not have."""
     kv = cache(device)
-    for call in (kv.allocate, kv.truncate):
+    for call in (lambda: kv.allocate(slot, 1), lambda: kv.release(slot), lambda: kv.pages_of(slot)):
         with pytest.raises(OptionError, match=f"slot {slot}"):
-            call(slot, 1)
-    with pytest.raises(OptionError, match=f"slot {slot}"):
-        kv.pages_of(slot)
+            call()

@@ -11,12 +11,13 @@ from graft.cudagraph import OptionError
 from graft.models import Engine, Limits, Options
 
 NAMES = [field.name for field in fields(Options)]
-WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 2**70, "no", "2", True,
+WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 0, 2**70, "no", "2", True,
          2.5)  # fmt: skip
 #: What of these is right, by option.
 RIGHT = {
     "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
-    "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70),
+    "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70, 0),
+    "grammar_cache_bytes": (0,), "ordinal": (0,),
 }  # fmt: skip
 
 
@@ -43,6 +44,8 @@ def test_an_engine_takes_the_fields_of_options_and_no_others(device):
         Engine("no such folder", batch=3)
     with pytest.raises(OptionError, match="max_batch_size must be a whole number from 1 to 4096"):
         Engine("no such folder", max_batch_size="2")
+    with pytest.raises(OptionError, match="draft_legality 'probe' needs mask_drafts"):
+        Options(draft_legality="probe", mask_drafts=False)
     with Engine(DEMO / "target", max_batch_size=2, limits=Limits(waiting=1)) as engine:
         assert engine.options.max_batch_size == 2 and engine.options.positions == 1024
 

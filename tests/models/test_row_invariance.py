@@ -162,8 +162,7 @@ def test_shuffled_pages_give_the_same_bits(clean, stream):
     """Where a slot's pages lie, and among whose, changes nothing."""
     rng = np.random.default_rng(7)
     for kv in clean.both:
-        loose = kv.allocator.take(kv.allocator.free)
-        kv.allocator.give([int(page) for page in rng.permutation(loose)])
+        kv.free[:] = rng.permutation(kv.free).tolist()
     for held in range(8, LENGTH + 8, 8):
         for slot in rng.permutation(5):
             clean.reserve(stream, int(slot), held)

@@ -11,47 +11,28 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-
-def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Bits of float32 values rounded to nearest even."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32 values of bfloat16 bits."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+from graft.cudagraph.dtypes import from_float32, to_float32
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32 values that `dtype` can hold."""
-    if dtype == "bfloat16":
-        return from_bfloat16(to_bfloat16(x))
-    return x.astype(dtype).astype(np.float32)
+    return to_float32(from_float32(x, dtype), dtype) if dtype != "float32" else x
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write tensors; float32 ones are stored as `dtype`, all others as they are."""
-    if dtype != "bfloat16":
-        stored = {
-            name: np.ascontiguousarray(t.astype(dtype) if t.dtype == np.float32 else t)
-            for name, t in tensors.items()
-        }
-        save_file(stored, str(path))
-        return
-    header: dict[str, Any] = {}
-    blobs: list[bytes] = []
-    offset = 0
-    for name, t in tensors.items():
-        blob = (to_bfloat16(t) if t.dtype == np.float32 else np.ascontiguousarray(t)).tobytes()
-        kind = {"float32": "BF16", "int64": "I64", "bool": "BOOL"}[str(t.dtype)]
-        end = offset + len(blob)
-        header[name] = {"dtype": kind, "shape": list(t.shape), "data_offsets": [offset, end]}
-        blobs.append(blob)
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+    stored = {
+        name: np.ascontiguousarray(
+            from_float32(t, dtype) if t.dtype == np.float32 and dtype != "float32" else t
+        )
+        for name, t in tensors.items()
+    }
+    save_file(stored, str(path))
+    if dtype == "bfloat16":  # which NumPy lacks
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = data[8:end].replace(b'"U16"', b'"BF16"')
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance_table import DEFAULT_CODES, KINDS, Call, calls
+from softcuda_util import CALLBACK, Soft, address, code
+
+from graft.cudagraph.chooser import preload_soft
 
 __all__ = ["STATES", "TEXT", "main"]
 
@@ -27,164 +29,110 @@ extern "C" __global__ void stray(int* p) { for (int i = 0; i < 4096; ++i) p[i] =
 BOGUS = 0x1234560
 WORDS = 14
 Row = tuple[str, str, str, str]
+KEEP: list[Any] = []
 
 
 class Driver:
     """The soft device, called by address; codes by name."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL(os.environ["SOFTCUDA_LIBRARY"], mode=ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(str(preload_soft()))
         from cuda.bindings import driver
 
         self.d = driver
-        self.find = self.library.cuGetProcAddress_v2
-        self.keep: list[Any] = []
 
     def address(self, call: Call) -> int:
         """Address of a function; 0 when the driver has none."""
-        out, status = ctypes.c_void_p(), ctypes.c_int()
-        self.find(call.function.encode(), ctypes.byref(out), call.version, ctypes.c_uint64(0),
-                  ctypes.byref(status))  # fmt: skip
+        out = ctypes.c_void_p()
+        self.library.cuGetProcAddress_v2(call.function.encode(), ctypes.byref(out), call.version,
+                                         ctypes.c_uint64(0), None)  # fmt: skip
         return out.value or 0
 
     def call(self, call: Call, words: list[int]) -> str:
         """Call a function with up to 14 words, the rest 0, and return its code's name."""
         kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * WORDS)
         given = (words + [0] * WORDS)[:WORDS]
-        return self.code(int(kind(self.address(call))(*given)))
-
-    def code(self, value: int) -> str:
-        """Name of a code, without its prefix."""
-        return str(self.d.CUresult(value).name).removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
-
-    def ok(self, results: tuple) -> Any:
-        """Values of a call that must not fail."""
-        if int(results[0]) != 0:
-            raise RuntimeError(f"{results[0]!r}")
-        return results[1] if len(results) == 2 else results[1:]
-
-    def open(self) -> None:
-        """Initialise, and make the primary context current."""
-        self.ok(self.d.cuInit(0))
-        self.context = self.ok(self.d.cuDevicePrimaryCtxRetain(0))
-        self.ok(self.d.cuCtxSetCurrent(self.context))
+        return code((self.d.CUresult(int(kind(self.address(call))(*given))),))
 
 
 class World:
     """Right arguments for one call, made when they are asked for."""
 
-    def __init__(self, driver: Driver, image: bytes) -> None:
-        self.driver, self.d, self.ok = driver, driver.d, driver.ok
-        self.image = image
-        self.keep = driver.keep  # freed with the process: the driver may still know the address
+    def __init__(self, soft: Soft, image: bytes) -> None:
+        self.soft, self.d, self.image = soft, soft.d, image
         self.made: dict[str, int] = {}
-        self.open_captures: list[Any] = []
 
     def word(self, name: str) -> int:
         """Return a handle, pointer or structure; the same one for the same name."""
         fresh = name in ("dptr", "timed", "out")
         if fresh or name not in self.made:
-            if name.endswith("node"):
-                return self.of_graph(name)
+            if name in NODES:
+                self.word("graph")
+                return self.made[name]
             maker = MAKERS.get(name)
             self.made[name] = int(maker(self) if maker else getattr(self, f"make_{name}")())
         return self.made[name]
 
     def buffer(self, data: bytes = bytes(4096)) -> int:
-        """Address of host memory that lives as long as this."""
+        """Address of host memory that lives as long as the process: the driver may know it."""
         memory = ctypes.create_string_buffer(data, len(data) + 1)
-        self.keep.append(memory)
+        KEEP.append(memory)
         return ctypes.addressof(memory)
 
     def struct(self, value: Any) -> int:
         """Address of a structure of the bindings."""
-        self.keep.append(value)
+        KEEP.append(value)
         return int(value.getPtr())
 
     def array(self, *values: int) -> int:
         """Address of an array of words."""
-        memory = (ctypes.c_uint64 * len(values))(*values)
-        self.keep.append(memory)
-        return ctypes.addressof(memory)
+        return self.buffer(bytes((ctypes.c_uint64 * len(values))(*values)))
 
     def end(self) -> None:
         """End what would disturb later calls."""
-        for stream in self.open_captures:
-            self.d.cuStreamEndCapture(stream)
+        if "capturing" in self.made:
+            self.d.cuStreamEndCapture(self.made["capturing"])
 
     make_out = make_bytes = buffer
 
     def make_registered(self) -> int:
-        address = self.word("pageable")
-        self.ok(self.d.cuMemHostRegister(address, 4096, 2))
-        return address
+        self.soft.cuMemHostRegister(self.word("pageable"), 4096, 2)
+        return self.word("pageable")
 
-    def make_capturing(self) -> Any:
-        stream = self.word("stream")
-        self.ok(self.d.cuStreamBeginCapture(stream, self.d.CUstreamCaptureMode(2)))
-        self.open_captures.append(stream)
-        return stream
+    def make_capturing(self) -> int:
+        self.soft.cuStreamBeginCapture(self.word("stream"), self.d.CUstreamCaptureMode(2))
+        return self.word("stream")
 
     def make_timed(self) -> Any:
-        event = self.ok(self.d.cuEventCreate(0))
-        self.ok(self.d.cuEventRecord(event, self.word("stream")))
-        self.ok(self.d.cuEventSynchronize(event))
+        event = self.soft.cuEventCreate(0)
+        self.soft.cuEventRecord(event, self.word("stream"))
+        self.soft.cuEventSynchronize(event)
         return event
 
-    def make_held(self) -> Any:
-        made = self.word("object")
-        self.ok(self.d.cuGraphRetainUserObject(self.d.CUgraph(self.word("graph")), made, 1, 1))
-        return made
+    def make_held(self) -> int:
+        self.soft.cuGraphRetainUserObject(self.word("graph"), self.word("object"), 1, 1)
+        return self.word("object")
 
     def make_graph(self) -> Any:
-        graph = self.ok(self.d.cuGraphCreate(0))
-        add = {
-            "node": lambda: self.d.cuGraphAddEmptyNode(graph, [], 0),
-            "knode": lambda: self.d.cuGraphAddKernelNode(graph, [], 0, self.kernel()),
-            "cnode": lambda: self.d.cuGraphAddMemcpyNode(graph, [], 0, self.copy(), 0),
-            "mnode": lambda: self.d.cuGraphAddMemsetNode(graph, [], 0, self.fill(), 0),
-            "hnode": lambda: self.d.cuGraphAddHostNode(graph, [], 0, self.host()),
-            "bnode": lambda: self.d.cuGraphAddBatchMemOpNode(graph, [], 0, self.batch()),
-            "gnode": lambda: self.d.cuGraphAddChildGraphNode(
-                graph, [], 0, self.ok(self.d.cuGraphCreate(0))),
-            "rnode": lambda: self.d.cuGraphAddEventRecordNode(graph, [], 0, self.word("event")),
-            "wnode": lambda: self.d.cuGraphAddEventWaitNode(graph, [], 0, self.word("event")),
-        }  # fmt: skip
-        for name, make in add.items():
-            self.made[name] = int(self.ok(make()))
-        pair = [self.d.CUgraphNode(self.made[name]) for name in ("mnode", "cnode")]
-        self.ok(self.d.cuGraphAddDependencies(graph, pair[:1], pair[1:], None, 1))
+        graph = self.soft.cuGraphCreate(0)
+        nodes = {name: add(self, graph) for name, add in NODES.items()}
+        self.made |= {name: int(node) for name, node in nodes.items()}
+        self.soft.cuGraphAddDependencies(graph, [nodes["mnode"]], [nodes["cnode"]], None, 1)
         return graph
 
     def make_graph2(self) -> Any:
-        graph = self.ok(self.d.cuGraphCreate(0))
-        self.ok(self.d.cuGraphAddEmptyNode(graph, [], 0))
+        graph = self.soft.cuGraphCreate(0)
+        self.soft.cuGraphAddEmptyNode(graph, [], 0)
         return graph
-
-    def of_graph(self, name: str) -> int:
-        self.word("graph")
-        return self.made[name]
 
     # ---- structures ---------------------------------------------------------------------------
     def kernel(self) -> Any:
-        p = self.d.CUDA_KERNEL_NODE_PARAMS()
-        p.func = self.d.CUfunction(self.word("function"))
-        p.gridDimX = p.gridDimY = p.gridDimZ = 1
-        p.blockDimX = p.blockDimY = p.blockDimZ = 1
-        p.kernelParams = self.word("arguments")
+        p, keep = self.soft.kernel_params(self.word("function"), 1, 1, self.word("dptr"))
+        KEEP.append(keep)
         return p
 
     def copy(self) -> Any:
-        p, device = self.d.CUDA_MEMCPY3D(), self.d.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        p.srcMemoryType = p.dstMemoryType = device
-        p.srcDevice, p.dstDevice = (self.d.CUdeviceptr(self.word("dptr")) for _ in range(2))
-        p.WidthInBytes, p.Height, p.Depth = 64, 1, 1
-        return p
-
-    def fill(self, kind: Any = None) -> Any:
-        p = (kind or self.d.CUDA_MEMSET_NODE_PARAMS)()
-        p.dst, p.elementSize, p.width, p.height = self.d.CUdeviceptr(self.word("dptr")), 4, 16, 1
-        return p
+        return self.soft.copy_params(self.word("dptr"), self.word("dptr"), 64)
 
     def host(self) -> Any:
         p = self.d.CUDA_HOST_NODE_PARAMS()
@@ -199,20 +147,15 @@ class World:
 
     def batch(self) -> Any:
         p = self.d.CUDA_BATCH_MEM_OP_NODE_PARAMS()
-        p.ctx, p.count, p.paramArray = self.driver.context, 1, [self.operation()]
+        p.ctx, p.count, p.paramArray = self.soft.context, 1, [self.operation()]
         return p
 
     def make_path(self) -> int:
         file = tempfile.NamedTemporaryFile(suffix=".image")  # noqa: SIM115  (lives with this)
         file.write(self.image)
         file.flush()
-        self.keep.append(file)
+        KEEP.append(file)
         return self.buffer(file.name.encode())
-
-    def make_dot(self) -> int:
-        folder = tempfile.TemporaryDirectory()
-        self.keep.append(folder)
-        return self.buffer(f"{folder.name}/graph.dot".encode())
 
     def make_config(self) -> int:
         p = self.d.CUlaunchConfig()
@@ -221,46 +164,60 @@ class World:
         return self.struct(p)
 
     def make_node_params(self) -> int:
-        p = self.d.CUgraphNodeParams()
-        p.type = self.d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
-        p.memset = self.fill(self.d.CUDA_MEMSET_NODE_PARAMS_v2)
+        p = self.soft.node_params("MEMSET")
+        p.memset = self.soft.fill_params(self.word("dptr"), 0, self.d.CUDA_MEMSET_NODE_PARAMS_v2)
         return self.struct(p)
+
+
+#: The nodes of the one graph.
+NODES: dict[str, Callable[[World, Any], Any]] = {
+    "node": lambda w, g: w.soft.cuGraphAddEmptyNode(g, [], 0),
+    "knode": lambda w, g: w.soft.cuGraphAddKernelNode(g, [], 0, w.kernel()),
+    "cnode": lambda w, g: w.soft.cuGraphAddMemcpyNode(g, [], 0, w.copy(), 0),
+    "mnode": lambda w, g: w.soft.add_fill(g, [], w.word("dptr"), 0),
+    "hnode": lambda w, g: w.soft.cuGraphAddHostNode(g, [], 0, w.host()),
+    "bnode": lambda w, g: w.soft.cuGraphAddBatchMemOpNode(g, [], 0, w.batch()),
+    "gnode": lambda w, g: w.soft.cuGraphAddChildGraphNode(g, [], 0, w.soft.cuGraphCreate(0)),
+    "rnode": lambda w, g: w.soft.cuGraphAddEventRecordNode(g, [], 0, w.word("event")),
+    "wnode": lambda w, g: w.soft.cuGraphAddEventWaitNode(g, [], 0, w.word("event")),
+}
 
 #: How a right argument is made, where one line says it; the others are methods of World.
 MAKERS: dict[str, Callable[[World], Any]] = {
     "dev": lambda w: 0,
-    "ctx": lambda w: w.driver.context,
-    "made": lambda w: w.ok(w.d.cuCtxCreate(None, 0, 0)),
-    "dptr": lambda w: w.ok(w.d.cuMemAlloc(64)),
-    "pinned": lambda w: w.ok(w.d.cuMemHostAlloc(64, 3)),
+    "ctx": lambda w: w.soft.context,
+    "made": lambda w: w.soft.cuCtxCreate(None, 0, 0),
+    "dptr": lambda w: w.soft.alloc(64),
+    "pinned": lambda w: w.soft.cuMemHostAlloc(64, 3),
     "pageable": lambda w: (w.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
-    "stream": lambda w: w.ok(w.d.cuStreamCreate(1)),
-    "event": lambda w: w.ok(w.d.cuEventCreate(2)),
-    "module": lambda w: w.ok(w.d.cuModuleLoadData(w.image)),
-    "function": lambda w: w.ok(w.d.cuModuleGetFunction(w.d.CUmodule(w.word("module")), b"step")),
-    "library": lambda w: w.ok(w.d.cuLibraryLoadData(w.image, [], [], 0, [], [], 0)),
-    "kernel": lambda w: w.ok(w.d.cuLibraryGetKernel(w.d.CUlibrary(w.word("library")), b"step")),
-    "object": lambda w: w.ok(w.d.cuUserObjectCreate(0, w.d.CUhostFn(w.word("fn")), 1, 1)),
-    "clone": lambda w: w.ok(w.d.cuGraphClone(w.d.CUgraph(w.word("graph")))),
-    "exec": lambda w: w.ok(w.d.cuGraphInstantiate(w.d.CUgraph(w.word("graph")), 0)),
-    "fn": lambda w: int(ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0),
-    "arguments": lambda w: w.array(w.array(int(w.word("dptr")))),
+    "stream": lambda w: w.soft.stream(),
+    "event": lambda w: w.soft.cuEventCreate(2),
+    "module": lambda w: w.soft.cuModuleLoadData(w.image),
+    "function": lambda w: w.soft.cuModuleGetFunction(w.word("module"), b"step"),
+    "library": lambda w: w.soft.cuLibraryLoadData(w.image, [], [], 0, [], [], 0),
+    "kernel": lambda w: w.soft.cuLibraryGetKernel(w.word("library"), b"step"),
+    "object": lambda w: w.soft.cuUserObjectCreate(0, w.d.CUhostFn(w.word("fn")), 1, 1),
+    "clone": lambda w: w.soft.cuGraphClone(w.word("graph")),
+    "exec": lambda w: w.soft.cuGraphInstantiate(w.word("graph"), 0),
+    "fn": lambda w: address(ctypes.CDLL(None).abs),
+    "arguments": lambda w: w.array(w.array(w.word("dptr"))),
     "symbol": lambda w: w.buffer(b"cuInit"),
     "name": lambda w: w.buffer(b"step"),
+    "dot": lambda w: w.buffer(b"/dev/null"),
     "image": lambda w: w.buffer(w.image),
     "attributes": lambda w: w.array(2),
     "results": lambda w: w.array(w.buffer()),
     "host": lambda w: w.struct(w.host()),
     "copy": lambda w: w.struct(w.copy()),
-    "fill": lambda w: w.struct(w.fill()),
+    "fill": lambda w: w.struct(w.soft.fill_params(w.word("dptr"), 0)),
     "batch": lambda w: w.struct(w.batch()),
     "operations": lambda w: w.struct(w.operation()),
     "kernel_params": lambda w: w.struct(w.kernel()),
     "instantiate": lambda w: w.struct(w.d.CUDA_GRAPH_INSTANTIATE_PARAMS()),
-    "first": lambda w: w.array(w.of_graph("node")),
-    "second": lambda w: w.array(w.of_graph("knode")),
-    "joined_from": lambda w: w.array(w.of_graph("mnode")),
-    "joined_to": lambda w: w.array(w.of_graph("cnode")),
+    "first": lambda w: w.array(w.word("node")),
+    "second": lambda w: w.array(w.word("knode")),
+    "joined_from": lambda w: w.array(w.word("mnode")),
+    "joined_to": lambda w: w.array(w.word("cnode")),
 }
 
 
@@ -297,21 +254,22 @@ def wrong(parameter: str) -> Iterator[tuple[str, int, str]]:
 
 def right_and_wrong(driver: Driver, image: bytes) -> Iterator[Row]:
     """Call every function with right arguments, then with one wrong argument at a time."""
+    soft = Soft()
     for call in calls():
-        cases: list[tuple[str, int, int, str]] = [("right arguments", -1, 0, call.expected)]
+        cases: list[tuple[str, int, int, str]] = []
         for i, parameter in enumerate(call.parameters):
-            for behaviour, value, code in wrong(parameter):
-                cases.append((f"{behaviour} (argument {i + 1})", i, value, code))
-        for behaviour, i, value, code in [*cases[1:], cases[0]]:
-            driver.ok(driver.d.cuCtxSetCurrent(driver.context))
-            world = World(driver, image)
+            for behaviour, value, wanted in wrong(parameter):
+                cases.append((f"{behaviour} (argument {i + 1})", i, value, wanted))
+        for behaviour, i, value, wanted in [*cases, ("right arguments", -1, 0, call.expected)]:
+            soft.cuCtxSetCurrent(soft.context)
+            world = World(soft, image)
             words = [right(world, parameter) for parameter in call.parameters]
             if i >= 0:
                 words[i] = value
             got = driver.call(call, words)
-            driver.d.cuCtxSynchronize()
+            soft.d.cuCtxSynchronize()
             world.end()
-            yield call.name, behaviour, code, got
+            yield call.name, behaviour, wanted, got
 
 
 def before_init(driver: Driver, _: bytes) -> Iterator[Row]:
@@ -323,8 +281,7 @@ def before_init(driver: Driver, _: bytes) -> Iterator[Row]:
 
 def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
     """Functions that need a context, on a thread that has none."""
-    driver.open()
-    driver.ok(driver.d.cuCtxSetCurrent(0))
+    Soft().cuCtxSetCurrent(0)
     for call in calls():
         if "c" in call.flags:
             yield call.name, "no current context", "INVALID_CONTEXT", driver.call(call, [])
@@ -332,8 +289,7 @@ def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
 
 def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
     """Every function inside a host function."""
-    driver.open()
-    rows: list[Row] = []
+    soft, rows = Soft(), []
 
     def inside(_: int) -> None:
         for call in calls():
@@ -341,24 +297,17 @@ def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
                 rows.append((call.name, "in a host function", "NOT_PERMITTED",
                              driver.call(call, [])))  # fmt: skip
 
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(inside)
-    launch = next(c for c in calls() if c.name == "cuLaunchHostFunc@10000")
-    assert driver.call(launch, [0, ctypes.cast(callback, ctypes.c_void_p).value or 0, 0]) == (
-        "SUCCESS"
-    )
-    driver.ok(driver.d.cuCtxSynchronize())
+    callback = CALLBACK(inside)
+    soft.host(0, callback)
+    soft.cuCtxSynchronize()
     yield from rows
 
 
 def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
     """Every function after a kernel faulted."""
-    driver.open()
-    world = World(driver, image)
-    stray = driver.ok(
-        driver.d.cuModuleGetFunction(driver.d.CUmodule(world.word("module")), b"stray")
-    )
-    driver.ok(driver.d.cuLaunchKernel(stray, 1, 1, 1, 1, 1, 1, 0, 0, world.word("arguments"), 0))
-    driver.d.cuCtxSynchronize()
+    soft = Soft()
+    soft.launch(soft.kernels(TEXT).stray, 1, 1, soft.alloc(64))
+    soft.d.cuCtxSynchronize()
     for call in calls():
         if not call.flags & {"a", "f"}:
             yield call.name, "after a fault", "ILLEGAL_ADDRESS", driver.call(call, [])
@@ -366,30 +315,22 @@ def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
 
 def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
     """Functions that may not be called while a stream captures, by the calling thread's mode."""
-    driver.open()
+    soft = Soft()
     for call in calls():
-        world = World(driver, image)
-        stream, event = driver.d.CUstream(world.word("stream")), world.word("event")
-        wanted = "STREAM_CAPTURE_UNSUPPORTED"
+        stream, event = soft.stream(), soft.cuEventCreate(2)
         words = {"cuStreamSynchronize": [int(stream)], "cuStreamQuery": [int(stream)],
                  "cuCtxSynchronize": [], "cuEventSynchronize": [int(event)],
                  "cuEventQuery": [int(event)]}  # fmt: skip
         if "u" not in call.flags and call.name not in words:
             continue
-        if call.name.startswith("cuEvent"):
-            wanted = "CAPTURED_EVENT"
-        driver.ok(driver.d.cuStreamBeginCapture(stream, driver.d.CUstreamCaptureMode(0)))
-        driver.ok(driver.d.cuEventRecord(event, stream))
+        of_event = call.name.startswith("cuEvent")
+        soft.cuStreamBeginCapture(stream, soft.d.CUstreamCaptureMode(0))
+        soft.cuEventRecord(event, stream)
         got = driver.call(call, words.get(call.name, []))
-        ended = driver.code(int(driver.d.cuStreamEndCapture(stream)[0]))
+        wanted = "CAPTURED_EVENT" if of_event else "STREAM_CAPTURE_UNSUPPORTED"
         yield call.name, "while a stream captures", wanted, got
+        ended = code(soft.d.cuStreamEndCapture(stream))
         yield call.name, "and then the capture", "STREAM_CAPTURE_INVALIDATED", ended
-
-
-def arguments(driver: Driver, image: bytes) -> Iterator[Row]:
-    """Right and wrong arguments, in a context."""
-    driver.open()
-    yield from right_and_wrong(driver, image)
 
 
 def absent(driver: Driver, _: bytes) -> Iterator[Row]:
@@ -407,7 +348,7 @@ STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {
     "before-init": before_init,
     "no-context": without_context,
     "host-function": in_host_function,
-    "arguments": arguments,
+    "arguments": right_and_wrong,
     "capture": during_capture,
     "fault": after_fault,
     "absent": absent,

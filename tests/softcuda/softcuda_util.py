@@ -1,10 +1,10 @@
-"""Shared by the soft-device tests: build or find the library, load it first, talk to it."""
+"""Shared by the soft-device tests: load the library first, talk to it, here or in a child."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-import importlib.util
+import functools
 import json
 import os
 import subprocess
@@ -13,64 +13,23 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from graft.cudagraph import chooser, softstats
+from graft.cudagraph.errors import DeviceError
+from graft.native.softcuda.compile import compile_cpu
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-SOURCE = ROOT / "native" / "softcuda"
+SOURCE = HERE.parents[1] / "native" / "softcuda"
 CACHE = Path(tempfile.gettempdir()) / f"softcuda-test-kernels-{os.getuid()}"
-
-
-def _build() -> Path:
-    """Build the library next to the tests' other outputs, when no installed copy is wanted."""
-    build = ROOT / "build" / "softcuda"
-    path = build / "libcuda.so.1"
-    newest = max(p.stat().st_mtime for p in SOURCE.rglob("*") if p.suffix in {".cpp", ".h", ".txt"})
-    if not path.exists() or path.stat().st_mtime < newest:
-        subprocess.run(
-            ["cmake", "-S", str(SOURCE), "-B", str(build)], check=True, capture_output=True
-        )
-        subprocess.run(["cmake", "--build", str(build)], check=True, capture_output=True)
-    return path
-
-
-def library_path() -> Path:
-    """Return the library under test: SOFTCUDA_LIBRARY, the installed copy, or a fresh build."""
-    if given := os.environ.get("SOFTCUDA_LIBRARY"):
-        return Path(given)
-    try:
-        import graft.native
-    except ImportError:
-        return _build()
-    installed = [Path(folder) / "soft" / "libcuda.so.1" for folder in graft.native.__path__]
-    return next((path for path in installed if path.exists()), None) or _build()
-
-
-def compile_module() -> ModuleType:
-    """Load the compile driver as a plain file: it must not need the installed package."""
-    name = "softcuda_compile"
-    if name in sys.modules:
-        return sys.modules[name]
-    sys.path.insert(0, str(SOURCE))
-    try:
-        spec = importlib.util.spec_from_file_location(name, SOURCE / "compile.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SOURCE))
-    return module
 
 
 def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
     """Compile kernel text for the soft device."""
-    image: bytes = compile_module().compile_cpu(source, name, cache_dir=CACHE, **options)
-    return image
+    return compile_cpu(source, name, cache_dir=CACHE, **options)
 
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -101,14 +60,14 @@ class Soft:
     returns what the bindings do. What was made by the former is freed by ``close()``.
     """
 
-    def __init__(self, loaded: ctypes.CDLL | None = None) -> None:
+    fault = staticmethod(softstats.last_fault)
+    refusal = staticmethod(softstats.last_refusal)
+    describe = staticmethod(softstats.describe)
+    count = staticmethod(softstats.count)
+
+    def __init__(self) -> None:
         self.made: list[tuple[str, Any]] = []
-        self.lib = loaded or ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
-        for name in ("live", "leaked", "count", "calls", "gil_held"):
-            getattr(self.lib, f"softcuda_{name}").restype = ctypes.c_int64
-        self.lib.softcuda_kind_name.restype = ctypes.c_char_p
-        for name in ("last_fault", "last_refusal", "describe"):
-            getattr(self.lib, f"softcuda_{name}").restype = ctypes.c_size_t
+        self.lib = ctypes.CDLL(str(chooser.preload_soft()))
         from cuda.bindings import driver
 
         self.d = driver
@@ -138,31 +97,11 @@ class Soft:
             end, made = self.made.pop()
             getattr(self.d, end)(made)
 
-    def _text(self, name: str) -> str:
-        buffer = ctypes.create_string_buffer(8192)
-        getattr(self.lib, name)(buffer, ctypes.c_size_t(len(buffer)))
-        return buffer.value.decode()
-
-    def fault(self) -> str:
-        return self._text("softcuda_last_fault")
-
-    def refusal(self) -> str:
-        return self._text("softcuda_last_refusal")
-
-    def describe(self) -> str:
-        return self._text("softcuda_describe")
-
     def live(self) -> dict[str, int]:
-        names: list[bytes] = []
-        while (name := self.lib.softcuda_kind_name(len(names))) is not None:
-            names.append(name)
-        return {name.decode(): int(self.lib.softcuda_live(name)) for name in names}
+        return softstats.snapshot()["live"]
 
     def leaked(self) -> dict[str, int]:
-        return {name: int(self.lib.softcuda_leaked(name.encode())) for name in self.live()}
-
-    def count(self, what: str) -> int:
-        return int(self.lib.softcuda_count(what.encode()))
+        return softstats.snapshot()["leaked"]
 
     # ---- conveniences -------------------------------------------------------------------------
     def stream(self) -> Any:
@@ -345,22 +284,13 @@ def code(result: tuple[Any, ...]) -> str:
     return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
-_device: Soft | None = None
-
-
+@functools.cache
 def device() -> Soft:
     """Return the process's soft device; skip when another libcuda.so.1 answers already."""
-    global _device
-    if _device is None:
-        loaded: ctypes.CDLL | None
-        try:
-            loaded = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-        except OSError:
-            loaded = None
-        if loaded is not None and not hasattr(loaded, "softcuda_live"):
-            pytest.skip("another libcuda.so.1 than the soft device's is loaded in this process")
-        _device = Soft(loaded)
-    return _device
+    try:
+        return Soft()
+    except DeviceError as error:
+        pytest.skip(str(error))
 
 
 class _Zygote:
@@ -376,7 +306,7 @@ class _Zygote:
         )
         atexit.register(self.process.kill)
 
-    def run(self, code: str, env: dict[str, str], limit: float) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory(prefix="softcuda-child-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             request = {"code": code, "env": env, "out": str(out), "err": str(err), "limit": limit}
@@ -389,7 +319,7 @@ class _Zygote:
             )
 
 
-_zygote: _Zygote | None = None
+_zygote = functools.cache(_Zygote)
 
 PRELUDE = """
 import ctypes, sys, threading, time
@@ -400,10 +330,6 @@ d = s.d
 """
 
 
-def run_child(code: str, limit: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
+def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python code with a fresh soft device ``s`` (and driver ``d``) in a child process."""
-    global _zygote
-    if _zygote is None or _zygote.process.poll() is not None:
-        _zygote = _Zygote()
-    where = {**os.environ, "SOFTCUDA_LIBRARY": str(library_path()), **env}
-    return _zygote.run(PRELUDE + textwrap.dedent(code), where, limit)
+    return _zygote().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)

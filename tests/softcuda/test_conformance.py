@@ -32,7 +32,7 @@ def answers(state, image):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}
     command = [sys.executable, str(util.HERE / "conformance_child.py"), state, str(image)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False,
-                          env=environment | {"SOFTCUDA_LIBRARY": str(util.library_path())})
+                          env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

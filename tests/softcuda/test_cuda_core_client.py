@@ -180,13 +180,6 @@ def test_libraries_name_their_kernels(core, image):
     assert cu.cuLibraryGetKernelCount(library)[0] == invalid
 
 
-def test_what_the_soft_device_has_not_is_refused(core):
-    """Memory pools are NOT_SUPPORTED."""
-    unsupported = cu.CUresult.CUDA_ERROR_NOT_SUPPORTED
-    assert cu.cuDeviceGetDefaultMemPool(0)[0] == unsupported
-    assert cu.cuDeviceGetMemPool(0)[0] == unsupported
-
-
 def test_buffers_without_pools(core, queue):
     """cuda.core allocates device memory though there are no pools, and copies to it and back."""
     source = LegacyPinnedMemoryResource().allocate(64)

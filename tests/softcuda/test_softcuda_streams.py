@@ -13,6 +13,8 @@ import pytest
 import softcuda_util as util
 from softcuda_util import CALLBACK, USLEEP, code
 
+from graft.cudagraph import softstats
+
 KERNELS = r"""
 extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
 extern "C" __global__ void wait_for(const volatile int* flag, int* seen) {
@@ -195,9 +197,9 @@ def test_the_gil_record(soft):
     pointer = soft.alloc(64)
 
     def record():
-        names = (b"cuMemsetD8", b"cuCtxSynchronize", None)
-        held = [soft.lib.softcuda_gil_held(name) for name in names]
-        return np.array([*(soft.lib.softcuda_calls(name) for name in names[:2]), *held])
+        names = ("cuMemsetD8", "cuCtxSynchronize", None)
+        made, held = ([f(name) for name in names] for f in (softstats.calls, softstats.gil_held))
+        return np.array(made[:2] + held)
 
     before = record()
     soft.cuMemsetD8(pointer, 0, 64)

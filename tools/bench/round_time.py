@@ -58,12 +58,12 @@ class Side:
             self._engine.step()
             self._engine.settle()
             rows = stats.row_rounds - before
-        launches, taken, begun = stats.launches, stats.row_rounds, time.perf_counter_ns()
+        launches, taken, begun = stats.rounds, stats.row_rounds, time.perf_counter_ns()
         for _ in range(rounds):
             self._engine.step()
         self._engine.settle()
         took = time.perf_counter_ns() - begun
-        launches, taken = stats.launches - launches, stats.row_rounds - taken
+        launches, taken = stats.rounds - launches, stats.row_rounds - taken
         for name in ids:
             self._engine.cancel(name)
         while self._engine.busy:

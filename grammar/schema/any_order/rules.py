@@ -13,37 +13,69 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..options import literal
-from ..terms import KINDS, Cannot, has_orders, kinds_of, meet
+from ..options import Whitespace, json_options, literal
+from ..terms import KINDS, Cannot, Reason, has_orders, kinds_of, meet, subschemas
+from ..trial import trial_lark
 from . import lark
 from .leaves import KNOWN, Leaves
 from .shape import Array, Object, Parts, array_of, object_of
 
-__all__ = ["lark_rules"]
+__all__ = ["in_any_order"]
 
 _WHOLE = "schema"  # where a `Cannot` says so, there is no grammar for the schema as a whole
 _MOST_RULES = 3000
 _MOST_OPTIONS = 256  # conjunctions that one union within a conjunction may become
 _MOST_TEXT = 400_000
+_KEPT = "keys in the schema's order only: "
 
 
-def lark_rules(
-    root: Any, options: dict[str, Any], *, careful: bool = False
-) -> tuple[str, list[Cannot], list[Cannot]]:
-    """The rules of a grammar, started from ``start``; none if one ``%json`` says the same.
+Told = tuple[Reason, ...]
 
-    Also why objects in it keep their keys in the schema's order, if some do, and which keys it
-    leaves out; `Cannot` if the schema, which is known to compile, has no such form. If not careful,
-    a leaf that nothing fits may stay in the grammar, which LLGuidance then refuses.
+
+def in_any_order(schema: Any, whitespace: Whitespace) -> tuple[str, Told, Told]:
+    """A Lark grammar for a schema that LLGuidance takes; empty if ``%json`` does it, or nothing.
+
+    Also where, and why, keys keep the schema's order all the same: in some objects if there are
+    rules, else in all; and where other keys are left out.
     """
-    leaves = Leaves(root, options, careful)
-    if not leaves.has_objects(root):
-        return "", [], []
-    worker = _Rules(leaves)
-    start = worker.of((root,))
-    if start is None:
-        raise Cannot(_WHOLE, "allows no output")
-    return worker.text(start) + "\n" + lark.separators(options), worker.kept, worker.narrowed
+    why = Cannot("schema", "it is too deep")
+    try:
+        # Asking whether anything fits each leaf costs time, and few schemas have any that nothing
+        # fits; there LLGuidance refuses the grammar.
+        for careful in (False, True):
+            worker = _Rules(Leaves(schema, json_options(whitespace), careful))
+            rules = worker.text(schema, whitespace)
+            objection = trial_lark(rules) if rules else ""
+            if not objection:
+                kept = _located(schema, worker.kept, _KEPT)
+                return rules, kept, _located(schema, worker.narrowed, "")
+            why = Cannot("schema", objection)
+            if "Unsatisfiable" not in objection:
+                break
+    except RecursionError:
+        pass
+    except Cannot as error:
+        why = error
+    return "", _located(schema, [why], _KEPT), ()
+
+
+def _located(schema: Any, told: list[Cannot], what: str) -> Told:
+    """Each obstacle with the part of the schema that has most of it."""
+    parts = subschemas(schema) if told else []
+    found = []
+    for why in told:
+        extents = [(_extent(part, why), pointer) for pointer, part in parts]
+        place = max(extents, key=lambda one: one[0])[1] if extents else "#"
+        found.append(Reason(place, why.keyword, what + why.why))
+    return tuple(dict.fromkeys(found))
+
+
+def _extent(part: dict[str, Any], why: Cannot) -> int:
+    """How much of what stands in the way is in this part of the schema."""
+    value = part.get(why.keyword)
+    if why.keyword == "$ref":
+        return int(repr(value) in why.why)
+    return len(value) if isinstance(value, (dict, list)) else 0
 
 
 class _Rules:
@@ -61,12 +93,17 @@ class _Rules:
         self._count = 0
         self._size = 0
 
-    def text(self, start: str) -> str:
-        """All rules."""
+    def text(self, root: Any, whitespace: Whitespace) -> str:
+        """All rules, started from ``start``; none if one ``%json`` says the same."""
+        if not self._leaves.has_objects(root):
+            return ""
+        start = self.of((root,))
+        if start is None:
+            raise Cannot(_WHOLE, "allows no output")
         lines = [f"start: {start}"]
         lines += [f"{name}: {body}" for name, body in self._rules.items()]
         lines += [f"{name}: {body}" for body, name in self._terminals.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, lark.separators(json_options(whitespace))])
 
     def of(self, parts: Parts) -> str | None:
         """The rule of what fits all the schemas; None if nothing does."""

@@ -108,9 +108,7 @@ class Negation:
             if about is None or about in kinds or (about == "number" and "integer" in kinds):
                 yield from self._keyword(keyword, value, kinds, names)
 
-    def _keyword(
-        self, keyword: str, value: Any, kinds: Kinds, names: frozenset[str] | None
-    ) -> Any:
+    def _keyword(self, keyword: str, value: Any, kinds: Kinds, names: frozenset[str] | None) -> Any:
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
                 yield {"type": _ABOUT[keyword], "max" + keyword[3:]: int(value) - 1}
@@ -254,9 +252,7 @@ def _other_types(schema: dict[str, Any], kinds: Kinds) -> Any:
     own = kinds_of({"type": schema["type"]})
     if "integer" in own and "number" in kinds:
         raise Cannot("type", "numbers that are no integers cannot be told from integers")
-    free = sorted(
-        k for k in kinds if k not in own and not (k == "integer" and "number" in own)
-    )
+    free = sorted(k for k in kinds if k not in own and not (k == "integer" and "number" in own))
     if free:
         yield {"type": free}
 

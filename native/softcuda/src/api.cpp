@@ -3,6 +3,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -33,35 +34,30 @@ std::atomic<ApiSite*> g_sites{nullptr};
 
 std::atomic<ThreadRecord*> g_threads{nullptr};
 
-struct RecordOwner {
-  ThreadRecord* record = nullptr;
-  ~RecordOwner() {
-    if (record != nullptr) record->used.store(false);
-  }
-};
-
-ThreadRecord& self() {
-  thread_local RecordOwner owner;
-  if (owner.record != nullptr) return *owner.record;
+ThreadRecord* free_record() {
   for (ThreadRecord* r = g_threads.load(); r != nullptr; r = r->next) {
     bool free = false;
-    if (r->used.compare_exchange_strong(free, true)) owner.record = r;
-    if (owner.record != nullptr) break;
+    if (r->used.compare_exchange_strong(free, true)) return r;
   }
-  if (owner.record == nullptr) {
-    owner.record = new ThreadRecord;
-    owner.record->used = true;
-    owner.record->next = g_threads.load();
-    while (!g_threads.compare_exchange_weak(owner.record->next, owner.record)) {
-    }
+  auto* made = new ThreadRecord;
+  made->used = true;
+  made->next = g_threads.load();
+  while (!g_threads.compare_exchange_weak(made->next, made)) {
   }
-  owner.record->tid = syscall(SYS_gettid);
-  owner.record->pthread = static_cast<uint64_t>(pthread_self());
-  owner.record->owes = false;
-  owner.record->site = nullptr;
-  owner.record->waiting = nullptr;
-  return *owner.record;
+  return made;
 }
+
+struct RecordOwner {
+  RecordOwner() {
+    record.tid = syscall(SYS_gettid);
+    record.pthread = static_cast<uint64_t>(pthread_self());
+    record.owes = false;
+    record.site = nullptr;
+    record.waiting = nullptr;
+  }
+  ~RecordOwner() { record.used.store(false); }
+  ThreadRecord& record = *free_record();
+};
 
 // Lock model bit 1: a lock that is held for as long as a host function runs.
 std::mutex& g_context_lock = *new std::mutex;
@@ -76,7 +72,10 @@ int index_of(const char* const (&names)[N], const char* name) {
 }  // namespace
 
 ThreadRecord* first_thread() { return g_threads.load(); }
-ThreadRecord& this_thread() { return self(); }
+ThreadRecord& this_thread() {
+  thread_local RecordOwner owner;
+  return owner.record;
+}
 RunningHost& running_host() {
   static RunningHost& host = *new RunningHost;
   return host;
@@ -104,7 +103,7 @@ ApiSite::ApiSite(const char* symbol, int version, unsigned given, void* function
 }
 
 ApiCall::ApiCall(ApiSite& site) : site_(site), gil_(gil_held()) {
-  ThreadRecord& me = self();
+  ThreadRecord& me = this_thread();
   site.calls.fetch_add(1, std::memory_order_relaxed);
   if (gil_) site.gil_held.fetch_add(1, std::memory_order_relaxed);
   outer_ = me.site.load(std::memory_order_relaxed);
@@ -141,16 +140,29 @@ void ApiCall::admit() {
   }
 }
 
-ApiCall::~ApiCall() { self().site.store(outer_, std::memory_order_release); }
+ApiCall::~ApiCall() { this_thread().site.store(outer_, std::memory_order_release); }
 
-Waiting::Waiting(const char* what) : outer_(self().waiting.exchange(what)) {}
-Waiting::~Waiting() { self().waiting.store(outer_); }
+Waiting::Waiting(const char* what) : outer_(this_thread().waiting.exchange(what)) {}
+Waiting::~Waiting() { this_thread().waiting.store(outer_); }
 
 void may_wait_for_device(const char* why) {
-  const ThreadRecord& me = self();
+  const ThreadRecord& me = this_thread();
   const ApiSite* site = me.site.load(std::memory_order_relaxed);
   if (!watching() || site == nullptr || !me.gil) return;
   note_held_gil(site->name, Wanted::device_work, why);
+}
+
+// When the last host functions were entered and when they returned, for softcuda_hops.
+constexpr size_t kHops = 128;
+static std::mutex& g_hops_mutex = *new std::mutex;
+static uint64_t g_hops[kHops][2];
+static size_t g_recorded = 0;
+
+static void record_hop(uint64_t entered, uint64_t returned) {
+  std::lock_guard<std::mutex> lock(g_hops_mutex);
+  uint64_t* hop = g_hops[g_recorded++ % kHops];
+  hop[0] = entered;
+  hop[1] = returned;
 }
 
 void run_host_function(CUhostFn fn, void* data) {
@@ -243,6 +255,20 @@ SC_EXPORT int64_t softcuda_gil_held(const char* api) { return sum_sites(api, &Ap
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
   return give(describe(), buffer, size);
 }
+
+// Copies (entered, returned) of the last `n` host functions, oldest first, in nanoseconds of
+// CLOCK_MONOTONIC; returns how many there were. At most 128 are kept.
+SC_EXPORT size_t softcuda_hops(uint64_t* out, size_t n) {
+  std::lock_guard<std::mutex> lock(g_hops_mutex);
+  n = std::min({n, g_recorded, kHops});
+  for (size_t i = 0; i < n; ++i) {
+    std::copy_n(g_hops[(g_recorded - n + i) % kHops], 2, out + 2 * i);
+  }
+  return n;
+}
+
+// A host function: writes the time to the uint64 that `data` points at.
+SC_EXPORT void softcuda_stamp(void* data) { *static_cast<uint64_t*>(data) = now_ns(); }
 
 SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int, version, uint64_t,
        flags, int*, status) {

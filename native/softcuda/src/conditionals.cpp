@@ -4,24 +4,15 @@
 namespace softcuda {
 namespace {
 
-struct Table {
-  std::mutex mutex;
-  std::unordered_map<uint64_t, std::weak_ptr<Condition>> conditions;
-};
-Table& table() {
-  static Table& t = *new Table;
-  return t;
-}
-
-std::shared_ptr<Condition> find_condition(uint64_t handle) {
-  std::lock_guard<std::mutex> lock(table().mutex);
-  auto it = table().conditions.find(handle);
-  return it == table().conditions.end() ? nullptr : it->second.lock();
-}
-
-bool below(const Graph* graph, const Graph* top) {
-  while (graph != nullptr && graph != top) graph = graph->body_of;
-  return graph != nullptr;
+// A condition steers a node of its own graph or of a body below it.
+std::shared_ptr<Condition> find_condition(const Graph* graph, uint64_t handle) {
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  for (; graph != nullptr; graph = graph->body_of) {
+    for (auto& condition : graph->conditions) {
+      if (reinterpret_cast<uint64_t>(condition->cell) == handle) return condition;
+    }
+  }
+  return nullptr;
 }
 
 bool allowed_in_body(CUgraphNodeType type) {
@@ -67,9 +58,8 @@ void check_conditions(const Graph& graph, bool in_body) {
 void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, size_t n,
                      CUDA_CONDITIONAL_NODE_PARAMS* p) {
   const auto graph = graphs().find(handle);
-  std::shared_ptr<Condition> condition = find_condition(p->handle);
-  need(condition && !condition->used && below(graph.get(), condition->graph),
-       CUDA_ERROR_INVALID_VALUE,
+  const auto condition = find_condition(graph.get(), p->handle);
+  need(condition && !condition->used, CUDA_ERROR_INVALID_VALUE,
        "the conditional handle is unknown, of another graph, or steers a node already");
   const bool sized = p->type == CU_GRAPH_COND_TYPE_IF      ? p->size == 1 || p->size == 2
                      : p->type == CU_GRAPH_COND_TYPE_WHILE ? p->size == 1
@@ -122,15 +112,10 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
   need(out != nullptr && flags <= 1);
   need(!(context != nullptr && context != primary_context()), CUDA_ERROR_INVALID_CONTEXT);
   auto condition = std::make_shared<Condition>();
-  condition->graph = graph.get();
   condition->cell = new softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial};  // never freed
   condition->initial = initial;
   condition->assign = flags == 1;
   *out = reinterpret_cast<uint64_t>(condition->cell);
-  {
-    std::lock_guard<std::mutex> lock(table().mutex);
-    table().conditions[*out] = condition;
-  }
   std::lock_guard<std::mutex> lock(graph_mutex());
   graph->conditions.push_back(std::move(condition));
 }

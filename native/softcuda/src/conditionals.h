@@ -12,7 +12,6 @@
 namespace softcuda {
 
 struct Condition {
-  Graph* graph = nullptr;
   softcuda_condition* cell = nullptr;
   unsigned initial = 0;
   bool assign = false;  // store `initial` at each launch

@@ -86,19 +86,15 @@ void refuse(CUresult code, const std::string& text) {
 
 using namespace softcuda;
 
-SC_API(cuGetErrorName, 6000, kAlways, CUresult, code, const char**, out) {
-  need(out != nullptr);
-  const Named* e = find(code);
-  *out = e != nullptr ? e->name : nullptr;
-  need(e != nullptr);
-}
-
-SC_API(cuGetErrorString, 6000, kAlways, CUresult, code, const char**, out) {
-  need(out != nullptr);
-  const Named* e = find(code);
-  *out = e != nullptr ? e->text.c_str() : nullptr;
-  need(e != nullptr);
-}
+#define GET_ERROR(symbol, field)                                     \
+  SC_API(symbol, 6000, kAlways, CUresult, code, const char**, out) { \
+    need(out != nullptr);                                            \
+    const Named* e = find(code);                                     \
+    *out = e != nullptr ? e->field : nullptr;                        \
+    need(e != nullptr);                                              \
+  }
+GET_ERROR(cuGetErrorName, name)
+GET_ERROR(cuGetErrorString, text.c_str())
 
 // The text of the sticky error ("" when there is none); returns its length.
 SC_EXPORT size_t softcuda_last_fault(char* buffer, size_t size) {

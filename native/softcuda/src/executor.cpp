@@ -143,9 +143,7 @@ void Executor::begin_tracking() {
   std::memset(at_warp_, 0, sizeof at_warp_);
   std::memset(exited_, 0, sizeof exited_);
   for (unsigned t = 0; t < block_->current; ++t) exited_[t / 32] |= 1u << (t % 32);
-  arrived_ = 0;
-  count_ = any_ = 0;
-  all_ = 1;
+  arrived_ = count_ = 0;
 }
 
 void Executor::release_barrier() {
@@ -154,18 +152,13 @@ void Executor::release_barrier() {
     at_barrier_[w] = 0;
   }
   last_count_ = count_;
-  last_all_ = all_;
-  last_any_ = any_;
-  count_ = any_ = 0;
-  all_ = 1;
-  arrived_ = 0;
+  last_arrived_ = arrived_;
+  arrived_ = count_ = 0;
 }
 
 inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int predicate) {
   if (block_->tracked == 0) begin_tracking();
   count_ += predicate != 0;
-  all_ &= predicate != 0;
-  any_ |= predicate != 0;
   const unsigned thread = block_->current;
   if (++arrived_ == block_->count - block_->exited) {
     release_barrier();  // the last to arrive goes on without a switch
@@ -176,11 +169,11 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   // Nobody can complete the next barrier before this thread has read these (X3).
   switch (op) {
     case SOFTCUDA_BARRIER_COUNT:
-      return last_count_;
+      return static_cast<int>(last_count_);
     case SOFTCUDA_BARRIER_AND:
-      return last_all_;
+      return last_count_ == last_arrived_;
     case SOFTCUDA_BARRIER_OR:
-      return last_any_;
+      return last_count_ > 0;
     default:
       return 0;
   }
@@ -204,9 +197,13 @@ std::string Executor::where() const {
 
 void Executor::fail(CUresult code, const std::string& text) {
   fault(code, where() + " thread " + triple(block_->thread_idx) + ": " + text);
+  abandon();
+}
+
+void Executor::abandon() {
   failed_ = true;
-  Context abandoned;  // this block's stacks are lost; nothing runs after a fault
-  switch_context(&abandoned, &main_);
+  Context lost;  // as this block's stacks are; nothing runs after a fault
+  switch_context(&lost, &main_);
   __builtin_unreachable();
 }
 
@@ -226,10 +223,7 @@ void Executor::deadlock() {
                                       " threads at __syncthreads, " + std::to_string(warp) +
                                       " at warp operations, " + std::to_string(block_->exited) +
                                       " exited" + detail);
-  failed_ = true;
-  Context abandoned;
-  switch_context(&abandoned, &main_);
-  __builtin_unreachable();
+  abandon();
 }
 
 void Executor::caught(int signal, unsigned long long address, bool known, bool write) {

@@ -52,6 +52,7 @@ class Executor {
   void release_barrier();
   bool try_release_warp(unsigned warp, unsigned mask);
   [[noreturn]] void deadlock();
+  [[noreturn]] void abandon();  // the block, after a fault
   std::string where() const;
   void report_fault(const std::string& what, const KernelWork* work);
 
@@ -71,8 +72,8 @@ class Executor {
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
   unsigned arrived_ = 0;
-  int count_ = 0, all_ = 1, any_ = 0;                 // predicates of the barrier being gathered
-  int last_count_ = 0, last_all_ = 1, last_any_ = 0;  // of the barrier last released
+  unsigned count_ = 0;                          // predicates true at the barrier being gathered
+  unsigned last_count_ = 0, last_arrived_ = 0;  // of the barrier last released
 
   sigjmp_buf recover_;
   volatile bool armed_ = false;

@@ -12,7 +12,6 @@
 #include <mutex>
 #include <thread>
 
-#include "got.h"
 #include "stacks/stacks.h"
 
 namespace softcuda {

@@ -21,6 +21,14 @@ void watch_new_libraries();
 // Whether requests for the GIL are seen now.
 bool gil_watched();
 
+// Redirecting calls between the libraries of this process, by their tables of addresses (got.cpp).
+enum class Where { inside, outside };  // the library that contains `code`, or all but that one
+// Lets calls of `symbol` made from those libraries go to `replacement`; calls that libraries make
+// inside themselves are not seen.
+void patch_calls(const void* code, Where where, const char* symbol, void* replacement);
+// Grows with every library that is loaded.
+unsigned long long libraries_loaded();
+
 // Lets Python's fault handler write its stacks to a file of ours when asked; needs no GIL.
 void prepare_python_stacks();
 // Python's stacks of all threads, taken without the GIL; "" without Python.

@@ -1,5 +1,3 @@
-#include "got.h"
-
 #include <elf.h>
 #include <link.h>
 #include <sys/mman.h>
@@ -7,6 +5,8 @@
 
 #include <cstdint>
 #include <cstring>
+
+#include "gil.h"
 
 namespace softcuda {
 namespace {

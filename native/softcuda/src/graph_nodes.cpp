@@ -10,10 +10,11 @@ namespace softcuda {
 namespace {
 
 using Params = CUgraphNodeParams;
-constexpr auto kKernel = CU_GRAPH_NODE_TYPE_KERNEL, kCopy = CU_GRAPH_NODE_TYPE_MEMCPY,
-               kFill = CU_GRAPH_NODE_TYPE_MEMSET, kHost = CU_GRAPH_NODE_TYPE_HOST,
-               kGraph = CU_GRAPH_NODE_TYPE_GRAPH, kWait = CU_GRAPH_NODE_TYPE_WAIT_EVENT,
-               kRecord = CU_GRAPH_NODE_TYPE_EVENT_RECORD, kMemops = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
+constexpr auto kEmpty = CU_GRAPH_NODE_TYPE_EMPTY, kKernel = CU_GRAPH_NODE_TYPE_KERNEL,
+               kCopy = CU_GRAPH_NODE_TYPE_MEMCPY, kFill = CU_GRAPH_NODE_TYPE_MEMSET,
+               kHost = CU_GRAPH_NODE_TYPE_HOST, kGraph = CU_GRAPH_NODE_TYPE_GRAPH,
+               kWait = CU_GRAPH_NODE_TYPE_WAIT_EVENT, kRecord = CU_GRAPH_NODE_TYPE_EVENT_RECORD,
+               kMemops = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
 
 Params of_type(CUgraphNodeType type) {
   Params p{};
@@ -54,7 +55,7 @@ Params of(CUgraphNodeType type, CUevent event) {
 
 Work build(const Params& p) {
   switch (p.type) {
-    case CU_GRAPH_NODE_TYPE_EMPTY:
+    case kEmpty:
       return Work();
     case kKernel:
       return Work(make_kernel(p.kernel));
@@ -112,18 +113,8 @@ Params read(Node& node) {
       for (unsigned i = 0; i < entry.nparams; ++i) {
         node.param_pointers.push_back(const_cast<char*>(k.given.data()) + entry.offsets[i]);
       }
-      out.kernel = {static_cast<CUfunction>(k.function->handle),
-                    k.grid.x,
-                    k.grid.y,
-                    k.grid.z,
-                    k.block.x,
-                    k.block.y,
-                    k.block.z,
-                    k.shared_bytes,
-                    node.param_pointers.data(),
-                    nullptr,
-                    nullptr,
-                    primary_context()};
+      out.kernel = k.params;
+      out.kernel.kernelParams = node.param_pointers.data();
       break;
     }
     case kCopy:
@@ -169,24 +160,10 @@ const char* type_name(CUgraphNodeType type) {
 }
 
 CUgraphNodeType type_of(WorkKind kind) {
-  switch (kind) {
-    case WorkKind::kernel:
-      return kKernel;
-    case WorkKind::copy:
-      return kCopy;
-    case WorkKind::fill:
-      return kFill;
-    case WorkKind::host:
-      return kHost;
-    case WorkKind::memop:
-      return kMemops;
-    case WorkKind::event_record:
-      return kRecord;
-    case WorkKind::event_wait:
-      return kWait;
-    default:
-      return CU_GRAPH_NODE_TYPE_EMPTY;
-  }
+  // In the order of WorkKind; a launched graph is a child, a conditional node no work of a stream.
+  static constexpr CUgraphNodeType types[] = {kEmpty, kKernel, kCopy,  kFill,   kHost,
+                                              kGraph, kMemops, kEmpty, kRecord, kWait};
+  return types[static_cast<size_t>(kind)];
 }
 
 void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
@@ -215,7 +192,7 @@ ADD(cuGraphAddBatchMemOpNode, 11070, const CUDA_BATCH_MEM_OP_NODE_PARAMS*, p)
 
 SC_API(cuGraphAddEmptyNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps,
        size_t, n) {
-  add_params(out, graph, deps, n, of_type(CU_GRAPH_NODE_TYPE_EMPTY));
+  add_params(out, graph, deps, n, of_type(kEmpty));
 }
 
 #define SET(symbol, from, Given)                                \

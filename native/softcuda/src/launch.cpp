@@ -76,10 +76,15 @@ std::vector<char> gather(const Function& f, void* const* params, void* const* ex
 
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) {
   auto work = std::make_shared<KernelWork>();
-  // A kernel of a library is named by the other field; both hold one handle (library.cpp).
+  // A kernel of a library is named by the other field; both hold one handle (functions.cpp).
   work->function = functions().find(p.func != nullptr ? static_cast<void*>(p.func) : p.kern);
   const Function& function = *work->function;
   const softcuda_entry& entry = function.entry();
+  work->params = p;
+  work->params.func = static_cast<CUfunction>(function.handle);
+  work->params.kern = nullptr;
+  work->params.extra = nullptr;
+  work->params.ctx = primary_context();
   work->grid = {p.gridDimX, p.gridDimY, p.gridDimZ};
   work->block = {p.blockDimX, p.blockDimY, p.blockDimZ};
   work->shared_bytes = p.sharedMemBytes;
@@ -150,10 +155,10 @@ static void launch_host(CUstream handle, CUhostFn fn, void* data) {
   Work work(HostWork{fn, data});
   if (capture_work(handle, work)) return;
   if ((settings().lock_model & 2) != 0) {
-    const OpRef host = last_host(*stream);
+    const OpRef host = load(stream->host);
     if (host) wait_op(host, "cuLaunchHostFunc: the host function in flight (lock model 2)");
   }
-  remember_host(*stream, enqueue(*stream, std::move(work)));
+  store(stream->host, enqueue(*stream, std::move(work)));
 }
 
 SC_API(cuLaunchHostFunc, 10000, 0, CUstream, stream, CUhostFn, fn, void*, data) {

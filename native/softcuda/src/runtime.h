@@ -142,8 +142,6 @@ void may_wait_for_device(const char* why);
 extern thread_local const char* t_forbidden;
 // Runs a user's host function, visible to softcuda_describe; honours lock model bit 1.
 void run_host_function(CUhostFn fn, void* data);
-// Keeps when a host function was entered and when it returned, for softcuda_hops.
-void record_hop(uint64_t entered, uint64_t returned);
 void describe_workers(std::string* out);
 
 // An entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) { body }.

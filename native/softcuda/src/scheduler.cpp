@@ -112,19 +112,14 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   return ref;
 }
 
-void remember_host(Stream& stream, const OpRef& op) {
+OpRef load(const OpRef& slot) {
   std::lock_guard<std::mutex> lock(g_mutex);
-  stream.host = op;
+  return slot;
 }
 
-OpRef last_host(Stream& stream) {
+void store(OpRef& slot, OpRef op) {
   std::lock_guard<std::mutex> lock(g_mutex);
-  return stream.host;
-}
-
-OpRef stream_tail(Stream& stream) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return stream.tail;
+  slot = std::move(op);
 }
 
 bool is_done(const OpRef& op) {
@@ -135,11 +130,6 @@ bool is_done(const OpRef& op) {
 uint64_t finished_ns(const OpRef& op) {
   std::lock_guard<std::mutex> lock(g_mutex);
   return op ? op.get()->finished_ns : 0;
-}
-
-void set_event(Event& event, OpRef op) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  event.op = std::move(op);
 }
 
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
@@ -161,11 +151,6 @@ std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan) {
   plan->flights.fetch_add(1, std::memory_order_relaxed);
   return {plan.get(),
           [keep = plan](Program* p) { p->flights.fetch_sub(1, std::memory_order_release); }};
-}
-
-OpRef event_op(Event& event) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return event.op;
 }
 
 namespace {
@@ -204,7 +189,7 @@ CUresult wait_idle(const char* what) {
     tails = g_orphans;
     tails.push_back(g_legacy.tail);
   }
-  for (auto& stream : streams().all()) tails.push_back(stream_tail(*stream));
+  for (auto& stream : streams().all()) tails.push_back(load(stream->tail));
   for (auto& tail : tails) wait_done(tail, what);
   std::fflush(stdout);
   return sticky();
@@ -341,30 +326,24 @@ Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
   return mine;
 }
 
-namespace {
-// Reused between calls: no allocation per op in the steady state.
-std::vector<Op*>& scratch() {
-  thread_local std::vector<Op*> ready;
-  return ready;
+template <class Begin>
+static Op* dispatch_from(const Begin& begin, bool keep_one) {
+  // Reused between calls: no allocation per op in the steady state.
+  thread_local std::vector<Op*> scratch;
+  std::vector<Op*> ready = std::move(scratch);
+  ready.clear();
+  begin(&ready);
+  Op* mine = dispatch_all(&ready, keep_one);
+  scratch = std::move(ready);
+  return mine;
 }
-}  // namespace
 
 Op* dispatch(Op* first, bool keep_one) {
-  std::vector<Op*> ready = std::move(scratch());
-  ready.clear();
-  ready.push_back(first);
-  Op* mine = dispatch_all(&ready, keep_one);
-  scratch() = std::move(ready);
-  return mine;
+  return dispatch_from([&](std::vector<Op*>* ready) { ready->push_back(first); }, keep_one);
 }
 
 Op* complete(Op* op, bool keep_one) {
-  std::vector<Op*> ready = std::move(scratch());
-  ready.clear();
-  finish(op, &ready);
-  Op* mine = dispatch_all(&ready, keep_one);
-  scratch() = std::move(ready);
-  return mine;
+  return dispatch_from([&](std::vector<Op*>* ready) { finish(op, ready); }, keep_one);
 }
 
 }  // namespace softcuda

@@ -23,6 +23,7 @@ CUcontext primary_context();
 // A kernel launch with its parameters translated. Immutable; shared by definitions and executables.
 struct KernelWork {
   std::shared_ptr<Function> function;
+  CUDA_KERNEL_NODE_PARAMS params;  // as the caller gave them, but for the pointers
   softcuda_dim3 grid{1, 1, 1}, block{1, 1, 1};
   unsigned shared_bytes = 0;
   std::vector<char> given;       // parameter bytes as the caller gave them
@@ -177,17 +178,15 @@ std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
 // Appends `work` to the stream; `after` adds one more dependency, `serial` is a slot that orders
 // launches of one executable and receives the new op.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
-OpRef stream_tail(Stream& stream);
-void remember_host(Stream& stream, const OpRef& op);
-OpRef last_host(Stream& stream);
+// What the scheduler's mutex guards: tails and host operations of streams, events.
+OpRef load(const OpRef& slot);
+void store(OpRef& slot, OpRef op);
 void abandon(Stream& stream);  // destroyed; what is queued still runs
 bool is_done(const OpRef& op);
 uint64_t finished_ns(const OpRef& op);
-void set_event(Event& event, OpRef op);
 // Prepares a launch's event nodes: waits name what was recorded before the launch, then the events
 // of record nodes name this launch (V1). Null when there are none.
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
-OpRef event_op(Event& event);
 // Block until done, or until a fault; returns the sticky error if any.
 CUresult wait_op(const OpRef& op, const char* what);
 CUresult wait_idle(const char* what);

@@ -50,13 +50,13 @@ SC_API(cuStreamDestroy_v2, 4000, 0, CUstream, handle) {
 SC_API_CODE(cuStreamSynchronize, 2000, kNoLock, CUstream, handle) {
   const auto stream = find_stream(handle);
   capture_forbids_stream(handle);
-  return wait_op(stream_tail(*stream), "cuStreamSynchronize: the stream's work");
+  return wait_op(load(stream->tail), "cuStreamSynchronize: the stream's work");
 }
 
 SC_API_CODE(cuStreamQuery, 2000, kNoLock, CUstream, handle) {
   const auto stream = find_stream(handle);
   capture_forbids_stream(handle);
-  return readiness(stream_tail(*stream));
+  return readiness(load(stream->tail));
 }
 
 SC_API(cuStreamWaitEvent, 3020, 0, CUstream, handle, CUevent, event_handle, unsigned, flags) {
@@ -65,7 +65,7 @@ SC_API(cuStreamWaitEvent, 3020, 0, CUstream, handle, CUevent, event_handle, unsi
   need(flags <= 1);
   if (flags == 1) return capture_external(handle, WorkKind::event_wait, event);
   if (capture_wait(handle, event_handle)) return;
-  OpRef op = event_op(*event);
+  OpRef op = load(event->op);
   if (op) enqueue(*stream, Work(), op);  // an event never recorded is complete
 }
 
@@ -111,7 +111,7 @@ static void record(CUevent event_handle, CUstream handle, bool external) {
   const auto event = events().find(event_handle);
   if (external) return capture_external(handle, WorkKind::event_record, event);
   if (capture_record(handle, event_handle)) return;
-  set_event(*event, enqueue(*stream, Work()));
+  store(event->op, enqueue(*stream, Work()));
 }
 
 SC_API(cuEventRecord, 2000, 0, CUevent, event, CUstream, stream) { record(event, stream, false); }
@@ -124,13 +124,13 @@ SC_API(cuEventRecordWithFlags, 11010, 0, CUevent, event, CUstream, stream, unsig
 SC_API_CODE(cuEventQuery, 2000, kNoLock, CUevent, handle) {
   const auto event = events().find(handle);
   capture_forbids_event(handle);
-  return readiness(event_op(*event));
+  return readiness(load(event->op));
 }
 
 SC_API_CODE(cuEventSynchronize, 2000, kNoLock, CUevent, handle) {
   const auto event = events().find(handle);
   capture_forbids_event(handle);
-  return wait_op(event_op(*event), "cuEventSynchronize: the event");
+  return wait_op(load(event->op), "cuEventSynchronize: the event");
 }
 
 SC_API_CODE(cuEventElapsedTime_v2, 2000, kNoLock, float*, ms, CUevent, start_handle, CUevent,
@@ -138,7 +138,7 @@ SC_API_CODE(cuEventElapsedTime_v2, 2000, kNoLock, float*, ms, CUevent, start_han
   const auto start = events().find(start_handle), end = events().find(end_handle);
   need(ms != nullptr);
   for (CUevent event : {start_handle, end_handle}) capture_forbids_event(event);
-  const OpRef a = event_op(*start), b = event_op(*end);
+  const OpRef a = load(start->op), b = load(end->op);
   need(a && b && ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING) == 0,
        CUDA_ERROR_INVALID_HANDLE, "an event without timing, or never recorded");
   if (!is_done(a) || !is_done(b)) return CUDA_ERROR_NOT_READY;

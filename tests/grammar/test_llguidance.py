@@ -1,17 +1,20 @@
-"""LLGuidance keeps its last mask past a rollback: masks behind a fork are still the right ones.
+"""What LLGuidance's own ways must not do: keep wrong masks, and end texts in the middle.
 
-The grammars have places that the library numbers alike, in texts that may go on differently: the
-strings of an object and of an array, so many pieces behind the same beginning. What is right says
-a stock matcher that is fed each text from the start and never goes back.
+LLGuidance keeps its last mask past a rollback. The grammars of the first tests have places that the
+library numbers alike, in texts that may go on differently: the strings of an object and of an
+array, so many pieces behind the same beginning. What is right says a stock matcher that is fed each
+text from the start and never goes back.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 
 import numpy as np
 import pytest
 from engine_util import TARGET
+from guide_util import BYTES
 from stock import StockLLGuidance
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
@@ -78,9 +81,9 @@ def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec):
     """Random walks: on along a text, back by some tokens, on along another with that beginning,
     with masks filled at every step, at some, or hardly ever."""
     texts, rng = Texts(spec), np.random.default_rng(2)
-    for walk in range(150):
+    for walk in range(120):
         matcher, done, share = texts.grammar.matcher(), (), (1.0, 0.5, 0.1)[walk % 3]
-        for _ in range(60):
+        for _ in range(40):
             nexts = {p[: len(done) + 1] for p in texts.paths if p[: len(done)] == done} - {done}
             if nexts and rng.random() < 0.8:
                 done = sorted(nexts)[rng.integers(len(nexts))]
@@ -104,3 +107,47 @@ def test_a_request_gets_no_mask_of_the_one_before(spec):
                 assert all(matcher.accept(token) for token in path)
                 texts.check(matcher, path)
                 del matcher
+
+
+#: A pattern under a long length bound: LLGuidance's own limits end in the middle of its texts.
+BOUNDED = {"type": "string", "minLength": 1, "maxLength": 2000,
+           "pattern": "^$|(^(?:\\S+\\s+){0,60}\\S+$)"}  # fmt: skip
+OPTIONS = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"const": i}},
+                      "required": [f"p{i}"], "additionalProperties": False}
+                     for i in range(2100)]}  # fmt: skip
+OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(900)},
+            "additionalProperties": False}  # fmt: skip
+
+
+def choice(count: int) -> GrammarSpec:
+    return GrammarSpec.choice([f"{i * 7919 % 100_003} of {count}" for i in range(count)])
+
+
+def schema(value: object) -> GrammarSpec:
+    return GrammarSpec.json_schema(json.dumps(value), backend="llguidance", key_order="schema")
+
+
+@pytest.mark.parametrize(
+    "spec, value",
+    [
+        (schema(BOUNDED), "what is it"),
+        (schema(OPTIONS), {"p2050": 2050}),
+        (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
+        (choice(2_000), None),
+        (choice(100_000), None),
+    ],
+    ids=["long bound", "options", "optional properties", "choice", "large choice"],
+)
+def test_a_text_goes_through_to_its_end(spec, value):
+    """It is accepted to its end, with a mask before each token, after rollbacks too."""
+    text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]
+    matcher = LLGuidanceBackend(BYTES).compile(spec).matcher()
+    row = np.zeros(BYTES.words, np.int32)
+    for byte in text.encode():
+        for again in (True, False):
+            matcher.fill(row)
+            assert row[byte >> 5] >> (byte & 31) & 1
+            assert matcher.accept(byte)
+            if again:
+                matcher.rollback(1)
+    assert matcher.accept(256) and matcher.is_terminated()

@@ -1,0 +1,47 @@
+// Work on single elements of rows; each thread takes CHUNK neighbours of one row.
+#include "model.cuh"
+
+#ifndef WEIGHT
+#define WEIGHT bf16_t
+#endif
+#ifndef CHUNK
+#define CHUNK 1
+#endif
+
+struct Part {
+  int row;
+  int begin;
+  int end;
+};
+
+__device__ __forceinline__ Part part_of_thread(int width) {
+  const int chunks = (width + CHUNK - 1) / CHUNK;
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  const int begin = index % chunks * CHUNK;
+  return {index / chunks, begin, begin + CHUNK < width ? begin + CHUNK : width};
+}
+
+// out[r] = x[index[r]] as float; an index out of range gives zeros. An embedding is one of these.
+extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float* out, int count,
+                                       int rows, int width) {
+  const Part part = part_of_thread(width);
+  if (part.row >= count) return;
+  const int row = index[part.row];
+  const bool known = row >= 0 && row < rows;
+  const WEIGHT* from = x + static_cast<long long>(known ? row : 0) * width;
+  float* to = out + static_cast<long long>(part.row) * width;
+  for (int i = part.begin; i < part.end; ++i) to[i] = known ? to_float(from[i]) : 0.0f;
+}
+
+// SwiGLU's gate (Shazeer, 2020): out = silu(gate) * up, with gate and up side by side in a row.
+extern "C" __global__ void silu_mul(const float* gate_up, float* out, int rows, int width) {
+  const Part part = part_of_thread(width);
+  if (part.row >= rows) return;
+  const float* gate = gate_up + static_cast<long long>(part.row) * 2 * width;
+  const float* up = gate + width;
+  float* to = out + static_cast<long long>(part.row) * width;
+  for (int i = part.begin; i < part.end; ++i) {
+    const float g = gate[i];
+    to[i] = g / (1.0f + exp_exact(-g)) * up[i];
+  }
+}

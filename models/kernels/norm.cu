@@ -1,0 +1,94 @@
+// RMSNorm of rows: y_i = x_i / sqrt(mean(x^2) + eps) * weight_i (Zhang and Sennrich, 2019); and the
+// input of an EAGLE-3 layer, which has two. One block of NORM_THREADS per row; one thread alone is
+// the form of the soft device.
+#include "model.cuh"
+
+#ifndef WEIGHT
+#define WEIGHT bf16_t
+#endif
+#ifndef NORM_THREADS
+#define NORM_THREADS 256
+#endif
+#define NORM_LANES 32
+
+// 1 / rms of a row for every thread of the block, with the same bits.
+#if NORM_THREADS == 1
+// Partial i takes indices i, i + NORM_LANES, ... in order.
+template <typename T>
+__device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
+  float partial[NORM_LANES] = {};
+  int k = 0;
+  for (; k + NORM_LANES <= width; k += NORM_LANES) {
+#pragma unroll
+    for (int i = 0; i < NORM_LANES; ++i) {
+      const float v = to_float(x[k + i]);
+      partial[i] = fmaf(v, v, partial[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < NORM_LANES; ++i) {
+    if (k + i < width) {
+      const float v = to_float(x[k + i]);
+      partial[i] = fmaf(v, v, partial[i]);
+    }
+  }
+  return 1.0f / sqrtf(tree_sum<NORM_LANES>(partial) / static_cast<float>(width) + eps);
+}
+#else
+template <typename T>
+__device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
+  __shared__ float of_warp[NORM_THREADS / 32];
+  float sum = 0.0f;
+  for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
+    const float v = to_float(x[k]);
+    sum = fmaf(v, v, sum);
+  }
+  sum = warp_sum(sum);
+  __syncthreads();  // the row before may still be read
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < NORM_THREADS / 32; ++w) total += of_warp[w];
+  return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+}
+#endif
+
+template <typename T>
+__device__ __forceinline__ void norm_row(const T* x, const float* weight, float* y, int width,
+                                         float eps) {
+  const float inverse = inverse_rms(x, width, eps);
+  for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
+    y[k] = to_float(x[k]) * inverse * weight[k];
+  }
+}
+
+extern "C" __global__ void norm(const float* x, const float* weight, float* y, int rows, int width,
+                                float eps) {
+  const int row = blockIdx.x;
+  const long long at = static_cast<long long>(row) * width;
+  if (row < rows) norm_row(x + at, weight, y + at, width, eps);
+}
+
+// x = [norm(embedding of the token), norm(g)], zeros for a token out of range; and the residual
+// stream, which is g, or norm(g) where the head says so. `g` may be the stream itself.
+extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, const float* g,
+                                       const float* embedding_norm, const float* hidden_norm,
+                                       float* x, float* stream, int rows, int vocab, int width,
+                                       float eps, int norm_before_residual) {
+  const int row = blockIdx.x;
+  if (row >= rows) return;
+  const int id = token[row];
+  float* embedded = x + static_cast<long long>(row) * 2 * width;
+  float* normed = embedded + width;
+  if (id >= 0 && id < vocab) {
+    norm_row(table + static_cast<long long>(id) * width, embedding_norm, embedded, width, eps);
+  } else {
+    for (int k = threadIdx.x; k < width; k += NORM_THREADS) embedded[k] = 0.0f;
+  }
+  const long long at = static_cast<long long>(row) * width;
+  norm_row(g + at, hidden_norm, normed, width, eps);
+  for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
+    stream[at + k] = norm_before_residual ? normed[k] : g[at + k];
+  }
+}
