@@ -22,6 +22,8 @@ MAX_POSITIONS = 1 << 24
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 256
 FLOATS = ("float32", "float16", "bfloat16")
+#: Target architectures with their model_type.
+TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class LlamaConfig:
     tie_word_embeddings: bool
     dtype: str = "float32"
     eos_ids: tuple[int, ...] = ()
+    head_norm: bool = False
 
     @staticmethod
     def from_dir(path: str | Path) -> LlamaConfig:
@@ -67,8 +70,8 @@ class LlamaConfig:
 
     @staticmethod
     def from_fields(fields: Fields) -> LlamaConfig:
-        _architecture(fields, ("LlamaForCausalLM",))
-        return LlamaConfig(**_decoder(fields))
+        kind = _architecture(fields, TARGETS)
+        return LlamaConfig(**_decoder(fields, kind), head_norm=kind == "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,9 @@ class Eagle3Config(LlamaConfig):
             if "norm_before_residual" not in fields.data:
                 raise ConfigError(f"{fields.where}: norm_before_residual is missing")
         else:
-            _architecture(fields, ("LlamaForCausalLMEagle3", "LlamaForCausalLM"))
+            _architecture(
+                fields, dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLM"), "llama")
+            )
             decoder = fields
         for source in (fields, decoder):
             for extra in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
@@ -164,23 +169,25 @@ class Eagle3Config(LlamaConfig):
         return ids
 
 
-def _architecture(fields: Fields, known: tuple[str, ...]) -> None:
-    names = fields.get("architectures")
-    kind = fields.get("model_type")
+def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
+    """The model_type, by the architecture's name where that is given."""
+    names, kind = fields.get("architectures"), fields.get("model_type")
     if names is None and kind is None:
         raise ConfigError(f"{fields.where}: neither architectures nor model_type is given")
-    if names is not None and (
-        not isinstance(names, list) or len(names) != 1 or names[0] not in known
-    ):
+    if names is None:
+        fields.refuse("model_type", *known.values())
+        return str(kind)
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise ConfigError(
             f"{fields.where}: architectures = {names!r} is not implemented ({' or '.join(known)})"
         )
-    fields.refuse("model_type", "llama")
+    fields.refuse("model_type", known[names[0]])
+    return known[names[0]]
 
 
-def _decoder(fields: Fields) -> dict[str, Any]:
+def _decoder(fields: Fields, kind: str = "llama") -> dict[str, Any]:
     """The fields every Llama-shaped decoder shares: the arguments of `LlamaConfig`."""
-    fields.refuse("model_type", "llama")
+    fields.refuse("model_type", kind)
     fields.refuse("hidden_act", "silu")
     for switch in ("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window"):
         fields.refuse(switch, False)

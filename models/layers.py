@@ -95,6 +95,26 @@ class Layers:
         kernel = self._kernel("norm", "norm", WEIGHT="float", NORM_THREADS=self._norm_block)
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
+    def head_norm(
+        self, lane: Lane, qkv: DeviceArray, weights: tuple[DeviceArray, DeviceArray], heads: int,
+        eps: float,
+    ) -> None:  # fmt: skip
+        """RMSNorm of each query and key in place: qkv float32[R, (heads + 2 kv_heads) * D].
+
+        Parameters
+        ----------
+        weights : float32[D] of queries, and of keys.
+        """
+        (rows, width), dim = qkv.shape, weights[0].shape[0]
+        kv_heads = (width // dim - heads) // 2
+        expect("head norm: qkv", qkv, "float32", R=rows, width=(heads + 2 * kv_heads) * dim)
+        for weight in weights:
+            expect("head norm: weight", weight, "float32", D=dim)
+        block = 1 if self._thread else 32
+        kernel = self._kernel("norm", "head_norm", WEIGHT="float", NORM_THREADS=block)
+        args = (qkv, *weights, rows, heads, kv_heads, dim, eps)
+        lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
+
     def linear(
         self,
         lane: Lane,

