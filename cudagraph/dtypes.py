@@ -9,14 +9,8 @@ from graft.cudagraph.errors import ShapeError
 
 #: Name -> NumPy storage. bfloat16 is stored as the 16 bits it consists of.
 DTYPES: dict[str, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-    "int32": np.dtype(np.int32),
-    "uint32": np.dtype(np.uint32),
-    "int64": np.dtype(np.int64),
-    "uint64": np.dtype(np.uint64),
-    "uint8": np.dtype(np.uint8),
+    name: np.dtype("uint16" if name == "bfloat16" else name)
+    for name in ("float32", "float16", "bfloat16", "int32", "uint32", "int64", "uint64", "uint8")
 }
 
 

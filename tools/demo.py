@@ -58,16 +58,6 @@ def verdict(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
     return valid, f"{'valid' if valid else 'INVALID'} by {judge}; {right}"
 
 
-def print_outputs(prompts: Sequence[DemoPrompt], outputs: Sequence[Output]) -> bool:
-    """Print every output with its check; returns whether all of them passed."""
-    passed = True
-    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
-        good, words = verdict(prompt, output)
-        passed &= good
-        print(f"{number:>2}. {prompt.shows}\n    {output.text}\n    {words}")
-    return passed
-
-
 def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
     """Print rounds, tokens per round and acceptance of every arm; then where a round's time goes.
 
@@ -99,7 +89,11 @@ def main() -> int:
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")
     arms = [run_arm("drafts masked", prompts, speculate=True, masked=True)]
-    passed = print_outputs(prompts, arms[0].outputs)
+    passed = True
+    for number, (prompt, output) in enumerate(zip(prompts, arms[0].outputs, strict=True), 1):
+        good, words = verdict(prompt, output)
+        passed &= good
+        print(f"{number:>2}. {prompt.shows}\n    {output.text}\n    {words}")
     arms.append(run_arm("drafts unmasked", prompts, speculate=True, masked=False))
     arms.append(run_arm("no speculation", prompts, speculate=False, masked=False))
     print_table(arms, device.kind == "soft")

@@ -7,11 +7,7 @@ from pathlib import Path
 import graft.models
 
 
-def demo_folder() -> Path:
-    """Folder of the demo checkpoints, ``target`` and ``eagle3`` within."""
-    return Path(graft.models.__path__[0]) / "demo"
-
-
 def demo_model() -> tuple[Path, Path]:
     """Folders of the demo target and of its drafter."""
-    return demo_folder() / "target", demo_folder() / "eagle3"
+    folder = Path(graft.models.__path__[0]) / "demo"
+    return folder / "target", folder / "eagle3"

@@ -7,6 +7,7 @@ whether it can deadlock between the GIL and the driver; see :mod:`graft.tools.wa
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
@@ -15,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from graft.cudagraph import chooser
 from graft.cudagraph.errors import GraftError, OptionError
@@ -136,55 +136,34 @@ def check_cupy() -> Finding:
                    "CUDA needs it: pip install 'graft-cuda[cuda13]' (or [cuda12])")
 
 
-def check_library(name: str, package: str, advice: str) -> Finding:
-    """A package whose shared library graft drives through its C ABI."""
-    version = version_of(package)
+def check_backend(name: str, advice: str, without: str = "") -> Finding:
+    """A grammar backend; its methods and symbols are probed as an engine would."""
+    version = version_of(name)
     if version is None:
-        return Finding(name, "missing", "not installed", advice)
-    files = importlib.metadata.files(package) or []
-    libraries = sorted(Path(str(f.locate())) for f in files if f.suffix == ".so")
-    found = [library for library in libraries if library.exists()]
-    if not found:
-        return Finding(name, "missing", f"{package} {version} without a library", advice)
-    return Finding(name, "ok", f"{version}, {', '.join(path.name for path in found)}")
+        status = "absent" if without else "missing"
+        return Finding(name, status, f"not installed{without}", f"pip install {advice}")
+    try:
+        said = importlib.import_module(f"graft.grammar.backends.{name}").probe()
+    except GraftError as error:
+        return Finding(name, "missing", f"{version}: {error}", f"pip install {advice}")
+    return Finding(name, "ok", f"{version}{f' ({said})' if said else ''}, symbols as known")
 
 
 def check_xgrammar() -> Finding:
-    """XGrammar, a grammar backend; its methods are probed as an engine would."""
-    advice = ("pip install --no-deps xgrammar==0.2.8 (its wheel asks for torch, "
-              "which graft does not use)")
-    if version_of("xgrammar") is None:
-        return Finding("xgrammar", "absent", "not installed; LLGuidance serves alone", advice)
-    found = check_library("xgrammar", "xgrammar", advice)
-    if found.status != "ok":
-        return found
-    from graft.grammar.backends.xgrammar import probe
-
-    try:
-        probe()
-    except GraftError as error:
-        return Finding("xgrammar", "missing", f"{found.detail}: {error}", advice)
-    return Finding("xgrammar", "ok", f"{found.detail}, matcher methods as known")
+    """XGrammar, which graft can do without."""
+    return check_backend("xgrammar", "--no-deps xgrammar==0.2.8 (its wheel asks for torch, which "
+                         "graft does not use)", "; LLGuidance serves alone")
 
 
 def check_llguidance() -> Finding:
-    """LLGuidance, a grammar backend; its C symbols are probed as an engine would."""
-    advice = "pip install llguidance==1.9.1"
-    version = version_of("llguidance")
-    if version is None:
-        return Finding("llguidance", "missing", "not installed", advice)
-    from graft.grammar.backends.llguidance import probe
-
-    try:
-        said = probe()
-    except GraftError as error:
-        return Finding("llguidance", "missing", f"{version}: {error}", advice)
-    return Finding("llguidance", "ok", f"{version} ({said}), C symbols as known")
+    """LLGuidance, the usual backend."""
+    return check_backend("llguidance", "llguidance==1.9.1")
 
 
 def check_tvm_ffi() -> Finding:
     """tvm-ffi, through which XGrammar is driven."""
-    return check_library("tvm-ffi", "apache-tvm-ffi", "pip install apache-tvm-ffi==0.1.15.post2")
+    version, advice = version_of("apache-tvm-ffi"), "pip install apache-tvm-ffi==0.1.15.post2"
+    return Finding("tvm-ffi", "ok" if version else "missing", version or "not installed", advice)
 
 
 def check_demo_model() -> Finding:

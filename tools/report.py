@@ -1,10 +1,12 @@
-"""What the tools have in common: how a program refuses, and tables."""
+"""What the tools have in common: how a program refuses, tables, and a busy interpreter."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from graft.cudagraph.errors import GraftError
 
@@ -44,3 +46,21 @@ def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+@contextmanager
+def busy_python(work: Callable[[], object]) -> Iterator[None]:
+    """While open, a thread calls ``work`` again and again, in bytecode that keeps the GIL."""
+    stop = False
+
+    def call_again() -> None:
+        while not stop:
+            work()
+
+    thread = threading.Thread(target=call_again, name="busy Python")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop = True
+        thread.join()

@@ -105,30 +105,8 @@ def test_a_callback_right_after_another_meets_no_busy_thread():
     assert lab.held(begun, []).all()
 
 
-def test_bars_compare_the_figures_they_name(capsys):
-    """Every bar is the quotient of two rows' quantiles; a cell that was not busy gives none."""
-
-    def row(name, python, hop, join, busy=True):
-        return {"transport": name, "callbacks": 1, "python": python, "was_busy": busy,
-                "hop_us": None if hop is None else {"p50": hop},
-                "join_us": {"p50": join, "p99": 10 * join}}
-
-    rows = [row("python", "idle", 2.0, 5.0), row("native", "idle", 0.6, 3.0),
-            row("cuda.core", "idle", 10.0, 9.0), row("mailbox", "idle", None, 2.0),
-            row("python", "busy", 50.0, 100.0), row("native", "busy", 0.1, 4.0),
-            row("mailbox", "busy", None, 11.0)]
-    soft = {bar["what"]: (bar["value"], bar["holds"]) for bar in lab.bars(rows, "soft")}
-    assert soft == {
-        "median hop of python / cuda.core, 1 steps, idle": (0.2, True),
-        "median hop of native / cuda.core, 1 steps, idle": (0.06, False),
-        "p99 join of native / python, 1 steps, busy": (0.04, True),
-        "p99 join of mailbox / python, 1 steps, busy": (0.11, False),
-    }
-    assert lab.bars(rows, "cuda")[-1] == {
-        "what": "median join of mailbox / native, 1 steps, idle", "value": 2 / 3, "limit": 0.5,
-        "holds": False}
-    rows[4]["was_busy"] = False
-    assert not [bar for bar in lab.bars(rows, "soft") if "busy" in bar["what"]]
+def test_no_quantile_is_interpolated():
+    """Each is one of the samples."""
     assert lab.quantiles(np.arange(1, 1001)[::-1] * 1000) == {
         "p50": 501.0, "p99": 990.0, "max": 1000.0}
 

@@ -158,7 +158,8 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
              or name.suffix in (".cpp", ".txt")
              or (name.suffix == ".h" and not {"include", "kernels"} & set(name.parts))}
     assert {name for name in extra if "dist-info" not in name.parts[0]} == set()
-    assert {Path("graft/tools/cli.py"), Path("graft/tools/demo_words.json")} <= names
+    assert {Path("graft/tools", name) for name in (
+        "cli.py", "demo_words.json", "demo_prompts.jsonl")} <= names
     assert not names & {Path("graft/tools", name) for name in ("bootstrap.py", "tree.py")}
 
 

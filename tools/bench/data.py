@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import re
@@ -17,6 +18,13 @@ from graft.grammar.vocabulary import Vocabulary
 #: How published vocabularies call the token that ends a text.
 _ENDS = re.compile(r"</s>|\W*(eos|eot|im_end|eot_id|end\W?of\W?(text|sentence|turn)|endoftext|end)"
                    r"\W*", re.I)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare where schemas and tokenizer are."""
+    parser.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
+    parser.add_argument("--stop-token", help="name of the end token (default: as it is known)")
 
 
 def _read(path: Path) -> str:

@@ -72,19 +72,16 @@ def correctness(result: Result) -> dict[str, Any]:
     `valid` is the share of guided outputs that obey their grammar by an independent reader, among
     those that ended by themselves: a document cut by the token limit is none.
     """
-    right = wanted = whole = valid = checked = finished = 0
-    for task, output in zip(result.tasks, result.outputs, strict=True):
-        same, expected, all_right = score_fields(output.text, task)
-        right, wanted, whole = right + same, wanted + expected, whole + all_right
-        finished += output.finished
-        verdict = is_valid(task_grammar(task), output.text)
-        if output.finished and verdict is not None:
-            checked += 1
-            valid += verdict
+    scores = [score_fields(output.text, task)
+              for task, output in zip(result.tasks, result.outputs, strict=True)]
+    right, fields, whole = map(sum, zip(*scores, strict=True))
+    checked = [verdict for task, output in zip(result.tasks, result.outputs, strict=True)
+               if output.finished
+               and (verdict := is_valid(task_grammar(task), output.text)) is not None]
     n = len(result.tasks)
-    return {"tasks": n, "fields": wanted, "fields_right": right / wanted, "whole_right": whole / n,
-            "finished": finished / n, "checked": checked,
-            "valid": valid / checked if checked else None}
+    return {"tasks": n, "fields": fields, "fields_right": right / fields, "whole_right": whole / n,
+            "finished": sum(output.finished for output in result.outputs) / n,
+            "checked": len(checked), "valid": mean(checked) if checked else None}
 
 
 def speculation(result: Result) -> dict[str, Any]:
@@ -112,33 +109,11 @@ def interval(differences: Sequence[float]) -> dict[str, float]:
 
 def pair(masked: Result, unmasked: Result) -> dict[str, Any]:
     """Tokens per round of each guided task, masked minus unmasked, and whether the texts agree."""
-    differences, same = [], 0
-    for task, a, b in zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True):
-        same += a.tokens == b.tokens
-        if task_grammar(task) is not None and a.rounds and b.rounds:
-            differences.append(len(a.tokens) / a.rounds - len(b.tokens) / b.rounds)
-    return {"tokens_per_round_difference": interval(differences), "same_tokens": same}
-
-
-def evaluate(tasks: int, batch: int, draft_length: int) -> dict[str, Any]:
-    """Run both sets masked and unmasked; returns everything that is written."""
-    target, drafter = demo_model()
-    results: dict[str, dict[str, Result]] = {name: {} for name in SETS}
-    described = ""
-    for arm, masked in (("masked", True), ("unmasked", False)):
-        with Engine(target, drafter, max_batch_size=batch, draft_length=draft_length,
-                    mask_drafts=masked) as engine:
-            described = engine.device.describe()
-            for name, make in SETS.items():
-                results[name][arm] = run_tasks(engine, make(tasks))
-    answer: dict[str, Any] = {"device": described, "draft_length": draft_length, "batch": batch}
-    for name, arms in results.items():
-        answer[name] = {
-            "correct": correctness(arms["masked"]),
-            **{arm: speculation(result) for arm, result in arms.items()},
-            "paired": pair(arms["masked"], arms["unmasked"]),
-        }
-    return answer
+    both = list(zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True))
+    differences = [len(a.tokens) / a.rounds - len(b.tokens) / b.rounds for task, a, b in both
+                   if task_grammar(task) is not None and a.rounds and b.rounds]
+    return {"tokens_per_round_difference": interval(differences),
+            "same_tokens": sum(a.tokens == b.tokens for _, a, b in both)}
 
 
 @program
@@ -150,7 +125,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write here instead of printing")
     options = parser.parse_args(arguments)
-    text = json.dumps(evaluate(options.tasks, options.batch, options.draft_length), indent=1)
+    answer: dict[str, Any] = {"draft_length": options.draft_length, "batch": options.batch}
+    results: dict[str, dict[str, Result]] = {name: {} for name in SETS}
+    for arm, masked in (("masked", True), ("unmasked", False)):
+        with Engine(*demo_model(), max_batch_size=options.batch, mask_drafts=masked,
+                    draft_length=options.draft_length) as engine:
+            answer["device"] = engine.device.describe()
+            for name, make in SETS.items():
+                results[name][arm] = run_tasks(engine, make(options.tasks))
+    for name, arms in results.items():
+        answer[name] = {"correct": correctness(arms["masked"]),
+                        **{arm: speculation(result) for arm, result in arms.items()},
+                        "paired": pair(arms["masked"], arms["unmasked"])}
+    text = json.dumps(answer, indent=1)
     if options.json:
         options.json.write_text(text + "\n")
     else:

@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
-from graft.tools.bench.data import load_tokenizer, rows_of
+from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table
 
@@ -165,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.grammar",
                                      description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
-    parser.add_argument("--stop-token", help="name of the end token (default: as it is known)")
+    add_arguments(parser)
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--every", type=int, default=1, help="every k-th schema of each file")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for one schema")

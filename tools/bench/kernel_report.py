@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.compiler import nvrtc_options
+from graft.cudagraph.signature import kernel_kinds
 from graft.tools.report import table
 
 ARCHITECTURES = (80, 90, 100)
@@ -31,8 +32,6 @@ VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
-ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\([^)]*\)\s*)?void\s+'
-                   r'(?:__launch_bounds__\([^)]*\)\s*)?(\w+)')
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -108,7 +107,7 @@ def all_variants(rooms: Iterable[str] = ROOMS) -> list[Variant]:
 
 def entry_names(path: Path) -> list[str]:
     """Kernels that a file's text declares (``extern "C" __global__``), in order."""
-    return ENTRY.findall(path.read_text())
+    return list(kernel_kinds(path.read_text()))
 
 
 def _value(result: Sequence[Any]) -> Any:

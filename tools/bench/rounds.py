@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +30,9 @@ from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.graph import Graph
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, make_backend
-from graft.tools.bench.data import load_tokenizer, rows_of
+from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import LLGuidance, Refused, XGrammar
-from graft.tools.report import program
+from graft.tools.report import busy_python, program
 
 KERNELS = Path(__file__).parent / "kernels" / "place.cu"
 BACKENDS = ("xgrammar", "llguidance")
@@ -272,19 +271,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     subjects = [Graft(open_device(), backend, options.slots, options.draft_length),
                 Stock(name, vocabulary.words, options.slots, options.draft_length)]
     times = [measure(subjects, found, backend, options.episodes, options, rng)]
-    stop = False
-
-    def hog() -> None:
-        while not stop:
-            sum(range(200))
-
-    thread = threading.Thread(target=hog, name="busy Python")
-    thread.start()
-    try:
+    with busy_python(lambda: sum(range(200))):
         times.append(measure(subjects, found, backend, options.busy_episodes, options, rng))
-    finally:
-        stop = True
-        thread.join()
     figures = {f"{q}, {state}": {one: float(np.quantile(ns, point)) / 1e6
                                  for one, ns in taken.items()}
                for state, taken in zip(("idle", "busy"), times, strict=True)
@@ -300,9 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every backend; refusals are one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m graft.tools.bench.rounds",
                                      description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="folder of .jsonl(.gz) files of schemas")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, or its .gz")
-    parser.add_argument("--stop-token", help="name of the end token (default: as it is known)")
+    add_arguments(parser)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     for flag, default in (("slots", 64), ("draft-length", 3), ("rounds", 10), ("episodes", 30),
                           ("busy-episodes", 10), ("documents", 150)):

@@ -13,7 +13,7 @@ from graft.models.engine import Engine
 from graft.models.replay import Flight
 from graft.tools.trace.record import Trace, TraceEvent, Wait, record
 
-CLOCK = Path(__file__).parent / "kernels" / "clock.cu"
+CLOCK = Path(__file__).parents[1] / "kernels" / "clock.cu"
 TRIES = 16
 
 
@@ -23,12 +23,12 @@ def tie_clocks(device: Device) -> tuple[int, int]:
     The device's clock is read between two readings of the host's, so half their distance bounds the
     error (Cristian's method); of several tries the closest pair counts.
     """
-    kernel = device.load(CLOCK)["read_clock"]
-    out, stream = device.zeros((1,), "int64"), device.stream("clock")
+    kernel = device.load(CLOCK)["stamp_ns"]
+    out, stream = device.zeros((1,), "uint64"), device.stream("clock")
     lane, found = StreamLane(stream), []
     for _ in range(TRIES):
         before = time.monotonic_ns()
-        lane.kernel(kernel, 1, 1, [out])
+        lane.kernel(kernel, 1, 1, [out, 0])
         stream.synchronize()
         after = time.monotonic_ns()
         found.append(((after - before + 1) // 2, (before + after) // 2 - int(out.to_host()[0])))

@@ -23,10 +23,9 @@ import os
 import platform
 import random
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,11 @@ from graft.tools.labs.callback_latency.arms import (
     ARMS,
     BASELINE,
     MOST,
-    PEER,
     Arm,
     Samples,
     unavailable,
 )  # fmt: skip
-from graft.tools.report import program
+from graft.tools.report import busy_python, program
 from graft.tools.report import table as columns
 
 PYTHON = ("idle", "busy")
@@ -88,27 +86,6 @@ def held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.asarray(~silent.any(axis=1))
 
 
-@contextmanager
-def python_is(state: str) -> Iterator[None]:
-    """While open, another thread runs bytecode if the state is "busy"."""
-    stop = False
-
-    def hog() -> None:
-        tick = _native.labs.tick
-        while not stop:
-            tick()
-
-    thread = threading.Thread(target=hog, name="busy Python")
-    if state == "busy":
-        thread.start()
-    try:
-        yield
-    finally:
-        stop = True
-        if state == "busy":
-            thread.join()
-
-
 def measure(arms: Sequence[Arm], samples: int, python: Sequence[str], limit_s: float,
             seed: int = 0) -> list[Cell]:
     """Take every arm's samples in every state of Python, in turns; the first turn is dropped.
@@ -119,7 +96,7 @@ def measure(arms: Sequence[Arm], samples: int, python: Sequence[str], limit_s: f
     for state in python:
         cells = [Cell(arm, state) for arm in arms]
         turns = range(1 + -(-samples // BATCH))
-        with python_is(state):
+        with busy_python(_native.labs.tick) if state == "busy" else nullcontext():
             begun = time.monotonic()
             for turn in tqdm(turns, desc=state, unit="turn", disable=None):
                 for cell in rng.sample(cells, len(cells)):
@@ -159,37 +136,7 @@ def report(device: Device, cells: Sequence[Cell]) -> dict[str, Any]:
             "load": os.getloadavg(), "date": time.strftime("%Y-%m-%d"),
             "python": platform.python_version(),
             "unavailable": {name: why for name in ARMS if (why := unavailable(name))},
-            "bars": bars(rows, device.kind), "cells": rows}
-
-
-def bars(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Each bar with its value here, where both of its sides were measured.
-
-    Hops are compared where the device records them. With a busy interpreter it is the joins' 99th
-    percentile, where the Python arm's callbacks really met a held GIL. On hardware a mailbox's
-    join is held against that of a host node.
-    """
-    found = {(row["transport"], row["callbacks"], row["python"]): row for row in rows}
-    out: list[dict[str, Any]] = []
-
-    def add(what: str, n: int, python: str, figure: str, quantile: str, limit: float,
-            one: str, other: str) -> None:
-        left, right = found.get((one, n, python)), found.get((other, n, python))
-        if left and right and left[figure] and right[figure]:
-            if python == "busy" and not right["was_busy"]:
-                return
-            value = left[figure][quantile] / right[figure][quantile]
-            out.append({"what": f"{what} of {one} / {other}, {n} steps, {python}",
-                        "value": value, "limit": limit, "holds": value <= limit})
-
-    for n in sorted({row["callbacks"] for row in rows}):
-        for name, limit in (("python", 1 / 5), ("native", 1 / 20)):
-            add("median hop", n, "idle", "hop_us", "p50", limit, name, PEER)
-        for name in ("native", "mailbox"):
-            add("p99 join", n, "busy", "join_us", "p99", 1 / 10, name, "python")
-        if kind == "cuda":
-            add("median join", n, "idle", "join_us", "p50", 1 / 2, "mailbox", "native")
-    return out
+            "cells": rows}
 
 
 def processor() -> str:
@@ -220,9 +167,6 @@ def table(result: dict[str, Any]) -> str:
              "%): it is in every join of a worker that parks",
              "microseconds: the hop there and back, the join less that of empty nodes",
              columns(rows)]
-    for bar in result["bars"]:
-        lines.append(f"{bar['what']}: {bar['value']:.4f}, at most {bar['limit']:.2f}: "
-                     f"{'holds' if bar['holds'] else 'MISSED'}")
     lines += [f"not measured: {name}: {why}" for name, why in result["unavailable"].items()]
     return "\n".join([*lines, *filter(None, [result["warning"]])])
 
@@ -243,16 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.samples < 1 or not all(1 <= n <= MOST for n in options.callbacks):
         parser.error(f"--samples must be at least 1, --callbacks 1 to {MOST}")
-    arms: list[Arm] = []
-    try:
-        device = open_device()
-        names = [n for n in dict.fromkeys([BASELINE, *options.transports]) if not unavailable(n)]
-        for n in options.callbacks:
-            arms += [Arm(device, name, n) for name in names]
+    device = open_device()
+    names = [n for n in dict.fromkeys([BASELINE, *options.transports]) if not unavailable(n)]
+    with ExitStack() as stack:
+        arms = [stack.enter_context(closing(Arm(device, name, n)))
+                for n in options.callbacks for name in names]
         result = report(device, measure(arms, options.samples, options.python, options.limit_s))
-    finally:
-        for arm in arms:
-            arm.close()
     print(table(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -24,7 +24,7 @@ from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
 
-KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
+KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: The floor, graft's transports, and the peer.
 ARMS = ("empty", "native", "native spin", "mailbox", "spinkernel", "python", "cuda.core")
 BASELINE, PEER = "empty", "cuda.core"

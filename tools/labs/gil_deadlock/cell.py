@@ -26,7 +26,7 @@ from graft.cudagraph.errors import HostWorkError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import HostWork, NativeWork, PythonWork
 
-KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
+KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: What the thread that holds the GIL calls.
 PATTERNS = {
     "alloc": "cuMemAlloc",

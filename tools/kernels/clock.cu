@@ -1,4 +1,4 @@
-// The device's clock and a gate, for the laboratories.
+// The device's clock and a gate, for laboratories and timelines.
 #include "graft.cuh"
 
 // Writes the time to stamps[index]; one thread.
