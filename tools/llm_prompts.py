@@ -65,7 +65,8 @@ def llm_prompts() -> list[LlmPrompt]:
                   'politics? "The telescope saw light from a galaxy 13 billion years old."',
                   GrammarSpec.choice(["sports", "science", "politics"])),
         LlmPrompt("regular expression", "When did the first people land on the moon? Write the "
-                  "date as YYYY-MM-DD.", GrammarSpec.regex(r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]")),
+                  "date as YYYY-MM-DD.",
+                  GrammarSpec.regex(r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]")),
         LlmPrompt("free text", "Explain in two sentences why the sky is blue.", None),
         LlmPrompt("free list", "List three tips for better sleep.", None),
     ]
