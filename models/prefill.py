@@ -74,15 +74,16 @@ class Prefill:
         token, following, slots, pos = (self._rows[i] for i in range(4))
         for begin in range(0, max(last, 1), self._chunk):
             end = min(begin + self._chunk, last)
-            features = None if self._features is None else self._features[: end - begin]
+            features = entries = None
             if end > begin:
                 rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
+                entries = Rows(following[begin:end], slots[begin:end], pos[begin:end])
+                features = None if self._features is None else self._features[: end - begin]
                 self._target.forward(lane, rows, features)
             if self._drafter is not None:
                 stop = end + (end == last)
                 own = Rows(token[begin:stop], slots[begin:stop], pos[begin:stop])
-                entries = Rows(following[begin:end], slots[begin:end], pos[begin:end])
-                self._drafter.prefill(lane, own, entries if end > begin else None, features)
+                self._drafter.prefill(lane, own, entries, features)
             over = self._device.event("prefill")
             lane.record_event(over)
             yield max(end - begin, 1), over.query

@@ -14,9 +14,9 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
 
 
-def demo_engine(*, speculation: bool = True, **options: Any) -> Engine:
-    """An engine on the shipped model, with or without its drafter."""
-    return Engine(TARGET, DRAFTER if speculation else None, **options)
+def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:
+    """An engine on the shipped model, with its drafter, another or none."""
+    return Engine(TARGET, drafter if speculation else None, **options)
 
 
 def task_request(task: Task, **options: Any) -> Request:

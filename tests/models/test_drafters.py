@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import json
+import shutil
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engine_util import DEMO
 
 from graft.cudagraph import OptionError
+from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
+from graft.models.drafters import NGram
+from graft.models.rows import Rows
+from graft.sampling.state import SLOT
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.examples import own_drafter
 
@@ -95,3 +105,76 @@ def test_forced_drafts_need_rows_while_drafting(device):
     for drafter, options in ((wrong(), {}), (DEMO / "eagle3", {"mask_drafts": False})):
         with pytest.raises(OptionError, match="forced_drafts needs mask_drafts"):
             Engine(TARGET, drafter, forced_drafts=True, max_batch_size=1, **options)
+
+
+def lookup(tokens, drafts, longest, shortest, oldest):
+    """What prompt lookup drafts behind these tokens, said plainly."""
+    n = len(tokens) - 1
+    places = [(fit, -p if oldest else p) for p in range(n) for fit in range(1, longest + 1)
+              if p >= fit - 1 and tokens[p - fit + 1 : p + 1] == tokens[n - fit + 1 :]]
+    if not places or max(places)[0] < shortest:
+        return []
+    at = abs(max(places)[1])
+    known = list(tokens)
+    for j in range(drafts):
+        known.append(known[at + 1 + j])
+    return known[n + 1 :]
+
+
+@pytest.mark.parametrize("longest, shortest, oldest", [(4, 1, False), (2, 1, True), (3, 2, False)])
+def test_ngrams_are_looked_up_in_what_was_said(device, stream, longest, shortest, oldest):
+    """The longest suffix that stood before, its place and what followed, also past the end."""
+    slots, length, drafts = 4, 40, 5
+    rng = np.random.default_rng(longest)
+    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=drafts)
+    drafter = NGram(room, longest=longest, shortest=shortest, oldest=oldest)
+    lane = StreamLane(stream)
+    for size in range(1, length - 1):
+        said = rng.integers(0, 3, (slots, size)).astype(np.int32)
+        rows = [device.from_host(np.ascontiguousarray(part.ravel(), np.int32)) for part in
+                (said, np.repeat(np.arange(slots), size), np.tile(np.arange(size), slots))]
+        state = np.zeros(slots, SLOT)
+        state["n"], state["active"] = size - 1, [1, 1, 1, 0]
+        row_slot = device.from_host(np.array([2, 0, -1, 3, 1], np.int32))
+        proposal = device.zeros((5, drafts), "int32")
+        nothing = Rows(*(device.from_host(np.full(1, -1, np.int32)) for _ in range(3)))
+        feed = SimpleNamespace(
+            committed=lambda lane, shift, nothing=nothing: nothing, row_slot=row_slot, batch=5,
+            state=SimpleNamespace(array=device.from_host(state.view(np.int32))), proposal=proposal)
+        drafter.prefill(lane, Rows(*rows), None, None)
+        drafter.start(lane, feed)
+        stream.synchronize()
+        found = [[int(t) for t in itertools.takewhile(lambda t: t >= 0, row)]
+                 for row in proposal.to_host()]
+        wanted = [lookup(said[s].tolist(), drafts, longest, shortest, oldest) if s >= 0 else []
+                  for s in (2, 0, -1, -1, 1)]
+        assert found == wanted, size
+
+
+def test_ngrams_of_no_length_are_refused(device):
+    """Bounds that leave nothing to look up."""
+    for longest, shortest in ((0, 0), (2, 3)):
+        with pytest.raises(OptionError, match="shortest <= longest"):
+            Engine(TARGET, partial(NGram, longest=longest, shortest=shortest), max_batch_size=1)
+
+
+def test_a_model_drafts_for_itself_without_a_miss(device):
+    """Its drafts are its own next tokens, in every request, prompts of one token too."""
+    with Engine(TARGET, TARGET, draft_length=3, max_batch_size=3) as engine:
+        outputs = engine.generate([*requests()[:6], Request(tokens=[41], max_tokens=20)])
+        assert all(rate == 1.0 for rate in engine.stats.acceptance)
+        assert sum(output.accepted for output in outputs) > 60
+
+
+def test_a_model_of_other_tokens_is_no_drafter(device, tmp_path):
+    """The first id that means something else is named."""
+    shutil.copytree(TARGET, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocab = data["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[10:12]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(data))
+    with pytest.raises(OptionError, match="must have one tokenizer") as caught:
+        Engine(TARGET, tmp_path / "other", max_batch_size=1)
+    assert repr(first) in str(caught.value) or repr(second) in str(caught.value)

@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
-from engine_util import demo_engine, mixed_requests
+from engine_util import TARGET, demo_engine, mixed_requests
 
+from graft.models.drafters import NGram
 from graft.models.engine import Engine
 from graft.models.request import Logprob, Output, Request
 
@@ -92,6 +94,10 @@ SHAPES: list[dict[str, Any]] = [
     {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
+    {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
+    {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
+    {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
 ]
 
 
