@@ -30,13 +30,7 @@ class Condition(int):
 def condition(graph: Graph, default: int | None = None, *, name: str = "condition") -> Condition:
     """Make the condition of one conditional node in a graph or in a body of it.
 
-    Parameters
-    ----------
-    graph : Graph
-    default : int, optional
-        Value it has when a replay begins; without it, what the last replay left.
-    name : str
-        Name for errors.
+    ``default`` is its value when a replay begins; without it, what the last replay left.
     """
     if default is not None and not 0 <= default < 1 << 32:
         raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")

@@ -10,26 +10,15 @@ class GraftError(Exception):
 class DeviceError(GraftError):
     """A driver call failed, or the device cannot be opened or used that way.
 
-    Attributes
-    ----------
-    api : str
-        The driver call, or "" when no call was made.
-    code : int
-        The driver's result code, or 0.
-    code_name : str
-        Its name, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
-    detail : str
-        What the driver says about it.
+    ``api`` is the driver call, ``code`` its result, ``code_name`` the result's name, such as
+    ``CUDA_ERROR_OUT_OF_MEMORY``, ``detail`` what the driver says; "" and 0 where none was made.
     """
 
     def __init__(
         self, message: str, *, api: str = "", code: int = 0, code_name: str = "", detail: str = ""
     ) -> None:
         super().__init__(message)
-        self.api = api
-        self.code = code
-        self.code_name = code_name
-        self.detail = detail
+        self.api, self.code, self.code_name, self.detail = api, code, code_name, detail
 
 
 class SoftImportError(DeviceError, ImportError):
@@ -53,17 +42,11 @@ class DeadlineError(GraftError):
 
 
 class HostWorkError(GraftError):
-    """A host step failed; its exception, if it was Python, is the cause.
+    """The host step ``node`` failed; its exception, if it was Python, is the cause.
 
-    Attributes
-    ----------
-    node : str
-        Name of the host step.
-    replay : int
-        Number of the replay it failed in, from 1; 0 for work enqueued on a stream.
+    ``replay`` is the number of the replay, from 1; 0 for work enqueued on a stream.
     """
 
     def __init__(self, message: str, *, node: str, replay: int) -> None:
         super().__init__(message)
-        self.node = node
-        self.replay = replay
+        self.node, self.replay = node, replay

@@ -102,15 +102,8 @@ class GraphExec:
         self._check(self._native.upload(stream.handle))
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue one replay.
-
-        Raises
-        ------
-        HostWorkError
-            A host step of an earlier replay failed; nothing is launched.
-        DeviceError
-            The driver refused.
-        """
+        """Enqueue one replay; raises HostWorkError instead where a host step of an earlier one
+        failed."""
         self.check()
         self._require_open()
         enter("cuGraphLaunch")
@@ -160,15 +153,7 @@ class GraphExec:
         self, node: Node | str, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *,
         shared: int = 0, within: Definition | None = None,
     ) -> None:
-        """Change a kernel node of the definition (or of a body, ``within``) for later launches.
-
-        Raises
-        ------
-        OptionError
-            There is no such kernel node, or the definition was dropped.
-        KernelError
-            The arguments do not fit the kernel.
-        """
+        """Change a kernel node of the definition (or of a body, ``within``) for later launches."""
         handle = self._find(node, within)
         dims = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)

@@ -134,13 +134,8 @@ class Graph:
         return next((i for i, node in enumerate(self._handles) if int(node) == handle), None)
 
     def find(self, node: Node | str, what: str, kind: str) -> int:
-        """Return the CUgraphNode of a node of one kind, by name or as listed in ``nodes``.
-
-        Raises
-        ------
-        OptionError
-            There is no such node or several, or it is of another kind; says ``what`` it was for.
-        """
+        """Return the CUgraphNode of a node of one kind, by name or as listed in ``nodes``; refuses
+        no such node, several, or another kind by ``what`` it was for."""
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]
             if len(found) != 1:
@@ -404,13 +399,6 @@ class GraphLane:
             callable, ``current_output()`` of native work), which is copied here only if it answers
             in time.
         name : str, optional
-
-        Raises
-        ------
-        DeviceError
-            The driver has no memory operations.
-        OptionError
-            A deadline is out of range, or the worker is none.
         """
         limits = Limits(deadline_s, replay_deadline_s, deadline_s)
         self._mailbox(work, worker, limits, output, name, spinning=False)

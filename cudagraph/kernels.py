@@ -59,16 +59,7 @@ class PackedArgs:
 
 
 class Kernel:
-    """One entry of a module, loaded, with its parameter layout known.
-
-    Attributes
-    ----------
-    name : str
-    module : KernelModule
-    param_sizes : tuple of int
-        Bytes of each parameter.
-    function : CUfunction
-    """
+    """One entry of a module, loaded; ``param_sizes`` are the bytes of its parameters."""
 
     def __init__(self, module: KernelModule, name: str, function: Any) -> None:
         self.module = module

@@ -53,11 +53,6 @@ class MailboxWorker:
         the thread sleeps either way.
     name : str
         The thread's name.
-
-    Raises
-    ------
-    OptionError
-        An option is out of range, or a core cannot be used.
     """
 
     def __init__(

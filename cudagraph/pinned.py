@@ -26,19 +26,8 @@ STAMP = "stamp"
 class PinnedField:
     """One named field of all slots.
 
-    Attributes
-    ----------
-    array : ndarray
-        NumPy view [slots, *shape]; rows are ``stride`` elements apart.
-    ptr : int
-        Device address of slot 0's row.
-    host_ptr : int
-        Host address of the same.
-    stride : int
-        Elements from one slot's row to the next.
-    dtype : str
-    shape : tuple of int
-        Shape of one slot's row.
+    ``array`` is the NumPy view [slots, *shape], its rows ``stride`` elements apart; ``ptr`` and
+    ``host_ptr`` are the addresses of slot 0's row.
     """
 
     __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "stride")

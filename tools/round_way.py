@@ -90,7 +90,7 @@ def way() -> dict[str, dict[Path, int]]:
         kernel(self, node, *arguments, **options)
 
     root = Path(__file__).resolve().parents[1]
-    Device.load, GraphLane.kernel = note_load, note_node  # type: ignore
+    Device.load, GraphLane.kernel = note_load, note_node  # type: ignore[method-assign, assignment]
     try:
         target, drafter = demo_model()
         with Engine(target, drafter, max_batch_size=2) as engine:

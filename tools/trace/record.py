@@ -103,9 +103,7 @@ class Trace:
             for i, own in shares.items():
                 node = graph.nodes[i]
                 begin, end = min(s.begin_ns for s in own), max(s.end_ns for s in own)
-                ran[i] = TraceEvent(
-                    node.name, node.kind, node.lane, graph.name, replay, begin, end
-                )
+                ran[i] = TraceEvent(node.name, node.kind, node.lane, graph.name, replay, begin, end)
             self.events.extend(ran.values())
             self.waits.extend(exposed_waits(ran, graph.edges))
 
@@ -140,21 +138,15 @@ class Trace:
         ]  # fmt: skip
         rows = list(dict.fromkeys(row for row, *_ in done))
         out: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}}
-        ]
-        for i, row in enumerate(rows):
-            out.append(
-                {"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": row}}
-            )
-        for row, name, kind, replay, start, end in done:
-            out.append(
-                {"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": rows.index(row),
-                 "ts": (start - begin) / 1000, "dur": (end - start) / 1000,
-                 "args": {"replay": replay}}
-            )  # fmt: skip
+            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}},
+            *({"ph": "M", "name": "thread_name", "pid": 1, "tid": i, "args": {"name": row}}
+              for i, row in enumerate(rows)),
+            *({"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": rows.index(row),
+               "ts": (start - begin) / 1000, "dur": (end - start) / 1000,
+               "args": {"replay": replay}} for row, name, kind, replay, start, end in done),
+        ]  # fmt: skip
         return json.dumps(
-            {"traceEvents": out, "displayTimeUnit": "ns", "otherData": self.summary()}
-        )
+            {"traceEvents": out, "displayTimeUnit": "ns", "otherData": self.summary()})
 
 
 @contextmanager
