@@ -50,8 +50,7 @@ class Checkpoint:
 
     Parameters
     ----------
-    path : str or Path
-        A folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
+    path : a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
         shards it lists; or one safetensors file.
 
     Raises
@@ -103,12 +102,9 @@ class Checkpoint:
 
         Parameters
         ----------
-        name : str
-            Its name in the checkpoint.
-        shape : tuple of int, optional
-            The shape it must have.
-        dtypes : tuple of str
-            The dtypes it may have.
+        name : its name in the checkpoint.
+        shape : the shape it must have.
+        dtypes : the dtypes it may have.
 
         Returns
         -------

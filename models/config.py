@@ -31,20 +31,14 @@ class LlamaConfig:
     Attributes
     ----------
     vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, \
-    num_key_value_heads, head_dim : int
-        Sizes; query heads are a multiple of key heads, `head_dim` is even.
-    rms_norm_eps : float
-        Added to the mean square in RMSNorm.
-    rope : Rope
-        Rotary embedding.
-    max_position_embeddings : int
-        Longest sequence the model was made for.
-    tie_word_embeddings : bool
-        The output head is the embedding matrix.
-    dtype : str
-        Dtype the config names; float32 where it names none.
-    eos_ids : tuple of int
-        End-of-sequence ids named by the config; may be empty.
+    num_key_value_heads, head_dim : sizes; query heads are a multiple of key heads, `head_dim` is
+        even.
+    rms_norm_eps : added to the mean square in RMSNorm.
+    rope : rotary embedding.
+    max_position_embeddings : longest sequence the model was made for.
+    tie_word_embeddings : the output head is the embedding matrix.
+    dtype : dtype the config names; float32 where it names none.
+    eos_ids : end-of-sequence ids named by the config; may be empty.
     """
 
     vocab_size: int
@@ -87,15 +81,11 @@ class Eagle3Config(LlamaConfig):
         Sizes and rotary embedding of the head's one decoder layer. `vocab_size` is the
         target's. The rotary base is the head's own (10000 where its config is silent), never
         the target's.
-    draft_vocab_size : int
-        Columns of the head's logits.
-    target_hidden_size : int
-        Width of the target's features; the head's own hidden size where not given.
-    norm_before_residual : bool
-        The residual is the normalised feature (some converted checkpoints).
-    feature_layers : tuple of int or None
-        OUTPUT ids of the three target layers whose residual stream is fed, low to high.
-        None where the config names none: see `resolve_feature_layers`.
+    draft_vocab_size : columns of the head's logits.
+    target_hidden_size : width of the target's features; the head's own hidden size where not given.
+    norm_before_residual : the residual is the normalised feature (some converted checkpoints).
+    feature_layers : OUTPUT ids of the three target layers whose residual stream is fed, low to
+        high. None where the config names none: see `resolve_feature_layers`.
     """
 
     draft_vocab_size: int
@@ -156,8 +146,7 @@ class Eagle3Config(LlamaConfig):
 
         Parameters
         ----------
-        target_layers : int
-            Number n of decoder layers of the target.
+        target_layers : number n of decoder layers of the target.
         """
         ids = self.feature_layers
         if ids is None:

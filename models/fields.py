@@ -40,10 +40,8 @@ class Fields:
 
     Parameters
     ----------
-    data : mapping
-        The decoded object.
-    where : str
-        What errors call it, e.g. the path of its file.
+    data : the decoded object.
+    where : what errors call it, e.g. the path of its file.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:

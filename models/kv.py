@@ -38,12 +38,9 @@ class PagedKV:
 
     Attributes
     ----------
-    k, v : DeviceArray
-        [layers, pages + 1, page_size, kv_heads, head_dim].
-    page_table : DeviceArray
-        int32[slots, max_pages_per_slot]; entries never allocated name the scratch page.
-    free : list of int
-        Pages that nobody owns; the last is taken first.
+    k, v : [layers, pages + 1, page_size, kv_heads, head_dim].
+    page_table : int32[slots, max_pages_per_slot]; entries never allocated name the scratch page.
+    free : pages that nobody owns; the last is taken first.
     """
 
     def __init__(

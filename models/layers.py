@@ -50,9 +50,7 @@ class Layers:
 
     Parameters
     ----------
-    device : Device
-    form : str, optional
-        "thread" or "warp"; by default what suits the device.
+    form : "thread" or "warp"; by default what suits the device.
     """
 
     def __init__(self, device: Device, form: str | None = None) -> None:
@@ -112,14 +110,10 @@ class Layers:
 
         Parameters
         ----------
-        x : DeviceArray
-            float32[R, inner].
-        weight : DeviceArray
-            [columns, inner], float32, float16 or bfloat16.
-        out, residual : DeviceArray
-            float32[R, columns].
-        tap : (DeviceArray, int), optional
-            A second copy of the result goes to float32[R, stride] from this column on.
+        x : float32[R, inner].
+        weight : [columns, inner], float32, float16 or bfloat16.
+        out, residual : float32[R, columns].
+        tap : a second copy of the result goes to float32[R, stride] from this column on.
         """
         rows, inner = x.shape
         columns = weight.shape[0]
@@ -160,10 +154,8 @@ class Layers:
 
         Parameters
         ----------
-        qkv : DeviceArray
-            float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
-        turn : DeviceArray
-            float32[positions, head_dim]: cosines, sines (`Rope.table`).
+        qkv : float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
+        turn : float32[positions, head_dim]: cosines, sines (`Rope.table`).
         """
         count, dim = rows.count, kv.head_dim
         all_heads = heads + 2 * kv.kv_heads
@@ -192,10 +184,8 @@ class Layers:
 
         Parameters
         ----------
-        qkv : DeviceArray
-            float32[R, (heads + 2 kv_heads) * head_dim]; only the queries are read.
-        out : DeviceArray
-            float32[R, heads * head_dim].
+        qkv : float32[R, (heads + 2 kv_heads) * head_dim]; only the queries are read.
+        out : float32[R, heads * head_dim].
         """
         count, dim = rows.count, kv.head_dim
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)

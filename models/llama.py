@@ -116,16 +116,10 @@ class LlamaModel:
 
     Parameters
     ----------
-    device : Device
-    config : LlamaConfig
-    checkpoint : Checkpoint
-        Its tensors are checked by name, shape and dtype; leftovers are refused.
-    kv : PagedKV
-        Cache of the model's shape.
-    max_rows : int
-        Most rows of one forward.
-    form : str, optional
-        Kernel form, see `Layers`.
+    checkpoint : its tensors are checked by name, shape and dtype; leftovers are refused.
+    kv : cache of the model's shape.
+    max_rows : most rows of one forward.
+    form : kernel form, see `Layers`.
 
     Raises
     ------
@@ -182,8 +176,7 @@ class LlamaModel:
 
         Parameters
         ----------
-        features : DeviceArray, optional
-            float32[R, layers * hidden], filled with the chosen layers' outputs, low to high.
+        features : float32[R, layers * hidden], filled with the chosen layers' outputs, low to high.
 
         Returns
         -------

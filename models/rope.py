@@ -20,14 +20,11 @@ class Rope:
 
     Attributes
     ----------
-    theta : float
-        Base of the frequencies, ``theta ** (-2 i / head_dim)``.
-    kind : str
-        ``default``, ``linear`` (every frequency divided by `factor`) or ``llama3``.
-    factor, low, high, original :
-        Scaling of ``linear`` (factor only) and ``llama3``: wavelengths under
-        ``original / high`` stay, those over ``original / low`` are stretched by
-        `factor`, those between are interpolated.
+    theta : base of the frequencies, ``theta ** (-2 i / head_dim)``.
+    kind : ``default``, ``linear`` (every frequency divided by `factor`) or ``llama3``.
+    factor, low, high, original : scaling of ``linear`` (factor only) and ``llama3``: wavelengths
+        under ``original / high`` stay, those over ``original / low`` are stretched by `factor`,
+        those between are interpolated.
     """
 
     theta: float = 10000.0

@@ -65,8 +65,7 @@ class IncrementalDecoder:
 
         Parameters
         ----------
-        cut : bool
-            The sequence would have gone on: an incomplete character is left out.
+        cut : the sequence would have gone on: an incomplete character is left out.
         """
         text = self._pending()
         self._ids, self._context, self._done = [], 0, 0

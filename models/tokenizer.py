@@ -23,22 +23,16 @@ class Tokenizer:
 
     Parameters
     ----------
-    path : str or Path
-        The model's folder.
-    vocab_size : int, optional
-        Rows of the model's embedding; taken from ``config.json`` where that exists.
+    path : the model's folder.
+    vocab_size : rows of the model's embedding; taken from ``config.json`` where that exists.
 
     Attributes
     ----------
-    backend : tokenizers.Tokenizer
-        The library's object.
-    vocab_size : int
-        One more than the greatest token id.
-    special_names : tuple of str
-        Special tokens, which `decode` leaves out.
-    stop_ids : tuple of int
-        Ids that end a text: those of ``generation_config.json``, else of ``config.json``, else
-        the tokenizer's own end-of-sequence token.
+    backend : the library's object.
+    vocab_size : one more than the greatest token id.
+    special_names : special tokens, which `decode` leaves out.
+    stop_ids : ids that end a text: those of ``generation_config.json``, else of ``config.json``,
+        else the tokenizer's own end-of-sequence token.
 
     Raises
     ------
@@ -94,10 +88,8 @@ class Tokenizer:
 
         Parameters
         ----------
-        special : bool
-            Add what the model expects around a text (e.g. BOS).
-        names : bool
-            A special token's name in the text is that token; False takes it for plain text.
+        special : add what the model expects around a text (e.g. BOS).
+        names : a special token's name in the text is that token; False takes it for plain text.
 
         Raises
         ------
@@ -131,13 +123,10 @@ class Tokenizer:
 
         Parameters
         ----------
-        messages : sequence of mapping
-            Each with ``role`` and ``content``, as the template wants them.
-        names : bool
-            Names of special tokens in messages and variables are those tokens; False takes them
+        messages : each with ``role`` and ``content``, as the template wants them.
+        names : names of special tokens in messages and variables are those tokens; False takes them
             for plain text. The template's own always are.
-        most_bytes : int, optional
-            Of the text that the template makes.
+        most_bytes : of the text that the template makes.
         **variables
             Further variables of the template (``tools``, ``date_string``, ...).
 

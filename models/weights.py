@@ -12,13 +12,7 @@ from graft.models.errors import CheckpointError
 
 
 class Weights:
-    """Uploads tensors of one checkpoint and remembers their names.
-
-    Parameters
-    ----------
-    device : Device
-    checkpoint : Checkpoint
-    """
+    """Uploads tensors of one checkpoint and remembers their names."""
 
     def __init__(self, device: Device, checkpoint: Checkpoint) -> None:
         self.device = device

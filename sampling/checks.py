@@ -17,25 +17,9 @@ def check_array(
     dims: Sequence[str | int],
     sizes: Mapping[str, int],
 ) -> None:
-    """Require dtype and shape of a device array.
+    """Raise ShapeError, by name, unless an array has this dtype (or one of these) and shape.
 
-    Parameters
-    ----------
-    name : str
-        The argument, as the message names it.
-    array : DeviceArray or PinnedArray
-        What was given.
-    dtype : str or sequence of str
-        The dtype, or those that are allowed.
-    dims : sequence of str or int
-        Dimension names in order (an int stands for itself).
-    sizes : mapping of str to int
-        The size each name must have.
-
-    Raises
-    ------
-    ShapeError
-        Naming the argument, the wanted dimensions and what it is.
+    Dimensions are names whose size is in `sizes`, or ints that stand for themselves.
     """
     allowed = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     if array.dtype not in allowed:
@@ -47,12 +31,6 @@ def check_array(
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Require ``low <= value <= high``.
-
-    Raises
-    ------
-    OptionError
-        Naming the option, the value and the bounds (NaN never passes).
-    """
+    """Raise OptionError, with name, value and bounds, unless low <= value <= high; NaN never is."""
     if not low <= value <= high:
         raise OptionError(f"{name} must be from {low} to {high}, got {value}")

@@ -59,50 +59,38 @@ class Sampler:
     top-k, top-p, min-p, renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id
     fails the row (reason error).
 
+    Methods take the lane, row_slot int32 [B] (the slot of each batch row, -1 for padding) and,
+    where they stand for one, the number j of a draft, from 1 to K. Before any launch they raise
+    OptionError or ShapeError for a size or array that does not fit, by name; so does the sampler.
+
     Parameters
     ----------
-    device : Device
-    state : SlotState
-        Per-slot state that the kernels read and advance.
-    exchange : Exchange
-        Of as many slots; its drafts are K, its vocabulary V (columns of the target's logits, below
-        2**24), its candidates what the grammar is asked about before a draft is drawn (up to 64;
-        0: drafts are drawn under mask rows).
-    replay : DeviceArray
-        int32 [1], the number of the replay.
-    token_limit : int
-        Ids at or above it are illegal, also on unconstrained rows.
-    draft_vocab : int
-        Vd, columns of the drafter's logits; 0 if it has none.
-    d2t : DeviceArray, optional
-        int32 [Vd], target id of each drafter column; None when they are the same.
-    t2d : DeviceArray, optional
-        int32 [V], drafter column of each target id or -1. Given exactly when ``d2t`` is.
-    max_batch : int
-        Most batch rows of a call.
-    block : int, optional
-        Threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device. Results
-        do not depend on it.
+    state : per-slot state that the kernels read and advance.
+    exchange : of as many slots; its drafts are K, its vocabulary V (columns of the target's logits,
+        below 2**24), its candidates what the grammar is asked about before a draft is drawn (up to
+        64; 0: drafts are drawn under mask rows).
+    replay : int32 [1], the number of the replay.
+    token_limit : ids at or above it are illegal, also on unconstrained rows.
+    draft_vocab : Vd, columns of the drafter's logits; 0 if it has none.
+    d2t : int32 [Vd], target id of each drafter column; None when they are the same.
+    t2d : int32 [V], drafter column of each target id or -1. Given exactly when ``d2t`` is.
+    max_batch : most batch rows of a call.
+    block : threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device.
+        Results do not depend on it.
 
     Attributes
     ----------
-    probs : float32 [max_batch * (K+1), V]
-        Filtered distribution of the sampled rows (those with temperature >= 1e-5) of the last call.
-    raw : float32 [max_batch * (K+1), V]
-        The logits of rows whose request asks for log probabilities, as the model gave them.
-    target_tok, row_ok : int32 [max_batch * (K+1)]
-        Greedy or coupled token; 1 usable, 0 not ready, 2 no legal token, 3 error.
-    rows : int32 [max_batch, row words]
-        Result of each batch row, see `row_words`.
-    q : float32 [S, max(K, 1), max(Vd, 1)]
-        The table that each dense draft was drawn from (draft-vocabulary columns).
-    faults : int32 [1]
-        Drafts whose own table gave them probability zero; always 0 unless something is broken.
-
-    Raises
-    ------
-    OptionError, ShapeError
-        Naming the size or array that does not fit.
+    probs : float32 [max_batch * (K+1), V], filtered distribution of the sampled rows (those with
+        temperature >= 1e-5) of the last call.
+    raw : float32 [max_batch * (K+1), V], the logits of rows whose request asks for log
+        probabilities, as the model gave them.
+    target_tok, row_ok : int32 [max_batch * (K+1)], greedy or coupled token; 1 usable, 0 not ready,
+        2 no legal token, 3 error.
+    rows : int32 [max_batch, row words], result of each batch row, see `row_words`.
+    q : float32 [S, max(K, 1), max(Vd, 1)], the table that each dense draft was drawn from
+        (draft-vocabulary columns).
+    faults : int32 [1], drafts whose own table gave them probability zero; always 0 unless something
+        is broken.
     """
 
     def __init__(
@@ -165,20 +153,9 @@ class Sampler:
     def target(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, width: int) -> None:
         """Adjust, mask and filter the target's rows; decide the greedy or coupled token of each.
 
-        Parameters
-        ----------
-        lane : Lane
-        logits : float32 [B * width, V]
-            Row ``b * width + j`` follows position ``n + j`` of slot ``row_slot[b]``. Changed in
-            place where the slot's request has an `Adjust`.
-        row_slot : int32 [B]
-            Slot of each batch row, -1 for padding.
-        width : int
-            Rows per batch row, 1 <= width <= K+1.
-
-        Raises
-        ------
-        OptionError, ShapeError
+        Row ``b * width + j`` of the logits, float32 [B * width, V], follows position ``n + j`` of
+        slot ``row_slot[b]``, 1 <= width <= K+1; those of requests with an `Adjust` are changed in
+        place.
         """
         batch = self._batch(row_slot)
         check_range("width", width, 1, self.draft_length + 1)
@@ -194,35 +171,18 @@ class Sampler:
     def verify(self, lane: Lane, row_slot: DeviceArray, width: int, out_ring: Ring) -> None:
         """Walk the drafts, commit, write the output entry and publish its stamp.
 
-        Parameters
-        ----------
-        lane : Lane
-        row_slot : int32 [B]
-        width : int
-            As in ``target``.
-        out_ring : Ring
-            Made by `output_ring`; entry ``replay % entries`` is written.
-
-        Raises
-        ------
-        OptionError, ShapeError
+        `out_ring` was made by `output_ring`; its entry ``replay % entries`` is written.
         """
         batch = self._batch(row_slot)
         check_range("width", width, 1, self.draft_length + 1)
         out, told, stamp = (out_ring.field(name) for name in ("rows", "logprobs", "stamp"))
         check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
         check_range("output rows", out.shape[0], batch, 1 << 16)
-        lane.kernel(
-            self._verify,
-            batch,
-            self._block,
-            [
-                row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
+        args = [row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
                 self.target_tok, self.row_ok, self.state.array, self.q, self.q.shape[1],
-                self.faults, *self._exchange, self._replay, self.rows, self.row_words,
-            ],
-            name="verify",
-        )  # fmt: skip
+                self.faults, *self._exchange, self._replay, self.rows,
+                self.row_words]  # fmt: skip
+        lane.kernel(self._verify, batch, self._block, args, name="verify")
         args = [self.raw, self.vocab_size, row_slot, width, self.state.array, self.rows,
                 self.row_words, self.state.tables, self._replay, told,
                 _layout(out_ring, told)]  # fmt: skip
@@ -235,77 +195,32 @@ class Sampler:
     ) -> None:
         """Draw draft ``j`` of every slot that committed tokens in this replay and still drafts.
 
-        Parameters
-        ----------
-        lane : Lane
-        draft_logits : float32 [B, Vd]
-        row_slot : int32 [B]
-        j : int
-            1 <= j <= K.
-        masked : bool
-            Apply the slot's mask row ``j - 1``; otherwise drafts may be illegal (and are refused
-            by the next verification). With candidates the row counts only where there is no
-            answer.
-
-        Raises
-        ------
-        OptionError, ShapeError
+        From float32 [B, Vd]. `masked` applies the slot's mask row ``j - 1``; otherwise drafts may
+        be illegal (and are refused by the next verification). With candidates the row counts only
+        where there is no answer.
         """
         batch = self._check_draft(draft_logits, row_slot, j)
         probed = masked and self.exchange.layout["candidates"] > 0
-        lane.kernel(
-            self._draft,
-            batch,
-            self._block,
-            [
-                draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                int(masked), int(probed), *self._drafting(), *self._exchange, self._replay,
-            ],
-            name=f"draft {j}",
-        )  # fmt: skip
+        args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
+                int(masked), int(probed), *self._drafting(), *self._exchange,
+                self._replay]  # fmt: skip
+        lane.kernel(self._draft, batch, self._block, args, name=f"draft {j}")
 
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
     ) -> None:
-        """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer.
-
-        Parameters
-        ----------
-        lane, draft_logits, row_slot, j
-            As in ``draft``.
-
-        Raises
-        ------
-        OptionError, ShapeError
-            Also when the exchange has no room for candidates.
-        """
+        """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer."""
         if self.exchange.layout["candidates"] == 0:
             raise OptionError("the exchange was made without candidates")
         batch = self._check_draft(draft_logits, row_slot, j)
-        lane.kernel(
-            self._candidates,
-            batch,
-            self._block,
-            [
-                draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                *self._drafting(), *self._exchange, self._replay,
-            ],
-            name=f"candidates {j}",
-        )  # fmt: skip
+        args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
+                *self._drafting(), *self._exchange, self._replay]  # fmt: skip
+        lane.kernel(self._candidates, batch, self._block, args, name=f"candidates {j}")
 
     def place(self, lane: Lane, proposal: DeviceArray, row_slot: DeviceArray) -> None:
         """Take drafts that came all at once, as point masses, for slots as in ``draft``.
 
-        Parameters
-        ----------
-        lane : Lane
-        proposal : int32 [B, K]
-            Target ids; a row's drafts end at the first that is no id, and where drafting ends.
-        row_slot : int32 [B]
-
-        Raises
-        ------
-        OptionError, ShapeError
+        Target ids, int32 [B, K]; a row ends at the first that is no id, and where drafting ends.
         """
         batch = self._check_proposal(proposal, row_slot)
         args = [batch, row_slot, proposal, self.draft_length, self.vocab_size, self.state.array,
@@ -313,19 +228,7 @@ class Sampler:
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
-        """Propose the tokens that mask rows 0, 1, .. force; -1 where a row forces none.
-
-        Parameters
-        ----------
-        lane : Lane
-        row_slot : int32 [B]
-        proposal : int32 [B, K]
-            What is written.
-
-        Raises
-        ------
-        OptionError, ShapeError
-        """
+        """Propose, int32 [B, K], what mask rows 0, 1, .. force; -1 where a row forces nothing."""
         batch = self._check_proposal(proposal, row_slot)
         args = [batch, row_slot, self.draft_length, self.state.array, *self._exchange, proposal]
         lane.kernel(self._forced, *self._threads(batch), args, name="forced drafts")

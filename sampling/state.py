@@ -44,18 +44,13 @@ class SlotState:
 
     Parameters
     ----------
-    device : Device
-    slots : int
-        S, the largest number of requests at once.
-    vocab_size : int
-        V, ids of the target.
+    slots : S, the largest number of requests at once.
+    vocab_size : V, ids of the target.
 
     Attributes
     ----------
-    array : DeviceArray
-        uint8 [S, SLOT.itemsize], as kernels take it.
-    tables : DeviceArray
-        int32 [S, 2, V], bias and counts, see kernels/adjust.cu; of requests that have any.
+    array : uint8 [S, SLOT.itemsize], as kernels take it.
+    tables : int32 [S, 2, V], bias and counts, see kernels/adjust.cu; of requests that have any.
     """
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
@@ -102,27 +97,17 @@ class SlotState:
 
         Parameters
         ----------
-        lane : Lane
-        slot : int
-        position, last : int
-            Position of the last prompt token, and that token.
-        epoch : int
-            Generation of the slot; mask rows carry it.
-        limit : int
-            Exclusive end position of the request.
-        stop_ids : sequence of int
-            Up to 64 ids that end the request.
-        seed : int
-            64-bit seed; any int, taken modulo 2**64.
-        temperature, top_k, top_p, min_p
-            Filters; below 1e-5 the temperature means greedy. Off: top_k 0, top_p 1, min_p 0.
-        verify : int
-            ``REJECTION`` or ``COUPLED``.
-        sample : int
-            Index among the samples drawn with this seed, 0 <= sample < 2**24.
-        adjust : Adjust
-            Bias, penalties and log probabilities; its table follows in pinned memory that this slot
-            keeps, so a slot is joined again only when an earlier join is over.
+        position, last : position of the last prompt token, and that token.
+        epoch : generation of the slot; mask rows carry it.
+        limit : exclusive end position of the request.
+        stop_ids : up to 64 ids that end the request.
+        seed : 64 bits; any int, taken modulo 2**64.
+        temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:
+            top_k 0, top_p 1, min_p 0.
+        verify : ``REJECTION`` or ``COUPLED``.
+        sample : index among the samples drawn with this seed, 0 <= sample < 2**24.
+        adjust : bias, penalties and log probabilities; its table follows in pinned memory that this
+            slot keeps, so a slot is joined again only when an earlier join is over.
 
         Raises
         ------

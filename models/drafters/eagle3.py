@@ -116,10 +116,8 @@ class Eagle3Head:
 
         Parameters
         ----------
-        rows : Rows
-            ``token`` is the NEXT token (t_{i+1}) of entry i, ``pos`` is i.
-        features : DeviceArray
-            float32[R, 3 target_hidden], low | mid | high of token i.
+        rows : ``token`` is the NEXT token (t_{i+1}) of entry i, ``pos`` is i.
+        features : float32[R, 3 target_hidden], low | mid | high of token i.
 
         Returns
         -------

@@ -39,12 +39,8 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   const int position = slot.n + j;  // being drafted
   if (is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch)) return;
 
-  Row row;
-  row.logits = logits + static_cast<long long>(b) * draft_vocab;
-  row.size = draft_vocab;
-  row.mask = nullptr;
-  row.token_limit = token_limit;
-  row.map = d2t;
+  const Row row = {logits + static_cast<long long>(b) * draft_vocab, draft_vocab, nullptr,
+                   token_limit, d2t};
   // There is no table, for the draft is a point: its room holds the scores.
   float* score = q + (static_cast<long long>(index) * most_drafts + j - 1) * draft_vocab;
   int best_column;

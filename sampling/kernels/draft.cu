@@ -39,12 +39,8 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
     return;
   }
 
-  Row row;
-  row.logits = logits + static_cast<long long>(b) * draft_vocab;
-  row.size = draft_vocab;
-  row.mask = nullptr;
-  row.token_limit = token_limit;
-  row.map = d2t;
+  Row row = {logits + static_cast<long long>(b) * draft_vocab, draft_vocab, nullptr, token_limit,
+             d2t};
   int state = ROW_FREE;
   if (masked) {
     state = stamped_state(stamp, slot.epoch, position - 1);

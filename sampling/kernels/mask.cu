@@ -11,12 +11,8 @@ __device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigne
   const int r = static_cast<int>(blockIdx.y);
   const int index = mask_row ? mask_row[r] : r;
   if (index < 0) return;
-  Row row;
-  row.logits = nullptr;
-  row.size = columns;
-  row.mask = mask + static_cast<long long>(index) * mask_stride;
-  row.token_limit = token_limit;
-  row.map = d2t;
+  const Row row = {nullptr, columns, mask + static_cast<long long>(index) * mask_stride,
+                   token_limit, d2t};
   T* out = logits + static_cast<long long>(r) * columns;
   const int lane = static_cast<int>(threadIdx.x) % LANES;
   const int warp = static_cast<int>(blockIdx.x) * WARPS + static_cast<int>(threadIdx.x) / LANES;

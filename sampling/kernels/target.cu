@@ -31,15 +31,11 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
   }
   const Slot& slot = slots[index];
 
-  Row row;
-  row.logits = logits + static_cast<long long>(r) * vocab_size;
-  row.size = vocab_size;
-  row.mask = nullptr;
+  Row row = {logits + static_cast<long long>(r) * vocab_size, vocab_size, nullptr, token_limit,
+             nullptr};
   if (state == ROW_READY) {
     row.mask = stage_mask(mask_of(exchange, layout, index, j), layout.words, scratch);
   }
-  row.token_limit = token_limit;
-  row.map = nullptr;
 
   int status;
   int token = -1;

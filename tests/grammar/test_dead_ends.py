@@ -79,7 +79,8 @@ def test_a_drafter_stops_where_its_vocabulary_does(legality: str) -> None:
     """Every other token is one that the drafter does not have: its chain ends before that, the
     draft before it is tested all the same, and the target goes on as without a drafter."""
     with demo_engine() as engine:
-        d2t, tokens = engine._parts.drafter.vocab.d2t.to_host(), engine._built.vocabulary.tokens
+        d2t = engine._parts.drafter.vocab.d2t.to_host()
+        tokens = engine._built.compiler.backend.vocabulary.tokens
     words = [id for id, text in enumerate(tokens) if len(text) > 1 and text.isalpha()]
     has = next(id for id in words if id in d2t)
     lacks = next(id for id in words if id not in d2t)

@@ -107,35 +107,20 @@ def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.n
     return rms_norm(x, w["model.norm.weight"], config["rms_norm_eps"]) @ head.T
 
 
-def features_of(streams: list[np.ndarray], outputs: tuple[int, int, int]) -> np.ndarray:
-    """Concatenated streams of three layers, by OUTPUT id."""
-    return np.concatenate([streams[i] for i in outputs], axis=-1)
-
-
 def eagle3_outputs(
     w: Weights,
     config: dict[str, Any],
     embedding: np.ndarray,
     features: np.ndarray,
     next_tokens: np.ndarray,
-    recurrent: np.ndarray | None = None,
     prefix: str = "midlayer",
 ) -> np.ndarray:
     """Outputs [E, hidden] of entries 0..E-1, before the final norm.
 
-    Parameters
-    ----------
-    features : np.ndarray
-        [F, 3 hidden] of the first F entries; they go through fc.
-    recurrent : np.ndarray, optional
-        [E - F, hidden]: features of the later entries, which the head itself made.
-    next_tokens : np.ndarray
-        [E], token i + 1 of entry i.
+    Entry i pairs features [E, 3 hidden] of token i with token i + 1, next_tokens [E].
     """
     eps = config["rms_norm_eps"]
     g = features @ w["fc.weight"].astype(np.float64).T
-    if recurrent is not None:
-        g = np.concatenate([g, recurrent])
     normed = rms_norm(g, w[f"{prefix}.hidden_norm.weight"], eps)
     embedded = embedding.astype(np.float64)[next_tokens]
     x = np.concatenate([rms_norm(embedded, w[f"{prefix}.input_layernorm.weight"], eps), normed], -1)

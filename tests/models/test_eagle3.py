@@ -27,7 +27,7 @@ from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.checkpoint import Checkpoint
-from graft.models.drafters.eagle3 import Eagle3Head, read_draft_map
+from graft.models.drafters.eagle3 import Eagle3Head
 from graft.models.errors import CheckpointError, ConfigError
 
 TARGET = llama_config()
@@ -89,23 +89,31 @@ def test_draft_steps_equal_the_training_code(device, stream, form):
             np.testing.assert_allclose(logits, expected["logits"][j, at], atol=5e-5)
 
 
+HEADS = {
+    "official": {}, "speculators": {"names": "speculators"},
+    "feature normed": {"norm_before_residual": True, "own_embedding": True},
+    "speculators, feature normed": {"names": "speculators", "norm_before_residual": True},
+    "rotary base is not its target's": {"target": {"rope_theta": 500000.0}},
+    "narrower than its target": {"hidden_size": 32, "target_hidden_size": 48,
+                                 "own_embedding": True},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("names", ["official", "speculators"])
-@pytest.mark.parametrize("before", [False, True])
-def test_entries_equal_numpy(device, stream, tmp_path, form, names, before):
-    """Both formats, both residual variants and an own embedding compute the oracle's outputs."""
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_entries_equal_numpy(device, stream, tmp_path, form, options):
+    """Both formats and residual variants, an own embedding, base or width: the oracle's outputs."""
     model, drafter, target_weights, weights = pair(
-        device, tmp_path, form=form, names=names, norm_before_residual=before, draft_vocab=70,
-        own_embedding=before,
-    )  # fmt: skip
+        device, tmp_path, form=form, draft_vocab=70, **options
+    )
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 320, 20)
     own(stream, drafter.kv, 2, 20)
     features = rng.standard_normal((20, 3 * 48)).astype(np.float32)
     out = entries(stream, drafter, tokens, 2, range(20), features)
     table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
-    config = {**TARGET, "norm_before_residual": before}
-    prefix = "midlayer" if names == "official" else "layers.0"
+    config = {**TARGET, **options}
+    prefix = "layers.0" if "names" in options else "midlayer"
     wanted = numpy_llama.eagle3_outputs(weights, config, table, features, tokens, prefix=prefix)
     np.testing.assert_allclose(out, wanted, atol=3e-5)
     logits = draft_logits(stream, drafter, out)
@@ -114,36 +122,10 @@ def test_entries_equal_numpy(device, stream, tmp_path, form, names, before):
         logits, numpy_llama.eagle3_logits(weights, config, wanted, head), atol=5e-5
     )
     assert model.vocab_size == 320 and drafter.draft_vocab == 70
-
-
-def test_the_heads_rotary_base_is_its_own(device, stream, tmp_path):
-    """A target with another base and scaling does not change the head's outputs."""
-    _, drafter, target_weights, weights = pair(
-        device, tmp_path, target={"rope_theta": 500000.0}, draft_vocab=30
-    )
-    features = np.random.default_rng(0).standard_normal((12, 144)).astype(np.float32)
-    own(stream, drafter.kv, 0, 12)
-    out = entries(stream, drafter, range(12), 0, range(12), features)
-    table = target_weights["model.embed_tokens.weight"]
-    wanted = numpy_llama.eagle3_outputs(weights, TARGET, table, features, np.arange(12))
-    np.testing.assert_allclose(out, wanted, atol=3e-5)
-    wrong = {**TARGET, "rope_theta": 500000.0}
-    off = numpy_llama.eagle3_outputs(weights, wrong, table, features, np.arange(12))
-    assert np.abs(off - wanted).max() > 1e-3
-
-
-def test_a_narrower_head_reads_the_targets_width(device, stream, tmp_path):
-    """target_hidden_size sets fc's input; the head then brings its own embedding."""
-    _, drafter, _, weights = pair(
-        device, tmp_path, hidden_size=32, target_hidden_size=48, own_embedding=True, draft_vocab=40
-    )
-    features = np.random.default_rng(0).standard_normal((7, 144)).astype(np.float32)
-    own(stream, drafter.kv, 0, 7)
-    out = entries(stream, drafter, range(7), 0, range(7), features)
-    config = {**TARGET, "hidden_size": 32}
-    table = weights["embed_tokens.weight"]
-    wanted = numpy_llama.eagle3_outputs(weights, config, table, features, np.arange(7))
-    np.testing.assert_allclose(out, wanted, atol=3e-5)
+    if "target" in options:
+        config["rope_theta"] = 500000.0
+        off = numpy_llama.eagle3_outputs(weights, config, table, features, tokens)
+        assert np.abs(off - wanted).max() > 1e-3
 
 
 def test_an_extend_overwrites_what_drafting_left(device, stream, tmp_path):
@@ -212,28 +194,13 @@ def edit_config(folder, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("at", [0, 35, 69])
-@pytest.mark.parametrize("value", [-1, 320, 1 << 40])
-def test_map_entries_outside_the_vocabulary_are_refused(device, tmp_path, at, value):
-    """A target id below 0 or beyond the vocabulary raises, naming draft and target id."""
-    pair(device, tmp_path, draft_vocab=70)
-    edit(tmp_path / "head", lambda t: t["d2t"].__setitem__(at, value - at))
-    checkpoint = Checkpoint(tmp_path / "head")
-    with pytest.raises(CheckpointError, match=f"draft id {at} to {value},"):
-        read_draft_map(checkpoint, 70, 320)
-
-
-def test_two_draft_ids_for_one_token_are_refused(device, tmp_path):
-    """A map that is not one to one raises: its inverse would lose a draft."""
-    pair(device, tmp_path, draft_vocab=70)
-    edit(tmp_path / "head", lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1))
-    with pytest.raises(CheckpointError, match="another draft id"):
-        read_draft_map(Checkpoint(tmp_path / "head"), 70, 320)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [(lambda t: t.pop("d2t"), "d2t is missing"),
+     (lambda t: t["d2t"].__setitem__(0, -1), "draft id 0 to -1,"),
+     (lambda t: t["d2t"].__setitem__(35, 320 - 35), "draft id 35 to 320,"),
+     (lambda t: t["d2t"].__setitem__(69, (1 << 40) - 69), f"draft id 69 to {1 << 40},"),
+     (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "another draft id"),
      (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
      (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
      (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
@@ -244,7 +211,8 @@ def test_two_draft_ids_for_one_token_are_refused(device, tmp_path):
      (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm")],
 )  # fmt: skip
 def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
-    """Missing, misshapen, mistyped and leftover tensors raise by name."""
+    """Missing, misshapen, mistyped and leftover tensors, and maps that leave the vocabulary or are
+    not one to one, raise by name."""
     model, _, _, _ = pair(device, tmp_path, draft_vocab=70)
     edit(tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=words):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from graft.cudagraph.dtypes import from_float32, to_float32
 
@@ -244,43 +244,27 @@ CHAT_TEMPLATE = (
 )
 
 
+WORDS = ['{"', '":', '",', '"}', "],", "[{", "}]", "true", "false", "null", "name", "value", " the",
+         " a", "ing", "er", "on", "10", "00", "é", "日"]  # fmt: skip
+
+
 def make_tiny_tokenizer(
     folder: Path, vocab_size: int = 300, *, chat_template: str | None = CHAT_TEMPLATE
-) -> tokenizers.Tokenizer:
+) -> None:
     """Write a byte-level tokenizer: <eos> 0, <bos> 1, 256 bytes, then merges up to `vocab_size`.
 
     JSON's punctuation and a few words are merged, so that grammars meet tokens of several bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<eos>": 0, "<bos>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}
-    space = "Ġ"
-    words = ['{"', '":', '",', '"}', "],", "[{", "}]", "true", "false", "null", "name", "value"]
-    words += [f"{space}the", f"{space}a", "ing", "er", "on", "10", "00", "é", "日"]
-    merges: list[tuple[str, str]] = []
-    for word in words:
-        letters = [c for c in _byte_level(word)] if not word.startswith(space) else list(word)
-        left = letters[0]
-        for right in letters[1:]:
-            if len(vocab) >= vocab_size:
-                break
-            if left + right not in vocab:
-                vocab[left + right] = len(vocab)
-                merges.append((left, right))
-            left += right
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    tokenizer.train_from_iterator(WORDS, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<eos>", "<bos>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    ))  # fmt: skip
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
     if chat_template is not None:
         config["chat_template"] = chat_template
     write_json(folder / "tokenizer_config.json", config)
-    return tokenizer
-
-
-def _byte_level(text: str) -> str:
-    """A text as the byte-level alphabet writes it."""
-    pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre.pre_tokenize_str(text)[0][0]

@@ -49,7 +49,6 @@ cuDevicePrimaryCtxRetain [] out dev
 cuDevicePrimaryCtxSetFlags [] dev 0|256
 cuDevicePrimaryCtxGetState [f] dev out out
 cuCtxCreate [] out 0 0|256 dev
-cuCtxCreate@3020 [] out 0|256 dev
 cuCtxDestroy [f] made
 cuCtxSetCurrent [] ctx
 cuCtxGetCurrent [f] out
@@ -139,7 +138,6 @@ cuStreamGetId [] stream out
 cuStreamGetDevice [] stream out
 cuStreamIsCapturing [] stream out
 cuStreamGetCaptureInfo [] stream out out? out? out? out? out?
-cuStreamGetCaptureInfo@11030 [] stream out out? out? out? out?
 cuStreamBeginCapture [] stream 2|9
 cuStreamEndCapture [] capturing~ILLEGAL_STATE out
 cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9

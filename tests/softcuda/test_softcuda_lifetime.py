@@ -6,6 +6,7 @@ import pytest
 import softcuda_util as util
 
 HELPERS = """
+import os
 gone, where, calls = [], [], []
 def destroyed(data):
     where.append(threading.get_native_id())
@@ -30,7 +31,6 @@ def eventually(wanted, limit=20):
     time.sleep(0.02)
     assert sorted(gone) == sorted(wanted), (gone, wanted)
 """
-MODES = pytest.mark.parametrize("mode", ["late", "inline"])
 
 
 def check(body: str, **env: str) -> str:
@@ -39,11 +39,9 @@ def check(body: str, **env: str) -> str:
     return done.stdout
 
 
-@MODES
-def test_references_of_graphs_clones_and_executables(mode):
-    """A user object lives until the last graph, clone or executable that holds it is gone."""
-    check(
-        """
+#: What happens to user objects, by scripts that prove it.
+STORIES = {
+    "A user object lives until the last graph, clone or executable that holds it is gone": """
 g = holder(1)
 s.cuGraphAddEmptyNode(g, [], 0)
 clone = s.cuGraphClone(g)
@@ -59,15 +57,7 @@ eventually([1, 2])
 assert s.live()["user_object"] == 0
 assert set(calls) == {"NOT_PERMITTED"}
 """,
-        SOFTCUDA_DESTRUCTORS=mode,
-    )
-
-
-@MODES
-def test_own_references_and_moves(mode):
-    """Retaining without MOVE keeps the caller's reference; over-release is refused."""
-    check(
-        """
+    "Retaining without MOVE keeps the caller's reference; over-release is refused": """
 g = s.cuGraphCreate(0)
 o = user_object(1, 2)
 s.cuGraphRetainUserObject(g, o, 3, 0)
@@ -81,15 +71,7 @@ s.cuGraphReleaseUserObject(g, o, 1)
 eventually([1])
 assert code(d.cuUserObjectRelease(o, 1)) == "INVALID_HANDLE"
 """,
-        SOFTCUDA_DESTRUCTORS=mode,
-    )
-
-
-@MODES
-def test_a_launch_in_flight_keeps_the_references(mode):
-    """Destroying graph and executable while a launch runs defers the destructor to its end."""
-    check(
-        """
+    "Destroying graph and executable while a launch runs defers the destructor to its end": """
 g = holder(1)
 s.add_host(g, [], hold)
 e = s.cuGraphInstantiate(g, 0)
@@ -102,14 +84,7 @@ gate.set()
 s.cuStreamSynchronize(q)
 eventually([1])
 """,
-        SOFTCUDA_DESTRUCTORS=mode,
-    )
-
-
-def test_update_replaces_references_after_earlier_launches():
-    """After cuGraphExecUpdate the old references live until launches queued before have ended."""
-    check(
-        """
+    "After cuGraphExecUpdate the old references live until launches queued before have ended": """
 a, b = holder(1), holder(2)
 for g in (a, b): s.add_host(g, [], hold)
 e = s.cuGraphInstantiate(a, 0)
@@ -124,14 +99,8 @@ s.cuStreamSynchronize(q)
 eventually([1])
 s.cuGraphExecDestroy(e)
 eventually([1, 2])
-"""
-    )
-
-
-def test_children_hold_their_own_references():
-    """References of a child graph follow the clone inside its parent."""
-    check(
-        """
+""",
+    "References of a child graph follow the clone inside its parent": """
 child = holder(1)
 s.cuGraphAddEmptyNode(child, [], 0)
 g = s.cuGraphCreate(0)
@@ -143,21 +112,21 @@ eventually([])
 s.cuGraphExecDestroy(e)
 eventually([1])
 assert s.live()["graph"] == 0
-"""
-    )
-
-
-@MODES
-def test_destructor_modes_differ_in_thread(mode):
-    """Inline destructors run in the destroying call, late ones on another thread."""
-    check(
-        f"""
+""",
+    "Inline destructors run in the destroying call, late ones on another thread": """
 s.cuUserObjectRelease(user_object(1), 1)
 eventually([1])
-assert (where[0] == threading.get_native_id()) is {mode == "inline"}
+inline = os.environ["SOFTCUDA_DESTRUCTORS"] == "inline"
+assert (where[0] == threading.get_native_id()) is inline
 """,
-        SOFTCUDA_DESTRUCTORS=mode,
-    )
+}
+
+
+@pytest.mark.parametrize("mode", ["late", "inline"])
+@pytest.mark.parametrize("name", STORIES)
+def test_user_objects(name, mode):
+    """What the name says, in a process of its own, with either kind of destructors."""
+    check(STORIES[name], SOFTCUDA_DESTRUCTORS=mode)
 
 
 def test_counters_return_to_zero():

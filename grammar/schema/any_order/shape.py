@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import GrammarError
 from ...judge import found_in
@@ -31,13 +31,12 @@ class Object:
     required: frozenset[str] = frozenset()
 
 
-@dataclass
-class Array:
+class Array(NamedTuple):
     """What an array has to look like: its items, and how many there are."""
 
     items: Parts
-    low: int = 0
-    high: int | None = None
+    low: int
+    high: int | None
 
 
 def object_of(parts: Parts) -> Object:

@@ -22,6 +22,7 @@ _NARROWED_FORMATS = {
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MOST_OVERLAPS = 40
+_INNER = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
 
 
 def _one_of(to: Rewriter, value: Any, site: Site) -> None:
@@ -105,8 +106,7 @@ def _share_only_empty(to: Rewriter, one: Any, other: Any) -> dict[str, Any] | No
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
     kind = one.get("type")
-    part, least = {"array": ("items", "minItems"), "object": ("additionalProperties",
-                   "minProperties")}.get(str(kind), ("", ""))  # fmt: skip
+    part, least = _INNER.get(str(kind), ("", ""))
     for schema in (one, other):
         if schema.get("type") != kind or not isinstance(schema.get(part), dict):
             return None
@@ -181,21 +181,22 @@ _OBJECT = ("properties", "patternProperties", "additionalProperties")
 def _unique_items(to: Rewriter, value: Any, site: Site) -> None:
     if value is not True:
         return
-    items = site.schema.get("items", True)
-    options = distinct(site.schema, _few(to, items))
+    options = distinct(site.schema, _few(to, site.schema.get("items", True)))
     if options is not None:
-        others = sorted(site.kinds - {"array"})
-        if others:
-            options = [*options, {"type": others}]
+        options += _other_kinds(site)
         site.extra.append({"anyOf": options} if options else False)
         to.note(site.at, "uniqueItems", "every order of different items is spelled out")
 
 
+def _other_kinds(site: Site) -> list[Any]:
+    """What is no array."""
+    others = sorted(site.kinds - {"array"})
+    return [{"type": others}] if others else []
+
+
 def _contains(to: Rewriter, value: Any, site: Site) -> None:
     options = contains(value, site.schema, "prefixItems" if to.draft >= 2020 else "items")
-    others = sorted(site.kinds - {"array"})
-    if others:
-        options = [*options, {"type": others}]
+    options += _other_kinds(site)
     site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/contains", site.kinds))
     to.note(site.at, "contains", "is spelled out as the places where it may stand")
 
@@ -245,18 +246,13 @@ RULES: dict[str, Rule] = {
     "oneOf": _one_of,
     "not": _not,
     "if": _if,
-    "then": _said_elsewhere,
-    "else": _said_elsewhere,
-    "dependencies": _dependencies,
-    "dependentRequired": _dependencies,
-    "dependentSchemas": _dependencies,
+    **dict.fromkeys(("then", "else", "minContains", "maxContains"), _said_elsewhere),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), _dependencies),
     "propertyNames": _property_names,
     "minProperties": _property_counts,
     "maxProperties": _max_properties,
     "uniqueItems": _unique_items,
     "contains": _contains,
-    "minContains": _said_elsewhere,
-    "maxContains": _said_elsewhere,
     "format": _format,
     "pattern": _pattern,
 }

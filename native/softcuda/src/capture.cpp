@@ -410,11 +410,6 @@ SC_API(cuStreamIsCapturing, 10000, kNoLock, CUstream, stream, int*, status) {
   info(stream, status, nullptr, nullptr, nullptr, nullptr, nullptr);
 }
 
-SC_API(cuStreamGetCaptureInfo_v2, 11030, kNoLock, CUstream, stream, int*, status, uint64_t*, id,
-       CUgraph*, graph, const CUgraphNode**, dependencies, size_t*, count) {
-  info(stream, status, id, graph, dependencies, count, nullptr);
-}
-
 SC_API(cuStreamGetCaptureInfo_v3, 12030, kNoLock, CUstream, stream, int*, status, uint64_t*, id,
        CUgraph*, graph, const CUgraphNode**, dependencies, const CUgraphEdgeData**, edges, size_t*,
        count) {

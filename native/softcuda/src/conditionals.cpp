@@ -1,6 +1,8 @@
 // Conditional nodes and their handles (invariants N1-N4 of conditionals.h).
 #include "conditionals.h"
 
+#include <deque>
+
 namespace softcuda {
 namespace {
 
@@ -110,12 +112,14 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
        context, unsigned, initial, unsigned, flags) {
   const auto graph = graphs().find(handle);
   need(out != nullptr && flags <= 1);
-  need(!(context != nullptr && context != primary_context()), CUDA_ERROR_INVALID_CONTEXT);
+  need(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
+  // Cells are never freed, so that a stale handle is harmless.
+  static auto& cells = *new std::deque<softcuda_condition>;
   auto condition = std::make_shared<Condition>();
-  condition->cell = new softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial};  // never freed
   condition->initial = initial;
   condition->assign = flags == 1;
-  *out = reinterpret_cast<uint64_t>(condition->cell);
   std::lock_guard<std::mutex> lock(graph_mutex());
+  condition->cell = &cells.emplace_back(softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial});
+  *out = reinterpret_cast<uint64_t>(condition->cell);
   graph->conditions.push_back(std::move(condition));
 }

@@ -14,7 +14,6 @@ using CUcontext = struct CUctx_opaque*;
 using CUmodule = struct CUmod_opaque*;
 using CUfunction = struct CUfunc_opaque*;
 using CUkernel = struct CUkern_opaque*;
-using CUlibrary = struct CUlib_opaque*;
 using CUstream = struct CUstream_opaque*;
 using CUevent = struct CUevent_opaque*;
 using CUgraph = struct CUgraph_opaque*;
@@ -31,14 +30,10 @@ enum : CUresult {
 
 enum : unsigned {
   CU_STREAM_NON_BLOCKING = 1,
-  CU_EVENT_BLOCKING_SYNC = 1,
   CU_EVENT_DISABLE_TIMING = 2,
   CU_EVENT_INTERPROCESS = 4,
-  CU_MEMHOSTALLOC_PORTABLE = 1,
   CU_MEMHOSTALLOC_DEVICEMAP = 2,
   CU_MEMHOSTALLOC_WRITECOMBINED = 4,
-  CU_MEMHOSTREGISTER_PORTABLE = 1,
-  CU_MEMHOSTREGISTER_DEVICEMAP = 2,
   CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1,
   CU_GRAPH_USER_OBJECT_MOVE = 1,
 };
@@ -65,7 +60,6 @@ enum CUgraphNodeType : int {
 
 enum : int {
   CU_GRAPH_EXEC_UPDATE_SUCCESS = 0,
-  CU_GRAPH_EXEC_UPDATE_ERROR = 1,
   CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED = 2,
   CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED = 3,
   CU_GRAPH_EXEC_UPDATE_ERROR_NOT_SUPPORTED = 6,
@@ -179,7 +173,6 @@ struct CUstreamMemOpWaitValueParams {
   unsigned flags;
   CUdeviceptr alias;
 };
-using CUstreamMemOpWriteValueParams = CUstreamMemOpWaitValueParams;
 
 struct CUstreamMemOpMemoryBarrierParams {
   CUstreamBatchMemOpType operation;
@@ -189,7 +182,7 @@ struct CUstreamMemOpMemoryBarrierParams {
 union CUstreamBatchMemOpParams {
   CUstreamBatchMemOpType operation;
   CUstreamMemOpWaitValueParams waitValue;
-  CUstreamMemOpWriteValueParams writeValue;
+  CUstreamMemOpWaitValueParams writeValue;
   CUstreamMemOpMemoryBarrierParams memoryBarrier;  // also flushRemoteWrites
   uint64_t pad[6];
 };

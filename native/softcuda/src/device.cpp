@@ -172,9 +172,14 @@ static void start_device() {
   start_watch();
 }
 
-static void create_context(CUcontext* out, unsigned flags, CUdevice device) {
+SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned, flags, CUdevice,
+       device) {
   need(device == 0, CUDA_ERROR_INVALID_DEVICE);
   need(out != nullptr && (flags & ~0x1fu) == 0);
+  // Two pointers and a count: execution affinity, or memory of a client.
+  static const char none[24] = {};
+  need(params == nullptr || std::memcmp(params, none, sizeof none) == 0, CUDA_ERROR_NOT_SUPPORTED,
+       "contexts with special parameters");
   static auto next = reinterpret_cast<uintptr_t>(kPrimary);
   std::lock_guard<std::mutex> lock(g_context_mutex);
   start_device();
@@ -182,19 +187,6 @@ static void create_context(CUcontext* out, unsigned flags, CUdevice device) {
   g_created.insert(*out);
   t_stack.push_back(*out);
   live_add(Kind::context, 1);
-}
-
-SC_API(cuCtxCreate_v2, 3020, 0, CUcontext*, out, unsigned, flags, CUdevice, device) {
-  create_context(out, flags, device);
-}
-
-SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned, flags, CUdevice,
-       device) {
-  // Two pointers and a count: execution affinity, or memory of a client.
-  static const char none[24] = {};
-  need(params == nullptr || std::memcmp(params, none, sizeof none) == 0, CUDA_ERROR_NOT_SUPPORTED,
-       "contexts with special parameters");
-  create_context(out, flags, device);
 }
 
 SC_API(cuCtxDestroy_v2, 4000, kAfterFault, CUcontext, context) {
