@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import threading
@@ -131,17 +130,17 @@ def test_a_compile_that_never_ends_is_killed_and_harms_nobody() -> None:
         children = engine._built.compiler._children
         slow = children[len(children) // 2 :]  # of the lane of slow grammars
         deadline = time.monotonic() + 300
-        while not (started := [c for c in slow if c.pid is not None and not c.resting]):
+        while not (started := [c for c in slow if c._process is not None and not c.resting]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         (child,) = started
-        os.kill(child.pid, signal.SIGSTOP)  # however fast the machine is
+        child._process.send_signal(signal.SIGSTOP)  # however fast the machine is
         for name, pattern in CHEAP.items():
             engine.submit(guided(name, pattern))
         outputs = drive(engine, set(CHEAP))
         assert all(output.finished for output in outputs.values()) and len(outputs) == len(CHEAP)
         assert engine.cancel("endless 1")
-        os.kill(child.pid, signal.SIGKILL)
+        child._process.kill()
         outputs = drive(engine, {"endless 1", "endless 2"})
         assert outputs["endless 1"].reason == "cancelled"
         assert outputs["endless 2"].reason == "refused"
