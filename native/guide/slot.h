@@ -52,14 +52,14 @@ struct Exchange {
 };
 
 // What is counted, by the worker and by those who serve its orders.
-#define GRAFT_GUIDE_COUNTS(COUNT)                                                                  \
-  COUNT(replays)                                                                                   \
-  COUNT(missing_snapshots)                                                                         \
-  COUNT(joins)                                                                                     \
-  COUNT(fills) COUNT(accepts) COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens)              \
-      COUNT(refused_drafts) COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors)      \
-          COUNT(free_rows) COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) \
-              COUNT(forced_rows) COUNT(forced_tokens)
+// clang-format off
+#define GRAFT_GUIDE_COUNTS(COUNT)                                                            \
+  COUNT(replays) COUNT(missing_snapshots) COUNT(joins) COUNT(fills) COUNT(accepts)           \
+  COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens) COUNT(refused_drafts)              \
+  COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors) COUNT(free_rows)         \
+  COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) COUNT(forced_rows) \
+  COUNT(forced_tokens)
+// clang-format on
 namespace count {
 #define GRAFT_GUIDE_COUNT(name) name,
 enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };

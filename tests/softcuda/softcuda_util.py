@@ -60,10 +60,10 @@ class Soft:
     returns what the bindings do. What was made by the former is freed by ``close()``.
     """
 
-    fault = staticmethod(softstats.last_fault)
-    refusal = staticmethod(softstats.last_refusal)
+    fault = staticmethod(functools.partial(softstats.explain, True))
+    refusal = staticmethod(functools.partial(softstats.explain, False))
     describe = staticmethod(softstats.describe)
-    count = staticmethod(softstats.count)
+    count = staticmethod(functools.partial(softstats.counter, "count"))
 
     def __init__(self) -> None:
         self.made: list[tuple[str, Any]] = []

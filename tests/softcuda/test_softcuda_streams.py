@@ -13,7 +13,7 @@ import pytest
 import softcuda_util as util
 from softcuda_util import CALLBACK, USLEEP, code
 
-from graft.cudagraph import softstats
+from graft.cudagraph.softstats import counter
 
 KERNELS = r"""
 extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
@@ -198,7 +198,7 @@ def test_the_gil_record(soft):
 
     def record():
         names = ("cuMemsetD8", "cuCtxSynchronize", None)
-        made, held = ([f(name) for name in names] for f in (softstats.calls, softstats.gil_held))
+        made, held = ([counter(which, name) for name in names] for which in ("calls", "gil_held"))
         return np.array(made[:2] + held)
 
     before = record()

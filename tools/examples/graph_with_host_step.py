@@ -5,11 +5,7 @@ A step reads and writes pinned memory, which host and device share; it calls not
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
-from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
+from graft.cudagraph import Graph, load_text, open_device
 
 KERNELS = """
 extern "C" __global__ void square(int* numbers, int n) {
@@ -24,10 +20,7 @@ def main() -> None:
     device = open_device()
     numbers = device.pinned((8,), "int32")
     numbers.array[:] = range(8)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "square.cu"
-        source.write_text(KERNELS)
-        square = device.load(source)["square"]
+    square = load_text(device, KERNELS, "square.cu")["square"]
 
     def add_one() -> None:
         numbers.array[:] = (numbers.array + 1) % 10
