@@ -44,7 +44,8 @@ def python_files(engine: Engine) -> set[Path]:
         engine.submit(Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=128))
     while engine.stats.joins < 2:  # the grammar of either may be compiled later
         engine.step()
-    engine.step()
+    for _ in range(3):  # until the device is known to be over their prompts
+        engine.step()
     sys.setprofile(profile)
     try:
         for _ in range(ROUNDS):
