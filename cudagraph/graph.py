@@ -19,7 +19,6 @@ from graft.cudagraph.cells import Cell
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.events import Event
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.hostwork import HostWork, Spin, as_work, use_spin
 from graft.cudagraph.kernels import Kernel
@@ -27,6 +26,7 @@ from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
 from graft.cudagraph.mailbox import Limits, Mailbox, MailboxWorker
 from graft.cudagraph.memory import PinnedArray, check_byte
 from graft.cudagraph.nodes import Node
+from graft.cudagraph.streams import Event
 from graft.native import _native
 
 STATUS_WORDS = 16
