@@ -22,7 +22,6 @@ from graft.cudagraph.errors import (
     OptionError,
     ShapeError,
 )
-from graft.cudagraph.events import Event
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane
 from graft.cudagraph.hostwork import NativeWork, PythonWork, check_captured, hostfunc
 from graft.cudagraph.kernels import Kernel, KernelModule, load_text
@@ -30,4 +29,4 @@ from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.mailbox import MailboxWorker
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.pinned import PinnedField, PinnedSlots, Ring
-from graft.cudagraph.streams import Stream
+from graft.cudagraph.streams import Event, Stream

@@ -113,7 +113,7 @@ class GraphBody(Graph):
             below = inner.children.get(node.index) if inner is not None else None
             self.refuse(node.kind, f"{name}/{node.name}", below)
 
-    def instantiate(self) -> GraphExec:
+    def instantiate(self, *, priorities: bool = False) -> GraphExec:
         """Refused: the graph around it is what runs."""
         raise OptionError(f"{self.name!r} is the body of a conditional and runs with its graph")
 

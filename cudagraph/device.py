@@ -16,10 +16,9 @@ from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.dtypes import numpy_dtype
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.events import Event
 from graft.cudagraph.kernels import KernelModule, load
 from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape, from_host, zeros
-from graft.cudagraph.streams import Stream
+from graft.cudagraph.streams import Event, Stream
 from graft.native import _native
 
 #: Host work that is still in Python when the interpreter ends is waited for so long.

@@ -59,11 +59,12 @@ class GraphExec:
         The status words of the definition that runs now; see :class:`Graph`.
     """
 
-    def __init__(self, graph: Definition) -> None:
+    def __init__(self, graph: Definition, priorities: bool = False) -> None:
         self.name = graph.name
         self._state = graph.state
         self.status = graph.status
-        handle = call(cu.cuGraphInstantiate, graph.handle, 0)
+        flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        handle = call(cu.cuGraphInstantiate, graph.handle, int(flag) if priorities else 0)
         try:
             event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         except BaseException:

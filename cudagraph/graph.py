@@ -19,7 +19,6 @@ from graft.cudagraph.cells import Cell
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, check_code, cu, enter
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.events import Event
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.hostwork import HostWork, Spin, as_work, use_spin
 from graft.cudagraph.kernels import Kernel
@@ -27,6 +26,7 @@ from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
 from graft.cudagraph.mailbox import Limits, Mailbox, MailboxWorker
 from graft.cudagraph.memory import PinnedArray, check_byte
 from graft.cudagraph.nodes import Node
+from graft.cudagraph.streams import Event
 from graft.native import _native
 
 STATUS_WORDS = 16
@@ -249,8 +249,13 @@ class Graph:
                 self._worker = MailboxWorker(name="mailbox")
             return self._worker
 
-    def instantiate(self) -> GraphExec:
+    def instantiate(self, *, priorities: bool = False) -> GraphExec:
         """Make the executable. A definition has one at a time.
+
+        Parameters
+        ----------
+        priorities : bool
+            Let kernel nodes run with the priorities they were given, not with the stream's.
 
         Raises
         ------
@@ -266,7 +271,7 @@ class Graph:
             self._require_no_executable()
             for name in self.unused_conditions.values():
                 raise OptionError(f"condition {name!r} of graph {self.name!r} steers no node")
-            made = GraphExec(self)
+            made = GraphExec(self, priorities)
             self._exec = weakref.ref(made)
             return made
 
@@ -321,14 +326,23 @@ class GraphLane:
 
     def kernel(
         self, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *, shared: int = 0,
-        name: str | None = None,
+        name: str | None = None, priority: int | None = None,
     ) -> None:
-        """Add a kernel node; argument values are copied now."""
+        """Add a kernel node; argument values are copied now.
+
+        ``priority`` (lower runs first) counts in executables made with ``priorities``.
+        """
         dims = check_launch(kernel, grid, block, shared)
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
-        self._add("kernel", name or kernel.name, packed.owners, lambda graph, after, _:
-                  nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed))
+
+        def make(graph: int, after: list[Any], _: tuple) -> Any:
+            node = nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
+            if priority is not None:
+                nodes.set_priority(node, priority)
+            return node
+
+        self._add("kernel", name or kernel.name, packed.owners, make)
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Add a copy node between device and pinned arrays."""

@@ -13,11 +13,10 @@ import numpy as np
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
-from graft.cudagraph.events import Event
 from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_captured, use_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
-from graft.cudagraph.streams import Stream
+from graft.cudagraph.streams import Event, Stream
 
 Dims = int | tuple[int, int, int]
 Array = DeviceArray | PinnedArray

@@ -92,6 +92,14 @@ def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int)
     return call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
 
 
+def set_priority(node: Any, priority: int) -> None:
+    """Give a kernel node a priority."""
+    value = cu.CUkernelNodeAttrValue()
+    value.priority = priority
+    which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+    call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
+
+
 def move_child(graph: int, after: list[Any], child: int) -> Any:
     """Add another graph itself as one node, which owns it then; return its CUgraphNode."""
     any_node = cu.CUgraphNodeParams()

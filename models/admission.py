@@ -15,7 +15,7 @@ from graft.models.request import (
     check_ids,
     check_request,
 )
-from graft.models.running import Running
+from graft.models.seating import Running
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.adjust import Adjust
 from graft.sampling.state import MAX_STOP_IDS

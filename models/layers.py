@@ -92,7 +92,7 @@ class Layers:
         expect("norm: weight", weight, "float32", width=width)
         expect("norm: out", out, "float32", R=rows, width=width)
         args = (x, weight, out, rows, width, eps)
-        kernel = self._kernel("norm", "norm", WEIGHT="float", NORM_THREADS=self._norm_block)
+        kernel = self._kernel("norm", "norm_rows", WEIGHT="float", NORM_THREADS=self._norm_block)
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
     def head_norm(

@@ -20,7 +20,7 @@ from graft.grammar.decoder import GuidedRequest
 from graft.models.interrupt import Shield
 from graft.models.request import Logprob
 from graft.models.round import RoundGraph, RoundParts
-from graft.models.running import Running
+from graft.models.seating import Running
 from graft.models.stats import EngineStats
 from graft.sampling.sampler import ROUND_ROW
 from graft.sampling.state import LOGPROBS

@@ -25,8 +25,7 @@ from graft.models.interrupt import Shield
 from graft.models.replay import Replays, RowResult
 from graft.models.request import DEVICE_REASONS, VERIFY_MODES, Event, Output
 from graft.models.round import RoundGraph
-from graft.models.running import Running
-from graft.models.seating import Seating
+from graft.models.seating import Running, Seating
 from graft.models.stats import EngineStats
 
 LOG = logging.getLogger("graft")

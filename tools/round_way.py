@@ -2,7 +2,8 @@
 
 Usage: ``python -m graft.tools.round_way``. Python files are those with a function that is called
 while a batch of the demo runs, between joining and ending. Kernels are those of a round's graph,
-with what they include. Native files are those where a round enters native code, what they include,
+with what they include, but for the layers of the models (``LAYERS``): a round calls a forward, as
+it would any model's. Native files are those where a round enters native code, what they include,
 and the source beside an included header, unless a round that goes well runs nothing of it
 (``ASIDE``). The grammar backend that stands behind ``guide/matcher.h`` is not counted.
 """
@@ -28,6 +29,8 @@ from graft.tools.demo_prompts import demo_prompts
 NATIVE = ("guide/worker.cpp", "hostwork/record.cpp", "hostwork/exec.h")
 #: The driver's table is filled once; the reaper frees what is dropped.
 ASIDE = ("hostwork/driver.cpp", "hostwork/reaper.cpp")
+LAYERS = {"attention_thread.cu", "attention_warp.cu", "elements.cu", "linear_thread.cu",
+          "linear_warp.cu", "norm.cu", "rope.cu"}
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 ROUNDS = 4
 
@@ -40,11 +43,13 @@ def python_files(engine: Engine) -> set[Path]:
         if event == "call":
             seen.add(frame.f_code.co_filename)
 
-    for prompt in demo_prompts()[:2]:
+    prompt = demo_prompts()[0]
+    for _ in range(2):  # of one grammar: they join together, and neither ends soon
         engine.submit(Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=128))
-    while engine.stats.joins < 2:  # the grammar of either may be compiled later
+    while engine.stats.joins < 2:
         engine.step()
-    engine.step()
+    for _ in range(3):  # until the device is known to be over their prompts
+        engine.step()
     sys.setprofile(profile)
     try:
         for _ in range(ROUNDS):
@@ -99,7 +104,7 @@ def way() -> dict[str, dict[Path, int]]:
         Device.load, GraphLane.kernel = load, kernel  # type: ignore[method-assign]
     native = root / "native"
     folders = [root / "cudagraph" / "kernels", root / "sampling" / "kernels"]
-    kernels = with_includes([loaded[name] for name in launched], folders)
+    kernels = with_includes([loaded[name] for name in launched - LAYERS], folders)
     worker = with_includes([native / name for name in NATIVE], [native])
     kinds = {"Python": called, "kernels": kernels, "native": worker - kernels}
     return {kind: {path.relative_to(root): len(path.read_bytes().splitlines())

@@ -63,8 +63,8 @@ __device__ __forceinline__ void norm_row(const T* x, const float* weight, float*
   }
 }
 
-extern "C" __global__ void norm(const float* x, const float* weight, float* y, int rows, int width,
-                                float eps) {
+extern "C" __global__ void norm_rows(const float* x, const float* weight, float* y, int rows,
+                                     int width, float eps) {
   const int row = blockIdx.x;
   const long long at = static_cast<long long>(row) * width;
   if (row < rows) norm_row(x + at, weight, y + at, width, eps);

@@ -183,3 +183,14 @@ def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> N
         executable.launch(stream)
     executable.synchronize(60)
     assert seen == [0, 10, 20]
+
+
+def test_priorities_are_accepted(device: Device, stream: Stream, module) -> None:
+    """Kernel nodes with priorities compute as before in an executable that honours them."""
+    data = device.zeros((1,), "int32")
+    graph = Graph(device, "priorities")
+    graph.lane("main").kernel(module["add"], 1, 1, [data, 4], priority=-1)
+    executable = graph.instantiate(priorities=True)
+    executable.launch(stream)
+    executable.synchronize(60)
+    assert data.to_host()[0] == 4

@@ -24,9 +24,8 @@ from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
-from graft.models.running import Running
 from graft.models.scheduler import Scheduler
-from graft.models.seating import Seating
+from graft.models.seating import Running, Seating
 from graft.models.stats import EngineStats
 from graft.sampling.sampler import row_words
 

@@ -17,7 +17,7 @@ from reference_round import pack_bits
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.running import Running
+from graft.models.seating import Running
 
 VOCAB = 40  # no multiple of 32
 STOPS = (38, 39)

@@ -37,9 +37,8 @@ from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.interrupt import Shield
 from graft.models.kv import PagedKV
 from graft.models.request import Limits, Output, Request
-from graft.models.running import Running
 from graft.models.scheduler import Scheduler
-from graft.models.seating import Seating
+from graft.models.seating import Running, Seating
 
 FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 #: Runs to its end: nothing stops it.

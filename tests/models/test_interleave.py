@@ -20,9 +20,8 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.statement import GrammarSpec
 from graft.models.replay import Replays, Seat
-from graft.models.running import Running
 from graft.models.scheduler import Scheduler
-from graft.models.seating import Seating
+from graft.models.seating import Running, Seating
 
 
 def check_seeds(device: Device, seeds: range, *how: Any) -> None:

@@ -57,6 +57,13 @@ assert 10 < len(seen) < 100, len(seen)
 assert "freed" in refused(d.cuMemsetD8(seen[-2], 0, 1), 1)
 assert "ulimit -v" in refused(d.cuMemAlloc(9 << 30), 2)
 """, {}),
+    "the n-th call fails on demand": ("""
+s.cuMemFree(s.alloc(16))
+assert "SOFTCUDA_FAIL" in refused(d.cuMemAlloc(16), 2)
+s.cuMemFree(s.alloc(16))
+refused(d.cuStreamCreate(1), 999)
+s.stream()
+""", {"SOFTCUDA_FAIL": "cuMemAlloc:2,cuStreamCreate:1:999"}),
     "a forked child is told so": ("""
 import os
 child = os.fork()

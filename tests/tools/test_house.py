@@ -14,7 +14,7 @@ from graft.tools import budget
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A round's way as it is; it may get shorter, and these with it.
-MOST_FILES, MOST_LINES = 43, 6880
+MOST_FILES, MOST_LINES = 36, 6500
 LONGEST_PARAGRAPH = 600
 
 

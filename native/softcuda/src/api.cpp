@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <sstream>
+#include <string>
 
 #include "calls.h"
 #include "gil.h"
@@ -98,13 +101,24 @@ ApiSite::ApiSite(const char* symbol, int version, unsigned given, void* function
   std::snprintf(name, sizeof name, "%s", symbol);
   char* suffix = name + std::strlen(name) - 3;
   if (std::strncmp(suffix, "_v", 2) == 0) *suffix = '\0';
+  const char* planned = std::getenv("SOFTCUDA_FAIL");
+  std::istringstream items(planned == nullptr ? "" : planned);
+  for (std::string item; std::getline(items, item, ',');) {
+    char function[64] = "";
+    long nth = 0;
+    int code = CUDA_ERROR_OUT_OF_MEMORY;
+    if (std::sscanf(item.c_str(), "%63[^:]:%ld:%d", function, &nth, &code) < 2) continue;
+    if (std::strcmp(function, name) == 0) fails_at = nth, fails_with = code;
+  }
   while (!g_sites.compare_exchange_weak(next, this)) {
   }
 }
 
-ApiCall::ApiCall(ApiSite& site) : site_(site), gil_(gil_held()) {
+ApiCall::ApiCall(ApiSite& site)
+    : site_(site),
+      number_(site.calls.fetch_add(1, std::memory_order_relaxed) + 1),
+      gil_(gil_held()) {
   ThreadRecord& me = this_thread();
-  site.calls.fetch_add(1, std::memory_order_relaxed);
   if (gil_) site.gil_held.fetch_add(1, std::memory_order_relaxed);
   outer_ = me.site.load(std::memory_order_relaxed);
   if (outer_ == nullptr) {
@@ -128,6 +142,10 @@ void ApiCall::admit() {
   if ((flags & kContext) != 0 && current_context() == nullptr) {
     refuse(CUDA_ERROR_INVALID_CONTEXT,
            std::string(site_.name) + ": no context is current on this thread");
+  }
+  if (number_ == site_.fails_at) {
+    refuse(static_cast<CUresult>(site_.fails_with),
+           std::string(site_.name) + " fails as SOFTCUDA_FAIL says");
   }
   if ((flags & kUnsafe) != 0) capture_forbids_unsafe(site_.name);
   if ((flags & kNoLock) != 0) return;

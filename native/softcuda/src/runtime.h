@@ -83,6 +83,8 @@ struct ApiSite {
   int from;       // the CUDA version whose ABI the symbol has
   unsigned flags;
   void* address;
+  long fails_at = 0;  // the call of that number fails, as SOFTCUDA_FAIL says
+  int fails_with = CUDA_ERROR_OUT_OF_MEMORY;
   std::atomic<long> calls{0};
   std::atomic<long> gil_held{0};
   ApiSite* next;
@@ -109,6 +111,7 @@ class ApiCall {
 
  private:
   ApiSite& site_;
+  const long number_;
   const bool gil_;
   const ApiSite* outer_;
 };
