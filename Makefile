@@ -25,7 +25,7 @@ RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
 
-.PHONY: help setup packages native demo test test-full test-sanitize soak test-cuda lint clean
+.PHONY: help setup packages native demo demo-llm test test-full test-sanitize soak test-cuda lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ endif
 
 demo: setup ## guided, speculating generation of a batch of prompts, each with its own schema
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo
+
+demo-llm: setup ## the same with a language model that people know (fetches 93 MB once)
+	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo --llm
 
 test: setup ## every test of at most a minute, on the soft device; under 6 minutes on 2 cores
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)

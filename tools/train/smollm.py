@@ -62,11 +62,6 @@ def prompt(text: str) -> str:
             "<|im_start|>assistant\n")
 
 
-def with_schema(text: str, schema: Any) -> str:
-    """A request for JSON: the words, then the schema, as ``graft demo --llm`` sends it."""
-    return f"{text}\nReply with JSON that follows this schema:\n{json.dumps(schema)}"
-
-
 def free_prompts() -> list[str]:
     """Requests whose answers the model writes itself."""
     topics = [topic for line in TOPICS.split("\n") for topic in line.split("|")]
@@ -82,10 +77,11 @@ def completions(data: Path) -> list[tuple[str, str]]:
     with gzip.open(data / "bfcl-prompts" / "bfcl_prompts.jsonl.gz", "rt") as lines:
         for row in map(json.loads, lines):
             if row["id"].split("_")[-1][-1] != "7":  # those are kept for evaluation
-                rows.append((with_schema(row["prompt"], row["schema"]), row["completion"]))
+                asked = demo_tasks.with_schema(row["prompt"], row["schema"])
+                rows.append((asked, row["completion"]))
     for i in range(1500):
         task = demo_tasks.make_task(random.Random(f"train-{i}"))
-        asked = task.text if task.schema is None else with_schema(task.text, task.schema)
+        asked = task.text if task.schema is None else demo_tasks.with_schema(task.text, task.schema)
         rows.append((asked, task.answer))
     random.Random(1).shuffle(rows)
     return rows
