@@ -12,7 +12,7 @@ from graft.grammar.statement import GrammarSpec
 from graft.models.request import Output
 from graft.tools import demo
 from graft.tools.bench import demo_evaluation as evaluate_demo
-from graft.tools.demo_prompts import demo_prompts
+from graft.tools.demo_prompts import demo_prompts, llm_prompts
 from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.validity import is_valid
 
@@ -28,12 +28,23 @@ def test_demo_prompts_have_grammars_of_their_own_and_right_answers():
         assert is_valid(prompt.grammar, prompt.answer) in (True, None), prompt.shows
 
 
+def test_the_real_models_prompts_have_grammars_and_say_their_schemas():
+    """Ten of them, as many kinds as applications have; a schema stands in the words as well."""
+    prompts = llm_prompts()
+    kinds = [p.grammar.kind if p.grammar else None for p in prompts]
+    assert [kinds.count(k) for k in ("json_schema", "choice", "regex", None)] == [5, 2, 1, 2]
+    for prompt, kind in zip(prompts, kinds, strict=True):
+        assert prompt.answer is None
+        assert kind != "json_schema" or prompt.text.endswith(json.dumps(prompt.grammar.schema))
+
+
 @pytest.mark.parametrize(("spec", "good", "bad"), [
     (GrammarSpec.json_schema({"type": "integer", "maximum": 9}), "9", "10"),
     (GrammarSpec.json_schema({"type": "string", "format": "date"}), '"2020-02-29"', '"2021-02-29"'),
     (GrammarSpec.json_object(), "{}", "[]"),
     (GrammarSpec.json_object(), '{"a": 1}', '{"a": 1'),
     (GrammarSpec.regex("[0-9]{2}"), "12", "123"),
+    (GrammarSpec.choice(["yes", "no"]), "no", "n"),
 ])
 def test_outputs_are_checked_by_other_means_than_the_grammar(spec, good, bad):
     """A right output passes and a wrong one does not, for each kind that has a second reader."""
