@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.checkpoint import Checkpoint
-from graft.models.config import Eagle3Config, LlamaConfig
-from graft.models.drafters import DrafterChoice, Eagle3, Forced, SmallModel
+from graft.models.config import LlamaConfig
+from graft.models.drafters import DrafterChoice, Forced
 from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
+from graft.models.drafters.load import make_drafter
 from graft.models.kv import PagedKV
 from graft.models.legality import Blind, Fill, Legality, Probe
 from graft.models.llama import LlamaModel
@@ -132,20 +132,7 @@ def _drafter(
         _max_rows(options),
         lambda *shape: _cache(device, options, *shape),
     )
-    name = str(choice)
-    if callable(choice):
-        drafter = choice(room)
-    elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
-        module, _, attribute = choice.partition(":")
-        try:
-            make = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise OptionError(f"drafter {choice!r}: {error}") from error
-        drafter = make(room)
-    else:
-        drafter = _from_folder(Path(name), room)
-    if not isinstance(drafter, Drafter):
-        raise OptionError(f"drafter {name}: made a {type(drafter).__name__}, which is no Drafter")
+    name, drafter = str(choice), make_drafter(choice, room)
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
     drafter.shape.require_chain(options.draft_length)
@@ -154,13 +141,6 @@ def _drafter(
     if drafter.taps:
         target.set_feature_layers(drafter.taps)
     return drafter
-
-
-def _from_folder(folder: Path, room: DrafterRoom) -> Drafter:
-    """What a checkpoint's tensors say it is: a whole model, or an EAGLE-3 head."""
-    if (folder / "config.json").is_file() and "model.norm.weight" in Checkpoint(folder):
-        return SmallModel.from_dir(folder, room)
-    return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
 
 
 def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:

@@ -128,7 +128,7 @@ class RoundGraph:
         if drafter.reads_rows:
             legality.wait_rows()
         logits = drafter.start(model, feed)
-        if levels == 0:
+        if drafter.proposes:
             parts.sampler.place(model, feed.proposal, feed.row_slot)
         for level in range(1, levels + 1):
             if level > 1:

@@ -1,5 +1,6 @@
 """What drafts, one file each, behind one protocol."""
 
+from graft.models.drafters.ahead import Ahead
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, DraftVocab, TreeShape
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.forced import Forced
@@ -8,6 +9,6 @@ from graft.models.drafters.ngram import NGram
 from graft.models.feed import Feed
 
 __all__ = [
-    "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced", "NGram",
-    "SmallModel", "TreeShape",
+    "Ahead", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced",
+    "NGram", "SmallModel", "TreeShape",
 ]  # fmt: skip

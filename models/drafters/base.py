@@ -93,6 +93,11 @@ class Drafter:
     caches: tuple[PagedKV, ...] = ()
     reads_rows: bool = False
 
+    @property
+    def proposes(self) -> bool:
+        """Whether `start` writes drafts to ``feed.proposal``."""
+        return not self.shape.levels
+
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
     ) -> None:

@@ -17,7 +17,7 @@ from graft.cudagraph import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
-from graft.models.drafters import NGram
+from graft.models.drafters import Ahead, NGram
 from graft.models.rows import Rows
 from graft.sampling.state import SLOT
 from graft.tools.demo_prompts import demo_prompts
@@ -82,6 +82,8 @@ class NoIds(Wrong):
         (wrong(shape=TreeShape.chain(2), vocab=DraftVocab(8)), DrafterError, "level 0 has no"),
         (wrong(taps=(1, 0)), OptionError, "feature layers"),
         (lambda room: object(), OptionError, "is no Drafter"),
+        (partial(Ahead, first=NGram, then=NGram), OptionError, "of the second level by level"),
+        (partial(Ahead, first=TARGET, then=TARGET), OptionError, "must come all at once"),
         ("graft.tools.examples.own_drafter:Missing", OptionError, "Missing"),
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
     ],

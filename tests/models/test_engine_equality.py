@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_util import TARGET, demo_engine, mixed_requests
+from engine_util import DRAFTER, TARGET, demo_engine, mixed_requests
 
-from graft.models.drafters import NGram
+from graft.models.drafters import Ahead, NGram
 from graft.models.engine import Engine
 from graft.models.request import Logprob, Output, Request
 
@@ -83,6 +83,7 @@ def disturbed(engine: Engine, requests: list[Request], seed: int) -> tuple[dict[
     return done, preemptions
 
 
+LOOKUP_AHEAD = partial(Ahead, first=NGram, then=DRAFTER)
 SHAPES: list[dict[str, Any]] = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
@@ -97,6 +98,9 @@ SHAPES: list[dict[str, Any]] = [
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
+    {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
+    {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
 ]
 

@@ -1,0 +1,48 @@
+"""From what a user names to a drafter."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from graft.cudagraph.errors import OptionError
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import Eagle3Config
+from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
+from graft.models.drafters.eagle3 import Eagle3
+from graft.models.drafters.lm import SmallModel
+
+__all__ = ["make_drafter"]
+
+
+def make_drafter(choice: DrafterChoice, room: DrafterRoom) -> Drafter:
+    """Load a checkpoint's drafter, or call what makes one.
+
+    Raises
+    ------
+    OptionError
+        No such module or name, or what it makes is no `Drafter`.
+    CheckpointError, ConfigError, TokenizerError
+        A folder holds no drafter for this target.
+    """
+    if callable(choice):
+        made = choice(room)
+    elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
+        module, _, attribute = choice.partition(":")
+        try:
+            make = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise OptionError(f"drafter {choice!r}: {error}") from error
+        made = make(room)
+    else:
+        made = _from_folder(Path(choice), room)
+    if not isinstance(made, Drafter):
+        raise OptionError(f"drafter {choice}: made a {type(made).__name__}, which is no Drafter")
+    return made
+
+
+def _from_folder(folder: Path, room: DrafterRoom) -> Drafter:
+    """What a checkpoint's tensors say it is: a whole model, or an EAGLE-3 head."""
+    if (folder / "config.json").is_file() and "model.norm.weight" in Checkpoint(folder):
+        return SmallModel.from_dir(folder, room)
+    return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
