@@ -1,7 +1,5 @@
 """Outputs that finished under a grammar are valid, by an independent validator."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter
@@ -31,13 +29,14 @@ def schemas(data: Path, count: int) -> list[dict[str, Any]]:
     return chosen[:count]
 
 
-def run(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
-    """Generate under each schema; returns counts by outcome and the violations found."""
+@pytest.mark.parametrize("count", [60, pytest.param(480, marks=pytest.mark.full)])
+def test_finished_outputs_are_valid(shared_data: Path, count: int) -> None:
+    """Sixty real schemas, or over 300: no finished output breaks its schema, most finish."""
     counts: Counter[str] = Counter()
     violations = []
     with demo_engine(max_batch_size=8, compile_timeout_s=5.0) as engine:
         requests, known = [], []
-        for row in rows:
+        for row in schemas(shared_data, count):
             try:
                 spec = GrammarSpec.json_schema(row["schema"])
             except GrammarError:  # a keyword that XGrammar cannot enforce, refused by its name
@@ -58,27 +57,11 @@ def run(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
                 continue
             if errors:
                 violations.append(f"{row['id']}: {errors[0].message[:200]}")
-    return counts, violations
-
-
-def check(rows: list[dict[str, Any]]) -> None:
-    counts, violations = run(rows)
     print(json.dumps(counts))
     ran = sum(counts[r] for r in ("stop", "length", "dead_end", "error"))
     assert not violations, violations
     assert counts["error"] == 0
     assert counts["stop"] >= 0.6 * ran, counts
-
-
-def test_finished_outputs_are_valid(shared_data: Path) -> None:
-    """Sixty real schemas: no finished output breaks its schema, most finish."""
-    check(schemas(shared_data, 60))
-
-
-@pytest.mark.full
-def test_finished_outputs_are_valid_at_large(shared_data: Path) -> None:
-    """Over 300 real schemas: no finished output breaks its schema, most finish."""
-    check(schemas(shared_data, 480))
 
 
 @pytest.mark.parametrize(("multiple", "holds"), [(7, True), (1_000_003, False)])
