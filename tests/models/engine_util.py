@@ -1,7 +1,5 @@
 """What the engine's tests share: the demo model and requests made from its tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

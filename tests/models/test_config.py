@@ -34,9 +34,8 @@ def test_sizes_are_read_from_the_folder(tmp_path):
 def test_absent_fields_take_the_formats_defaults():
     """kv heads default to heads, head_dim to hidden / heads, which must be a whole number, ties to
     false, base to 10000."""
-    config = read(
-        num_key_value_heads=None, head_dim=None, tie_word_embeddings=None, rope_theta=None
-    )
+    absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta")
+    config = read(**dict.fromkeys(absent))
     assert (config.num_key_value_heads, config.head_dim) == (6, 8)
     assert not config.tie_word_embeddings and config.rope.theta == 10000.0
     with pytest.raises(ConfigError, match="hidden_size 50"):

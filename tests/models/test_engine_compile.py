@@ -1,5 +1,6 @@
 """Grammars that compile slowly, or not at all, beside others in one engine."""
 
+import functools
 import re
 import signal
 import threading
@@ -69,9 +70,8 @@ def test_compiling_delays_no_round():
     """While one grammar does not get on, others join, run and end; those who wait for it sit in no
     batch, share one compile, and can be cancelled; compiles that fail harm nobody else."""
     gate, asked = threading.Event(), []
-    engine = demo_engine(
-        max_batch_size=2, compile_threads=2, grammar_backend=lambda v: HeldBackend(v, gate, asked)
-    )
+    backend = functools.partial(HeldBackend, gate=gate, asked=asked)
+    engine = demo_engine(max_batch_size=2, compile_threads=2, grammar_backend=backend)
     try:
         for name in ("held 1", "held 2", "held 3"):
             engine.submit(guided(name, "held+"))

@@ -55,24 +55,12 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -
 def llama_config(**overrides: Any) -> dict[str, Any]:
     """config.json of a tiny Llama; an override of None removes the field."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    }
-    config.update(overrides)
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+        "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "max_position_embeddings": 256, "tie_word_embeddings": True,
+        "hidden_act": "silu", "eos_token_id": 0, **overrides,
+    }  # fmt: skip
     return {name: value for name, value in config.items() if value is not None}
 
 
@@ -245,9 +233,7 @@ WORDS = ['{"', '":', '",', '"}', "],", "[{", "}]", "true", "false", "null", "nam
          " a", "ing", "er", "on", "10", "00", "é", "日"]  # fmt: skip
 
 
-def make_tiny_tokenizer(
-    folder: Path, vocab_size: int = 300, *, chat_template: str | None = CHAT_TEMPLATE
-) -> None:
+def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     """Write a byte-level tokenizer: <eos> 0, <bos> 1, 256 bytes, then merges up to `vocab_size`.
 
     JSON's punctuation and a few words are merged, so that grammars meet tokens of several bytes.
@@ -261,7 +247,5 @@ def make_tiny_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     ))  # fmt: skip
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    if chat_template is not None:
-        config["chat_template"] = chat_template
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
     write_json(folder / "tokenizer_config.json", config)
