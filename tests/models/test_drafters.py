@@ -1,19 +1,15 @@
 """The drafter protocol: a drafter is one file, and what does not keep to it is refused by name."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
-from engine_util import DEMO
+from engine_util import DRAFTER, TARGET
 
 from graft.cudagraph import OptionError
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.examples import own_drafter
-
-TARGET = DEMO / "target"
 
 
 def requests() -> list[Request]:
@@ -92,6 +88,6 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
 
 def test_forced_drafts_need_rows_while_drafting(device):
     """Beside a drafter that fills no mask rows they could never be found."""
-    for drafter, options in ((wrong(), {}), (DEMO / "eagle3", {"mask_drafts": False})):
+    for drafter, options in ((wrong(), {}), (DRAFTER, {"mask_drafts": False})):
         with pytest.raises(OptionError, match="forced_drafts needs mask_drafts"):
             Engine(TARGET, drafter, forced_drafts=True, max_batch_size=1, **options)
