@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,31 +131,26 @@ class Soft:
         """The int32 at an address of the device."""
         return int(self.get(pointer, 1, np.int32)[0])
 
-    def module(self, source: str, **options: Any) -> Any:
-        return self.cuModuleLoadData(compile_kernel(source, **options))
-
-    def function(self, module: Any, name: str) -> Any:
-        return self.cuModuleGetFunction(module, name.encode())
-
     def kernels(self, source: str, **options: Any) -> Kernels:
-        return Kernels(self, self.module(source, **options))
+        return Kernels(self, self.cuModuleLoadData(compile_kernel(source, **options)))
+
+    def results(self, shape: Any, dtype: Any, function: Any, grid: Any, block: Any, *args: Any,
+                **options: Any) -> np.ndarray:
+        """What a kernel leaves at the address that ``None`` stands for, before it all 0xAB."""
+        out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
+        self.run(function, grid, block, *(out if a is None else a for a in args), **options)
+        return self.get(out, shape, dtype)
 
     def pack(self, *args: Any) -> Any:
         """Build kernelParams: ints are pointers, everything else carries its own NumPy dtype."""
         values = [np.array(a, np.uint64) if isinstance(a, int) else np.array(a) for a in args]
-        table = np.array([v.ctypes.data for v in values], np.uint64)
-        table_and_values = (table, values)
-        return table_and_values
+        return np.array([v.ctypes.data for v in values], np.uint64), values
 
-    def try_launch(
-        self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
-    ) -> tuple[Any, ...]:
+    def try_launch(self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0,
+                   shared: int = 0) -> Any:
         table, _values = self.pack(*args)
-        shape = (*three(grid), *three(block))
-        result: tuple[Any, ...] = self.d.cuLaunchKernel(
-            function, *shape, shared, stream, table.ctypes.data, 0
-        )
-        return result
+        size = (*three(grid), *three(block), shared)
+        return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
 
     def launch(self, *args: Any, **options: Any) -> None:
         self.ok(self.try_launch(*args, **options))
@@ -168,26 +164,19 @@ class Soft:
         """Queue a C function or ctypes callback."""
         self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
-    def kernel_params(
-        self, function: Any, grid: Any, block: Any, *args: Any, shared: int = 0
-    ) -> tuple[Any, Any]:
+    def kernel_params(self, function: Any, grid: Any, block: Any, *args: Any) -> tuple[Any, Any]:
         """Return (CUDA_KERNEL_NODE_PARAMS, what must stay alive until the driver call is over)."""
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
         p.gridDimX, p.gridDimY, p.gridDimZ = three(grid)
         p.blockDimX, p.blockDimY, p.blockDimZ = three(block)
-        p.sharedMemBytes = shared
         p.kernelParams = table.ctypes.data
         return p, (table, values)
 
-    def add_kernel(
-        self, graph: Any, deps: Sequence[Any], function: Any, grid: Any, block: Any, *args: Any
-    ) -> Any:
-        params, keep = self.kernel_params(function, grid, block, *args)
-        node = self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
-        del keep
-        return node
+    def add_kernel(self, graph: Any, deps: Sequence[Any], *launch: Any) -> Any:
+        params, _keep = self.kernel_params(*launch)
+        return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
 
     def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
         p = self.d.CUDA_HOST_NODE_PARAMS()
@@ -202,10 +191,14 @@ class Soft:
     def replay(self, graph: Any, stream: Any, launches: int = 1) -> None:
         """Instantiate a graph, launch it, wait, and drop the executable."""
         executable = self.cuGraphInstantiate(graph, 0)
+        self.play(executable, stream, launches)
+        self.cuGraphExecDestroy(executable)
+
+    def play(self, executable: Any, stream: Any, launches: int = 1) -> None:
+        """Launch an executable and wait."""
         for _ in range(launches):
             self.cuGraphLaunch(executable, stream)
         self.cuStreamSynchronize(stream)
-        self.cuGraphExecDestroy(executable)
 
     def copy_params(self, dst: int, src: int, nbytes: int) -> Any:
         """Structure of a copy node between addresses of any kind."""
@@ -245,7 +238,7 @@ class Kernels:
         self.soft, self.module = soft, module
 
     def __getattr__(self, name: str) -> Any:
-        return self.soft.function(self.module, name)
+        return self.soft.cuModuleGetFunction(self.module, name.encode())
 
 
 class Words:
@@ -284,6 +277,17 @@ def code(result: tuple[Any, ...]) -> str:
     return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
+def codes(*results: tuple[Any, ...]) -> set[str]:
+    """Names of the codes of several calls."""
+    return set(map(code, results))
+
+
+def in_threads(body: Callable[[Any], Any], *arguments: Any) -> list[Any]:
+    """What ``body`` returns for each argument, all at once on threads of their own."""
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(body, arguments))
+
+
 @functools.cache
 def device() -> Soft:
     """Return the process's soft device; skip when another libcuda.so.1 answers already."""
@@ -298,12 +302,9 @@ class _Zygote:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "softcuda_zygote.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        )
+            [sys.executable, str(HERE / "softcuda_zygote.py")], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])})
         atexit.register(self.process.kill)
 
     def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:
@@ -314,9 +315,8 @@ class _Zygote:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             status = int(self.process.stdout.readline())
-            return subprocess.CompletedProcess(
-                code, status, out.read_text(errors="replace"), err.read_text(errors="replace")
-            )
+            said = [path.read_text(errors="replace") for path in (out, err)]
+            return subprocess.CompletedProcess(code, status, *said)
 
 
 _zygote = functools.cache(_Zygote)
@@ -324,7 +324,7 @@ _zygote = functools.cache(_Zygote)
 PRELUDE = """
 import ctypes, sys, threading, time
 import numpy as np
-from softcuda_util import CALLBACK, USLEEP, Soft, Words, address, code
+from softcuda_util import CALLBACK, USLEEP, Soft, Words, address, code, in_threads
 s = Soft()
 d = s.d
 """
@@ -333,3 +333,11 @@ d = s.d
 def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python code with a fresh soft device ``s`` (and driver ``d``) in a child process."""
     return _zygote().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
+
+
+def check(code: str, text: str = "", **env: str) -> str:
+    """What such a child prints, which must succeed; ``kernels`` are those of the text."""
+    load = f"kernels = s.kernels({text!r})\n" if text else ""
+    done = run_child(load + textwrap.dedent(code), **env)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout

@@ -25,10 +25,9 @@ def test_a_complete_environment_is_healthy(capsys):
     assert "llguidance@1.9" in found["llguidance"]["detail"]
 
 
-@pytest.mark.parametrize(("package", "name", "status"), [("xgrammar", "xgrammar", "absent"),
-                                                         ("llguidance", "llguidance", "missing"),
-                                                         ("apache-tvm-ffi", "tvm-ffi", "missing"),
-                                                         ("tokenizers", "packages", "missing")])
+@pytest.mark.parametrize(("package", "name", "status"), [
+    ("xgrammar", "xgrammar", "absent"), ("llguidance", "llguidance", "missing"),
+    ("apache-tvm-ffi", "tvm-ffi", "missing"), ("tokenizers", "packages", "missing")])
 def test_a_missing_package_is_told_with_advice(package, name, status, monkeypatch, capsys):
     """A package that is not installed is reported with the command that installs it; graft does
     without XGrammar."""
@@ -41,24 +40,16 @@ def test_a_missing_package_is_told_with_advice(package, name, status, monkeypatc
     assert "pip install" in lines[at + 1] and package in lines[at + 1]
 
 
-def test_a_missing_compiler_is_missing():
-    """Without a C++ compiler the soft device cannot compile kernels, and the doctor says so."""
+@pytest.mark.parametrize(("variable", "value", "name"), [
+    ("CXX", "no-such-compiler", "compiler"), ("GRAFT_DEVICE", "abacus", "device")])
+def test_what_the_environment_names_wrongly_is_missing(variable, value, name):
+    """A compiler that is none, or a device: a finding and not a traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "graft.tools.cli", "doctor", "--json"], text=True,
-        capture_output=True,
-        env={**os.environ, "GRAFT_DEVICE": "soft", "CXX": "no-such-compiler"})
-    assert done.returncode == 1
+        capture_output=True, env={**os.environ, "GRAFT_DEVICE": "soft", variable: value})
+    assert done.returncode == 1 and done.stderr == ""
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
-    assert found["compiler"]["status"] == "missing"
-    assert "no-such-compiler" in found["compiler"]["detail"]
-
-
-def test_a_wrong_device_choice_is_named():
-    """GRAFT_DEVICE with a wrong value is a finding and not a traceback."""
-    done = subprocess.run([sys.executable, "-m", "graft.tools.cli", "doctor"], text=True,
-                          capture_output=True, env={**os.environ, "GRAFT_DEVICE": "abacus"})
-    assert done.returncode == 1
-    assert "abacus" in done.stdout and done.stderr == ""
+    assert found[name]["status"] == "missing" and value in found[name]["detail"]
 
 
 def test_asking_the_driver_leaves_the_process_alone():
@@ -69,8 +60,7 @@ def test_asking_the_driver_leaves_the_process_alone():
               "print(doctor.check_device().detail)\n")
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True,
                           env={**os.environ, "GRAFT_DEVICE": "soft"})
-    assert done.returncode == 0, done.stderr
-    assert "soft" in done.stdout
+    assert done.returncode == 0 and "soft" in done.stdout, done.stderr
 
 
 def test_a_driver_that_hangs_is_reported(monkeypatch):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import softcuda_util as util
-from softcuda_util import code
+from softcuda_util import check, codes
 
 KERNELS = """
 extern "C" __global__ void add(int* p, int n) { *p += n; }
@@ -26,8 +25,8 @@ def test_contexts_can_be_created(soft):
     soft.cuMemFree(soft.alloc(16))
     soft.cuCtxDestroy(made)
     assert int(soft.cuCtxGetCurrent()) == int(soft.context)
-    for call in (d.cuCtxDestroy, d.cuCtxSetCurrent, d.cuCtxPushCurrent):
-        assert code(call(made)) == "INVALID_CONTEXT"
+    ended = [call(made) for call in (d.cuCtxDestroy, d.cuCtxSetCurrent, d.cuCtxPushCurrent)]
+    assert codes(*ended) == {"INVALID_CONTEXT"}
 
 
 CHILDREN = {
@@ -80,13 +79,10 @@ signal.signal(signal.SIGSEGV, lambda *_: None)
 s.launch(add, 1, 1, s.alloc(16) + 16, np.int32(1))
 assert code(d.cuCtxSynchronize()) == "ILLEGAL_ADDRESS" and "'add'" in s.fault()
 """, {}),
-    "kernels print": ("""
-s.run(kernels.say, 1, 2, np.int32(4))
-""", {}),
+    "kernels print": ("s.run(kernels.say, 1, 2, np.int32(4))", {}),
 }  # fmt: skip
-SETUP = f"""
+SETUP = """
 import os, resource
-kernels = s.kernels({KERNELS!r})
 add = kernels.add
 def refused(result, code):
     assert int(result[0]) == code, result
@@ -98,7 +94,6 @@ def refused(result, code):
 def test_settings_and_processes(name):
     """What the name says, in a process of its own with the settings beside it."""
     code, settings = CHILDREN[name]
-    done = util.run_child(SETUP + code, **settings)
-    assert done.returncode == 0, done.stderr
-    if name == "kernels print":
-        assert done.stdout.splitlines() == ["thread 4 of block", "thread 5 of block"]
+    said = check(SETUP + code, KERNELS, **settings)
+    assert said.splitlines() == (
+        ["thread 4 of block", "thread 5 of block"] if name == "kernels print" else [])

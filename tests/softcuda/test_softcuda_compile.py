@@ -19,35 +19,26 @@ def error(source: str) -> str:
     return str(caught.value)
 
 
-def test_compile_errors_name_the_text_and_line():
-    """A syntax error carries the kernel text's name and its own line number."""
-    assert "bad.cu:2" in error('extern "C" __global__ void f(int* p) {\n  *p = missing;\n}\n')
+ENTRY = '\nextern "C" __global__ void f(int* p) { %s }\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("__device__ int state;", "state"),
-        ("__constant__ float table[4];", "constant_memory"),
-        ("__device__ int bump() { static int n = 0; return ++n; }", "static"),
-        ("extern __shared__ float s[];", "inside a function"),
-    ],
-)
-def test_state_outside_parameters_is_refused(text, words):
-    """Device globals, constants and statics would exist once per worker, so they are refused."""
-    assert words in error(text + '\nextern "C" __global__ void f(int* p) { *p = 1; }\n')
-
-
-def test_static_shared_memory_is_limited():
-    """More than 48 KiB of declared shared memory is refused, as GPU compilers do."""
-    body = "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];"
-    message = error('extern "C" __global__ void big(int* p) {' + body + "}")
-    assert "'big' declares 49156 bytes" in message
-
-
-def test_text_without_an_entry_is_refused():
-    """A text that exports no kernel is an error, not an empty module."""
-    assert "__global__" in error("__device__ int f() { return 1; }")
+@pytest.mark.parametrize(("text", "words"), [
+    # A syntax error carries the kernel text's name and its own line number.
+    (ENTRY % "*p = missing;", "bad.cu:2"),
+    # Device globals, constants and statics would exist once per worker.
+    ("__device__ int state;" + ENTRY % "*p = 1;", "state"),
+    ("__constant__ float table[4];" + ENTRY % "*p = 1;", "constant_memory"),
+    ("__device__ int bump() { static int n = 0; return ++n; }" + ENTRY % "*p = 1;", "static"),
+    ("extern __shared__ float s[];" + ENTRY % "*p = 1;", "inside a function"),
+    # More than 48 KiB of declared shared memory is refused, as GPU compilers do.
+    (ENTRY % "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];",
+     "'f' declares 49156 bytes"),
+    # A text that exports no kernel is an error, not an empty module.
+    ("__device__ int f() { return 1; }", "__global__"),
+])
+def test_what_is_no_kernel_text_of_the_soft_device_is_refused(text, words):
+    """The error says what and where."""
+    assert words in error(text)
 
 
 def test_defines_includes_and_macro_made_kernels(soft, tmp_path):

@@ -7,8 +7,7 @@ import time
 
 import numpy as np
 import pytest
-import softcuda_util as util
-from softcuda_util import Words, code
+from softcuda_util import Words, check, code, codes
 
 EQ, AND, NOR = 1, 2, 3
 WAIT32, WRITE32, FLUSH, WAIT64, WRITE64, BARRIER, REDUCE = 1, 2, 3, 4, 5, 6, 8
@@ -40,19 +39,12 @@ def settle(soft, stream) -> None:
         assert code(soft.d.cuStreamQuery(stream)) == "NOT_READY"
 
 
-@pytest.mark.parametrize(
-    ("flags", "value", "no", "yes"),
-    [
-        (0, 5, 4, 6),
-        (0, 0xFFFFFFFE, 0xFFFFFFFD, 3),  # cyclic: 3 comes after -2
-        (EQ, 7, 6, 7),
-        (AND, 0b0110, 0b1001, 0b0100),
-        (NOR, 0xFFFFFFFE, 1, 0),
-    ],
-)
-def test_a_wait_holds_its_stream_until_the_documented_comparison_is_true(
-    soft, words, stream, flags, value, no, yes
-):
+@pytest.mark.parametrize(("flags", "value", "no", "yes"), [
+    (0, 5, 4, 6), (0, 0xFFFFFFFE, 0xFFFFFFFD, 3),  # cyclic: 3 comes after -2
+    (EQ, 7, 6, 7), (AND, 0b0110, 0b1001, 0b0100), (NOR, 0xFFFFFFFE, 1, 0),
+])
+def test_a_wait_holds_its_stream_until_the_documented_comparison_is_true(soft, words, stream,
+                                                                         flags, value, no, yes):
     """GEQ is cyclic, EQ equality, AND any common bit, NOR any bit that neither has."""
     words[0] = no
     soft.cuStreamWaitValue32(stream, words.address(0), value, flags)
@@ -77,13 +69,9 @@ def test_wide_words_are_compared_in_64_bits(soft, words, stream):
 
 def test_a_batch_runs_in_array_order(soft, words, stream):
     """What stands before a wait has happened, what stands after it has not."""
-    ops = [
-        op(soft, WRITE32, words.address(0), 1),
-        op(soft, WAIT32, words.address(1), 1, EQ),
-        op(soft, WRITE32, words.address(1), 0),
-        op(soft, BARRIER),
-        op(soft, WRITE32, words.address(2), 3),
-    ]
+    ops = [op(soft, WRITE32, words.address(0), 1), op(soft, WAIT32, words.address(1), 1, EQ),
+           op(soft, WRITE32, words.address(1), 0), op(soft, BARRIER),
+           op(soft, WRITE32, words.address(2), 3)]
     soft.cuStreamBatchMemOp(stream, len(ops), ops, 0)
     settle(soft, stream)
     assert (words[0], words[2]) == (1, 0)
@@ -93,9 +81,8 @@ def test_a_batch_runs_in_array_order(soft, words, stream):
 
 
 @pytest.mark.parametrize("generic", [False, True])
-def test_a_node_that_resets_its_word_waits_anew_in_every_replay(
-    soft, words, stream, graph, generic
-):
+def test_a_node_that_resets_its_word_waits_anew_in_every_replay(soft, words, stream, graph,
+                                                                generic):
     """[WAIT ack EQ 1, WRITE ack 0] in one node needs one answer per replay."""
     ack, count = words.address(0), words.address(1)
     ops = [op(soft, WAIT32, ack, 1, EQ), op(soft, WRITE32, ack, 0)]
@@ -124,13 +111,12 @@ def test_parameters_of_a_node_can_be_read_and_changed(soft, words, stream, graph
     assert soft.cuGraphBatchMemOpNodeGetParams(node).count == 1
     run = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphExecBatchMemOpNodeSetParams(run, node, batch(soft, write[1]))
-    soft.cuGraphLaunch(run, stream)
-    soft.cuStreamSynchronize(stream)
+    soft.play(run, stream)
     assert (words[0], words[1]) == (0, 2)
     waits = batch(soft, op(soft, WAIT32, words.address(1), 2))
-    for refused in (batch(soft, *write), waits):
-        result = soft.d.cuGraphExecBatchMemOpNodeSetParams(run, node, refused)
-        assert code(result) == "INVALID_VALUE"
+    change = soft.d.cuGraphExecBatchMemOpNodeSetParams
+    bad = [change(run, node, batch(soft, *write)), change(run, node, waits)]
+    assert codes(*bad) == {"INVALID_VALUE"}
     soft.cuGraphBatchMemOpNodeSetParams(node, waits)
     got = soft.cuGraphBatchMemOpNodeGetParams(node)
     # The bindings do not read the array back: it is the third field of the C struct.
@@ -156,16 +142,12 @@ def test_addresses_that_hardware_cannot_watch_are_refused(soft, words, stream):
     """Host addresses, misaligned, NULL and freed ones are INVALID_VALUE, with the reason."""
     pageable, gone = np.zeros(16, np.uint64), Words(soft, 1)
     soft.cuMemFreeHost(gone.host)
-    for bad, said in (
-        (pageable.ctypes.data, "pageable"),
-        (words.address(0) + 2, "not aligned"),
-        (0, "null pointer"),
-        (gone.address(0), "freed"),
-    ):
+    for bad, said in ((pageable.ctypes.data, "pageable"), (words.address(0) + 2, "not aligned"),
+                      (0, "null pointer"), (gone.address(0), "freed")):
         assert code(soft.d.cuStreamWriteValue32(stream, bad, 1, 0)) == "INVALID_VALUE"
         assert said in soft.refusal()
-    result = soft.d.cuStreamWaitValue64(stream, words.address(0) + 4, 1, 0)
-    assert code(result) == "INVALID_VALUE"
+    wait = soft.d.cuStreamWaitValue64
+    assert code(wait(stream, words.address(0) + 4, 1, 0)) == "INVALID_VALUE"
 
 
 ATTRIBUTES = """
@@ -184,13 +166,12 @@ print([int(x[0]) for x in (
 def test_each_attribute_can_be_switched_off():
     """What an attribute of 0 stands for is NOT_SUPPORTED, as atomic reductions always are."""
     numbers = (92, 93, 94, 98, 122, 123)
-    for settings, attributes, codes in (
+    for settings, attributes, answers in (
         ({}, [1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 801]),
         ({f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in numbers}, [0] * 7, [0, 801, 801, 801, 801]),
         ({"SOFTCUDA_MEMOPS": "0"}, [1, 1, 1, 1, 1, 1, 0], [801] * 5),
     ):
-        done = util.run_child(ATTRIBUTES, **settings)
-        assert done.stdout.split("\n")[:2] == [str(attributes), str(codes)], done
+        assert check(ATTRIBUTES, **settings).split("\n")[:2] == [str(attributes), str(answers)]
 
 
 QUEUES = """
@@ -208,8 +189,8 @@ print(before, w[1])
 
 def test_one_hardware_queue_holds_what_is_submitted_behind_a_wait():
     """With SOFTCUDA_QUEUES=1 another stream's work waits too; by default it does not."""
-    assert util.run_child(QUEUES).stdout.split() == ["1", "1"]
-    assert util.run_child(QUEUES, SOFTCUDA_QUEUES="1").stdout.split() == ["0", "1"]
+    assert check(QUEUES).split() == ["1", "1"]
+    assert check(QUEUES, SOFTCUDA_QUEUES="1").split() == ["0", "1"]
 
 
 def test_a_worker_that_owes_an_answer_may_not_call(soft):
@@ -225,14 +206,12 @@ def test_a_worker_that_owes_an_answer_may_not_call(soft):
 
 def test_a_fault_ends_pending_waits():
     """A wait that nobody will answer does not outlive the context's fault."""
-    done = util.run_child("""
-    bad = s.kernels('extern "C" __global__ void bad(int* p) { p[64] = 1; }').bad  # the guard page
+    check("""
     w, waits, other = Words(s, 1), s.stream(), s.stream()
     w.block(waits)
-    s.try_launch(bad, 1, 1, s.alloc(64), stream=other)  # may know it already
-    print(code(d.cuStreamSynchronize(waits)))
-    """)
-    assert done.stdout.split() == ["ILLEGAL_ADDRESS"], done
+    s.try_launch(kernels.bad, 1, 1, s.alloc(64), stream=other)  # may know it already
+    assert code(d.cuStreamSynchronize(waits)) == "ILLEGAL_ADDRESS"
+    """, 'extern "C" __global__ void bad(int* p) { p[64] = 1; }')  # the guard page
 
 
 def test_five_thousand_waits_end(soft, words, stream, graph):
@@ -242,8 +221,7 @@ def test_five_thousand_waits_end(soft, words, stream, graph):
     soft.cuGraphAddBatchMemOpNode(graph, None, 0, ops)
     run = soft.cuGraphInstantiate(graph, 0)
     for i in range(5000):
-        if i % 2:
-            words[0] = 1
+        words[0] = i % 2
         soft.cuGraphLaunch(run, stream)
         if not i % 2:
             words[0] = 1

@@ -24,6 +24,14 @@ device = open_device()
 stream = device.stream()
 free, total = ctypes.c_size_t(), ctypes.c_size_t()
 held = ctypes.PyDLL("libcuda.so.1")
+graph = Graph(device)
+lane = graph.lane("main")
+
+def replay(times):
+    run = graph.instantiate()
+    for _ in range(times):
+        run.launch(stream)
+        run.synchronize(60)
 
 def a_call_that_keeps_the_gil():
     held.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
@@ -43,11 +51,6 @@ def program(tmp_path):
         return str(path)
 
     return write
-
-
-def frames(report: watch.Report, wants: str) -> list[str]:
-    """Python frames of the edges that ask for something."""
-    return [frame for edge in report.edges if wants in edge.wants for frame in edge.python]
 
 
 def test_both_orders_are_a_potential_deadlock(program, capfd):
@@ -79,9 +82,8 @@ def test_slow_work_without_the_gil_is_no_alarm(program, capfd):
     """A native host function that takes its time asks for nothing; the program's status is told."""
     path = program("""
         usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
-        graph = Graph(device)
-        graph.lane("main").host(NativeWork(usleep, 300_000))
-        graph.lane("main").mailbox(NativeWork(usleep, 100_000))
+        lane.host(NativeWork(usleep, 300_000))
+        lane.mailbox(NativeWork(usleep, 100_000))
         run = graph.instantiate()
         run.launch(stream)
         for _ in range(50):
@@ -98,13 +100,9 @@ def test_slow_work_without_the_gil_is_no_alarm(program, capfd):
 def test_callbacks_alone_are_no_cycle(program):
     """Python callbacks of every kind ask for the GIL; without a call that keeps it all is well."""
     report, status = watch.watch([program("""
-        graph = Graph(device)
-        graph.lane("main").host(a_callback)
-        graph.lane("main").mailbox(a_callback)
-        run = graph.instantiate()
-        for _ in range(3):
-            run.launch(stream)
-            run.synchronize(60)
+        lane.host(a_callback)
+        lane.mailbox(a_callback)
+        replay(3)
         data = device.zeros((8,), "int32")
         data.to_host()
         data.close()
@@ -119,11 +117,8 @@ def test_a_worker_holds_the_devices_progress_and_no_lock(program):
     """A Python mailbox worker makes a cycle with a call that waits for the device, not with one
     that only takes a lock."""
     code = """
-        graph = Graph(device)
-        graph.lane("main").mailbox(a_callback)
-        run = graph.instantiate()
-        run.launch(stream)
-        run.synchronize(60)
+        lane.mailbox(a_callback)
+        replay(1)
         a_call_that_keeps_the_gil()
     """
     assert watch.watch([program(code)], LIMIT_S)[0].verdict == "none"
@@ -139,8 +134,7 @@ def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program
         import ctypes, os
         from cuda.bindings import driver as cu
         cu.cuInit(0)
-        context = cu.cuDevicePrimaryCtxRetain(0)[1]
-        cu.cuCtxSetCurrent(context)
+        cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
         def thunk(data):
             done.append(1)
         done = []
@@ -154,8 +148,9 @@ def test_a_program_without_graft_is_watched_and_told_though_it_is_killed(program
         os._exit(0)
     """, prelude="")], LIMIT_S)
     assert status == 0 and report.verdict == "potential" and report.cycle == ["device work"]
-    assert any("keeps_the_gil" in frame for frame in frames(report, "device work"))
-    assert any("thunk" in frame for frame in frames(report, "GIL"))
+    for place, asked in (("keeps_the_gil", "device work"), ("thunk", "GIL")):
+        assert any(place in frame for edge in report.edges if asked in edge.wants
+                   for frame in edge.python)
 
 
 def test_a_hang_is_told_with_both_sides(program, capfd):
