@@ -16,11 +16,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import graft.tools
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
-
-
 TABLE = PROJECT["project"]
 REQUIRED = [*TABLE["dependencies"], *PROJECT["tool"]["graft"]["no-deps"]]
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -47,47 +47,34 @@ def test_rooms_are_packages_of_a_namespace():
     mapping = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
     assert mapping == {f"graft/{room}": room for room in ROOMS}
     assert [room for room in ROOMS if not (ROOT / room / "__init__.py").is_file()] == []
-    import graft
-
     assert getattr(graft, "__file__", None) is None
 
 
 def test_installed_graft_is_this_tree():
     """The tests run against the files beside them, not against another installation."""
-    import graft.tools
-
     assert Path(graft.tools.__file__).resolve() == ROOT / "tools" / "__init__.py"
 
 
-def run_find_python(tmp_path: Path, name: str, script: str) -> subprocess.CompletedProcess[str]:
-    """Run find_python.sh where the only Python is a script of that name."""
+@pytest.mark.parametrize(("name", "script", "words"), [
+    ("", "", "Python 3.11 or newer"),
+    ("python3.12", "echo 'command not found in this version' >&2; exit 127", "command not found"),
+    ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
+])
+def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, script, words):
+    """Without any Python, one sentence says what to install; a broken shim or an old Python is
+    passed over, and the sentence tells why."""
     for tool in ("sh", "tail"):
         found = shutil.which(tool)
         assert found
         (tmp_path / tool).symlink_to(found)
-    if script:
+    if name:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    return subprocess.run(["sh", str(ROOT / "tools" / "find_python.sh")], text=True,
+    done = subprocess.run(["sh", str(ROOT / "tools" / "find_python.sh")], text=True,
                           capture_output=True, env={"PATH": str(tmp_path)})
-
-
-def test_a_missing_python_is_said_in_one_sentence(tmp_path):
-    """Without any Python the build stops with a sentence that says what to install."""
-    done = run_find_python(tmp_path, "python3", "")
     assert done.returncode == 1
-    assert "Python 3.11 or newer" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(("script", "words"), [
-    ("echo 'command not found in this version' >&2; exit 127", "command not found"),
-    ("echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
-])
-def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, script, words):
-    """A broken shim or an old Python is passed over, and the sentence tells why."""
-    done = run_find_python(tmp_path, "python3.12", script)
-    assert done.returncode == 1
-    assert f"python3.12: {words}" in done.stderr
+    assert (f"{name}: {words}" if name else words) in done.stderr
+    assert name or done.stderr.count("\n") == 1
 
 
 def test_a_usable_python_is_found():
@@ -169,17 +156,6 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-def ends(which: str) -> list[str]:
-    """Constraints: the lower ends of all ranges, or none."""
-    if which == "upper":
-        return []
-    found = []
-    for wanted in map(Requirement, TABLE["dependencies"]):
-        (low,) = (s.version for s in wanted.specifier if s.operator == ">=")
-        found.append(f"{wanted.name}=={low}")
-    return found
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["lower", "upper"])
 def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
@@ -187,7 +163,9 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
     wheel runs the demo, without XGrammar, and says in a sentence what XGrammar is needed for."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
-    limits.write_text("\n".join(ends(which)))
+    limits.write_text("".join(
+        f"{wanted.name}=={end.version}\n" for wanted in map(Requirement, TABLE["dependencies"])
+        for end in wanted.specifier if which == "lower" and end.operator == ">="))
     command = tmp_path / "venv" / "bin" / "graft"
     pip = [str(command.with_name("python")), "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "install", "-c", str(limits), str(wheel)], check=True)

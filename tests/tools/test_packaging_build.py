@@ -60,18 +60,14 @@ def test_the_native_part_is_rebuilt_when_a_source_changes(tmp_path, commands, mo
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     source = tmp_path / "native" / "guide" / name
     source.parent.mkdir(parents=True)
-    source.write_text("one")
-    for _ in range(2):
-        bootstrap.build_native(tmp_path, Path("python"), force=False)
-    assert len(commands) == 1
-    (source.parent / "guide.py").write_text("two")
-    bootstrap.build_native(tmp_path, Path("python"), force=False)
-    assert len(commands) == 1
-    source.write_text("two")
-    bootstrap.build_native(tmp_path, Path("python"), force=False)
-    assert len(commands) == 2
-    bootstrap.build_native(tmp_path, Path("python"), force=True)
-    assert len(commands) == 3
+    for path, text, force, built in (
+        (source, "one", False, 1), (source, "one", False, 1),
+        (source.parent / "guide.py", "two", False, 1), (source, "two", False, 2),
+        (source, "two", True, 3),
+    ):
+        path.write_text(text)
+        bootstrap.build_native(tmp_path, Path("python"), force=force)
+        assert len(commands) == built
 
 
 def test_a_failing_step_shows_what_the_command_said():

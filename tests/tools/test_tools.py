@@ -37,15 +37,13 @@ def test_demo_prompts_have_grammars_of_their_own_and_right_answers():
 ])
 def test_outputs_are_checked_by_other_means_than_the_grammar(spec, good, bad):
     """A right output passes and a wrong one does not, for each kind that has a second reader."""
-    assert is_valid(spec, good) is True
-    assert is_valid(spec, bad) is False
+    assert (is_valid(spec, good), is_valid(spec, bad)) == (True, False)
 
 
 def test_what_has_no_second_reader_is_not_called_valid():
     """EBNF outputs, free text and expressions `re` cannot read are neither valid nor invalid."""
-    assert is_valid(GrammarSpec.regex(r"\p{L}+"), "a") is None
-    assert is_valid(GrammarSpec.ebnf('root ::= "a"'), "a") is None
-    assert is_valid(None, "anything") is None
+    for spec in (GrammarSpec.regex(r"\p{L}+"), GrammarSpec.ebnf('root ::= "a"'), None):
+        assert is_valid(spec, "a") is None
 
 
 def test_the_demo_does_not_pass_what_is_wrong():
@@ -53,11 +51,10 @@ def test_the_demo_does_not_pass_what_is_wrong():
     prompt = next(p for p in demo_prompts() if p.shows == "pattern")
     right = Output(id="0", text=prompt.answer, reason="stop")
     assert demo.verdict(prompt, right) == (True, "valid by jsonschema; right answer")
-    wrong_pattern = prompt.answer.replace("QF-5702", "5702")
-    for output in (Output(id="0", text=wrong_pattern, reason="stop"),
-                   Output(id="0", text=prompt.answer, reason="length"),
-                   Output(id="0", text="", reason="refused", error="no")):
-        assert demo.verdict(prompt, output)[0] is False
+    for text, reason in ((prompt.answer.replace("QF-5702", "5702"), "stop"),
+                         (prompt.answer, "length"), ("", "refused")):
+        wrong = Output(id="0", text=text, reason=reason, error="no" * (not text))
+        assert demo.verdict(prompt, wrong)[0] is False
 
 
 def result_of(tasks, texts, rounds=2):
@@ -98,11 +95,9 @@ def test_the_interval_covers_its_mean_as_often_as_it_says():
 def test_paired_differences_are_of_guided_tasks():
     """Tasks without a grammar are left out; the difference is masked minus unmasked."""
     tasks = held_out_tasks(60)
-    texts = ["abcd"] * 60
     guided = sum(task.schema is not None or task.pattern is not None for task in tasks)
     assert guided < 60
-    once, twice = (result_of(tasks, texts, rounds=rounds) for rounds in (1, 2))
-    paired = evaluate_demo.pair(once, twice)
-    assert paired["tokens_per_round_difference"]["n"] == guided
-    assert paired["tokens_per_round_difference"]["mean"] == pytest.approx(2.0)
-    assert paired["same_tokens"] == 60
+    paired = evaluate_demo.pair(*(result_of(tasks, ["abcd"] * 60, rounds) for rounds in (1, 2)))
+    difference = paired["tokens_per_round_difference"]
+    assert (difference["n"], paired["same_tokens"]) == (guided, 60)
+    assert difference["mean"] == pytest.approx(2.0)
