@@ -20,8 +20,6 @@ from softcuda_util import CALLBACK, Soft, address, code
 
 from graft.cudagraph.chooser import preload_soft
 
-__all__ = ["STATES", "TEXT", "main"]
-
 TEXT = """
 extern "C" __global__ void step(int* p) { *p += 1; }
 extern "C" __global__ void stray(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }
@@ -43,8 +41,8 @@ class Driver:
 
     def address(self, call: Call) -> int:
         """Address of a function; 0 when the driver has none."""
-        out = ctypes.c_void_p()
-        self.library.cuGetProcAddress_v2(call.function.encode(), ctypes.byref(out), call.version,
+        out, (name, _, version) = ctypes.c_void_p(), call.name.partition("@")
+        self.library.cuGetProcAddress_v2(name.encode(), ctypes.byref(out), int(version or 13020),
                                          ctypes.c_uint64(0), None)  # fmt: skip
         return out.value or 0
 
@@ -99,7 +97,7 @@ class World:
         return self.word("pageable")
 
     def make_capturing(self) -> int:
-        self.soft.cuStreamBeginCapture(self.word("stream"), self.d.CUstreamCaptureMode(2))
+        self.soft.begin(self.word("stream"), 2)
         return self.word("stream")
 
     def make_timed(self) -> Any:
@@ -134,9 +132,7 @@ class World:
         return self.soft.copy_params(self.word("dptr"), self.word("dptr"), 64)
 
     def host(self) -> Any:
-        p = self.d.CUDA_HOST_NODE_PARAMS()
-        p.fn = self.d.CUhostFn(self.word("fn"))
-        return p
+        return self.soft.host_params(ctypes.CDLL(None).abs)
 
     def operation(self) -> Any:
         p, kinds = self.d.CUstreamBatchMemOpParams(), self.d.CUstreamBatchMemOpType
@@ -312,7 +308,7 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
         if "u" not in call.flags and call.name not in words:
             continue
         of_event = call.name.startswith("cuEvent")
-        soft.cuStreamBeginCapture(stream, soft.d.CUstreamCaptureMode(0))
+        soft.begin(stream)
         soft.cuEventRecord(event, stream)
         got = driver.call(call, words.get(call.name, []))
         wanted = "CAPTURED_EVENT" if of_event else "STREAM_CAPTURE_UNSUPPORTED"
@@ -323,13 +319,13 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
 
 def absent(driver: Driver, _: bytes) -> Iterator[Row]:
     """Functions that the bindings know and the soft device has not."""
-    known = {call.function for call in calls()}
+    known = {call.name.split("@")[0] for call in calls()}
     for name in sorted(set(dir(driver.d)) - known):
         if name.startswith("cu") and name[2:3].isupper() and callable(getattr(driver.d, name)):
             if "_v" in name:
                 continue  # another form of a function, which the driver finds by the plain name
-            asked = Call(name, frozenset(), (), "")
-            yield name, "absent", "NOT_FOUND", "found" if driver.address(asked) else "NOT_FOUND"
+            found = driver.address(Call(name))
+            yield name, "absent", "NOT_FOUND", "found" if found else "NOT_FOUND"
 
 
 STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {

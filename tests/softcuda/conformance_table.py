@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_CODES", "KINDS", "Call", "calls"]
-
 #: What an unknown one is answered with, where that is not INVALID_HANDLE.
 DEFAULT_CODES = {
     "dev": "INVALID_DEVICE", "dptr": "INVALID_VALUE", "pinned": "INVALID_VALUE",
@@ -198,22 +196,12 @@ cuDevicePrimaryCtxReset [f] dev -> NOT_SUPPORTED
 
 @dataclass(frozen=True)
 class Call:
-    """One line of the table: flags, parameters as written, and the code of a right call."""
+    """A function: name with ``@version``, flags, parameters as written, code of a right call."""
 
     name: str
-    flags: frozenset[str]
-    parameters: tuple[str, ...]
-    expected: str
-
-    @property
-    def function(self) -> str:
-        """The name without the version."""
-        return self.name.split("@")[0]
-
-    @property
-    def version(self) -> int:
-        """The version to ask the driver for."""
-        return int(self.name.split("@")[1]) if "@" in self.name else 13020
+    flags: frozenset[str] = frozenset()
+    parameters: tuple[str, ...] = ()
+    expected: str = "SUCCESS"
 
 
 def calls() -> list[Call]:

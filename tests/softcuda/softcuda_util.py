@@ -7,6 +7,7 @@ import ctypes
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,33 @@ ENDS = {
 }  # fmt: skip
 
 
+#: Kernels of most tests.
+KERNELS = r"""
+extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
+extern "C" __global__ void add(int* p, int value) { *p += value; }
+extern "C" __global__ void scale(int* p, int value) { *p *= value; }
+extern "C" __global__ void step(unsigned* p, unsigned m) { *p = *p * 3u + m; }
+extern "C" __global__ void copy(const int* in, int* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = in[i];
+}
+extern "C" __global__ void wait_for(const volatile int* flag, int* seen) {
+  while (*flag == 0) {}
+  *seen = *flag;
+}
+extern "C" __global__ void decide(unsigned long long handle, const int* p, int below) {
+  cudaGraphSetConditional(handle, *p < below ? 1u : 0u);
+}
+extern "C" __global__ void set(cudaGraphConditionalHandle handle, unsigned value) {
+  cudaGraphSetConditional(handle, value);
+}
+extern "C" __global__ void __launch_bounds__(64) bounded(int* p) { p[threadIdx.x] = 1; }
+extern "C" __global__ void shared_user(int* p) { extern __shared__ int s[]; p[0] = s[0] * 0 + 3; }
+extern "C" __global__ void say(int n) { printf("thread %d of %s\n", n + threadIdx.x, "block"); }
+extern "C" __global__ void stray(int* p) { for (int i = 0; i < 1024; ++i) p[i] = 1; }
+"""
+
+
 class Soft:
     """The soft device through the unmodified cuda.bindings, one per process.
 
@@ -71,7 +99,7 @@ class Soft:
         self.lib = ctypes.CDLL(str(chooser.preload_soft()))
         from cuda.bindings import driver
 
-        self.d = driver
+        self.d, self.mode = driver, driver.CUstreamCaptureMode
         self.cuInit(0)
         self.context = self.cuDevicePrimaryCtxRetain(0)
         self.cuCtxSetCurrent(self.context)
@@ -105,6 +133,10 @@ class Soft:
         return softstats.snapshot()["leaked"]
 
     # ---- conveniences -------------------------------------------------------------------------
+    def begin(self, stream: Any, mode: int = 0) -> None:
+        """Begin to capture."""
+        self.cuStreamBeginCapture(stream, self.mode(mode))
+
     def stream(self) -> Any:
         return self.cuStreamCreate(self.d.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
@@ -179,10 +211,14 @@ class Soft:
         return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
 
     def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
-        p = self.d.CUDA_HOST_NODE_PARAMS()
-        p.fn = self.d.CUhostFn(address(function))
-        p.userData = data
+        p = self.host_params(function, data)
         return self.cuGraphAddHostNode(graph, list(deps), len(deps), p)
+
+    def host_params(self, function: Any, data: int = 0) -> Any:
+        """Structure of a host node."""
+        p = self.d.CUDA_HOST_NODE_PARAMS()
+        p.fn, p.userData = self.d.CUhostFn(address(function)), data
+        return p
 
     def add_fill(self, graph: Any, deps: Sequence[Any], pointer: int, value: int) -> Any:
         p = self.fill_params(pointer, value)
@@ -297,12 +333,37 @@ def device() -> Soft:
         pytest.skip(str(error))
 
 
+def child(request: dict[str, Any]) -> None:
+    """Run the request's code as a script would; never returns to the caller's loop."""
+    for descriptor, path in ((1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    signal.alarm(request["limit"])  # whatever it is stuck in, this ends it
+    os.environ.clear()
+    os.environ.update(request["env"])
+    exec(compile(request["code"], "<child>", "exec"), {"__name__": "__main__"})
+    sys.exit()  # a full exit, as after an error: finalisation and static destructors run
+
+
+def serve() -> None:
+    """Answer the JSON requests on standard input, one a line, with their children's exit statuses
+    (negative: killed by that signal)."""
+    import cuda.bindings.driver  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            child(request)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 class _Zygote:
-    """The forking helper process, started at the first use and ended with this one."""
+    """The process that forks children with Python, NumPy and cuda.bindings imported and no device
+    opened: a fresh interpreter costs a second, and every test of a fault needs its own process."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "softcuda_zygote.py")], text=True,
+            [sys.executable, "-c", "import softcuda_util; softcuda_util.serve()"], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])})
         atexit.register(self.process.kill)
@@ -335,9 +396,9 @@ def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedPro
     return _zygote().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
 
 
-def check(code: str, text: str = "", **env: str) -> str:
-    """What such a child prints, which must succeed; ``kernels`` are those of the text."""
-    load = f"kernels = s.kernels({text!r})\n" if text else ""
+def check(code: str, text: str = KERNELS, **env: str) -> str:
+    """What such a child prints, which must succeed; ``kernels``, if used, are the text's."""
+    load = f"\nkernels = s.kernels({text!r})\n" if "kernels." in code else "\n"
     done = run_child(load + textwrap.dedent(code), **env)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout

@@ -12,6 +12,7 @@ pytest.importorskip("cuda.core", reason="cuda.core is not installed (pip install
 from cuda.core import LaunchConfig, LegacyPinnedMemoryResource, ObjectCode, launch
 from cuda.core._utils.cuda_utils import CUDAError
 from cuda.core.graph import GraphDefinition, GraphNode
+from softcuda_util import compile_kernel
 
 from graft.cudagraph.driver import call, cu
 
@@ -42,12 +43,10 @@ def queue(core):
     made.close()
 
 
-@pytest.fixture(scope="session")
-def image(tmp_path_factory):
+@pytest.fixture
+def image():
     """Object code of two kernels."""
-    from graft.native.softcuda.compile import compile_cpu
-
-    return compile_cpu(TEXT, "core.cu", cache_dir=tmp_path_factory.mktemp("core"))
+    return compile_kernel(TEXT, "core.cu")
 
 
 @pytest.fixture
@@ -167,7 +166,8 @@ def test_libraries_name_their_kernels(core, image):
 
 
 def test_buffers_without_pools(core, queue):
-    """cuda.core allocates device memory though there are no pools, and copies to it and back."""
+    """cuda.core allocates device memory though there are no pools, and copies to it and back; for
+    nodes that allocate it says which function the driver has not."""
     source, target = (LegacyPinnedMemoryResource().allocate(64) for _ in range(2))
     np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
     middle = core.allocate(64, stream=queue)
@@ -177,9 +177,5 @@ def test_buffers_without_pools(core, queue):
     np.testing.assert_array_equal(np.from_dlpack(target).view(np.int32), np.arange(16) - 7)
     for buffer in (source, middle, target):
         buffer.close()
-
-
-def test_allocation_nodes_are_absent(core):
-    """Graph memory needs pools: cuda.core says which function the driver has not."""
     with pytest.raises(RuntimeError, match="cuGraphAddMemAllocNode"):
-        GraphDefinition().allocate(64)
+        GraphDefinition().allocate(64)  # graph memory needs pools

@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 from softcuda_util import check, codes
 
-KERNELS = """
-extern "C" __global__ void add(int* p, int n) { *p += n; }
-extern "C" __global__ void say(int n) { printf("thread %d of %s\\n", n + threadIdx.x, "block"); }
-"""
-
 
 def test_every_public_error_has_its_name(soft):
     """cuGetErrorName and cuGetErrorString know each code of the public enumeration."""
@@ -56,6 +51,8 @@ assert 10 < len(seen) < 100, len(seen)
 assert "freed" in refused(d.cuMemsetD8(seen[-2], 0, 1), 1)
 assert "ulimit -v" in refused(d.cuMemAlloc(9 << 30), 2)
 """, {}),
+    "fresh device memory reads as NaN, so missing writes show": (
+        "assert np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all()", {"SOFTCUDA_POISON": "1"}),
     "the n-th call fails on demand": ("""
 s.cuMemFree(s.alloc(16))
 assert "SOFTCUDA_FAIL" in refused(d.cuMemAlloc(16), 2)
@@ -94,6 +91,6 @@ def refused(result, code):
 def test_settings_and_processes(name):
     """What the name says, in a process of its own with the settings beside it."""
     code, settings = CHILDREN[name]
-    said = check(SETUP + code, KERNELS, **settings)
+    said = check(SETUP + code, **settings)
     assert said.splitlines() == (
         ["thread 4 of block", "thread 5 of block"] if name == "kernels print" else [])

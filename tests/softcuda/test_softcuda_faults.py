@@ -42,7 +42,7 @@ extern "C" __global__ void overflow(int* p) { char c = 0; *p = deep(1000000, &c)
 """
 
 SETUP = """
-f, p = kernels, s.ints(*[0] * 100)
+p = s.ints(*[0] * 100)
 def faulted(expected, *words):
     assert code(d.cuCtxSynchronize()) == expected, s.fault()
     for word in words:
@@ -52,35 +52,31 @@ def faulted(expected, *words):
 
 def check(body: str, **env: str) -> None:
     """A body that begins with the kernels ``f`` and 100 words ``p``."""
-    util.check(SETUP + body, KERNELS, **env)
+    util.check(f"f = s.kernels({KERNELS!r})\n{SETUP}{body}", **env)
 
 
 ADDRESS, FAILED = "ILLEGAL_ADDRESS", "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
 # launch, code, words of the text
 FAULTS = {
-    "past the end": (
-        'f.write_at, 4, 8, p, np.int64(100)', ADDRESS,
-        [WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"]),
-    "before": (
-        'f.write_at, 4, 8, p, np.int64(-950)', ADDRESS, [WRITE, "bytes before", "parameter 0"]),
+    "past the end": ('f.write_at, 4, 8, p, np.int64(100)', ADDRESS, [
+        WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"]),
+    "before": ('f.write_at, 4, 8, p, np.int64(-950)', ADDRESS, [
+        WRITE, "bytes before", "parameter 0"]),
     "far past": ('f.write_at, 4, 8, p, np.int64(1100)', ADDRESS, [WRITE]),
     "wild": ('f.read_at, 1, 1, p, np.int64(1 << 45), p', ADDRESS, ["kernel 'read_at'"]),
-    "an address from memory": (
-        'f.follow, 1, 1, s.put(np.array([p], np.uint64)), p', ADDRESS,
-        ["untranslated device address", "'follow'"]),
-    "dynamic shared memory": (
-        'f.shared_over, 1, 1, np.int32(64), shared=256', ADDRESS,
-        ["past the end of 256 bytes of dynamic shared memory"]),
+    "an address from memory": ('f.follow, 1, 1, s.put([p], np.uint64), p', ADDRESS, [
+        "untranslated device address", "'follow'"]),
+    "dynamic shared memory": ('f.shared_over, 1, 1, np.int32(64), shared=256', ADDRESS, [
+        "past the end of 256 bytes of dynamic shared memory"]),
     "jump": ('f.jump, 1, 1, p', ADDRESS, ["a jump into device allocation #"]),
-    "barrier": (
-        'f.half_barrier, 1, 64, p', FAILED,
-        ["'half_barrier' block (0,0,0)", "divergent barrier", "32 threads at __syncthreads",
-         "32 at warp operations", "missing lanes 0x55555555"]),
-    "vote and shuffle": (
-        'f.diverge, 1, 32, p', FAILED, ["divergent barrier", "32 at warp operations"]),
-    "mask without its caller": (
-        'f.stranger, 1, 32, p', FAILED, ["__shfl_sync with mask 0x1", "thread (1,0,0)"]),
+    "barrier": ('f.half_barrier, 1, 64, p', FAILED, [
+        "'half_barrier' block (0,0,0)", "divergent barrier", "32 threads at __syncthreads",
+        "32 at warp operations", "missing lanes 0x55555555"]),
+    "vote and shuffle": ('f.diverge, 1, 32, p', FAILED, [
+        "divergent barrier", "32 at warp operations"]),
+    "mask without its caller": ('f.stranger, 1, 32, p', FAILED, [
+        "__shfl_sync with mask 0x1", "thread (1,0,0)"]),
     "division": ('f.divide, 1, 1, p', FAILED, ["by zero, or of the least integer by -1"]),
     "trap": ('f.trap, 1, 1, p', FAILED, ["__trap"]),
     "assert": ('f.asserting, 1, 1, p', "ASSERT", ["assertion failed: p[0] == 42"]),
@@ -168,6 +164,25 @@ s.try_launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
 many()
 assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGAL_ADDRESS"] * 4
 """, SOFTCUDA_WORKERS="4")
+
+
+def test_a_fault_completes_what_waits():
+    """Nobody hangs on the event of a launch that will not run, nor on a memory operation's wait
+    that nobody will answer."""
+    util.check("""
+    a, b, c, words, never = s.stream(), s.stream(), s.stream(), Words(s, 1), Words(s, 1)
+    event, graph = s.cuEventCreate(0), s.cuGraphCreate(0)
+    s.cuGraphAddEventRecordNode(graph, [], 0, event)
+    executable = s.cuGraphInstantiate(graph, 0)
+    never.block(c)
+    words.block(a)
+    s.launch(kernels.stray, 1, 1, s.ints(0), stream=a)
+    s.cuGraphLaunch(executable, a)
+    s.cuStreamWaitEvent(b, event, 0)
+    words[0] = 1
+    ended = d.cuEventSynchronize(event), d.cuStreamSynchronize(b), d.cuStreamSynchronize(c)
+    assert [code(result) for result in ended] == ["ILLEGAL_ADDRESS"] * 3
+    """)
 
 
 @pytest.mark.parametrize(("index", "words"), [

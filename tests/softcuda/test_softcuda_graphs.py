@@ -10,16 +10,6 @@ import numpy as np
 import pytest
 from softcuda_util import CALLBACK, USLEEP, check, code, codes
 
-KERNELS = r"""
-extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
-extern "C" __global__ void add(int* p, int value) { *p += value; }
-extern "C" __global__ void scale(int* p, int value) { *p *= value; }
-extern "C" __global__ void spin_until(const volatile int* flag, int* out, int value) {
-  while (*flag != value) {}
-  *out = value;
-}
-"""
-
 
 @pytest.fixture
 def log(soft):
@@ -38,7 +28,7 @@ def test_branches_overlap(soft, kernels, stream, graph, words):
     out = soft.ints(0)
     callback = CALLBACK(lambda _: time.sleep(0.03) or words.__setitem__(0, 9))
     fork = soft.cuGraphAddEmptyNode(graph, [], 0)
-    soft.add_kernel(graph, [fork], kernels.spin_until, 1, 1, words.device, out, np.int32(9))
+    soft.add_kernel(graph, [fork], kernels.wait_for, 1, 1, words.device, out)
     soft.add_host(graph, [fork], callback)
     soft.replay(graph, stream)
     assert soft.value(out) == 9
@@ -67,11 +57,12 @@ def test_launches_of_one_executable_are_serialised():
             s.cuGraphLaunch(e, streams[i % 2])
         for q in streams: s.cuStreamSynchronize(q)
         assert worst == [1] and s.get(log, 21, np.int32).tolist() == [20] + [1, 2] * 10
-        """, KERNELS, SOFTCUDA_WORKERS="2")
+        """, SOFTCUDA_WORKERS="2")
 
 
 def test_structure_reads_back(soft, kernels, graph, tmp_path):
-    """Nodes, edges, roots, dependencies and parameters can be read from a definition."""
+    """Nodes, edges, roots, dependencies and parameters can be read from a definition; clusters of
+    one block are kept and given back, those of several refused."""
     p = soft.ints(0)
     a = soft.add_kernel(graph, [], kernels.add, 3, (4, 2, 1), p, np.int32(77))
     b = soft.add_host(graph, [a], USLEEP, 12)
@@ -93,6 +84,13 @@ def test_structure_reads_back(soft, kernels, graph, tmp_path):
     assert ctypes.c_uint64.from_address(table[0]).value == p
     assert ctypes.c_int.from_address(table[1]).value == 77
     assert int(soft.cuGraphHostNodeGetParams(b).userData) == 12
+    cluster = soft.d.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    value = soft.cuGraphKernelNodeGetAttribute(a, cluster)
+    value.clusterDim.x = value.clusterDim.y = value.clusterDim.z = 1
+    soft.cuGraphKernelNodeSetAttribute(a, cluster, value)
+    assert soft.cuGraphKernelNodeGetAttribute(a, cluster).clusterDim.x == 1
+    value.clusterDim.x = 2
+    assert code(soft.d.cuGraphKernelNodeSetAttribute(a, cluster, value)) == "NOT_SUPPORTED"
     path = tmp_path / "graph.dot"
     soft.cuGraphDebugDotPrint(graph, str(path).encode(), 0)
     text = path.read_text()
@@ -163,7 +161,6 @@ def test_launches_and_nodes_are_counted(soft, kernels, stream, graph):
     assert [soft.count(n) - b for n, b in zip(names, before, strict=True)] == [5, 10, 5, 5]
 
 
-# ---- updates of executables --------------------------------------------------------------------
 def test_set_params_change_later_launches_only(soft, kernels, stream, graph, log):
     """Launches already queued keep the parameters they were queued with."""
     gate = threading.Event()
@@ -205,18 +202,6 @@ def test_copy_and_fill_nodes_update(soft, stream, graph):
     assert (int(read.type), read.memset.value, read.memset.width) == (2, 50, 1)
     params = soft.node_params("GRAPH")
     assert code(soft.d.cuGraphNodeSetParams(fill, params)) == "INVALID_VALUE"
-
-
-def test_kernel_nodes_keep_attributes(soft, kernels, graph):
-    """Clusters of one block are kept and given back, those of several refused."""
-    kernel = soft.add_kernel(graph, [], kernels.add, 1, 1, soft.ints(0), np.int32(4))
-    cluster = soft.d.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    value = soft.cuGraphKernelNodeGetAttribute(kernel, cluster)
-    value.clusterDim.x = value.clusterDim.y = value.clusterDim.z = 1
-    soft.cuGraphKernelNodeSetAttribute(kernel, cluster, value)
-    assert soft.cuGraphKernelNodeGetAttribute(kernel, cluster).clusterDim.x == 1
-    value.clusterDim.x = 2
-    assert code(soft.d.cuGraphKernelNodeSetAttribute(kernel, cluster, value)) == "NOT_SUPPORTED"
 
 
 def test_nodes_can_be_disabled(soft, kernels, stream, graph):

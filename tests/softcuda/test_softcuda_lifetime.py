@@ -125,10 +125,10 @@ def test_counters_return_to_zero():
 base = dict(s.live())
 assert base.pop("context") == 1 and set(base.values()) == {0}
 for round in range(3):
-    kernels = s.kernels('extern "C" __global__ void f(int* p) { atomicAdd(p, 1); }')
+    own = s.kernels('extern "C" __global__ void f(int* p) { atomicAdd(p, 1); }')
     p, host = s.ints(0), s.cuMemHostAlloc(100, 3)
     q, event, g = s.stream(), s.cuEventCreate(0), holder(round)
-    a = s.add_kernel(g, [], kernels.f, 8, 32, p)
+    a = s.add_kernel(g, [], own.f, 8, 32, p)
     s.add_host(g, [a], USLEEP)
     clone = s.cuGraphClone(g)
     e = s.cuGraphInstantiate(g, 0)
@@ -143,7 +143,7 @@ for round in range(3):
         s.ok(call)
     assert s.value(p) == 5 * 8 * 32
     s.cuMemFree(p)
-    s.cuModuleUnload(kernels.module)
+    s.cuModuleUnload(own.module)
     eventually(*range(round + 1))
     deadline = time.monotonic() + 10  # the object is counted out after its destructor returned
     while s.live()["user_object"] and time.monotonic() < deadline:
@@ -157,8 +157,8 @@ assert code(d.cuDevicePrimaryCtxRelease(0)) == "INVALID_CONTEXT"
 def test_what_is_left_at_exit_is_named():
     """With the log on, a process that closes nothing says at its end what it left."""
     done = run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
-    assert done.returncode == 0
-    assert "softcuda: left at exit: device_memory 2, stream 1" in done.stderr
+    said = "softcuda: left at exit: device_memory 2, stream 1"
+    assert done.returncode == 0 and said in done.stderr
 
 
 def test_many_replays_and_updates_do_not_grow():
@@ -183,7 +183,6 @@ assert s.value(p) == 1 + 2 * 11999
 """, 'extern "C" __global__ void f(int* p, int v) { *p += v; }')
 
 
-# ---- lock models and the watchdog -------------------------------------------------------------
 HOSTAGE = """
 f = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }').f
 table, values = s.pack(s.ints(0))

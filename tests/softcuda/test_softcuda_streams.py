@@ -15,16 +15,6 @@ from softcuda_util import CALLBACK, USLEEP, check, code, codes, in_threads
 
 from graft.cudagraph.softstats import counter
 
-KERNELS = r"""
-extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
-extern "C" __global__ void wait_for(const volatile int* flag, int* seen) {
-  while (*flag == 0) {}
-  *seen = *flag;
-}
-extern "C" __global__ void __launch_bounds__(64) bounded(int* p) { p[threadIdx.x] = 1; }
-extern "C" __global__ void shared_user(int* p) { extern __shared__ int s[]; p[0] = s[0] * 0 + 3; }
-"""
-
 
 @pytest.fixture
 def gate():
@@ -48,9 +38,11 @@ def test_one_stream_runs_in_order(soft, kernels, stream):
 
 def test_streams_run_beside_each_other_and_events_order_them(soft, kernels, stream, other, event,
                                                              gate):
-    """A stream waits for another's event and for nothing else of it."""
+    """A stream waits for another's event as it was recorded then, and for nothing else of it."""
     log = soft.ints(0, 0, 0)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # never recorded: complete
+    soft.cuEventRecord(event, stream)
+    soft.cuStreamWaitEvent(other, event, 0)  # for this record, not for the next
     soft.host(stream, gate.callback)
     soft.cuEventRecord(event, stream)
     soft.launch(kernels.append, 1, 1, log, np.int32(1), stream=other)
@@ -62,18 +54,6 @@ def test_streams_run_beside_each_other_and_events_order_them(soft, kernels, stre
     soft.cuStreamSynchronize(other)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"
     assert soft.get(log, 3, np.int32).tolist() == [2, 1, 2]
-
-
-def test_a_wait_binds_to_the_record_of_its_moment(soft, stream, other, event, gate):
-    """Recording an event again does not move a wait that was queued before."""
-    soft.cuEventRecord(event, stream)
-    soft.cuStreamWaitEvent(other, event, 0)
-    soft.host(stream, gate.callback)
-    soft.cuEventRecord(event, stream)
-    soft.cuStreamSynchronize(other)
-    assert code(soft.d.cuEventQuery(event)) == "NOT_READY"
-    gate.set()
-    soft.cuEventSynchronize(event)
 
 
 def test_elapsed_time(soft, stream):
@@ -120,7 +100,7 @@ def test_each_thread_has_a_default_stream(soft, kernels):
             soft.launch(add, 1, 1, log, np.int32(i), stream=own)
         soft.cuStreamSynchronize(own)
         assert soft.get(log, 101, np.int32).tolist() == [100, *range(100)]
-        soft.cuStreamBeginCapture(own, soft.d.CUstreamCaptureMode(2))
+        soft.begin(own, 2)
         soft.launch(add, 1, 1, log, np.int32(1), stream=own)
         graph = soft.cuStreamEndCapture(own)
         assert soft.cuGraphGetNodes(graph, 0)[1] == 1
@@ -132,22 +112,14 @@ def test_each_thread_has_a_default_stream(soft, kernels):
     assert soft.live() == before
 
 
-def test_mapped_memory_is_seen_while_a_kernel_runs():
-    """A kernel that polls mapped pinned memory sees a host store made while it runs."""
-    check("""
-        words, stream, seen = Words(s, 1), s.stream(), s.ints(0)
-        s.launch(kernels.wait_for, 1, 1, words.device, seen, stream=stream)
-        time.sleep(0.05)
-        assert code(d.cuStreamQuery(stream)) == "NOT_READY"
-        words[0] = 77
-        s.cuStreamSynchronize(stream)
-        assert s.value(seen) == 77
-        """, KERNELS)
-
-
-def test_handles_are_never_reused(soft, stream, event):
-    """A destroyed stream's or event's handle is INVALID_HANDLE for good."""
-    d = soft.d
+def test_streams_read_back_and_their_handles_are_never_reused(soft, event):
+    """Flags, priority and context of a stream read back; a destroyed stream's or event's handle is
+    INVALID_HANDLE for good."""
+    d, (least, greatest) = soft.d, soft.cuCtxGetStreamPriorityRange()
+    stream = soft.cuStreamCreateWithPriority(1, greatest - 3)
+    assert int(soft.cuStreamGetFlags(stream)) == 1
+    assert soft.cuStreamGetPriority(stream) == greatest < least == 0
+    assert int(soft.cuStreamGetCtx(stream)) == int(soft.context)
     soft.cuStreamDestroy(stream)
     soft.cuEventDestroy(event)
     fresh, *_ = [soft.stream() for _ in range(5)]
@@ -156,16 +128,6 @@ def test_handles_are_never_reused(soft, stream, event):
         d.cuStreamWaitEvent(fresh, event, 0)) == {"INVALID_HANDLE"}
 
 
-def test_stream_properties(soft):
-    """Flags, priority and context of a stream read back."""
-    least, greatest = soft.cuCtxGetStreamPriorityRange()
-    stream = soft.cuStreamCreateWithPriority(1, greatest - 3)
-    assert int(soft.cuStreamGetFlags(stream)) == 1
-    assert soft.cuStreamGetPriority(stream) == greatest < least == 0
-    assert int(soft.cuStreamGetCtx(stream)) == int(soft.context)
-
-
-# ---- host functions ---------------------------------------------------------------------------
 def test_raw_host_functions_run_while_the_gil_is_held(soft, stream):
     """A C host function given to the v2 entry needs no GIL."""
     before, end = soft.count("host_func"), time.monotonic() + 20
@@ -197,10 +159,9 @@ def test_the_gil_record(soft):
     assert (record() - before).tolist() == [1, 2, 0, 1, 1]
 
 
-# ---- modules and launches ---------------------------------------------------------------------
 def test_module_images_are_checked(soft):
     """Text, foreign ELF machines and other kernel ABIs are refused with the documented codes."""
-    load, image = soft.d.cuModuleLoadData, util.compile_kernel(KERNELS)
+    load, image = soft.d.cuModuleLoadData, util.compile_kernel(util.KERNELS)
     assert code(load(b"not an image" + bytes(64))) == "INVALID_IMAGE"
     foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]  # EM_CUDA
     assert code(load(foreign)) == "NO_BINARY_FOR_GPU"
@@ -256,14 +217,21 @@ def test_versions_choose_the_symbol(soft):
     assert address(b"cuMemAlloc", 13000)[1] == util.address(soft.lib.cuMemAlloc_v2)
 
 
-def test_process_exit_never_hangs():
-    """A process that exits in the middle of device and host work ends at once."""
+def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
+    """A kernel that polls mapped pinned memory sees a host store made while it runs; a process that
+    exits in the middle of device and host work ends at once."""
     check("""
-        flag, seen = s.ints(0), s.ints(0)
-        s.launch(kernels.wait_for, 1, 1, flag, seen, stream=s.stream())
+        words, stream, seen = Words(s, 1), s.stream(), s.ints(0)
+        s.launch(kernels.wait_for, 1, 1, words.device, seen, stream=stream)
+        time.sleep(0.05)
+        assert code(d.cuStreamQuery(stream)) == "NOT_READY"
+        words[0] = 77
+        s.cuStreamSynchronize(stream)
+        assert s.value(seen) == 77
+        s.launch(kernels.wait_for, 1, 1, s.ints(0), seen, stream=stream)
         s.host(s.stream(), USLEEP, 60_000_000)
         time.sleep(0.05)
-        """, KERNELS, SOFTCUDA_WORKERS="2")
+        """, SOFTCUDA_WORKERS="2")
 
 
 def test_many_threads_may_call_at_once(soft, kernels):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 rng = np.random.default_rng(7)
 
-HALF = r"""
+TEXT = r"""
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 template <class T, T (*Make)(unsigned short), unsigned short (*Bits)(T)>
@@ -37,14 +38,46 @@ extern "C" __global__ void round_trip(const float* in, unsigned short* h, unsign
   h[i] = __half_as_ushort(__float2half_rn(in[i]));
   b[i] = __bfloat16_as_ushort(__float2bfloat16(in[i]));
 }
+
+extern "C" __global__ void flush(const float* in, float* out) { out[0] = in[0] * 0.5f + in[1]; }
+extern "C" __global__ void separate(const float* x, float* out) {
+  out[0] = x[0] * x[1] + x[2];
+  out[1] = fmaf(x[0], x[1], x[2]);
+}
+
+extern "C" __global__ void vectors(const float* in, float* out, int* sizes) {
+  const float4 v = reinterpret_cast<const float4*>(in)[threadIdx.x];
+  reinterpret_cast<float4*>(out)[threadIdx.x] = make_float4(v.w, v.z, v.y, v.x);
+  if (threadIdx.x == 0) {
+    sizes[0] = sizeof(float2) * 100 + alignof(float2);
+    sizes[1] = sizeof(int4) * 100 + alignof(int4);
+    sizes[2] = sizeof(uint3) * 100 + alignof(uint3);
+    sizes[3] = sizeof(ulonglong2) * 100 + alignof(ulonglong2);
+    sizes[4] = sizeof(uchar4) * 100 + alignof(uchar4);
+  }
+}
+struct Pair { int a; double b; };
+extern "C" __global__ void mixed(char a, double b, short c, int4 d, Pair e, float* out) {
+  out[0] = a; out[1] = b; out[2] = c; out[3] = d.w; out[4] = e.b;
+}
+extern "C" __global__ void bits(const unsigned* in, unsigned* out) {
+  out[0] = __popc(in[0]); out[1] = __ffs(in[1]); out[2] = __clz(in[2]); out[3] = __brev(in[3]);
+  out[4] = __umulhi(in[4], in[5]); out[5] = __clz(0); out[6] = __float2int_rn(2.5f);
+  out[7] = __float2int_rz(-3e10f); out[8] = __byte_perm(in[0], in[1], 0x7052);
+}
 """
 
 
-def arithmetic(soft, name, *operands):
+@pytest.fixture
+def kernels(soft):
+    return soft.kernels(TEXT)
+
+
+def arithmetic(soft, kernel, *operands):
     """The rows of results, and the first operands as fp32."""
     n = operands[0].size
     wide = soft.alloc(4 * n)
-    got = soft.results((6, n), np.uint16, getattr(soft.kernels(HALF), name), (n + 255) // 256, 256,
+    got = soft.results((6, n), np.uint16, kernel, (n + 255) // 256, 256,
                        *map(soft.put, operands), None, wide, np.int32(n))
     return got, soft.get(wide, n, np.float32)
 
@@ -55,10 +88,10 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def test_half_arithmetic_is_correctly_rounded(soft):
+def test_half_arithmetic_is_correctly_rounded(soft, kernels):
     """half operations round once to nearest even, as NumPy's float16 does; fma is exact first."""
     a, b, c = (rng.integers(0, 0x10000, 40000, dtype=np.uint16) for _ in range(3))
-    got, value = arithmetic(soft, "f16", a, b, c)
+    got, value = arithmetic(soft, kernels.f16, a, b, c)
     x, y, z = (v.view(np.float16) for v in (a, b, c))
     with np.errstate(all="ignore"):
         # Longdouble holds the exact product and, for these exponents, the exact sum of the fma.
@@ -85,10 +118,10 @@ def round_exact(exact: np.ndarray) -> np.ndarray:
     return best
 
 
-def test_bfloat16_arithmetic_rounds_once(soft):
+def test_bfloat16_arithmetic_rounds_once(soft, kernels):
     """bfloat16 sums and products equal the fp32 result rounded to nearest even."""
     a, b, c = (round_to_bf16(rng.standard_normal(20000).astype(np.float32)) for _ in range(3))
-    got, _ = arithmetic(soft, "b16", a, b, c)
+    got, _ = arithmetic(soft, kernels.b16, a, b, c)
     x, y, z = ((v.astype(np.uint32) << 16).view(np.float32) for v in (a, b, c))
     for row, want in enumerate((x + y, x - y, x * y, x / y)):
         assert np.array_equal(got[row], round_to_bf16(want)), row
@@ -97,9 +130,8 @@ def test_bfloat16_arithmetic_rounds_once(soft):
     assert (got[4] == round_to_bf16(fused)).mean() > 0.9999
 
 
-def test_float_to_half_conversions(soft):
+def test_float_to_half_conversions(soft, kernels):
     """fp32 to fp16 and bf16 rounds to nearest even over the whole range, subnormal halves too."""
-    kernels = soft.kernels(HALF)
     bits = rng.integers(0, 2**32, 60000, dtype=np.uint64).astype(np.uint32)
     exponents = (100 + rng.integers(0, 50, 30000)).astype(np.uint32)
     bits[:30000] = (bits[:30000] & 0x807FFFFF) | exponents << 23
@@ -113,54 +145,18 @@ def test_float_to_half_conversions(soft):
     assert np.array_equal(b, round_to_bf16(x))
 
 
-FLOATS = r"""
-extern "C" __global__ void flush(const float* in, float* out) { out[0] = in[0] * 0.5f + in[1]; }
-extern "C" __global__ void separate(const float* x, float* out) {
-  out[0] = x[0] * x[1] + x[2];
-  out[1] = fmaf(x[0], x[1], x[2]);
-}
-"""
-
-
-def test_denormals_are_flushed_and_products_not_contracted(soft):
+def test_denormals_are_flushed_and_products_not_contracted(soft, kernels):
     """Workers flush denormals; only a written fmaf fuses."""
-    kernels = soft.kernels(FLOATS)
     tiny = soft.put([1.2e-38, 0.0], np.float32)
     assert soft.results(1, np.float32, kernels.flush, 1, 1, tiny, None) == [0.0]
     x = np.array([1 + 2**-13, 1 - 2**-13, -1.0], np.float32)
     plain, fused = soft.results(2, np.float32, kernels.separate, 1, 1, soft.put(x), None)
-    assert plain == np.float32(x[0] * x[1]) + x[2]
+    assert plain == np.float32(x[0] * x[1]) + x[2] != fused
     assert fused == np.float32(float(x[0]) * float(x[1]) - 1.0)
-    assert plain != fused
 
 
-VECTORS = r"""
-extern "C" __global__ void vectors(const float* in, float* out, int* sizes) {
-  const float4 v = reinterpret_cast<const float4*>(in)[threadIdx.x];
-  reinterpret_cast<float4*>(out)[threadIdx.x] = make_float4(v.w, v.z, v.y, v.x);
-  if (threadIdx.x == 0) {
-    sizes[0] = sizeof(float2) * 100 + alignof(float2);
-    sizes[1] = sizeof(int4) * 100 + alignof(int4);
-    sizes[2] = sizeof(uint3) * 100 + alignof(uint3);
-    sizes[3] = sizeof(ulonglong2) * 100 + alignof(ulonglong2);
-    sizes[4] = sizeof(uchar4) * 100 + alignof(uchar4);
-  }
-}
-struct Pair { int a; double b; };
-extern "C" __global__ void mixed(char a, double b, short c, int4 d, Pair e, float* out) {
-  out[0] = a; out[1] = b; out[2] = c; out[3] = d.w; out[4] = e.b;
-}
-extern "C" __global__ void bits(const unsigned* in, unsigned* out) {
-  out[0] = __popc(in[0]); out[1] = __ffs(in[1]); out[2] = __clz(in[2]); out[3] = __brev(in[3]);
-  out[4] = __umulhi(in[4], in[5]); out[5] = __clz(0); out[6] = __float2int_rn(2.5f);
-  out[7] = __float2int_rz(-3e10f); out[8] = __byte_perm(in[0], in[1], 0x7052);
-}
-"""
-
-
-def test_vector_types_and_parameter_layout(soft):
+def test_vector_types_and_parameter_layout(soft, kernels):
     """Vector types have CUDA's sizes and alignments; parameters lie where the driver says."""
-    kernels = soft.kernels(VECTORS)
     data = rng.standard_normal((8, 4)).astype(np.float32)
     sizes = soft.alloc(20)
     out = soft.results((8, 4), np.float32, kernels.vectors, 1, 8, soft.put(data), None, sizes)
@@ -179,9 +175,8 @@ def test_vector_types_and_parameter_layout(soft):
     assert out.tolist() == [-3.0, 0.5, -7.0, 4.0, 2.25]
 
 
-def test_integer_intrinsics(soft):
+def test_integer_intrinsics(soft, kernels):
     """Bit intrinsics and saturating conversions answer as CUDA documents them."""
-    kernels = soft.kernels(VECTORS)
     words = soft.put([0xF0F00001, 0x40, 0x1000, 0x80000001, 0xFFFFFFFF, 0x10], np.uint32)
     assert soft.results(9, np.uint32, kernels.bits, 1, 1, words, None).tolist() == [
         9, 7, 19, 0x80000001, 0xF, 32, 2, 0x80000000, 0x000100F0]  # fmt: skip
