@@ -20,6 +20,7 @@ from graft.tools.prompt_rows import Asked, read_requests
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}
+UNIQUE = {"type": "array", "uniqueItems": True}
 
 
 def requests_of(*arguments: str):
@@ -100,14 +101,12 @@ def test_forced_text_is_drafted(tmp_path, capsys):
     assert found[0]["rounds"] > found[1]["rounds"] > 0
 
 
-def test_a_bad_grammar_in_a_row_fails_alone(requests_of_rows):
-    """A row whose grammar is refused keeps its sentence; the rows beside it are requests."""
-    rows = ({"prompt": "a", "schema": {"type": "array", "uniqueItems": True}}, {"prompt": "b"})
-    bad, good = requests_of_rows(*rows)
-    assert bad.refusal is not None and "#: uniqueItems" in bad.refusal
-    assert good.refusal is None
-    allowed, _ = requests_of_rows(*rows, flags=["--partial"])
+def test_a_row_may_be_partial_or_ask_for_nothing(requests_of_rows):
+    """With --partial what cannot be enforced is taken; json_object false constrains nothing."""
+    rows = {"prompt": "a", "schema": UNIQUE}, {"prompt": "p", "json_object": False}
+    allowed, free = requests_of_rows(*rows, flags=["--partial"])
     assert allowed.refusal is None and allowed.request.grammar.partial
+    assert free.refusal is None and free.request.grammar is None
 
 
 @pytest.mark.parametrize(("row", "words"), [
@@ -120,6 +119,13 @@ def test_a_bad_grammar_in_a_row_fails_alone(requests_of_rows):
     ({"id": "first"}, "id 'first' is that of line 1"),
     ({"variables": 3}, "variables must be an object"),
     ({"raw": True, "tools": []}, "a raw prompt has no chat template"),
+    ({"schema": UNIQUE}, "#: uniqueItems"), ({"schema": False}, "allows no output"),
+    ({"structural_tag": []}, "must be an object, not list"),
+    ({"structural_tag": {"tags": 3}}, "must be lists"),
+    ({"structural_tag": {"tags": [{"begin": "<"}], "triggers": ["<"]}},
+     "needs begin, schema and end"),
+    ({"structural_tag": {"tags": [], "triggers": [], "x": 1}}, "unknown x"),
+    ({"structural_tag": {"tags": [], "triggers": []}}, "at least one"),
 ])
 def test_a_wrong_row_is_refused_alone_by_its_line(requests_of_rows, row, words):
     """What a row states wrongly costs that row; the others keep ids that nobody else has."""
@@ -215,14 +221,6 @@ def test_how_json_is_written_is_said_by_flags_and_by_rows(requests_of_rows, flag
     assert requests_of_rows(plain | stated)[0].request.grammar == said[0]
 
 
-def test_a_row_with_the_schema_false_is_refused(requests_of_rows):
-    """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
-    refused, free = requests_of_rows({"prompt": "p", "schema": False},
-                                     {"prompt": "p", "json_object": False})
-    assert "allows no output" in refused.refusal
-    assert free.refusal is None and free.request.grammar is None
-
-
 def test_a_row_names_its_backend(requests_of_rows):
     """A row's backend goes with its grammar: routed for a schema, as it stands for the others."""
     schema, lark, regex = [one.request.grammar for one in requests_of_rows(
@@ -257,19 +255,6 @@ def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, argumen
     arguments = [str(tmp_path / "bad") if a == "FILE" else a for a in arguments]
     with pytest.raises(OptionError, match=said):
         requests_of("--prompt", "x", *arguments)
-
-
-@pytest.mark.parametrize(("value", "said"), [
-    ([], "must be an object, not list"),
-    ({"tags": 3}, "must be lists"),
-    ({"tags": [{"begin": "<"}], "triggers": ["<"]}, "needs begin, schema and end"),
-    ({"tags": [], "triggers": [], "x": 1}, "unknown x"),
-    ({"tags": [], "triggers": []}, "at least one"),
-])
-def test_structural_tags_of_a_wrong_form_are_refused(requests_of_rows, value, said):
-    """A structural tag says what is wrong with its form, in a row for that row alone."""
-    bad, good = requests_of_rows({"prompt": "p", "structural_tag": value}, {"prompt": "q"})
-    assert bad.refusal is not None and said in bad.refusal and good.refusal is None
 
 
 def test_output_after_a_marker_is_checked_without_the_free_text():

@@ -96,15 +96,12 @@ def test_callbacks_beside_a_busy_thread_meet_a_held_gil(make, name):
         assert np.median(np.concatenate(found.join)) >= 0.8e9 * sys.getswitchinterval()
 
 
-def test_a_callback_right_after_another_meets_no_busy_thread():
-    """What begins before the busy thread has ticked again did not meet a held GIL."""
+def test_what_meets_no_busy_thread_and_what_a_quantile_is():
+    """What begins before the busy thread has ticked again did not meet a held GIL; a quantile is
+    one of the samples."""
     begun = np.array([[100, 0], [250, 200], [900, 300], [1000, 950]])
     assert lab.held(begun, [(190, 400), (940, 2000)]).tolist() == [True, False, True, False]
     assert lab.held(begun, []).all()
-
-
-def test_no_quantile_is_interpolated():
-    """Each is one of the samples."""
     assert lab.quantiles(np.arange(1, 1001)[::-1] * 1000) == {
         "p50": 501.0, "p99": 990.0, "max": 1000.0}
 
