@@ -9,14 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cudagraph_util import replay, run_python
+from cudagraph_util import Semaphore, replay, run_program, run_python
 
 from graft import native
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import NativeWork, hostfunc
-from graft.cudagraph.kernels import load_text
-from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph import Device, Graph, Stream, StreamLane, hostfunc, load_text
 from graft.native import _native
 
 TEXT = 'extern "C" __global__ void one(int* p) { p[0] += 1; }'
@@ -107,19 +103,15 @@ def test_native_work_runs_while_python_keeps_the_gil(
     device: Device, stream: Stream, never_switch: None
 ) -> None:
     """A native step finishes though the launching thread never lets go of the GIL."""
-    libc = ctypes.PyDLL(None)  # calls through PyDLL keep the GIL
-    post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0
-    semaphore, value = ctypes.create_string_buffer(64), ctypes.c_int(0)
-    graph = Graph(device, "native")
-    graph.lane("main").host(NativeWork(post, ctypes.addressof(semaphore), keep=semaphore))
+    semaphore, graph = Semaphore(), Graph(device, "native")
+    graph.lane("main").host(semaphore.work())
     executable = graph.instantiate()
     executable.launch(stream)
     for _ in range(500):
-        libc.sem_getvalue(semaphore, ctypes.byref(value))
-        if value.value:
+        if semaphore.value:
             break
-        libc.usleep(10_000)
-    assert value.value == 1
+        semaphore.libc.usleep(10_000)
+    assert semaphore.value == 1
     executable.synchronize(60)
 
 
@@ -144,12 +136,7 @@ def test_driver_calls_while_a_callback_wants_the_gil(device: Device) -> None:
 def test_no_deadlock_under_any_lock_model(model: str) -> None:
     """With locks that drivers were seen to hold, Python callbacks and driver calls get through."""
     code = """
-import threading
-from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-device = open_device("soft")
-stream, other = device.stream(), device.stream()
+other = device.stream()
 done = []
 def step(): done.append(sum(range(2000)))
 graph = Graph(device)
@@ -173,7 +160,7 @@ stop.set()
 thread.join()
 print(len(done))
 """
-    done = run_python(code, SOFTCUDA_LOCK_MODEL=model, SOFTCUDA_WATCHDOG="20")
+    done = run_program(code, GRAFT_DEVICE="soft", SOFTCUDA_LOCK_MODEL=model, SOFTCUDA_WATCHDOG="20")
     assert done.stdout.strip() == str(15 * 8), done.stderr
 
 

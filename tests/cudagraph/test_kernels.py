@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 from cudagraph_util import run_python
 
+from graft.cudagraph import Device, DeviceError, Kernel, KernelError, Stream, StreamLane, load_text
 from graft.cudagraph.compiler import nvrtc_options
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeviceError, KernelError
-from graft.cudagraph.kernels import Kernel, load_text
-from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.pinned import PinnedSlots
 from graft.cudagraph.signature import kernel_kinds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import weakref
@@ -10,31 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda.bindings import driver as cu
 from cudagraph_util import (
     LIMIT_S,
+    Foreign,
+    Semaphore,
     Step,
     add_steps,
     released,
     replay,
     resident_kib,
-    run_python,
+    run_program,
     settled,
     until,
 )
 
 from graft import native
-from graft.cudagraph import nodes
-from graft.cudagraph.conditional import condition, if_
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph, GraphExec
-from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
+from graft.cudagraph import Device, DeviceError, Graph, GraphExec, Stream, condition, if_, nodes
+from graft.cudagraph.hostwork import PythonWork, hostfunc
 from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
 from graft.native import _native
 
-RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 everything = pytest.mark.parametrize("everything", [False, True])
 
 
@@ -167,12 +162,6 @@ def test_a_failed_build_leaves_nothing(
 
 
 FORKED = """
-import os, sys
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-device = open_device()
-stream = device.stream()
 calls = []
 graph = Graph(device, "forked")
 graph.lane("main").host(lambda: calls.append(1))
@@ -199,20 +188,13 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 def test_a_forked_child_is_told_and_ends() -> None:
     """The child's driver call is refused by name, it ends well, the parent goes on (L10)."""
-    done = run_python(FORKED)
+    done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
     assert "parent: 7 8" in done.stdout and done.stderr == ""
 
 
 LEAVING = """
-import time
-from graft.cudagraph.conditional import condition, if_
-from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-device = open_device()
-stream = device.stream()
 data = device.zeros((1024,), "int32")
 graph = Graph(device, "leaving")
 lane = graph.lane("main")
@@ -234,16 +216,12 @@ hostfunc(stream, print, "never or later")
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
 def test_the_process_ends_with_replays_in_flight(ending: str) -> None:
     """Whatever is dropped first, the exit code is the script's and there is no noise (L11)."""
-    done = run_python(LEAVING + ending)
+    done = run_program(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
 
 
 THREADS = """
-import threading, time
-from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
-device = open_device()
 graph = Graph(device, "busy")
 graph.lane("main").fill(device.zeros((64,), "int32"))
 run = graph.instantiate()
@@ -262,17 +240,11 @@ print("leaving", flush=True)
 @pytest.mark.parametrize("_", range(4))
 def test_the_process_ends_beside_daemon_threads(_: int) -> None:
     """Threads inside launch() and synchronize() when the interpreter ends are parked (L11)."""
-    done = run_python(THREADS)
+    done = run_program(THREADS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
 UNTOLD = """
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import HostWorkError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-device = open_device()
-stream = device.stream()
 def replay(name, ask):
     def broken():
         raise ValueError("about " + name)
@@ -295,7 +267,7 @@ device.synchronize()
 
 def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
     """The node, its replay and what was raised, once; what was told before is not repeated."""
-    done = run_python(UNTOLD)
+    done = run_program(UNTOLD)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
     assert "'<lambda>' failed, and nobody asked: ZeroDivisionError" in lines[0]
@@ -305,19 +277,16 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
 def recapture(device: Device, stream: Stream, times: int) -> int:
     """Capture, replay and drop a graph; returns how often its host step ran."""
     data, event = device.zeros((64,), "int32"), device.event()
-    lane, step = StreamLane(stream), Step()
+    lane, step, capture = StreamLane(stream), Step(), Foreign(stream)
     for i in range(times):
-        assert int(cu.cuStreamBeginCapture(stream.handle, RELAXED)[0]) == 0
+        capture.begin()
         hostfunc(stream, step)
         lane.fill(data)
         lane.record_event(event)
-        code, graph = cu.cuStreamEndCapture(stream.handle)
-        assert int(code) == 0
+        capture.end(i % 10 == 0)
         if i % 10 == 0:
-            executable = cu.cuGraphInstantiate(graph, 0)[1]
-            assert int(cu.cuGraphLaunch(executable, stream.handle)[0]) == 0
-            assert int(cu.cuGraphExecDestroy(executable)[0]) == 0
-        assert int(cu.cuGraphDestroy(graph)[0]) == 0
+            capture.launch(wait=False)
+        capture.drop()
     stream.synchronize(60)
     return step.calls
 
@@ -335,15 +304,6 @@ def test_recaptures_leave_nothing(device: Device, stream: Stream, times: int) ->
 
 
 FAULTY = r"""
-import gc, weakref
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-from graft.cudagraph.kernels import load_text
-from graft.native import _native
-device = open_device()
-stream = device.stream()
 kernel = load_text(device, '''
 extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
 ''', "stray.cu")["stray"]
@@ -387,7 +347,7 @@ print("raised:", len(set(raised)), len(raised))
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
     """One typed error; later host steps never run, eager ones are given up; exit is quiet (L13)."""
-    done = run_python(FAULTY + ending)
+    done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -422,21 +382,15 @@ extern "C" __global__ void gather(int* out, const int* in, int n) {
 
 def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
     """NativeWork.keep lives until the graph that uses it is gone."""
-    post = ctypes.cast(ctypes.CDLL(None).sem_post, ctypes.c_void_p).value or 0
-    semaphore = ctypes.create_string_buffer(64)
-    owner = Step()
-    owner.buffer = semaphore  # type: ignore[attr-defined]
+    semaphore, owner = Semaphore(), Step()
     graph = Graph(device, "native owner")
-    graph.lane("main").host(NativeWork(post, ctypes.addressof(semaphore), keep=owner, name="post"))
+    graph.lane("main").host(semaphore.work(keep=owner))
     executable = graph.instantiate()
     watch = weakref.ref(owner)
     del owner, graph
     gc.collect()
     replay(executable, stream, 5)
-    assert watch() is not None
-    value = ctypes.c_int()
-    ctypes.CDLL(None).sem_getvalue(semaphore, ctypes.byref(value))
-    assert value.value == 5
+    assert watch() is not None and semaphore.value == 5
     executable.close()
     until(lambda: watch() is None)
 
@@ -464,15 +418,19 @@ def test_updates_release_the_old_definition(device: Device, stream: Stream) -> N
 
 
 def test_eager_records_free_themselves(stream: Stream) -> None:
-    """An eager record and its callable are gone after the one run."""
-    live = native.live_records()
-    fn = Step()
+    """An eager callable that is dropped at once runs once a call; then all of it is gone."""
+    live, calls = native.live_records(), []
+
+    def fn(number: int) -> None:
+        calls.append(number)
+
     watch = weakref.ref(fn)
-    for _ in range(50):
-        hostfunc(stream, fn)
-    stream.synchronize(60)
-    assert fn.calls == 50
+    for i in range(50):
+        hostfunc(stream, fn, i)
     del fn
+    gc.collect()
+    stream.synchronize(60)
+    assert calls == list(range(50))
     until(lambda: native.live_records() == live)
     assert watch() is None
 

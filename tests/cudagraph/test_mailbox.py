@@ -1,15 +1,16 @@
-"""Mailboxes: requests, answers, shape, and what is refused."""
+"""Mailboxes: requests, answers, shape, what is refused; the threads that answer."""
 
 from __future__ import annotations
 
 import gc
+import os
+import sys
 
 import numpy as np
 import pytest
-from cudagraph_util import LIMIT_S, answered, replay, run_python
+from cudagraph_util import LIMIT_S, answered, replay, run_program, until
 
-from graft.cudagraph.errors import HostWorkError, OptionError
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph import Graph, GraphExec, HostWorkError, MailboxWorker, OptionError, PythonWork
 from graft.native import _native
 
 
@@ -109,12 +110,6 @@ def test_deadlines_and_operands_out_of_range_are_refused(device):
 
 
 CHILD = """
-import sys
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-device = open_device()
-stream, other = device.stream(), device.stream()
 graph, seen = Graph(device, "child"), []
 grammar, model = graph.lane("grammar"), graph.lane("model")
 array = device.zeros((1 << 16,), "int32")
@@ -138,7 +133,7 @@ print(len(seen))
 
 
 def child(transport: str, **env: str) -> list[str]:
-    done = run_python(CHILD, transport, GRAFT_DEVICE="soft", **env)
+    done = run_program(CHILD, transport, GRAFT_DEVICE="soft", **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split(maxsplit=1)
 
@@ -155,3 +150,88 @@ def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
     assert child("spin", SOFTCUDA_MEMOPS="0") == ["120"]
     off = {f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in (92, 93, 94, 98, 122, 123)}
     assert child("mailbox", **off) == ["120"]
+
+
+def test_one_worker_serves_several_graphs(device, stream):
+    """Mailboxes of two graphs share a thread; each has words of its own."""
+    worker, counts = MailboxWorker(wait="park"), [0, 0]
+
+    def bump(i: int) -> None:
+        counts[i] += 1
+
+    runs = []
+    for i in range(2):
+        graph = Graph(device, f"graph {i}")
+        for lane in ("a", "b"):
+            graph.lane(lane).mailbox(PythonWork(bump, i), worker=worker, name=f"{i} {lane}")
+        runs.append(graph.instantiate())
+    other = device.stream("other")
+    for _ in range(50):
+        runs[0].launch(stream)
+        runs[1].launch(other)
+    for run in runs:
+        run.synchronize(LIMIT_S)
+        run.close()
+    assert counts == [100, 100]
+    other.close()
+
+
+def test_everything_is_given_back(device, stream):
+    """Records and threads end with the executable, and an idle worker sleeps."""
+    _native.flush(LIMIT_S)
+    before = _native.live_records()
+    worker = MailboxWorker(name="ending")
+    run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
+    replay(run, stream)
+    until(lambda worker=worker: worker.native.parked)
+
+    def threads() -> int:
+        names = []
+        for task in os.listdir("/proc/self/task"):
+            try:
+                with open(f"/proc/self/task/{task}/comm") as comm:
+                    names.append(comm.read().strip())
+            except FileNotFoundError:
+                continue
+        return sum(name.startswith("ending") for name in names)
+
+    assert threads() == 1
+    run.close()
+    del run, _
+    gc.collect()
+    until(lambda: _native.live_records() <= before)
+    del worker  # the last owner: its graph's port is gone
+    until(lambda: threads() == 0)
+
+
+@pytest.mark.parametrize("options", [{"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"}])
+def test_worker_settings_out_of_range_are_refused(options):
+    """Each by an OptionError, before any thread is started."""
+    with pytest.raises(OptionError):
+        MailboxWorker(**options)
+
+
+def test_threads_run_where_they_are_placed(device, stream):
+    """`cpus` is the affinity of the worker's threads."""
+    core = min(os.sched_getaffinity(0))
+    where: list[set[int]] = []
+    run, _ = answered(
+        device, "mailbox", lambda out: where.append(os.sched_getaffinity(0)),
+        worker=MailboxWorker(cpus=[core]),
+    )  # fmt: skip
+    replay(run, stream)
+    assert where == [{core}]
+    run.close()
+
+
+def test_native_owners_of_a_worker_hold_no_python_reference(device):
+    """A worker's thread may drop the last of them, and must not need the GIL for it."""
+    worker = MailboxWorker()
+    before = sys.getrefcount(worker.native)
+    graph = Graph(device, "owners")
+    graph.lane("main").mailbox(lambda: None, worker=worker)
+    run = graph.instantiate()
+    after = sys.getrefcount(worker.native)
+    assert after == before
+    run.close()
+    graph.close()

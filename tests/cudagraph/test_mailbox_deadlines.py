@@ -7,10 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from cudagraph_util import LIMIT_S, answered, in_time, run_python, until
+from cudagraph_util import LIMIT_S, answered, in_time, run_program, until
 
-from graft.cudagraph.errors import DeadlineError, HostWorkError
-from graft.cudagraph.graph import Graph
+from graft.cudagraph import DeadlineError, Graph, HostWorkError
 
 
 def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, transport):
@@ -121,16 +120,9 @@ def test_a_request_that_is_not_reached_in_time_fails_the_replay(device, stream):
 
 
 FAULT = """
-import time
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.kernels import load_text
-from graft.cudagraph.mailbox import MailboxWorker
-device = open_device()
 text = 'extern "C" __global__ void bad(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }'
 bad = load_text(device, text, "bad.cu")
-stream, graph, worker = device.stream(), Graph(device, "faults"), MailboxWorker(wait="spin")
+graph, worker = Graph(device, "faults"), MailboxWorker(wait="spin")
 lane = graph.lane("main")
 lane.kernel(bad["bad"], 1, 1, [device.zeros((1,), "int32")])
 lane.mailbox(lambda: None, worker=worker, name="never asked")
@@ -149,5 +141,5 @@ print(worker.native.parked, worker.served)
 
 def test_a_fault_wakes_everybody_and_workers_sleep():
     """The wait ends with the fault's error, and a spinning worker spins no longer."""
-    done = run_python(FAULT, GRAFT_DEVICE="soft")
+    done = run_program(FAULT, GRAFT_DEVICE="soft")
     assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from graft.cudagraph.device import Device, Stream
+from graft.cudagraph import Device, Graph, Ring, Stream
 from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, HostWorkError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.pinned import Ring
 from graft.models import replay
 from graft.native import _native
 
@@ -38,6 +36,7 @@ def stuck(device: Device, stream: Stream) -> Iterator[threading.Event]:
     yield gate
     gate.set()
     run.synchronize(LIMIT_S)
+    assert run.query()
 
 
 def said_by(error: type[GraftError], wait: Callable[[], object]) -> str:
@@ -66,6 +65,7 @@ def check_both_sides(message: str) -> None:
 def test_waits_for_graphs_and_streams(stuck: threading.Event, stream: Stream) -> None:
     """An executable's and a stream's deadline, and the clearing of a failure."""
     run = stuck.run  # type: ignore[attr-defined]
+    assert not run.query()
     for wait in (run.synchronize, run.clear, stream.synchronize):
         check_both_sides(said_by(DeadlineError, lambda wait=wait: wait(timeout_s=0.02)))
 
