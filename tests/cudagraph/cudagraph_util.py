@@ -23,6 +23,7 @@ from graft.cudagraph.hostwork import NativeWork
 from graft.native import _native
 
 LIMIT_S = 60.0
+Finished = subprocess.CompletedProcess[str]
 THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 #: How a program of another process begins.
 PRELUDE = """
@@ -105,9 +106,7 @@ def released(count: int) -> None:
     until(lambda: native.released_records() >= count)
 
 
-def add_steps(
-    device: Device, graph: Graph, step: Callable[..., object], everything: bool
-) -> int:
+def add_steps(device: Device, graph: Graph, step: Callable[..., object], everything: bool) -> int:
     """Put a host step on a graph's lane, or one of each kind between events and conditionals.
 
     Returns how often a replay calls the step.
@@ -155,9 +154,7 @@ def in_time(run: GraphExec, stream: Stream) -> None:
     raise AssertionError("the worker is always late")
 
 
-def run_python(
-    code: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str, **environment: str) -> Finished:
     """Run code in a fresh process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120,
@@ -165,9 +162,7 @@ def run_python(
     )  # fmt: skip
 
 
-def run_program(
-    code: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_program(code: str, *arguments: str, **environment: str) -> Finished:
     """Run code in a fresh process that has everything of graft, a device and a stream."""
     return run_python(PRELUDE + code, *arguments, **environment)
 

@@ -95,8 +95,7 @@ def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: For
     lane.copy(out, data)
     foreign.end()
     del kernel, data, out
-    gc.collect()
-    _native.flush(60.0)
+    settled()
     others = [device.zeros((8,), "int32") for _ in range(20)]
     foreign.launch(2)
     assert result.tolist() == [5] * 8 and not any(o.to_host().any() for o in others)
@@ -124,8 +123,6 @@ def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Strea
     """The reaper may free memory while somebody captures in the strictest mode."""
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
-    gc.collect()
-    _native.flush(60.0)
     settled()
     failed, live = native.failed_frees(), native.live_resources()
     ok(cu.cuStreamBeginCapture(stream.handle, mode))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cudagraph_util import (
-    LIMIT_S,
     Foreign,
     Semaphore,
     Step,
@@ -24,11 +23,10 @@ from cudagraph_util import (
 )
 
 from graft import native
-from graft.cudagraph import Device, DeviceError, Graph, GraphExec, Stream, condition, if_, nodes
+from graft.cudagraph import Device, DeviceError, Graph, Stream, condition, if_, nodes
 from graft.cudagraph.hostwork import PythonWork, hostfunc
 from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
-from graft.native import _native
 
 everything = pytest.mark.parametrize("everything", [False, True])
 
@@ -118,11 +116,10 @@ def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
     made.gone()
 
 
-@pytest.mark.parametrize(
-    ("refused", "kind"),
-    [("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
-     ("add_event", "event"), ("add_conditional", "if")],
-)  # fmt: skip
+@pytest.mark.parametrize(("refused", "kind"), [
+    ("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
+    ("add_event", "event"), ("add_conditional", "if"),
+])  # fmt: skip
 def test_a_failed_build_leaves_nothing(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, refused: str, kind: str
 ) -> None:
@@ -356,24 +353,19 @@ def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
 
 def test_operands_live_as_long_as_the_executable(device: Device, stream: Stream) -> None:
     """Arrays, pinned memory and kernels that a graph uses outlive every Python name of theirs."""
-    kernel = load_text(device, """
-extern "C" __global__ void gather(int* out, const int* in, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) out[i] += in[i];
-}
-""", "operands.cu")["gather"]  # fmt: skip
+    text = 'extern "C" __global__ void add(int* a, int* b) { a[threadIdx.x] += b[threadIdx.x]; }'
+    kernel = load_text(device, text, "operands.cu")["add"]
     source = device.from_host(np.arange(32, dtype=np.int32))
     target, out = device.zeros((32,), "int32"), device.pinned((32,), "int32")
     result = out.array
     graph = Graph(device, "operands")
     lane = graph.lane("main")
-    lane.kernel(kernel, 1, 32, [target, source, 32])
+    lane.kernel(kernel, 1, 32, [target, source])
     lane.copy(out, target)
     executable = graph.instantiate()
     source.close()
     del graph, lane, source, target, out, kernel
-    gc.collect()
-    _native.flush(LIMIT_S)
+    settled()
     fillers = [device.zeros((32,), "int32") for _ in range(50)]
     replay(executable, stream, 3)
     assert result.tolist() == [3 * i for i in range(32)]
@@ -397,19 +389,18 @@ def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
 
 def test_updates_release_the_old_definition(device: Device, stream: Stream) -> None:
     """Two hundred updates leave one definition's record."""
-    executable: GraphExec | None = None
     counts: list[int] = []
     live = native.live_records()
-    for i in range(200):
+
+    def version(i: int) -> Graph:
         graph = Graph(device, f"version {i}")
         graph.lane("main").host(PythonWork(counts.append, i))
-        if executable is None:
-            executable = graph.instantiate()
-        else:
-            executable.update(graph)
+        return graph
+
+    executable = replay(version(0), stream)
+    for i in range(1, 200):
+        executable.update(version(i))
         executable.launch(stream)
-        del graph
-    assert executable is not None
     executable.synchronize(60)
     assert counts == list(range(200))
     until(lambda: native.live_records() == live + 1)

@@ -153,13 +153,11 @@ def test_close_frees_now_and_is_noticed(device: Device) -> None:
     before = native.live_resources()
     array = device.zeros((4,), "int32")
     view = array[1:]
-    with pytest.raises(ShapeError, match="view"):
-        view.close()
+    refused(ShapeError, {"view": view.close})
     array.close()
     assert native.live_resources() == before
     for user in (array, view):
-        with pytest.raises(DeviceError, match="closed"):
-            user.to_host()
+        refused(DeviceError, {"closed": user.to_host})
 
 
 def test_pinned_memory_is_seen_by_both_sides(device: Device) -> None:
@@ -251,17 +249,16 @@ def test_ring_never_laps(device: Device) -> None:
     for replay in (1, 2, 3):
         ring.row("token", replay)[:] = replay
         ring.publish(replay)
-    with pytest.raises(OptionError, match="replay 1 "):
-        ring.publish(4)
+    refused(OptionError, {"replay 1 ": lambda: ring.publish(4)})
     assert ring.row("token", 1).tolist() == [1] * 4
     ring.poll(1, timeout_s=1)
     ring.consumed(1)
     ring.publish(4)
     ring.poll(4, timeout_s=1)
-    with pytest.raises(OptionError, match="replay 4"):
-        ring.consumed(1)
-    with pytest.raises(OptionError, match="2\\*\\*31"):
-        ring.publish(0)
+    refused(OptionError, {
+        "replay 4": lambda: ring.consumed(1),
+        r"2\*\*31": lambda: ring.publish(0),
+    })  # fmt: skip
 
 
 def test_poll_waits_for_the_stamp(device: Device) -> None:

@@ -38,9 +38,8 @@ def longer(count: int) -> pytest.MarkDecorator:
 def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count: int) -> None:
     """Two Python and two native host nodes between counting kernels, in flight by the dozen:
     resident memory does not grow, and both sides count the same calls."""
-    kernel = module["count"]
+    kernel, semaphores = module["count"], [Semaphore(), Semaphore()]
     counter, seen = device.zeros((2,), "uint32"), np.zeros(2, np.int64)
-    semaphores = [Semaphore(), Semaphore()]
 
     def step(which: int) -> None:
         seen[which] += 1
