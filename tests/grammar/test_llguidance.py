@@ -24,10 +24,8 @@ OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
 EITHER = {"anyOf": [OBJECT, {"type": "array", "items": {"anyOf": [STRING, OBJECT]}}]}
 SPECS = {
-    "forced start": GrammarSpec.json_schema(
-        {"type": "object", "properties": {"v": EITHER}, "required": ["v"],
-         "additionalProperties": False}
-    ),
+    "forced start": GrammarSpec.json_schema({**OBJECT, "properties": {"v": EITHER},
+                                             "required": ["v"]}),
     "open start": GrammarSpec.json_schema(EITHER),
 }  # fmt: skip
 VALUES = ['{"a": "xy', '["k", "xy', '["k", "k", "xy"', '["k", "', '["k', '[{"a": "xy', '["xy"]']
@@ -127,17 +125,13 @@ def schema(value: object) -> GrammarSpec:
     return GrammarSpec.json_schema(json.dumps(value), backend="llguidance", key_order="schema")
 
 
-@pytest.mark.parametrize(
-    "spec, value",
-    [
-        (schema(BOUNDED), "what is it"),
-        (schema(OPTIONS), {"p2050": 2050}),
-        (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
-        (choice(2_000), None),
-        (choice(100_000), None),
-    ],
-    ids=["long bound", "options", "optional properties", "choice", "large choice"],
-)
+@pytest.mark.parametrize("spec, value", [
+    (schema(BOUNDED), "what is it"),
+    (schema(OPTIONS), {"p2050": 2050}),
+    (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
+    (choice(2_000), None),
+    (choice(100_000), None),
+], ids=["long bound", "options", "optional properties", "choice", "large choice"])  # fmt: skip
 def test_a_text_goes_through_to_its_end(spec, value):
     """It is accepted to its end, with a mask before each token, after rollbacks too."""
     text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]
