@@ -66,14 +66,8 @@ class Case:
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
 
     def __str__(self) -> str:
-        f = self.filter
-        parts = [f"K{self.draft_length}", f"T{f.temperature}"]
-        parts += [f"k{f.top_k}"] * (f.top_k > 0) + [f"p{f.top_p}"] * (f.top_p < 1)
-        parts += [f"m{f.min_p}"] * (f.min_p > 0)
-        flags = ("masked", "pruned", "point", "late", "probe")
-        parts += [name for name in flags if getattr(self, name)] + ["stop"] * bool(self.stop_ids)
-        parts += ["forced", self.forced] * bool(self.forced)
-        return "-".join(parts)
+        parts = {**vars(self), **vars(self.filter), "filter": 0}
+        return "-".join(f"{name}={value}" for name, value in parts.items() if value)
 
 
 # Every pair of settings occurs together in one of these.
