@@ -37,16 +37,11 @@ def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Philox4x32, ten rounds: counter uint32 [..., 4], key uint32 [..., 2] -> uint32 [..., 4]."""
     c = [counter[..., i].astype(np.uint64) for i in range(4)]
     k = [key[..., i].astype(np.uint64) for i in range(2)]
-    low = np.uint64(0xFFFFFFFF)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for _ in range(10):
         a = np.uint64(0xD2511F53) * c[0]
         b = np.uint64(0xCD9E8D57) * c[2]
-        c = [
-            (b >> np.uint64(32)) ^ c[1] ^ k[0],
-            b & low,
-            (a >> np.uint64(32)) ^ c[3] ^ k[1],
-            a & low,
-        ]
+        c = [(b >> half) ^ c[1] ^ k[0], b & low, (a >> half) ^ c[3] ^ k[1], a & low]
         k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
     return np.stack(c, axis=-1).astype(np.uint32)
 
@@ -54,10 +49,8 @@ def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 def words(seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0) -> np.ndarray:
     """Random word of each id for one (seed, position, purpose)."""
     ids = np.asarray(ids)
-    counter = np.zeros((*ids.shape, 4), np.uint32)
-    counter[..., 0] = position
-    counter[..., 1] = purpose | sample << 8
-    counter[..., 2] = ids // 4
+    parts = np.broadcast_arrays(position, purpose | sample << 8, ids // 4, 0)
+    counter = np.stack(parts, axis=-1).astype(np.uint32)
     key = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
     drawn = philox4x32_10(counter, np.broadcast_to(key, (*ids.shape, 2)))
     return np.take_along_axis(drawn, (ids % 4)[..., None], axis=-1)[..., 0]
@@ -80,13 +73,9 @@ def coin(seed: int, position: int, sample: int = 0) -> float:
 
 
 def draw(
-    weights: F64,
-    seed: int,
-    position: int,
-    purpose: int,
-    ids: np.ndarray | None = None,
+    weights: F64, seed: int, position: int, purpose: int, ids: np.ndarray | None = None,
     sample: int = 0,
-) -> int:
+) -> int:  # fmt: skip
     """argmax(log weight + Gumbel by id), ties to the smaller column; -1 if all weights are 0."""
     weights = np.asarray(weights, np.float64)
     if not (weights > 0).any():
@@ -94,9 +83,8 @@ def draw(
     ids = np.arange(weights.size) if ids is None else ids
     noise = gumbel(words(seed, position, purpose, ids, sample))
     with np.errstate(divide="ignore"):
-        return int(
-            np.argmax(np.where(weights > 0, np.log(np.maximum(weights, 0)) + noise, -np.inf))
-        )
+        scores = np.where(weights > 0, np.log(np.maximum(weights, 0)) + noise, -np.inf)
+    return int(np.argmax(scores))
 
 
 @dataclass(frozen=True)
@@ -256,11 +244,9 @@ class Outcome:
 
 
 def walk(
-    slot: Slot,
-    row: Callable[[int, int], tuple[int, Any]],
-    decide: Callable[[int, int, Any], tuple[int, int | None]],
-    tree: Tree | None = None,
-) -> Outcome:
+    slot: Slot, row: Callable[[int, int], tuple[int, Any]],
+    decide: Callable[[int, int, Any], tuple[int, int | None]], tree: Tree | None = None,
+) -> Outcome:  # fmt: skip
     """Walk the slot's tree.
 
     ``row(node, position)`` gives the state of the node's row and what it allows, for a node at the
@@ -328,9 +314,7 @@ def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: Bool) -> np.ndarr
     return x
 
 
-def verify(
-    slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int
-) -> Outcome:
+def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
     """One round of one slot: logits [width, V] and mask rows by node; the slot moves on.
 
     Greedy and coupled requests want one token per node, drawn with the noise of its position, and
@@ -407,17 +391,9 @@ def keep(slot: Slot, token: int, kind: int = POINT, q: Any = None) -> None:
 
 
 def draft(
-    slot: Slot,
-    j: int,
-    logits: np.ndarray,
-    mask: MaskRow | None,
-    token_limit: int,
-    d2t: np.ndarray | None,
-    vocab_size: int,
-    *,
-    probed: bool = False,
-    answer: int = -1,
-) -> None:
+    slot: Slot, j: int, logits: np.ndarray, mask: MaskRow | None, token_limit: int,
+    d2t: np.ndarray | None, vocab_size: int, *, probed: bool = False, answer: int = -1,
+) -> None:  # fmt: skip
     """Draft j of one slot (mask None: drafting without masks); none where drafting stops.
 
     The answer to a probe is the draft, then the token that the row forces. After a probe without a

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graft.cudagraph.device import Device
-from graft.cudagraph.kernels import KernelModule, load_text
+from graft.cudagraph import Device, KernelModule, load_text
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,29 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graft import native
-from graft.cudagraph.conditional import condition, if_, switch
-from graft.cudagraph.device import Device, Stream
+from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream, condition, if_, switch
 from graft.cudagraph.driver import call, cu, is_current
-from graft.cudagraph.errors import HostWorkError
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph.hostwork import NativeWork
 from graft.native import _native
 
 LIMIT_S = 60.0
+Finished = subprocess.CompletedProcess[str]
+THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+#: How a program of another process begins.
+PRELUDE = """
+import gc, os, sys, threading, time, weakref
+from graft.cudagraph import *
+from graft.native import _native
+device = open_device()
+stream = device.stream()
+"""
 
 
 def replay(what: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec:
@@ -32,6 +42,20 @@ def replay(what: Graph | GraphExec, stream: Stream, times: int = 1) -> GraphExec
         run.launch(stream)
     run.synchronize(LIMIT_S)
     return run
+
+
+def refused(error: type[Exception], attempts: dict[str, Callable[[], object]]) -> None:
+    """Each attempt raises the error, in the words (a pattern) that stand before it."""
+    for words, attempt in attempts.items():
+        with pytest.raises(error, match=words):
+            attempt()
+
+
+def in_threads(*work: Callable[[], object]) -> None:
+    """Call each in a thread of its own, and wait for all; what one raises fails the test."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(each) for each in work]:
+            done.result()
 
 
 def until(done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
@@ -82,9 +106,7 @@ def released(count: int) -> None:
     until(lambda: native.released_records() >= count)
 
 
-def add_steps(
-    device: Device, graph: Graph, step: Callable[..., object], everything: bool
-) -> int:
+def add_steps(device: Device, graph: Graph, step: Callable[..., object], everything: bool) -> int:
     """Put a host step on a graph's lane, or one of each kind between events and conditionals.
 
     Returns how often a replay calls the step.
@@ -93,6 +115,7 @@ def add_steps(
     lane.host(step)
     if not everything:
         return 1
+    lane.host(step)
     event, data = device.event("lifetime"), device.zeros((4,), "int32")
     lane.wait_event(event)
     lane.mailbox(step)
@@ -101,7 +124,7 @@ def add_steps(
     lane.spin(step)
     bodies = switch(lane, condition(graph, 1), 2, name="switch")
     bodies[1].lane("inside").fill(data, 1)
-    return 3
+    return 4
 
 
 def resident_kib() -> int:
@@ -131,9 +154,7 @@ def in_time(run: GraphExec, stream: Stream) -> None:
     raise AssertionError("the worker is always late")
 
 
-def run_python(
-    code: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str, **environment: str) -> Finished:
     """Run code in a fresh process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120,
@@ -141,13 +162,69 @@ def run_python(
     )  # fmt: skip
 
 
-def compiled(source: str, folder: Path) -> ctypes.CDLL:
-    """Load a library of C++ functions; skips where no compiler is found."""
+def run_program(code: str, *arguments: str, **environment: str) -> Finished:
+    """Run code in a fresh process that has everything of graft, a device and a stream."""
+    return run_python(PRELUDE + code, *arguments, **environment)
+
+
+def compiled(source: str, folder: Path, name: str = "work.so") -> Path:
+    """Build a library of C++ functions; skips where no compiler is found."""
     (folder / "work.cpp").write_text(source)
-    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-o", str(folder / "work.so"),
-               str(folder / "work.cpp")]  # fmt: skip
+    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", f"-Wl,-soname,{name}",
+               "-o", str(folder / name), str(folder / "work.cpp")]  # fmt: skip
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip(f"no C++ compiler ({command[0]})")
-    return ctypes.CDLL(str(folder / "work.so"))
+    return folder / name
+
+
+def ok(result: tuple) -> Any:
+    """What a call of the bare driver returned; it must have succeeded."""
+    assert int(result[0]) == 0, result[0]
+    return result[1] if len(result) == 2 else result[1:]
+
+
+class Foreign:
+    """A capture and an executable made with the bare driver, as another library would."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def begin(self) -> None:
+        ok(cu.cuStreamBeginCapture(self.stream.handle, THREAD_LOCAL))
+
+    def end(self, runs: bool = True) -> None:
+        self.graph = ok(cu.cuStreamEndCapture(self.stream.handle))
+        self.exec = ok(cu.cuGraphInstantiate(self.graph, 0)) if runs else None
+
+    def launch(self, times: int = 1, wait: bool = True) -> None:
+        for _ in range(times):
+            ok(cu.cuGraphLaunch(self.exec, self.stream.handle))
+        if wait:
+            ok(cu.cuStreamSynchronize(self.stream.handle))
+
+    def drop(self) -> None:
+        if self.exec is not None:
+            ok(cu.cuGraphExecDestroy(self.exec))
+        ok(cu.cuGraphDestroy(self.graph))
+
+
+class Semaphore:
+    """A semaphore that nobody waits for: libc's own counter of native calls."""
+
+    def __init__(self) -> None:
+        self.libc = ctypes.PyDLL(None)  # calls through PyDLL keep the GIL
+        self.memory = ctypes.create_string_buffer(64)
+        assert self.libc.sem_init(self.memory, 0, 0) == 0
+
+    def work(self, keep: object = None) -> NativeWork:
+        """Native work that counts one."""
+        post = ctypes.cast(self.libc.sem_post, ctypes.c_void_p).value or 0
+        return NativeWork(post, ctypes.addressof(self.memory), keep=(self.memory, keep))
+
+    @property
+    def value(self) -> int:
+        out = ctypes.c_int()
+        assert self.libc.sem_getvalue(self.memory, ctypes.byref(out)) == 0
+        return out.value

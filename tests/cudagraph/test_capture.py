@@ -5,52 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from cuda.bindings import driver as cu
-from cudagraph_util import released, settled
+from cudagraph_util import THREAD_LOCAL, Foreign, ok, released, settled
 
 from graft import native
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeviceError, HostWorkError
+from graft.cudagraph import Device, DeviceError, HostWorkError, Stream, StreamLane, load_text
 from graft.cudagraph.hostwork import check_captured, hostfunc
-from graft.cudagraph.kernels import load_text
-from graft.cudagraph.lanes import StreamLane
 from graft.native import _native
 
 TEXT = """
 extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += value; }
 """
-THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-
-
-def ok(result: tuple) -> Any:
-    assert int(result[0]) == 0, result[0]
-    return result[1] if len(result) == 2 else result[1:]
-
-
-class Foreign:
-    """A capture and an executable made with the bare driver, as another library would."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def begin(self) -> None:
-        ok(cu.cuStreamBeginCapture(self.stream.handle, THREAD_LOCAL))
-
-    def end(self) -> None:
-        self.graph = ok(cu.cuStreamEndCapture(self.stream.handle))
-        self.exec = ok(cu.cuGraphInstantiate(self.graph, 0))
-
-    def launch(self, times: int = 1) -> None:
-        for _ in range(times):
-            ok(cu.cuGraphLaunch(self.exec, self.stream.handle))
-        ok(cu.cuStreamSynchronize(self.stream.handle))
-
-    def drop(self) -> None:
-        ok(cu.cuGraphExecDestroy(self.exec))
-        ok(cu.cuGraphDestroy(self.graph))
 
 
 @pytest.fixture
@@ -128,20 +95,34 @@ def test_lanes_keep_operands_for_the_captured_graph(device: Device, foreign: For
     lane.copy(out, data)
     foreign.end()
     del kernel, data, out
-    gc.collect()
-    _native.flush(60.0)
+    settled()
     others = [device.zeros((8,), "int32") for _ in range(20)]
     foreign.launch(2)
     assert result.tolist() == [5] * 8 and not any(o.to_host().any() for o in others)
     foreign.drop()
 
 
+def test_a_capture_takes_events_as_nodes(device: Device, foreign: Foreign) -> None:
+    """On a capturing stream lane both calls become nodes that keep their event."""
+    data, event = device.zeros((1,), "int32"), device.event("captured")
+    lane = StreamLane(foreign.stream)
+    foreign.begin()
+    lane.wait_event(event)
+    lane.fill(data, 3)
+    lane.record_event(event)
+    foreign.end()
+    ok(cu.cuGraphDestroy(foreign.graph))
+    del event
+    gc.collect()
+    foreign.launch(3)
+    assert data.to_host()[0] == 0x03030303
+    ok(cu.cuGraphExecDestroy(foreign.exec))
+
+
 def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Stream) -> None:
     """The reaper may free memory while somebody captures in the strictest mode."""
     mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     array = device.zeros((1024,), "int32")
-    gc.collect()
-    _native.flush(60.0)
     settled()
     failed, live = native.failed_frees(), native.live_resources()
     ok(cu.cuStreamBeginCapture(stream.handle, mode))

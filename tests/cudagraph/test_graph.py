@@ -1,29 +1,23 @@
-"""Graphs: definition, launches, updates."""
+"""Graphs: definition, launches, updates of graphs and of nodes, payload cells."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
-from cudagraph_util import replay
+from cudagraph_util import in_threads, refused, replay, settled
 
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import PythonWork
+from graft import native
+from graft.cudagraph import Device, Graph, KernelError, NativeWork, OptionError, PythonWork, Stream
 
 TEXT = """
-extern "C" __global__ void add(int* data, int value, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) data[i] += value;
-}
-extern "C" __global__ void scale(int* data, int value, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) data[i] *= value;
-}
+extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += value; }
+extern "C" __global__ void scale(int* data, int value) { data[threadIdx.x] *= value; }
 """
 
 
@@ -34,7 +28,7 @@ def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
     graph = Graph(device, "shape")
     model, grammar = graph.lane("model"), graph.lane("grammar")
     model.fill(data, name="clear")
-    model.kernel(module["add"], 1, 4, [data, 1, 4])
+    model.kernel(module["add"], 1, 4, [data, 1])
     mark = model.record()
     grammar.host(lambda: None, name="masks")
     grammar.wait(mark)
@@ -60,7 +54,7 @@ def test_arguments_are_copied_at_build_time(device: Device, stream: Stream, modu
     graph = Graph(device, "temporaries")
     lane = graph.lane("main")
     for value in range(1, 41):
-        lane.kernel(module["add"], 1, 32, [data, np.int32(value), np.int32(32)])
+        lane.kernel(module["add"], 1, 32, [data, np.int32(value)])
     executable = graph.instantiate()
     del lane, graph
     gc.collect()
@@ -75,8 +69,7 @@ def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
     ran: list[int] = []
     graph.lane("main").host(PythonWork(ran.append, 1))
     first = graph.instantiate()
-    with pytest.raises(OptionError, match="'single'"):
-        graph.instantiate()
+    refused(OptionError, {"'single'": graph.instantiate})
     first.launch(stream)
     first.close()
     second = replay(graph, stream)
@@ -91,7 +84,7 @@ def test_update_to_another_topology_is_refused(device: Device, module) -> None:
     data = device.zeros((8,), "int32")
     small, twin, large = (Graph(device, name) for name in ("small", "twin", "large"))
     for graph in (small, twin, large):
-        graph.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
+        graph.lane("main").kernel(module["add"], 1, 8, [data, 1])
     large.lane("main").fill(data)
     executable = small.instantiate()
     with pytest.raises(OptionError, match=r"'small' cannot be updated to 'large'"):
@@ -111,26 +104,18 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
     """One executable launched by several threads on several streams runs every replay once."""
     data = device.zeros((8,), "int32")
     graph = Graph(device, "shared")
-    graph.lane("main").kernel(module["add"], 1, 8, [data, 1, 8])
+    graph.lane("main").kernel(module["add"], 1, 8, [data, 1])
     executable = graph.instantiate()
     streams = [device.stream() for _ in range(3)]
-    failures: list[BaseException] = []
 
     def work(stream: Stream) -> None:
-        try:
-            for _ in range(50):
-                executable.launch(stream)
-        except BaseException as error:  # reported by the assert below
-            failures.append(error)
+        for _ in range(50):
+            executable.launch(stream)
 
-    threads = [threading.Thread(target=work, args=(s,)) for s in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, stream) for stream in streams))
     executable.synchronize(60)
     device.synchronize()
-    assert not failures and executable.launches == 150
+    assert executable.launches == 150
     assert (data.to_host() == 150).all()
 
 
@@ -139,7 +124,7 @@ def test_waiting_ends_although_others_go_on_launching(device: Device, module) ->
     data = device.zeros((8,), "int32")
     graph, other = Graph(device, "busy"), Graph(device, "next")
     for value, made in enumerate((graph, other), start=1):
-        made.lane("main").kernel(module["add"], 1, 8, [data, value, 8])
+        made.lane("main").kernel(module["add"], 1, 8, [data, value])
     executable = graph.instantiate()
     over = threading.Event()
 
@@ -165,10 +150,9 @@ def test_waiting_ends_although_others_go_on_launching(device: Device, module) ->
     assert executable.launches <= data.to_host()[0] < 2 * executable.launches
 
 
-def test_instantiating_again_leaves_the_definition_unlocked(device: Device) -> None:
+def test_instantiating_again_leaves_the_definition_unlocked(device: Device, stream: Stream) -> None:
     """While instantiate() waits for launches of an earlier executable others use the graph."""
     gate, entered = threading.Event(), threading.Event()
-    stream = device.stream()
     graph = Graph(device, "waits")
     graph.lane("main").host(lambda: (entered.set(), gate.wait(60)))
     first = graph.instantiate()
@@ -186,28 +170,21 @@ def test_instantiating_again_leaves_the_definition_unlocked(device: Device) -> N
     waiting.join(60)
     named.join(60)
     assert len(made) == 2
-    stream.close()
 
 
-def test_graphs_are_built_from_many_threads(device: Device, module) -> None:
+def test_graphs_are_built_from_many_threads(device: Device, stream: Stream, module) -> None:
     """Lanes of one graph may be filled by different threads."""
     data = device.zeros((4, 8), "int32")
     graph = Graph(device, "parallel build")
 
     def work(i: int) -> None:
         for _ in range(25):
-            graph.lane(f"lane {i}").kernel(module["add"], 1, 8, [data[i], i + 1, 8])
+            graph.lane(f"lane {i}").kernel(module["add"], 1, 8, [data[i], i + 1])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, i) for i in range(4)))
     assert len(graph.nodes) == 100 and len(graph.edges) == 96
-    stream = device.stream()
     replay(graph, stream)
     assert data.to_host()[:, 0].tolist() == [25, 50, 75, 100]
-    stream.close()
 
 
 def test_closed_graphs_are_refused(device: Device) -> None:
@@ -215,10 +192,8 @@ def test_closed_graphs_are_refused(device: Device) -> None:
     graph = Graph(device, "over")
     data = device.zeros((1,), "int32")
     graph.close()
-    with pytest.raises(OptionError, match="'over'"):
-        graph.lane("main").fill(data)
-    with pytest.raises(OptionError, match="'over'"):
-        graph.instantiate()
+    for attempt in (lambda: graph.lane("main").fill(data), graph.instantiate):
+        refused(OptionError, {"'over'": attempt})
 
 
 def test_dot_names_every_node_and_edge(device: Device) -> None:
@@ -234,3 +209,158 @@ def test_dot_names_every_node_and_edge(device: Device) -> None:
     assert 'label="model"' in text and 'label="grammar"' in text
     assert re.search(r"n0 -> n1 \[", text), "edges between lanes are highlighted"
     assert text.count("{") == text.count("}")
+
+
+def test_nodes_change_for_later_launches(device: Device, stream: Stream, module) -> None:
+    """A kernel node takes another function, grid and operands, by name or Node."""
+    a, b = device.zeros((4,), "int32"), device.from_host(np.ones(4, np.int32))
+    graph = Graph(device, "changing")
+    graph.lane("main").kernel(module["add"], 1, 4, [a, 3], name="work")
+    executable = graph.instantiate()
+    executable.launch(stream)
+    executable.update_kernel("work", module["add"], 1, 2, [a, 10])
+    executable.launch(stream)
+    executable.update_kernel(graph.nodes[0], module["scale"], 1, 2, [b, 2])
+    replay(executable, stream)
+    assert a.to_host().tolist() == [13, 13, 3, 3] and b.to_host().tolist() == [2, 2, 1, 1]
+
+
+def test_changed_operands_live_until_replaced(device: Device, stream: Stream, module) -> None:
+    """New operands are kept by the executable; replaced ones go, so that changes weigh nothing."""
+    data = device.zeros((4,), "int32")
+    graph = Graph(device, "kept")
+    graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
+    executable = graph.instantiate()
+    settled()
+    before = native.live_resources()
+    for i in range(300):
+        fresh = device.pinned((4,), "int32")
+        seen, fresh.array[:] = fresh.array, i
+        executable.update_kernel("work", module["add"], 1, 4, [fresh, 1])
+        del fresh
+        executable.launch(stream)
+    executable.synchronize(60)
+    assert seen.tolist() == [300] * 4
+    del seen
+    executable.update_kernel("work", module["add"], 1, 4, [data, 1])
+    settled()
+    assert native.live_resources() <= before
+    executable.close()
+
+
+def test_a_closed_executable_keeps_operands_in_flight(
+    device: Device, stream: Stream, module
+) -> None:
+    """Operands of a changed node outlive everything while a launch that uses them runs."""
+    gate = threading.Event()
+    data, fresh = device.zeros((4,), "int32"), device.pinned((4,), "int32")
+    seen = fresh.array
+    graph = Graph(device, "flight")
+    lane = graph.lane("main")
+    lane.host(lambda: gate.wait(30))
+    lane.kernel(module["add"], 1, 4, [data, 1], name="work")
+    executable = graph.instantiate()
+    executable.update_kernel("work", module["add"], 1, 4, [fresh, 7])
+    executable.launch(stream)
+    executable.close()
+    del executable, graph, lane, fresh, data
+    gc.collect()
+    gate.set()
+    stream.synchronize(60)
+    assert seen.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("priorities", [False, True])
+def test_disabled_nodes_do_nothing(
+    device: Device, stream: Stream, module, priorities: bool
+) -> None:
+    """A disabled kernel is skipped, order around it stays; host steps have no switch. Kernels with
+    priorities compute as others do, in an executable that honours them too."""
+    data = device.zeros((1,), "int32")
+    graph = Graph(device, "switch")
+    lane = graph.lane("main")
+    lane.kernel(module["add"], 1, 1, [data, 1], name="one")
+    lane.kernel(module["add"], 1, 1, [data, 10], name="ten", priority=-1)
+    lane.host(list, name="masks")
+    executable = graph.instantiate(priorities=priorities)
+    executable.set_enabled("one", False)
+    assert not executable.is_enabled("one") and executable.is_enabled("ten")
+    executable.launch(stream)
+    executable.set_enabled("one", True)
+    replay(executable, stream)
+    assert data.to_host()[0] == 21
+    with pytest.raises(OptionError, match=r"host node 'masks'.*'switch'"):
+        executable.set_enabled("masks", False)
+
+
+def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> None:
+    """Unknown, ambiguous and foreign nodes and cells, wrong kinds and arguments change nothing."""
+    data = device.zeros((1,), "int32")
+    graph, other = Graph(device, "mine"), Graph(device, "other")
+    for _ in range(2):
+        graph.lane("main").kernel(module["add"], 1, 1, [data, 1])
+    other.lane("main").fill(data, name="elsewhere")
+    cell = graph.cell()
+    executable = graph.instantiate()
+    enable, add = executable.set_enabled, module["add"]
+    refused(OptionError, {
+        "2 nodes called 'add'": lambda: executable.update_kernel("add", add, 1, 1, [data, 5]),
+        "0 nodes called": lambda: enable("nothing", False),
+        "no node of graph 'mine'": lambda: enable(other.nodes[0], False),
+        "'cell'.*'other'": lambda: other.lane("main").host(print, cell=cell),
+        "fill node 'elsewhere'.*only kernel": lambda: enable("elsewhere", False, within=other),
+    })  # fmt: skip
+    with pytest.raises(KernelError, match="2 arguments"):
+        executable.update_kernel(graph.nodes[0], module["add"], 1, 1, [data])
+    replay(executable, stream)
+    assert data.to_host()[0] == 2
+
+
+def test_cells_give_each_replay_its_value(device: Device, stream: Stream) -> None:
+    """A replay sees what was set before its launch, however late it runs."""
+    gate = threading.Event()
+    seen: list[tuple[object, str]] = []
+    graph = Graph(device, "cells")
+    cell = graph.cell("first", name="payload")
+    lane = graph.lane("main")
+    lane.host(lambda: gate.wait(30))
+    lane.host(PythonWork(lambda value, tag: seen.append((value, tag)), "x"), cell=cell)
+    lane.host(lambda value: seen.append((value, "y")), cell=cell)
+    executable = graph.instantiate()
+    executable.launch(stream)
+    for value in ("second", "third"):
+        executable.set(cell, value)
+        executable.launch(stream)
+    executable.launch(stream)
+    assert cell.held == 3
+    gate.set()
+    executable.synchronize(60)
+    assert [v for v, tag in seen if tag == "x"] == ["first", "second", "third", "third"]
+    assert [v for v, tag in seen if tag == "y"] == ["first", "second", "third", "third"]
+    assert cell.held == 1
+    executable.close()
+    seen.clear()
+    replay(graph, stream)
+    assert seen == [("third", "x"), ("third", "y")]
+
+
+def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> None:
+    """Native work is called with the address of the cell's pinned memory."""
+    seen: list[int] = []
+    fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+        lambda p: seen.append(ctypes.c_int.from_address(p).value)
+    )
+    address = ctypes.cast(fn, ctypes.c_void_p).value
+    assert address is not None
+    values = [device.pinned((1,), "int32") for _ in range(3)]
+    for i, pinned in enumerate(values):
+        pinned.array[0] = 10 * i
+    graph = Graph(device, "native")
+    cell = graph.cell(values[0])
+    graph.lane("main").host(NativeWork(address, keep=fn), cell=cell)
+    executable = graph.instantiate()
+    for pinned in values:
+        executable.set(cell, pinned)
+        executable.launch(stream)
+    executable.synchronize(60)
+    assert seen == [0, 10, 20]

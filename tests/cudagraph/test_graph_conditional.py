@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cudagraph_util import replay, run_python
+from cudagraph_util import refused, replay, run_program, settled
 
-from graft.cudagraph.conditional import condition, if_, if_else, switch, while_
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.kernels import load_text
+from graft.cudagraph import (
+    Device,
+    Graph,
+    OptionError,
+    Stream,
+    condition,
+    if_,
+    if_else,
+    load_text,
+    switch,
+    while_,
+)
 
 TEXT = """
 #include "conditional.cuh"
@@ -85,10 +92,6 @@ def test_switch_runs_the_body_of_its_number(device: Device, stream: Stream, modu
 
 def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     """Operands of a body live as long as the executable, and a body may hold a child graph."""
-    import gc
-
-    from graft.native import _native
-
     own = load_text(device, TEXT + "// another image\n", "conditional_keep.cu")
     data, result = device.zeros((1,), "int32"), device.pinned((1,), "int32")
     seen = result.array
@@ -101,8 +104,7 @@ def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     body.copy(result, data)
     executable = graph.instantiate()
     del own, data, result, inner, graph, lane, body
-    gc.collect()
-    _native.flush(60.0)
+    settled()
     others = [device.zeros((1,), "int32") for _ in range(20)]
     replay(executable, stream, 2)
     assert seen[0] == 14 and not any(o.to_host().any() for o in others)
@@ -112,62 +114,49 @@ def test_host_work_is_refused_in_bodies(device: Device) -> None:
     """Host steps are refused by name, also inside child graphs; nothing is added."""
     graph = Graph(device, "g")
     body = while_(graph.lane("main"), condition(graph, 0), name="loop")
-    with pytest.raises(OptionError, match=r"host node 'masks'.*'loop'"):
-        body.lane("inside").host(print, name="masks")
-    for transport in ("mailbox", "spin"):
-        with pytest.raises(OptionError, match=r"request node 'request: ask'.*'loop'"):
-            getattr(body.lane("inside"), transport)(print, name="ask")
-    child = Graph(device, "child")
+    lane, child, middle = body.lane("inside"), Graph(device, "child"), Graph(device, "middle")
     child.lane("x").host(print, name="fill")
-    with pytest.raises(OptionError, match=r"host node 'child/fill'.*'loop'"):
-        body.lane("inside").child(child)
-    middle = Graph(device, "middle")
+    refused(OptionError, {
+        r"host node 'masks'.*'loop'": lambda: lane.host(print, name="masks"),
+        r"request node 'request: ask'.*'loop'": lambda: lane.mailbox(print, name="ask"),
+        r"request node 'request: spun'.*'loop'": lambda: lane.spin(print, name="spun"),
+        r"host node 'child/fill'.*'loop'": lambda: lane.child(child),
+    })  # fmt: skip
     middle.lane("x").child(child, name="deep")
-    with pytest.raises(OptionError, match=r"host node 'middle/deep/fill'.*'loop'"):
-        body.lane("inside").child(middle)
+    refused(OptionError, {r"host node 'middle/deep/fill'.*'loop'": lambda: lane.child(middle)})
     assert body.nodes == []
-    with pytest.raises(OptionError, match="body"):
-        body.instantiate()
+    refused(OptionError, {"body": body.instantiate})
 
 
 def test_conditions_steer_one_node_of_their_graph(device: Device, module) -> None:
     """A condition used twice, elsewhere, or not at all is refused by its name."""
     first, second = Graph(device, "first"), Graph(device, "second")
-    go = condition(first, 1, name="go")
-    with pytest.raises(OptionError, match=r"'go'.*'second'"):
-        if_(second.lane("main"), go)
-    with pytest.raises(OptionError, match=r"'go'.*'first'.*no node"):
-        first.instantiate()
-    if_(first.lane("main"), go)
-    with pytest.raises(OptionError, match="'go' steers a node already"):
-        if_(first.lane("main"), go)
-    with pytest.raises(OptionError, match="default"):
-        condition(first, -1)
-    with pytest.raises(OptionError, match=r"made by condition\(\)"):
-        while_(first.lane("main"), 1)  # type: ignore[arg-type]
+    go, lane = condition(first, 1, name="go"), first.lane("main")
+    refused(OptionError, {
+        r"'go'.*'second'": lambda: if_(second.lane("main"), go),
+        r"'go'.*'first'.*no node": first.instantiate,
+    })  # fmt: skip
+    if_(lane, go)
+    refused(OptionError, {
+        "'go' steers a node already": lambda: if_(lane, go),
+        "default": lambda: condition(first, -1),
+        r"made by condition\(\)": lambda: while_(lane, 1),  # type: ignore[arg-type]
+    })  # fmt: skip
 
 
 def test_a_wrong_handle_is_a_fault_of_the_kernel(device: Device) -> None:
     """(Checked in a child process: it costs the context.)"""
     if device.kind != "soft":
         pytest.skip("hardware does not check conditional handles")
-    script = f"""
-from graft.cudagraph.conditional import condition, if_, if_else, switch, while_
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.kernels import load_text
-from graft.cudagraph.lanes import StreamLane
-device = open_device()
+    done = run_program(f"""
 kernel = load_text(device, {TEXT!r}, "wrong.cu")["below"]
-stream = device.stream()
 data = device.zeros((1,), "int32")
 StreamLane(stream).kernel(kernel, 1, 1, [0, data, 3])
 try:
     stream.synchronize(60)
 except DeviceError as error:
     print(error)
-"""
-    done = run_python(script)
+""")
     assert "no conditional handle" in done.stdout and "below" in done.stdout, done.stderr
     assert done.returncode == 0
 

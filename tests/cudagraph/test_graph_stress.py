@@ -14,11 +14,8 @@ from typing import Any
 
 import pytest
 
+from graft.cudagraph import Device, Graph, GraphLane, HostWorkError, KernelModule, Stream
 from graft.cudagraph.conditional import condition, if_else, switch, while_
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import HostWorkError
-from graft.cudagraph.graph import Graph, GraphLane
-from graft.cudagraph.kernels import KernelModule, load_text
 from graft.cudagraph.mailbox import MailboxWorker
 
 LIMIT_S = 120.0
@@ -246,25 +243,16 @@ class Case:
             run.close()
 
 
-def drive(device: Device, seeds: range) -> None:
-    """Run cases; a failure is repeated by its seed."""
-    module = load_text(device, TEXT, "graph_stress.cu")
-    stream = device.stream("stress")
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(1000, 2500), marks=pytest.mark.full)]
+)
+def test_random_graphs_agree_with_a_sequential_model(
+    device: Device, stream: Stream, module: KernelModule, seeds: range
+) -> None:
+    """Cells, failed steps and replay numbers are the model's; a failure is repeated by its seed."""
     for seed in seeds:
         try:
             Case(device, stream, module, seed).drive()
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-    stream.close()
-
-
-def test_random_graphs_agree_with_a_sequential_model(device: Device) -> None:
-    """Sixty graphs: cells, failed steps and replay numbers are the model's."""
-    drive(device, range(60))
-
-
-@pytest.mark.full
-def test_many_random_graphs_agree_with_a_sequential_model(device: Device) -> None:
-    """The same, fifteen hundred."""
-    drive(device, range(1000, 2500))

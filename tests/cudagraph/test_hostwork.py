@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import os
 import threading
-from pathlib import Path
 
-import numpy as np
 import pytest
-from cudagraph_util import compiled, replay, run_python
+from cudagraph_util import answered, compiled, refused, replay, run_program
 
-from graft.cudagraph import hostwork
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeadlineError, DeviceError, HostWorkError, OptionError
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph import Device, Graph, GraphExec, Stream, hostwork
+from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
 from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
+from graft.cudagraph.mailbox import MailboxWorker
 from graft.native import _native
 
 SOURCE = """
 #include <stdexcept>
 using Fail = void (*)(const char*);
 using Replay = long long (*)();
-struct Api { Fail fail; Replay replay; long long seen[64]; int count; };
-extern "C" void bump(void* data) { ++*static_cast<int*>(data); }
+using Output = int* (*)();
+struct Api { Fail fail; Replay replay; Output output; long long seen[64]; int count; };
 extern "C" void throws(void*) { throw std::runtime_error("native trouble"); }
 extern "C" void throws_int(void*) { throw 42; }
 extern "C" void fails(void* data) { static_cast<Api*>(data)->fail("told so"); }
 extern "C" void numbers(void* data) {
   auto* api = static_cast<Api*>(data);
   api->seen[api->count++ % 64] = api->replay();
+}
+extern "C" void answer(void* data) {
+  auto* api = static_cast<Api*>(data);
+  ++api->count;
+  for (int i = 0; i < 4; ++i) api->output()[i] = 10 * i + api->count;
 }
 """
 
@@ -40,8 +41,7 @@ class Api(ctypes.Structure):
     """What the native functions above are given."""
 
     _fields_ = (
-        ("fail", ctypes.c_void_p),
-        ("replay", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("fail", "replay", "output")),
         ("seen", ctypes.c_longlong * 64),
         ("count", ctypes.c_int),
     )
@@ -50,20 +50,20 @@ class Api(ctypes.Structure):
 @pytest.fixture(scope="module")
 def native_functions(tmp_path_factory) -> ctypes.CDLL:
     """C functions with the signature of native work, compiled here."""
-    folder: Path = tmp_path_factory.mktemp("native")
-    return compiled(SOURCE, folder)
+    return ctypes.CDLL(str(compiled(SOURCE, tmp_path_factory.mktemp("native"))))
 
 
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
     """Native work that calls one of the functions above with the address of `data`."""
     address = ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
-    return NativeWork(address, ctypes.addressof(data), keep=data, name=name)
+    return NativeWork(address, ctypes.addressof(data), keep=(functions, data), name=name)
 
 
 def api() -> Api:
     """The structure the functions want, filled with graft's own entry points."""
     offered = _native.native_api()
-    return Api(fail=offered["fail_current"], replay=offered["current_replay"])
+    return Api(fail=offered["fail_current"], replay=offered["current_replay"],
+               output=offered["current_output"])  # fmt: skip
 
 
 def one_step(device: Device, item, name: str | None = None) -> GraphExec:
@@ -73,57 +73,22 @@ def one_step(device: Device, item, name: str | None = None) -> GraphExec:
     return graph.instantiate()
 
 
-def test_host_step_placed_twice_survives_its_function(device: Device, stream: Stream) -> None:
-    """A function that adds 1, placed twice, replayed ten times after `del fn`, adds 20."""
-    array = np.zeros(10, np.int32)
-
-    def fn() -> None:
-        array[:] += 1
-
-    graph = Graph(device, "twice")
-    lane = graph.lane("main")
-    lane.host(fn)
-    lane.host(fn)
-    executable = graph.instantiate()
-    del fn, lane, graph
-    gc.collect()
-    replay(executable, stream, 10)
-    assert array.tolist() == [20] * 10
-
-
-def test_eager_calls_run_once_each(stream: Stream) -> None:
-    """Twenty hostfunc calls of a function that is dropped at once add 20."""
-    array = np.zeros(10, np.int32)
-
-    def fn(amount: int) -> None:
-        array[:] += amount
-
-    for _ in range(20):
-        hostfunc(stream, fn, 1)
-    del fn
-    gc.collect()
-    stream.synchronize(60)
-    assert array.tolist() == [20] * 10
-
-
 def test_hostfunc_takes_raw_streams_and_work(device: Device, stream: Stream) -> None:
-    """A CUstream handle and PythonWork are accepted; arguments of both are refused."""
+    """A CUstream handle and PythonWork are accepted."""
     seen: list[tuple] = []
     hostfunc(stream.handle, PythonWork(lambda *a: seen.append(a), 1, "x"))
-    with pytest.raises(OptionError, match="own arguments"):
-        hostfunc(stream, PythonWork(print), 1)
-    with pytest.raises(OptionError, match="callable"):
-        hostfunc(stream, 7)  # type: ignore[arg-type]
     stream.synchronize(60)
     assert seen == [(1, "x")]
 
 
-def test_native_work_checks_its_addresses() -> None:
-    """NULL functions and non-integers are refused."""
-    with pytest.raises(OptionError, match="NULL"):
-        NativeWork(0)
-    with pytest.raises(OptionError, match="data"):
-        NativeWork(1, data="x")  # type: ignore[arg-type]
+def test_what_is_no_work_is_refused(stream: Stream) -> None:
+    """Arguments of both, no callable, NULL functions and addresses that are no integers."""
+    refused(OptionError, {
+        "own arguments": lambda: hostfunc(stream, PythonWork(print), 1),
+        "callable": lambda: hostfunc(stream, 7),  # type: ignore[arg-type]
+        "NULL": lambda: NativeWork(0),
+        "data": lambda: NativeWork(1, data="x"),  # type: ignore[arg-type]
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [ValueError("bad row"), KeyboardInterrupt(), SystemExit(3)])
@@ -147,9 +112,8 @@ def test_a_raising_step_stops_its_replay(
     assert ran == ["first", "second"] and graph.status.array[0] == 0
 
     failing[0] = True
-    executable.launch(stream)
     with pytest.raises(HostWorkError, match="'first step'") as caught:
-        executable.synchronize(60)
+        replay(executable, stream)
     assert caught.value.__cause__ is error
     assert (caught.value.node, caught.value.replay) == ("first step", 2)
     assert graph.status.array[:2].tolist() == [1, 2]
@@ -184,29 +148,24 @@ def test_replays_in_flight_stand_down(device: Device, stream: Stream) -> None:
         executable.synchronize(60)
     assert ran == [1] and executable.launches == 4
     executable.clear(60)
-    executable.launch(stream)
     with pytest.raises(HostWorkError, match="replay 5:"):
-        executable.synchronize(60)
+        replay(executable, stream)
     assert ran == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [("throws", "native trouble"), ("throws_int", "unknown"), ("fails", "told so")],
-)
+@pytest.mark.parametrize(("function", "words"), [
+    ("throws", "native trouble"), ("throws_int", "unknown"), ("fails", "told so"),
+])  # fmt: skip
 def test_native_failures_are_told(
     device: Device, stream: Stream, native_functions, function: str, words: str
 ) -> None:
     """C++ exceptions do not cross into the driver, and native work can fail its replay."""
-    data = api()
     graph = Graph(device, "native trouble")
-    graph.lane("main").host(work(native_functions, function, data))
+    graph.lane("main").host(work(native_functions, function, api()))
     ran: list[int] = []
     graph.lane("main").host(PythonWork(ran.append, 1))
-    executable = graph.instantiate()
-    executable.launch(stream)
     with pytest.raises(HostWorkError, match=words) as caught:
-        executable.synchronize(60)
+        replay(graph, stream)
     assert (caught.value.node, caught.value.replay) == (function, 1)
     assert graph.status.array[0] == 2 and not ran
 
@@ -215,9 +174,7 @@ def test_native_work_knows_its_replay(device: Device, stream: Stream, native_fun
     """current_replay() counts this executable's launches, also after an update; 0 when eager."""
     data = api()
     item = work(native_functions, "numbers", data)
-    executable = one_step(device, item)
-    for _ in range(3):
-        executable.launch(stream)
+    executable = replay(one_step(device, item), stream, 3)
     other = Graph(device, "other")
     other.lane("main").host(item)
     executable.update(other)
@@ -226,6 +183,16 @@ def test_native_work_knows_its_replay(device: Device, stream: Stream, native_fun
     hostfunc(stream, item)
     stream.synchronize(60)
     assert list(data.seen[: data.count]) == [1, 2, 3, 4, 0]
+
+
+def test_native_work_writes_the_output(device: Device, stream: Stream, native_functions) -> None:
+    """C++ asks where its results go, and what it wrote there is published."""
+    item = work(native_functions, "answer", api())
+    run, result = answered(device, "mailbox", item, worker=MailboxWorker())
+    for i in range(1, 101):
+        replay(run, stream)
+        assert result.to_host().tolist() == [i, 10 + i, 20 + i, 30 + i]
+    run.close()
 
 
 def test_eager_failures_are_told_once_each(device: Device) -> None:
@@ -251,100 +218,58 @@ def test_eager_failures_are_told_once_each(device: Device) -> None:
         stream.close()
 
 
-def test_a_deadline_names_the_running_step(device: Device, stream: Stream) -> None:
-    """A wait that passes its deadline tells which step runs, since when, and where it stands."""
-    gate = threading.Event()
-
-    def waits_at_the_gate() -> None:
-        gate.wait(30)
-
-    executable = one_step(device, waits_at_the_gate, name="row 3")
-    executable.launch(stream)
-    entered = threading.Event()
-    for _ in range(500):
-        if _native.running_host_work():
-            break
-        entered.wait(0.01)
-    with pytest.raises(DeadlineError, match="'row 3'") as caught:
-        executable.synchronize(timeout_s=0.05)
-    assert "waits_at_the_gate" in str(caught.value) and "replay 1" in str(caught.value)
-    assert not executable.query()
-    gate.set()
-    executable.synchronize(60)
-    assert executable.query()
-
-
 def test_host_functions_must_not_call_the_driver(device: Device, stream: Stream) -> None:
     """A driver call of graft's inside a host function raises there, before the driver sees it."""
-    caught: list[BaseException] = []
 
     def naughty() -> None:
-        for attempt in (
-            lambda: device.zeros((1,), "int32"),
-            lambda: hostfunc(stream, print),
-            stream.synchronize,
-            stream.query,
-        ):
-            try:
-                attempt()
-            except DeviceError as error:
-                caught.append(error)
+        for attempt in (lambda: device.zeros((1,), "int32"), lambda: hostfunc(stream, print),
+                        stream.synchronize, stream.query):  # fmt: skip
+            refused(DeviceError, {"host function": attempt})
+            caught.append(attempt)
 
+    caught: list[object] = []
     hostfunc(stream, naughty)
     stream.synchronize(60)
-    assert len(caught) == 4 and all("host function" in str(e) for e in caught)
+    assert len(caught) == 4
 
 
 def test_a_stuck_callback_does_not_block_the_exit() -> None:
     """The interpreter ends though a Python host function never returns."""
-    code = (
-        "import threading, time\n"
-        "from graft.cudagraph.device import open_device\n"
-        "from graft.cudagraph.hostwork import hostfunc\n"
-        "from graft.native import _native\n"
-        "import atexit\n"
-        "stream = open_device().stream()\n"
-        "started = threading.Event()\n"
-        "def stuck():\n"
-        "    started.set()\n"
-        "    while True: time.sleep(0.05)\n"
-        "hostfunc(stream, stuck)\n"
-        "started.wait(30)\n"
-        "assert not _native.close_gate(0.2)\n"
-        "atexit.unregister(_native.close_gate)\n"
-        "print('leaving', flush=True)\n"
-    )
-    done = run_python(code)
+    done = run_program("""
+import atexit
+started = threading.Event()
+def stuck():
+    started.set()
+    while True:
+        time.sleep(0.05)
+hostfunc(stream, stuck)
+started.wait(30)
+assert not _native.close_gate(0.2)
+atexit.unregister(_native.close_gate)
+print("leaving", flush=True)
+""")
     assert done.stdout.strip() == "leaving", done.stderr
     assert done.returncode == 0, done.stderr
 
 
 def test_steps_after_the_gate_closed_stand_down() -> None:
     """Once the interpreter is ending, Python host steps are not entered and say so."""
-    code = (
-        "from graft.cudagraph.device import open_device\n"
-        "from graft.cudagraph.errors import HostWorkError\n"
-        "from graft.cudagraph.graph import Graph\n"
-        "from graft.native import _native\n"
-        "device = open_device()\n"
-        "stream = device.stream()\n"
-        "graph = Graph(device)\n"
-        "graph.lane('main').host(lambda: print('ran'))\n"
-        "executable = graph.instantiate()\n"
-        "_native.close_gate(1.0)\n"
-        "executable.launch(stream)\n"
-        "try:\n"
-        "    executable.synchronize(30)\n"
-        "except HostWorkError as error:\n"
-        "    print(graph.status.array[0], error)\n"
-    )
-    done = run_python(code)
+    done = run_program("""
+graph = Graph(device)
+graph.lane("main").host(lambda: print("ran"))
+executable = graph.instantiate()
+_native.close_gate(1.0)
+executable.launch(stream)
+try:
+    executable.synchronize(30)
+except HostWorkError as error:
+    print(graph.status.array[0], error)
+""")
     assert done.stdout.startswith("3 ") and "shutting down" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("kind", ["coroutine", "generator", "asynchronous generator", "object"])
-def test_work_whose_body_never_runs_is_refused(kind: str) -> None:
+def test_work_whose_body_never_runs_is_refused() -> None:
     """Calling such a function makes an object and runs nothing: refused, by its name."""
 
     async def coroutine() -> None:
@@ -360,10 +285,8 @@ def test_work_whose_body_never_runs_is_refused(kind: str) -> None:
         async def __call__(self) -> None:
             pass
 
-    fn = {"coroutine": functools.partial(coroutine), "generator": generator,
-          "asynchronous generator": asynchronous, "object": Callable()}[kind]  # fmt: skip
-    with pytest.raises(OptionError, match="would never run"):
-        PythonWork(fn)
+    for fn in (functools.partial(coroutine), generator, asynchronous, Callable()):
+        refused(OptionError, {"would never run": functools.partial(PythonWork, fn)})
 
 
 @pytest.mark.parametrize("stream", [-1, 1 << 64, "x", None])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import weakref
@@ -10,31 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda.bindings import driver as cu
 from cudagraph_util import (
-    LIMIT_S,
+    Foreign,
+    Semaphore,
     Step,
     add_steps,
     released,
     replay,
     resident_kib,
-    run_python,
+    run_program,
     settled,
     until,
 )
 
 from graft import native
-from graft.cudagraph import nodes
-from graft.cudagraph.conditional import condition, if_
-from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph, GraphExec
-from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
+from graft.cudagraph import Device, DeviceError, Graph, Stream, condition, if_, nodes
+from graft.cudagraph.hostwork import PythonWork, hostfunc
 from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
-from graft.native import _native
 
-RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 everything = pytest.mark.parametrize("everything", [False, True])
 
 
@@ -123,11 +116,10 @@ def test_launches_keep_what_they_run(device: Device, everything: bool) -> None:
     made.gone()
 
 
-@pytest.mark.parametrize(
-    ("refused", "kind"),
-    [("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
-     ("add_event", "event"), ("add_conditional", "if")],
-)  # fmt: skip
+@pytest.mark.parametrize(("refused", "kind"), [
+    ("add_host", "host"), ("add_answer_wait", "mailbox"), ("add_kernel", "spin"),
+    ("add_event", "event"), ("add_conditional", "if"),
+])  # fmt: skip
 def test_a_failed_build_leaves_nothing(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, refused: str, kind: str
 ) -> None:
@@ -167,12 +159,6 @@ def test_a_failed_build_leaves_nothing(
 
 
 FORKED = """
-import os, sys
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-device = open_device()
-stream = device.stream()
 calls = []
 graph = Graph(device, "forked")
 graph.lane("main").host(lambda: calls.append(1))
@@ -199,20 +185,13 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 def test_a_forked_child_is_told_and_ends() -> None:
     """The child's driver call is refused by name, it ends well, the parent goes on (L10)."""
-    done = run_python(FORKED)
+    done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
     assert "parent: 7 8" in done.stdout and done.stderr == ""
 
 
 LEAVING = """
-import time
-from graft.cudagraph.conditional import condition, if_
-from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-device = open_device()
-stream = device.stream()
 data = device.zeros((1024,), "int32")
 graph = Graph(device, "leaving")
 lane = graph.lane("main")
@@ -234,16 +213,12 @@ hostfunc(stream, print, "never or later")
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
 def test_the_process_ends_with_replays_in_flight(ending: str) -> None:
     """Whatever is dropped first, the exit code is the script's and there is no noise (L11)."""
-    done = run_python(LEAVING + ending)
+    done = run_program(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
 
 
 THREADS = """
-import threading, time
-from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
-device = open_device()
 graph = Graph(device, "busy")
 graph.lane("main").fill(device.zeros((64,), "int32"))
 run = graph.instantiate()
@@ -262,17 +237,11 @@ print("leaving", flush=True)
 @pytest.mark.parametrize("_", range(4))
 def test_the_process_ends_beside_daemon_threads(_: int) -> None:
     """Threads inside launch() and synchronize() when the interpreter ends are parked (L11)."""
-    done = run_python(THREADS)
+    done = run_program(THREADS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
 UNTOLD = """
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import HostWorkError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-device = open_device()
-stream = device.stream()
 def replay(name, ask):
     def broken():
         raise ValueError("about " + name)
@@ -295,7 +264,7 @@ device.synchronize()
 
 def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
     """The node, its replay and what was raised, once; what was told before is not repeated."""
-    done = run_python(UNTOLD)
+    done = run_program(UNTOLD)
     lines = sorted(done.stderr.splitlines())
     assert done.returncode == 0 and len(lines) == 2, done.stderr
     assert "'<lambda>' failed, and nobody asked: ZeroDivisionError" in lines[0]
@@ -305,19 +274,16 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit() -> None:
 def recapture(device: Device, stream: Stream, times: int) -> int:
     """Capture, replay and drop a graph; returns how often its host step ran."""
     data, event = device.zeros((64,), "int32"), device.event()
-    lane, step = StreamLane(stream), Step()
+    lane, step, capture = StreamLane(stream), Step(), Foreign(stream)
     for i in range(times):
-        assert int(cu.cuStreamBeginCapture(stream.handle, RELAXED)[0]) == 0
+        capture.begin()
         hostfunc(stream, step)
         lane.fill(data)
         lane.record_event(event)
-        code, graph = cu.cuStreamEndCapture(stream.handle)
-        assert int(code) == 0
+        capture.end(i % 10 == 0)
         if i % 10 == 0:
-            executable = cu.cuGraphInstantiate(graph, 0)[1]
-            assert int(cu.cuGraphLaunch(executable, stream.handle)[0]) == 0
-            assert int(cu.cuGraphExecDestroy(executable)[0]) == 0
-        assert int(cu.cuGraphDestroy(graph)[0]) == 0
+            capture.launch(wait=False)
+        capture.drop()
     stream.synchronize(60)
     return step.calls
 
@@ -335,15 +301,6 @@ def test_recaptures_leave_nothing(device: Device, stream: Stream, times: int) ->
 
 
 FAULTY = r"""
-import gc, weakref
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import hostfunc
-from graft.cudagraph.kernels import load_text
-from graft.native import _native
-device = open_device()
-stream = device.stream()
 kernel = load_text(device, '''
 extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
 ''', "stray.cu")["stray"]
@@ -387,7 +344,7 @@ print("raised:", len(set(raised)), len(raised))
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
     """One typed error; later host steps never run, eager ones are given up; exit is quiet (L13)."""
-    done = run_python(FAULTY + ending)
+    done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -396,24 +353,19 @@ def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
 
 def test_operands_live_as_long_as_the_executable(device: Device, stream: Stream) -> None:
     """Arrays, pinned memory and kernels that a graph uses outlive every Python name of theirs."""
-    kernel = load_text(device, """
-extern "C" __global__ void gather(int* out, const int* in, int n) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) out[i] += in[i];
-}
-""", "operands.cu")["gather"]  # fmt: skip
+    text = 'extern "C" __global__ void add(int* a, int* b) { a[threadIdx.x] += b[threadIdx.x]; }'
+    kernel = load_text(device, text, "operands.cu")["add"]
     source = device.from_host(np.arange(32, dtype=np.int32))
     target, out = device.zeros((32,), "int32"), device.pinned((32,), "int32")
     result = out.array
     graph = Graph(device, "operands")
     lane = graph.lane("main")
-    lane.kernel(kernel, 1, 32, [target, source, 32])
+    lane.kernel(kernel, 1, 32, [target, source])
     lane.copy(out, target)
     executable = graph.instantiate()
     source.close()
     del graph, lane, source, target, out, kernel
-    gc.collect()
-    _native.flush(LIMIT_S)
+    settled()
     fillers = [device.zeros((32,), "int32") for _ in range(50)]
     replay(executable, stream, 3)
     assert result.tolist() == [3 * i for i in range(32)]
@@ -422,40 +374,33 @@ extern "C" __global__ void gather(int* out, const int* in, int n) {
 
 def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:
     """NativeWork.keep lives until the graph that uses it is gone."""
-    post = ctypes.cast(ctypes.CDLL(None).sem_post, ctypes.c_void_p).value or 0
-    semaphore = ctypes.create_string_buffer(64)
-    owner = Step()
-    owner.buffer = semaphore  # type: ignore[attr-defined]
+    semaphore, owner = Semaphore(), Step()
     graph = Graph(device, "native owner")
-    graph.lane("main").host(NativeWork(post, ctypes.addressof(semaphore), keep=owner, name="post"))
+    graph.lane("main").host(semaphore.work(keep=owner))
     executable = graph.instantiate()
     watch = weakref.ref(owner)
     del owner, graph
     gc.collect()
     replay(executable, stream, 5)
-    assert watch() is not None
-    value = ctypes.c_int()
-    ctypes.CDLL(None).sem_getvalue(semaphore, ctypes.byref(value))
-    assert value.value == 5
+    assert watch() is not None and semaphore.value == 5
     executable.close()
     until(lambda: watch() is None)
 
 
 def test_updates_release_the_old_definition(device: Device, stream: Stream) -> None:
     """Two hundred updates leave one definition's record."""
-    executable: GraphExec | None = None
     counts: list[int] = []
     live = native.live_records()
-    for i in range(200):
+
+    def version(i: int) -> Graph:
         graph = Graph(device, f"version {i}")
         graph.lane("main").host(PythonWork(counts.append, i))
-        if executable is None:
-            executable = graph.instantiate()
-        else:
-            executable.update(graph)
+        return graph
+
+    executable = replay(version(0), stream)
+    for i in range(1, 200):
+        executable.update(version(i))
         executable.launch(stream)
-        del graph
-    assert executable is not None
     executable.synchronize(60)
     assert counts == list(range(200))
     until(lambda: native.live_records() == live + 1)
@@ -464,15 +409,19 @@ def test_updates_release_the_old_definition(device: Device, stream: Stream) -> N
 
 
 def test_eager_records_free_themselves(stream: Stream) -> None:
-    """An eager record and its callable are gone after the one run."""
-    live = native.live_records()
-    fn = Step()
+    """An eager callable that is dropped at once runs once a call; then all of it is gone."""
+    live, calls = native.live_records(), []
+
+    def fn(number: int) -> None:
+        calls.append(number)
+
     watch = weakref.ref(fn)
-    for _ in range(50):
-        hostfunc(stream, fn)
-    stream.synchronize(60)
-    assert fn.calls == 50
+    for i in range(50):
+        hostfunc(stream, fn, i)
     del fn
+    gc.collect()
+    stream.synchronize(60)
+    assert calls == list(range(50))
     until(lambda: native.live_records() == live)
     assert watch() is None
 

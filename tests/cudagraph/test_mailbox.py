@@ -1,15 +1,22 @@
-"""Mailboxes: requests, answers, shape, and what is refused."""
+"""Mailboxes: requests, answers, shape, what is refused; the threads that answer, and are late."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from cudagraph_util import LIMIT_S, answered, replay, run_python
+from cudagraph_util import LIMIT_S, answered, in_time, replay, run_program, until
 
-from graft.cudagraph.errors import HostWorkError, OptionError
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph import DeadlineError, Graph, GraphExec, HostWorkError, MailboxWorker
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.hostwork import PythonWork
 from graft.native import _native
 
 
@@ -109,12 +116,6 @@ def test_deadlines_and_operands_out_of_range_are_refused(device):
 
 
 CHILD = """
-import sys
-from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.graph import Graph
-device = open_device()
-stream, other = device.stream(), device.stream()
 graph, seen = Graph(device, "child"), []
 grammar, model = graph.lane("grammar"), graph.lane("model")
 array = device.zeros((1 << 16,), "int32")
@@ -138,7 +139,7 @@ print(len(seen))
 
 
 def child(transport: str, **env: str) -> list[str]:
-    done = run_python(CHILD, transport, GRAFT_DEVICE="soft", **env)
+    done = run_program(CHILD, transport, GRAFT_DEVICE="soft", **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split(maxsplit=1)
 
@@ -155,3 +156,215 @@ def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
     assert child("spin", SOFTCUDA_MEMOPS="0") == ["120"]
     off = {f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in (92, 93, 94, 98, 122, 123)}
     assert child("mailbox", **off) == ["120"]
+
+
+def test_one_worker_serves_several_graphs(device, stream):
+    """Mailboxes of two graphs share a thread; each has words of its own."""
+    worker, counts = MailboxWorker(wait="park"), [0, 0]
+
+    def bump(i: int) -> None:
+        counts[i] += 1
+
+    runs = []
+    for i in range(2):
+        graph = Graph(device, f"graph {i}")
+        for lane in ("a", "b"):
+            graph.lane(lane).mailbox(PythonWork(bump, i), worker=worker, name=f"{i} {lane}")
+        runs.append(graph.instantiate())
+    other = device.stream("other")
+    for _ in range(50):
+        runs[0].launch(stream)
+        runs[1].launch(other)
+    for run in runs:
+        run.synchronize(LIMIT_S)
+        run.close()
+    assert counts == [100, 100]
+    other.close()
+
+
+def test_everything_is_given_back(device, stream):
+    """Records and threads end with the executable, and an idle worker sleeps."""
+    _native.flush(LIMIT_S)
+    before = _native.live_records()
+    worker = MailboxWorker(name="ending")
+    run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
+    replay(run, stream)
+    until(lambda worker=worker: worker.native.parked)
+
+    def threads() -> int:
+        found = 0
+        for name in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += name.read_text().startswith("ending")
+        return found
+
+    assert threads() == 1
+    run.close()
+    del run, _
+    gc.collect()
+    until(lambda: _native.live_records() <= before)
+    del worker  # the last owner: its graph's port is gone
+    until(lambda: threads() == 0)
+
+
+@pytest.mark.parametrize("options", [{"cpus": [10**6]}, {"cpus": []}, {"wait": "hover"}])
+def test_worker_settings_out_of_range_are_refused(options):
+    """Each by an OptionError, before any thread is started."""
+    with pytest.raises(OptionError):
+        MailboxWorker(**options)
+
+
+def test_threads_run_where_they_are_placed(device, stream):
+    """`cpus` is the affinity of the worker's threads."""
+    core = min(os.sched_getaffinity(0))
+    where: list[set[int]] = []
+    run, _ = answered(
+        device, "mailbox", lambda out: where.append(os.sched_getaffinity(0)),
+        worker=MailboxWorker(cpus=[core]),
+    )  # fmt: skip
+    replay(run, stream)
+    assert where == [{core}]
+    run.close()
+
+
+def test_native_owners_of_a_worker_hold_no_python_reference(device):
+    """A worker's thread may drop the last of them, and must not need the GIL for it."""
+    worker = MailboxWorker()
+    before = sys.getrefcount(worker.native)
+    run, _ = answered(device, "mailbox", lambda out: None, worker=worker)
+    after = sys.getrefcount(worker.native)  # apart: the assert would hold another reference
+    assert after == before
+    run.close()
+
+
+def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, transport):
+    """The watchdog lets the device go on, names the step; late results go nowhere."""
+    go, slow = threading.Event(), [False]
+
+    def work(out: np.ndarray) -> None:
+        if slow[0]:
+            go.wait(LIMIT_S)
+            out[:] = 99
+        else:
+            out[:] = 5
+
+    later: list[int] = []
+    graph = Graph(device, "late")
+    output, result = device.pinned((4,), "int32"), device.zeros((4,), "int32")
+    lane = graph.lane("main")
+    getattr(lane, transport)(work, output=output, name="grammar", deadline_s=1.5)
+    lane.copy(result, output)
+    getattr(lane, transport)(lambda: later.append(1), name="after")
+    run = graph.instantiate()
+    in_time(run, stream)
+    before = run.launches
+    slow[0] = True
+    run.launch(stream)
+    run.launch(stream)  # in flight when the first of the two fails: it must not hang either
+    with pytest.raises(HostWorkError, match=r"no answer within 1\.5 s") as failed:
+        run.synchronize(LIMIT_S)
+    assert (failed.value.node, failed.value.replay) == ("grammar", before + 1)
+    assert graph.status.array[0] == 4 and graph.status.array[1] == before + 1
+    with pytest.raises(HostWorkError):
+        run.launch(stream)
+    with pytest.raises(DeadlineError, match="given up is still running"):
+        run.clear(timeout_s=0.05)
+    assert graph.worker.native.stuck
+    go.set()
+    run.clear(timeout_s=LIMIT_S)
+    assert result.to_host().tolist() == [5] * 4 and output.array.tolist() == [5] * 4
+    assert later == [1]
+    slow[0] = False
+    for _ in range(3):
+        in_time(run, stream)
+    assert result.to_host().tolist() == [5] * 4 and later == [1] * 4
+    run.close()
+
+
+def test_worker_and_watchdog_never_both_answer(device, stream, transport):
+    """Work about as long as its deadline: published by the worker or failed, never both."""
+    number, rng = [0], np.random.default_rng(3)
+
+    def work(out: np.ndarray) -> None:
+        time.sleep(0.02 + float(rng.uniform(-0.01, 0.01)))
+        out[:] = number[0]
+
+    run, result = answered(device, transport, work, deadline_s=0.021)
+    expected = 0
+    for i in range(1, 41):
+        number[0] = i
+        run.launch(stream)
+        try:
+            run.synchronize(LIMIT_S)
+            expected = i
+        except HostWorkError:
+            run.clear(LIMIT_S)
+        assert result.to_host().tolist() == [expected] * 4
+    run.close()
+
+
+def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
+    """Without any help of the host the kernel ends at its own deadline, and the replay fails."""
+    go = threading.Event()
+
+    def work(out: np.ndarray) -> None:
+        go.wait(LIMIT_S)
+        out[:] = 1
+
+    run, result = answered(device, "spin", work, deadline_s=LIMIT_S, device_deadline_s=1.5)
+    begun = time.monotonic()
+    run.launch(stream)
+    with pytest.raises(HostWorkError, match="gave up"):
+        run.synchronize(LIMIT_S)
+        until(lambda: run.check() is not None)  # the watchdog sees the word a little later
+    assert time.monotonic() - begun < LIMIT_S
+    go.set()
+    run.clear(LIMIT_S)
+    assert result.to_host().tolist() == [0] * 4
+    in_time(run, stream)
+    assert result.to_host().tolist() == [1] * 4
+    run.close()
+
+
+def test_a_request_that_is_not_reached_in_time_fails_the_replay(device, stream):
+    """The replay deadline counts from the launch; the step then stands down when it is reached."""
+    seen: list[int] = []
+    go = threading.Event()
+    graph = Graph(device, "queued")
+    lane = graph.lane("main")
+    lane.host(lambda: go.wait(LIMIT_S), name="gate")
+    lane.mailbox(lambda: seen.append(1), name="asked late", replay_deadline_s=0.1)
+    run = graph.instantiate()
+    run.launch(stream)
+    until(lambda: graph.status.array[0] == 4)
+    go.set()
+    with pytest.raises(HostWorkError, match="did not reach this step") as failed:
+        run.synchronize(LIMIT_S)
+    assert failed.value.node == "asked late" and seen == []
+    run.close()
+
+
+FAULT = """
+text = 'extern "C" __global__ void bad(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }'
+bad = load_text(device, text, "bad.cu")
+graph, worker = Graph(device, "faults"), MailboxWorker(wait="spin")
+lane = graph.lane("main")
+lane.kernel(bad["bad"], 1, 1, [device.zeros((1,), "int32")])
+lane.mailbox(lambda: None, worker=worker, name="never asked")
+run = graph.instantiate()
+try:
+    run.launch(stream)
+    run.synchronize(60.0)
+except DeviceError as error:
+    print(error.code_name)
+end = time.monotonic() + 60.0
+while not worker.native.parked and time.monotonic() < end:
+    time.sleep(0.001)
+print(worker.native.parked, worker.served)
+"""
+
+
+def test_a_fault_wakes_everybody_and_workers_sleep():
+    """The wait ends with the fault's error, and a spinning worker spins no longer."""
+    done = run_program(FAULT, GRAFT_DEVICE="soft")
+    assert done.stdout.split() == ["CUDA_ERROR_ILLEGAL_ADDRESS", "True", "0"], done.stderr

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from graft.cudagraph.device import Device, Stream
+from graft.cudagraph import Device, Graph, Ring, Stream
 from graft.cudagraph.errors import DeadlineError, DeviceError, GraftError, HostWorkError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.pinned import Ring
 from graft.models import replay
 from graft.native import _native
 
@@ -38,6 +36,7 @@ def stuck(device: Device, stream: Stream) -> Iterator[threading.Event]:
     yield gate
     gate.set()
     run.synchronize(LIMIT_S)
+    assert run.query()
 
 
 def said_by(error: type[GraftError], wait: Callable[[], object]) -> str:
@@ -63,17 +62,16 @@ def check_both_sides(message: str) -> None:
     assert "PyThread_acquire_lock_timed" in native, "the thread waits for the gate's lock"
 
 
-def test_waits_for_graphs_and_streams(stuck: threading.Event, stream: Stream) -> None:
-    """An executable's and a stream's deadline, and the clearing of a failure."""
+def test_waits_for_graphs_streams_and_devices(
+    stuck: threading.Event, stream: Stream, device: Device
+) -> None:
+    """An executable's, a stream's and the device's deadline, and the clearing of a failure; the
+    soft device adds what it sees."""
     run = stuck.run  # type: ignore[attr-defined]
-    for wait in (run.synchronize, run.clear, stream.synchronize):
-        check_both_sides(said_by(DeadlineError, lambda wait=wait: wait(timeout_s=0.02)))
-
-
-def test_a_wait_for_the_device(stuck: threading.Event, device: Device) -> None:
-    """The device's deadline; the soft device adds what it sees."""
-    said = said_by(DeadlineError, lambda: device.synchronize(timeout_s=0.02))
-    check_both_sides(said)
+    assert not run.query()
+    for wait in (run.synchronize, run.clear, stream.synchronize, device.synchronize):
+        said = said_by(DeadlineError, lambda wait=wait: wait(timeout_s=0.02))
+        check_both_sides(said)
     if device.kind == "soft":
         assert "the soft device says:\n  thread" in said and "runs host function" in said
 

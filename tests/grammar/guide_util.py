@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +25,8 @@ from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.exchange import Exchange
-from graft.grammar import (
-    CompiledGrammar,
-    GrammarBackend,
-    GrammarSpec,
-    GuidedDecoder,
-    GuidedRequest,
-    Matcher,
-    Vocabulary,
-)
+from graft.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Matcher, Vocabulary
+from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.grammar.forced import ForcedText
 from graft.native import _native
 
@@ -50,6 +45,14 @@ def accepts(compiled: CompiledGrammar, *parts: str | int) -> bool:
 def fits(backend: GrammarBackend, spec: GrammarSpec, *parts: str | int) -> bool:
     """`accepts` of a grammar that the backend compiles."""
     return accepts(backend.compile(spec), *parts)
+
+
+def said_by(code: str, *arguments: str, **options: Any) -> str:
+    """What another Python prints, which runs the code to its end."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Vocabulary:
@@ -350,6 +353,7 @@ class Device:
             named = [(s, self.slots[s]) for s in rows]
             requests = [GuidedRequest(s, t.epoch, matchers[s], t.position) for s, t in named]
             decoder.publish(self.published, requests)
+            requests.clear()  # which changes no replay
 
     # The device's side.
 
@@ -359,8 +363,11 @@ class Device:
         truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
         self._step(0)
         for truth in truths:
-            for j in range(len(truth.drafts) + 1 if truth.active else 0):
+            made = len(truth.drafts) + 1 if truth.active else 0
+            for j in range(made):
                 self._check_row(truth, j)
+            if made and truth.start and not truth.confused:  # nothing of a longer round is left
+                assert {self._state(truth, j) for j in range(made, self.k + 1)} <= {NOT_READY}
         drafting = [truth for truth in truths if self._verify(truth)]
         if self.k:
             self._step(1)

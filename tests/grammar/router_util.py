@@ -15,17 +15,12 @@ _backend = functools.cache(lambda: LLGuidanceBackend(BYTES))
 
 
 class Grammar:
-    """A schema as LLGuidance is to take it, or a Lark grammar instead."""
+    """A schema as LLGuidance is to take it, or a Lark grammar instead; or what graft gives it."""
 
-    def __init__(self, schema: Any, rules: str = "", spec: GrammarSpec | None = None):
+    def __init__(self, schema: Any = None, rules: str = "", spec: GrammarSpec | None = None):
         text = json.dumps(schema)
         plain = GrammarSpec("json_schema", text, backend="llguidance", partial=True, rules=rules)
         self._compiled = _backend().compile(spec or plain)
-
-    @classmethod
-    def of(cls, spec: GrammarSpec) -> Grammar:
-        """What graft gives LLGuidance for a grammar."""
-        return cls(None, spec=spec)
 
     @classmethod
     def routed(cls, found: Route) -> Grammar:

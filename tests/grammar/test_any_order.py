@@ -35,13 +35,9 @@ def random_schema(rng: random.Random, depth: int) -> Any:
         return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
     if kind == "array":
         schema: dict[str, Any] = {"type": "array", "items": random_schema(rng, depth - 1)}
-        if rng.random() < 0.5:
-            schema["prefixItems"] = [random_schema(rng, depth - 1) for _ in range(2)]
-        if rng.random() < 0.5:
-            schema["minItems"] = rng.randint(0, 2)
-        if rng.random() < 0.5:
-            schema["maxItems"] = rng.randint(1, 3)
-        return schema
+        more = {"prefixItems": [random_schema(rng, depth - 1) for _ in range(2)],
+                "minItems": rng.randint(0, 2), "maxItems": rng.randint(1, 3)}  # fmt: skip
+        return schema | {key: value for key, value in more.items() if rng.random() < 0.5}
     names = rng.sample("abcdef", rng.randint(1, 4))
     schema = {"properties": {name: random_schema(rng, depth - 1) for name in names}}
     if rng.random() < 0.9:
@@ -141,6 +137,11 @@ def test_no_way_ends_short_of_a_valid_value():
     """Whatever legal bytes are chosen, there is a next one, and what ends is valid, keys unlike."""
     rng, ended = random.Random(3), 0
 
+    def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        named = [key for key, _ in pairs if key in set("abcdefn")]
+        assert len(named) == len(set(named)), pairs
+        return dict(pairs)
+
     def choose(legal: list[int]) -> int:
         assert legal
         ends = [byte for byte in legal if byte in (*b'"}]', STOP)]
@@ -156,19 +157,11 @@ def test_no_way_ends_short_of_a_valid_value():
     assert ended > 60
 
 
-def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, whose keys that are named in the schemas differ."""
-    named = [key for key, _ in pairs if key in set("abcdefn")]
-    assert len(named) == len(set(named)), pairs
-    return dict(pairs)
-
-
 def test_keys_have_one_spelling():
     """A named key cannot come again in another spelling; other keys are written as JSON needs."""
     schema = {"properties": {"a": {"const": 1}, 'q"\n\\': {"const": 2}, "\x01": {"const": 3}}}
-    grammar = Grammar.of(GrammarSpec.json_schema(
-        schema, backend="llguidance", key_order="any"
-    ))  # fmt: skip
+    spec = GrammarSpec.json_schema(schema, backend="llguidance", key_order="any")
+    grammar = Grammar(spec=spec)
     for text in ('{"\\u0061": 2}', '{"a": 2}', '{"a": 1, "\\u0061": 1}', '{"\\u0001": 4}',
                  '{"q\\"\\u000a\\\\": 3}', '{"\\u001F": 1}', '{"\x7f": 1}', '{"a": 1, "a": 1}',
                  '{"a": 1, }', '{, "a": 1}', '{"b": 1,}'):  # fmt: skip
@@ -186,11 +179,9 @@ def test_white_space_is_as_without_orders():
              '{"a":1 2}', '{"a":- 1}', '{"a" "b"}', '{"a": 1, }', '{"b": [ ]}',
              '{"b": [1 , 2]}']  # fmt: skip
     for whitespace, fitting in (("line", 5), ("compact", 0), ("any", 1)):
-        one, other = (
-            Grammar.of(GrammarSpec.json_schema(
-                schema, backend="llguidance", whitespace=whitespace, key_order=order
-            )) for order in ("any", "schema")
-        )  # fmt: skip
+        how: dict[str, Any] = {"backend": "llguidance", "whitespace": whitespace}
+        one, other = (Grammar(spec=GrammarSpec.json_schema(schema, key_order=order, **how))
+                      for order in ("any", "schema"))  # fmt: skip
         assert [one.accepts(t) for t in texts] == [other.accepts(t) for t in texts]
         assert one.accepts(texts[1]) == (whitespace == "any") and one.accepts(texts[fitting])
 
@@ -202,7 +193,7 @@ def test_the_order_is_the_users_choice():
     free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
     assert kept == GrammarSpec.json_schema(schema, backend="auto", key_order="schema") != free
     for spec, accepted in ((kept, False), (free, True)):
-        grammar = Grammar.of(spec)
+        grammar = Grammar(spec=spec)
         assert grammar.accepts('{"why": 1, "what": 2}')
         assert grammar.accepts('{"what": 2, "why": 1}') == accepted
     asked = GrammarSpec.json_schema(schema, key_order="any")
@@ -216,7 +207,8 @@ def test_the_order_is_the_users_choice():
 
 
 def test_what_has_no_such_form_keeps_one_order_and_says_so():
-    """Only an object with more than 64 names is narrowed, and asking for any order refused."""
+    """Only an object with more than 64 names is narrowed, and asking for any order refused; by
+    default, and where a reference leads to no part of the schema, its order is all there is."""
     wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
     found = route(schema, key_order="any")
@@ -229,10 +221,6 @@ def test_what_has_no_such_form_keeps_one_order_and_says_so():
         GrammarSpec.json_schema(schema, key_order="any")
     del wide["properties"]["k64"]
     assert route(schema, key_order="any").narrowed == ()
-
-
-def test_where_the_schemas_order_is_all_there_is_it_is_said():
-    """By default, and where a reference leads to no part of the schema."""
     pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}
     found = route(pair)
     assert not found.rules and found.ordered == found.narrowed

@@ -62,13 +62,10 @@ def test_a_grammar_outside_the_drafters_vocabulary_is_decoded_without_drafts(leg
     known = np.zeros(1 << 16, bool)
     known[d2t] = True
     backend = without(lambda id, text: bool(known[id]))
-    requests = [
-        Request(prompt=r.prompt, grammar=GrammarSpec.regex("[ -~]{20}"), max_tokens=24)
-        for r in mixed_requests(3)
-    ]
-    plain, drafted = without_and_with_drafts(
-        requests, legality, grammar_backend=backend, max_batch_size=4
-    )
+    words = GrammarSpec.regex("[ -~]{20}")
+    requests = [Request(prompt=r.prompt, grammar=words, max_tokens=24) for r in mixed_requests(3)]
+    options = {"grammar_backend": backend, "max_batch_size": 4}
+    plain, drafted = without_and_with_drafts(requests, legality, **options)
     assert [(o.reason, o.tokens) for o in drafted] == [(o.reason, o.tokens) for o in plain]
     assert all(o.drafted <= 1 for o in drafted)  # of all legal ids it knows the last, a stop id
     assert all(len(o.tokens) > 1 and not known[o.tokens[:-1]].any() for o in drafted)

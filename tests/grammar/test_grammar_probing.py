@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from guide_util import byte_vocabulary
+from guide_util import byte_vocabulary, said_by
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import (
-    GrammarError,
-    GrammarService,
-    GrammarSpec,
-    LLGuidanceBackend,
-    XGrammarBackend,
-)
+from graft.grammar import GrammarError, GrammarService, GrammarSpec
 from graft.grammar.backends import llguidance as llguidance_room
 from graft.grammar.backends import xgrammar as xgrammar_room
+from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.native.softcuda.compile import compiler
 from graft.tools import doctor
 
@@ -60,11 +55,7 @@ def load(kind: str, library: Path) -> str:
         f"try:\n    _native.guide.load_{kind}(sys.argv[1])\n"
         "except RuntimeError as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(library)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return said_by(code, str(library))
 
 
 def tvm_ffi_like(*, version: int = 1, method: str = "", arguments: str = "", key: int = 0) -> str:
@@ -116,10 +107,7 @@ FILL = "fill_next_token_bitmask"
 def test_a_doctored_library_is_refused_by_what_differs(tmp_path, kind, text, said):
     """Another release, symbol, layout, ABI, type, method or signature is named before anything is
     called; so is LLGuidance where Python has not loaded that very library."""
-    if text:
-        assert said in load(kind, build(tmp_path, text))
-    else:
-        assert said in load(kind, Path("/nowhere/_lib.so"))
+    assert said in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
 
 
 def test_loading_xgrammar_keeps_the_handler_of_faults():
@@ -133,79 +121,65 @@ def test_loading_xgrammar_keeps_the_handler_of_faults():
         "import faulthandler\nfaulthandler.enable()\n"
         "before = handler()\nlibrary()\nprint(before is not None and before == handler())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
+    assert said_by(code) == "True\n"
 
 
-@pytest.fixture
-def fresh_rooms(monkeypatch):
-    """Both rooms as in a process that has loaded nothing, now and afterwards."""
+@pytest.fixture(params=[
+    (llguidance_room, LLGuidanceBackend, "llguidance", "LLGuidance", doctor.check_llguidance),
+    (xgrammar_room, XGrammarBackend, "xgrammar", "XGrammar", doctor.check_xgrammar),
+], ids=["llguidance", "xgrammar"])  # fmt: skip
+def library(request, monkeypatch):
+    """A room, its backend, package, name and check in the doctor; both rooms are as in a process
+    that has loaded nothing, now and afterwards."""
     caches = [llguidance_room.probe, xgrammar_room.probe, xgrammar_room.library]
     for cache in caches:
         cache.cache_clear()
-    yield monkeypatch
+    yield request.param
     monkeypatch.undo()
     for cache in caches:
         cache.cache_clear()
 
 
-ROOMS = [
-    (llguidance_room, LLGuidanceBackend, "llguidance", "LLGuidance", "check_llguidance"),
-    (xgrammar_room, XGrammarBackend, "xgrammar", "XGrammar", "check_xgrammar"),
-]
+class Refusing:
+    """Native code that finds another ABI in every library."""
+
+    def __getattr__(self, attribute):
+        raise RuntimeError("the ABI is another one")
 
 
-every = pytest.mark.parametrize("room, backend, package, name, check", ROOMS)
-
-
-@every
-def test_another_release_is_refused_with_the_command_that_helps(
-    fresh_rooms, room, backend, package, name, check
-):
-    """A release that graft does not know is refused before it is loaded, in the doctor too."""
+@pytest.mark.parametrize("release", [True, False], ids=["release", "ABI"])
+def test_a_library_that_cannot_be_driven_is_refused(monkeypatch, library, release):
+    """One of another release before it is loaded, with the command that helps; else where probing
+    fails. The backend's error says why, and the doctor."""
+    room, backend, package, name, check = library
     real = importlib.metadata.version
-    fresh_rooms.setattr(
-        importlib.metadata, "version", lambda p: "9.9.0" if p == package else real(p)
-    )
-    with pytest.raises(OptionError, match=f"{name} 9.9.0 is installed, graft needs .*pip install"):
+    if release:
+        said, why = f"{name} 9.9.0 is installed, graft needs .*pip install", "9.9.0"
+        monkeypatch.setattr(importlib.metadata, "version",
+                            lambda asked: "9.9.0" if asked == package else real(asked))  # fmt: skip
+    else:
+        said, why = f"{name} cannot be driven natively: the ABI is another", "the ABI is another"
+        monkeypatch.setattr(room, "_native", type("Native", (), {"guide": Refusing()}))
+    with pytest.raises(OptionError, match=said):
         backend(byte_vocabulary())
-    found = getattr(doctor, check)()
-    assert found.status == "missing" and "9.9.0" in found.detail and "pip install" in found.advice
+    found = check()
+    assert found.status == "missing" and why in found.detail
+    assert "pip install" in found.advice or not release
 
 
-@every
-def test_a_library_that_is_absent_is_named_with_the_command_that_helps(
-    fresh_rooms, serve, room, backend, package, name, check
-):
+def test_a_library_that_is_absent_is_named_with_the_command_that_helps(monkeypatch, serve, library):
     """One sentence where an engine names the backend, and where a grammar of a request does."""
-    real = importlib.metadata.version
+    package, name, real = *library[2:4], importlib.metadata.version
 
     def version(asked):
         if asked == package:
             raise importlib.metadata.PackageNotFoundError(asked)
         return real(asked)
 
-    fresh_rooms.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     said = f"grammar_backend: {name} is not installed; install it with: pip install .*{package}"
     with pytest.raises(OptionError, match=said):
         GrammarService(byte_vocabulary(), package)
     other = "llguidance" if package == "xgrammar" else "xgrammar"
     with pytest.raises(GrammarError, match=f"regex: {said}"):
         serve(other).submit(GrammarSpec("regex", "a", backend=package)).result(300)
-
-
-@every
-def test_a_library_that_cannot_be_driven_is_refused(
-    fresh_rooms, room, backend, package, name, check
-):
-    """Where probing fails the backend's error, and the doctor, say why."""
-
-    class Refusing:
-        def __getattr__(self, attribute):
-            raise RuntimeError("the ABI is another one")
-
-    fresh_rooms.setattr(room, "_native", type("Native", (), {"guide": Refusing()}))
-    with pytest.raises(OptionError, match=f"{name} cannot be driven natively: the ABI is another"):
-        backend(byte_vocabulary())
-    found = getattr(doctor, check)()
-    assert found.status == "missing" and "the ABI is another one" in found.detail

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import guide_util
 import numpy as np
 import pytest
 from guide_util import OTHER_STOP, STOP, byte_vocabulary
 from reference_round import bits
 from stock import StockLLGuidance, StockXGrammar
 
-from graft.grammar import (
-    GrammarSpec,
-    LLGuidanceBackend,
-    Matcher,
-    StructuralTag,
-    Vocabulary,
-    XGrammarBackend,
-)
+from graft.grammar import GrammarSpec, Matcher, StructuralTag, Vocabulary
+from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.xgrammar import XGrammarBackend
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
 STOCK = {"xgrammar": StockXGrammar, "llguidance": StockLLGuidance}
-SCHEMA = {
-    "type": "object", "required": ["abc", "n"],
-    "properties": {"abc": {"type": "string", "maxLength": 6}, "b": {"enum": [1, "true"]},
-                   "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3}},
-}  # fmt: skip
 NODE = {
     "type": "object", "required": ["b"], "additionalProperties": False,
     "properties": {"a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
@@ -35,16 +26,14 @@ NODE = {
 }  # fmt: skip
 TREE = {"$ref": "#/$defs/node", "$defs": {"node": NODE}}
 SPECS = {
-    "schema": GrammarSpec.json_schema(SCHEMA),
+    "schema": guide_util.SPECS["schema"],
     "tree": GrammarSpec.json_schema(TREE),
-    "spaced": GrammarSpec.json_schema(SCHEMA, whitespace="any"),
+    "spaced": replace(guide_util.SPECS["schema"], whitespace="any"),
     "object": GrammarSpec.json_object(),
     "regex": GrammarSpec.regex("(ab|c)+[0-9]*/?"),
     "ebnf": GrammarSpec.ebnf('root ::= "a" ("b" | x)*\nx ::= "c" [0-9]{1,2}'),
     "choice": GrammarSpec.choice(["abab", "abc", 'a"b\\', "x\n", "\u00e9t\u00e9"]),
-    "lark": GrammarSpec.lark(
-        'start: "a" item*\nitem: "b" | "(" item ")" | NUMBER\nNUMBER: /[0-9]+/'
-    ),
+    "lark": GrammarSpec.lark('start: "a" item*\nitem: "b" | "(" item ")" | /[0-9]+/'),
     "tags": GrammarSpec.structural_tag(
         [StructuralTag.of("<f=a>", {"type": "integer"}, "</f>"),
          StructuralTag.of("<f=b>", {"enum": ["abc", "ab"]}, "</f>")], ["<f"],
@@ -108,10 +97,15 @@ def vocabulary() -> Vocabulary:
     return byte_vocabulary(SIZE, {"<end>": 266})
 
 
-def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> tuple[int, int]:
-    """Random streams over the grammars with both matchers of a backend; endings and rows."""
-    native = BACKENDS[name](vocabulary())
-    stock = STOCK[name](vocabulary())
+@pytest.mark.parametrize("specs, streams, seed, least", [
+    (SPECS, 1000, 11, (100, 4000)), (FREE, 400, 5, (10, 1000)),
+], ids=["grammars", "markers"])  # fmt: skip
+@pytest.mark.parametrize("name", BACKENDS)
+def test_native_and_stock_masks_are_equal_at_every_step(name, specs, streams, seed, least, capfd):
+    """Of many streams with illegal ids, rollbacks and endings, every mask and answer is equal,
+    whether or not a mask was made at the step before; the native byte scanner and a search in the
+    text agree where free text ends, both ways."""
+    native, stock = BACKENDS[name](vocabulary()), STOCK[name](vocabulary())
     rng = np.random.default_rng(seed)
     ends, rows = 0, 0
     for kind, spec in specs.items():
@@ -121,25 +115,10 @@ def play(name: str, specs: dict[str, GrammarSpec], streams: int, seed: int) -> t
             pair = [g.matcher(stops) for g in grammars]
             if spec.marker is not None:
                 pair[1] = Searched(pair[1], spec.marker)
-            more = stream(NativeSide(pair[0]), pair[1], rng, int(rng.integers(5, 30)), kind)
+            more = stream(pair[0].native, pair[1], rng, int(rng.integers(5, 30)), kind)
             ends, rows = ends + more[0], rows + more[1]
-    return ends, rows
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_native_and_stock_masks_are_equal_at_every_step(name, capfd):
-    """Of 1,000 streams with illegal ids, rollbacks and endings, every mask and answer is equal,
-    whether or not a mask was made at the step before."""
-    ends, rows = play(name, SPECS, 1000, seed=11)
-    assert ends > 100 and rows > 4000
+    assert ends > least[0] and rows > least[1]
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_markers_are_found_alike_by_scanner_and_search(name):
-    """The native byte scanner and a search in the text agree where free text ends, both ways."""
-    ends, rows = play(name, FREE, 400, seed=5)
-    assert ends > 10 and rows > 1000
 
 
 class Searched(Matcher):
@@ -205,12 +184,3 @@ class Searched(Matcher):
 
     def is_terminated(self):
         return self.inner.is_terminated() if self.started else self.stopped
-
-
-class NativeSide:
-    """A matcher's native methods, called as the worker calls them."""
-
-    def __init__(self, matcher):
-        self._matcher = matcher
-        self.accept, self.rollback = matcher.native.accept, matcher.native.rollback
-        self.fill, self.is_terminated = matcher.native.fill, matcher.native.is_terminated

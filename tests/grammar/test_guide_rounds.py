@@ -44,24 +44,29 @@ def equal_counters(device: Device) -> dict[str, int]:
     return native
 
 
-@pytest.mark.parametrize("draft_length, masked, threads", [
-    (0, False, 1), (1, True, 1), (3, True, 1), (3, False, 1), (0, False, 3), (3, True, 3),
-    (2, False, 3),
+@pytest.mark.parametrize("draft_length, masked, threads, probe", [
+    (0, False, 1, False), (1, True, 1, False), (3, True, 1, False), (3, False, 1, False),
+    (0, False, 3, False), (3, True, 3, False), (2, False, 3, False), (1, True, 1, True),
+    (3, True, 1, True), (3, True, 3, True),
 ])  # fmt: skip
 def test_rows_equal_a_stock_matcher_fed_from_the_start(
-    backend, oracle, draft_length, masked, threads
+    backend, oracle, draft_length, masked, threads, probe
 ):
     """After every step each row's mask and stamp are those of a fresh matcher; matchers in Python
-    give the same rows, stamps and counters as native ones; so do several threads."""
+    give the same rows, stamps and counters as native ones; so do several threads. With probes the
+    first legal candidate is answered, and a miss fills the row to draw from."""
     device = Device(
-        backend, oracle=oracle, slots=3 + threads, draft_length=draft_length, masked=masked,
-        seed=draft_length, options={"threads": threads},
+        backend, oracle=oracle, slots=4 if probe else 3 + threads, draft_length=draft_length,
+        masked=masked, seed=draft_length, probe=probe, wrong=0.05 * probe,
+        options={"threads": threads},
     )  # fmt: skip
-    play(device, (400 if backend.name == "XGrammar" else 100) // threads)
+    requests = (120, 40) if probe else (400 // threads, 100 // threads)
+    play(device, requests[backend.name != "XGrammar"])
     native = equal_counters(device)
-    assert native["desyncs"] == native["errors"] == native["missing_snapshots"] == 0
-    assert native["late_rows"] == native["budget_stalls"] == 0
+    assert native["missing_snapshots"] == native["late_rows"] == native["budget_stalls"] == 0
     assert native["dead_ends"] > 0 and native["terminations"] > 0
+    assert native["desyncs"] == native["errors"] and (native["errors"] > 0) == probe
+    assert not probe or native["probes"] > native["probe_misses"] > 0
 
 
 def test_committed_tokens_the_grammar_refuses_fail_their_slot_alone(backend):
@@ -123,18 +128,3 @@ def test_a_request_goes_on_elsewhere_from_its_tokens(backend):
     assert len(tokens) > 1 and len(there.slots[1].history) > len(tokens)
     with pytest.raises(GrammarError, match="refuses token 270, number 1"):
         backend.compile(SPECS["regex"]).matcher(tokens=[97, 270])
-
-
-@pytest.mark.parametrize("draft_length, threads", [(1, 1), (3, 1), (3, 3)])
-def test_the_first_legal_candidate_is_answered_and_rows_come_later(backend, draft_length, threads):
-    """Answers and rows are those of a stock matcher; a miss fills the row to draw from; matchers
-    in Python do the same work."""
-    device = Device(
-        backend, slots=4, draft_length=draft_length, masked=True, seed=draft_length, probe=True,
-        wrong=0.05, options={"threads": threads},
-    )  # fmt: skip
-    play(device, 120 if backend.name == "XGrammar" else 40)
-    native = equal_counters(device)
-    assert native["desyncs"] == native["errors"] > 0
-    assert native["probes"] > native["probe_misses"] > 0
-    assert native["terminations"] > 0 and native["dead_ends"] > 0

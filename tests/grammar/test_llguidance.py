@@ -9,6 +9,7 @@ text from the start and never goes back.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import numpy as np
@@ -24,10 +25,8 @@ OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
 EITHER = {"anyOf": [OBJECT, {"type": "array", "items": {"anyOf": [STRING, OBJECT]}}]}
 SPECS = {
-    "forced start": GrammarSpec.json_schema(
-        {"type": "object", "properties": {"v": EITHER}, "required": ["v"],
-         "additionalProperties": False}
-    ),
+    "forced start": GrammarSpec.json_schema({**OBJECT, "properties": {"v": EITHER},
+                                             "required": ["v"]}),
     "open start": GrammarSpec.json_schema(EITHER),
 }  # fmt: skip
 VALUES = ['{"a": "xy', '["k", "xy', '["k", "k", "xy"', '["k", "', '["k', '[{"a": "xy', '["xy"]']
@@ -77,9 +76,10 @@ class Texts:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec):
+def test_masks_are_of_the_text_alone_and_not_of_another(spec):
     """Random walks: on along a text, back by some tokens, on along another with that beginning,
-    with masks filled at every step, at some, or hardly ever."""
+    with masks filled at every step, at some, or hardly ever. A matcher that ends anywhere hands on
+    its lexer's states to the next, and no mask of its own text."""
     texts, rng = Texts(spec), np.random.default_rng(2)
     for walk in range(120):
         matcher, done, share = texts.grammar.matcher(), (), (1.0, 0.5, 0.1)[walk % 3]
@@ -94,19 +94,11 @@ def test_walks_through_the_texts_with_rollbacks_have_the_right_masks(spec):
                 done = done[: len(done) - back]
             if rng.random() < share:
                 texts.check(matcher, done)
-
-
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_a_request_gets_no_mask_of_the_one_before(spec):
-    """A matcher that ends anywhere hands on its lexer's states, and no mask of its own text."""
-    texts = Texts(spec)
-    for old in texts.paths:
-        for new in texts.paths:
-            for path in (old, new):
-                matcher = texts.grammar.matcher()
-                assert all(matcher.accept(token) for token in path)
-                texts.check(matcher, path)
-                del matcher
+    for path in (path for pair in itertools.product(texts.paths, repeat=2) for path in pair):
+        del matcher
+        matcher = texts.grammar.matcher()
+        assert all(matcher.accept(token) for token in path)
+        texts.check(matcher, path)
 
 
 #: A pattern under a long length bound: LLGuidance's own limits end in the middle of its texts.
@@ -127,17 +119,13 @@ def schema(value: object) -> GrammarSpec:
     return GrammarSpec.json_schema(json.dumps(value), backend="llguidance", key_order="schema")
 
 
-@pytest.mark.parametrize(
-    "spec, value",
-    [
-        (schema(BOUNDED), "what is it"),
-        (schema(OPTIONS), {"p2050": 2050}),
-        (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
-        (choice(2_000), None),
-        (choice(100_000), None),
-    ],
-    ids=["long bound", "options", "optional properties", "choice", "large choice"],
-)
+@pytest.mark.parametrize("spec, value", [
+    (schema(BOUNDED), "what is it"),
+    (schema(OPTIONS), {"p2050": 2050}),
+    (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
+    (choice(2_000), None),
+    (choice(100_000), None),
+], ids=["long bound", "options", "optional properties", "choice", "large choice"])  # fmt: skip
 def test_a_text_goes_through_to_its_end(spec, value):
     """It is accepted to its end, with a mask before each token, after rollbacks too."""
     text = json.dumps(value) if value is not None else json.loads(spec.text)[1234]

@@ -83,15 +83,16 @@ def test_every_group_is_right_or_refused_by_name(shared_data: Path, key_order: A
     assert right >= 240 and len(refused) <= 80, (right, refused)
 
 
-def test_accepted_schemas_let_no_invalid_instance_through(shared_data: Path, serve):
+@pytest.mark.parametrize("share, timeout_s", [(12, 3), pytest.param(25, 5, marks=pytest.mark.full)])
+def test_accepted_schemas_let_no_invalid_instance_through(shared_data, serve, share, timeout_s):
     """Of real schemas that are not refused, every invalid instance is kept out, most valid ones
     fit (fixed property order and no undeclared properties keep some out)."""
-    service = serve(vocabulary=BYTES, timeout_s=5)  # what takes longer counts as refused
+    service = serve(vocabulary=BYTES, timeout_s=timeout_s)  # what takes longer counts as refused
     compiled = refused = 0
     outcome = {True: [0, 0], False: [0, 0]}  # valid: [refused, accepted]
     for split in ("BFCL", "Github_easy", "Github_medium", "Glaiveai2K", "JME"):
         rows = rows_of(shared_data / "maskbench" / f"{split}.jsonl.gz")
-        for row in rows[:: max(1, len(rows) // 25)]:
+        for row in rows[:: max(1, len(rows) // share)]:
             try:
                 grammar = service.submit(GrammarSpec.json_schema(row["schema"])).result()
             except GrammarError:
@@ -103,6 +104,6 @@ def test_accepted_schemas_let_no_invalid_instance_through(shared_data: Path, ser
                     fits = accepts(grammar, json.dumps(instance, ensure_ascii=False))
                     outcome[valid][fits] += 1
                     assert valid or not fits, (row["id"], instance)
-    assert compiled > 80 and compiled > refused
-    assert sum(outcome[False]) > 100
+    assert compiled > 3.2 * share and compiled > refused
+    assert sum(outcome[False]) > 4 * share
     assert outcome[True][True] > 0.85 * sum(outcome[True])

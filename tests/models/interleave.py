@@ -5,8 +5,6 @@ decoder over `ToyDevice`. From the seed it draws requests, sizes and a sequence 
 lets the device go on in between, and compares every request with its sequential output.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -54,20 +52,13 @@ def toy_grammars(rng: random.Random) -> CompiledGrammar:
 class Interleaving:
     """One run; `run()` raises AssertionError when anything differs from the sequential truth.
 
-    Parameters
-    ----------
-    device : whose pinned memory the rings use.
-    grammars : draws a request's grammar.
-    vocabulary : of those grammars.
+    Rings use the device's pinned memory; `grammars` draws a request's grammar, of that vocabulary.
     """
 
     def __init__(
-        self,
-        device: Device,
-        seed: int,
-        grammars: Grammars = toy_grammars,
+        self, device: Device, seed: int, grammars: Grammars = toy_grammars,
         vocabulary: Vocabulary = TOY,
-    ):
+    ):  # fmt: skip
         self.grammars, self.vocabulary = grammars, vocabulary
         rng = self.rng = random.Random(seed)
         self.depth = rng.choice((1, 2, 2, 2, 3))
@@ -104,7 +95,6 @@ class Interleaving:
             prefill_rows=rng.choice((1, 4, 100)),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
-        self.running: dict[str, Running] = {}
         self.tokens: dict[str, list[int]] = {}
         self.text: dict[str, str] = {}
         self.ended: dict[str, Output] = {}
@@ -114,20 +104,17 @@ class Interleaving:
         self.preempts = rng.choice((0.0, 0.03, 0.1))
 
     def _graph(self, rows: int) -> Any:
-        executable = SimpleNamespace(
-            launch=lambda stream: self.toy.launch(rows), check=lambda: None
-        )
-        return SimpleNamespace(exec=executable, timed=())
+        launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows), check=lambda: None)
+        return SimpleNamespace(exec=launch, timed=())
 
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
         rng = self.rng
         prompt = [rng.randrange(VOCAB - 2) for _ in range(rng.randint(1, 9))]
-        grammar = self.grammars(rng) if rng.random() < 0.7 else None
-        stop = () if grammar is not None else tuple(
-            self.vocabulary.tokens[rng.randrange(STOPS[0])].decode()
-            for _ in range(rng.choice((0, 2, 4)))
-        )  # fmt: skip
+        grammar, stop = self.grammars(rng) if rng.random() < 0.7 else None, ()
+        if grammar is None:
+            ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
+            stop = tuple(self.vocabulary.tokens[i].decode() for i in ids)
         running = Running(
             request=Request(tokens=prompt, stop=stop),
             output=Output(id=str(number), seed=rng.randrange(1 << 62)),
@@ -140,7 +127,6 @@ class Interleaving:
             running.grammar = Future()
             self.compiling.append((running, grammar))
         self.truth[running.id] = sequential(running, grammar, self.vocabulary)
-        self.running[running.id] = running
         self.tokens[running.id], self.text[running.id] = [], ""
         self.scheduler.submit(running)
 
@@ -161,11 +147,8 @@ class Interleaving:
         if len(s.replays.unread) < s.depth:
             actions += [s.admit, s.launch, s.launch]
         if s.replays.unread:
-            actions += [self._read, self._read]
-        if self.compiling:
-            actions += [self._compile, self._compile]
-        else:
-            actions += [self._step, self._step]
+            actions += [lambda: self._pressed(s.read)] * 2
+        actions += [self._compile if self.compiling else lambda: self._pressed(s.step)] * 2
         rng.choice(actions)()
         running = rng.choice(list(s.unfinished.values())) if s.unfinished else None
         if running is None:
@@ -176,13 +159,9 @@ class Interleaving:
         elif running.slot >= 0 and rng.random() < self.preempts:
             s.preempt(running)
 
-    def _read(self) -> None:
+    def _pressed(self, call: Callable[[Any], None]) -> None:
         with suppress(KeyboardInterrupt):
-            self.scheduler.read(Pressing(self.rng))  # type: ignore[arg-type]
-
-    def _step(self) -> None:
-        with suppress(KeyboardInterrupt):
-            self.scheduler.step(Pressing(self.rng))  # type: ignore[arg-type]
+            call(Pressing(self.rng))
 
     def _fetch(self) -> None:
         for event in self.scheduler.outbox.fetch_rest():
@@ -226,7 +205,7 @@ class Interleaving:
             made = sum(len(output.tokens) for output in self.ended.values())
             assert made == s.stats.tokens, "tokens are miscounted"
         while s.replays.unread:
-            self._read()
+            self._pressed(s.read)
         s.replays.settle(s.stats)
         s.seating.reclaim_idle()
         assert not s.seating.leaving and len(s.seating._free) == len(self.toy.slots)

@@ -3,8 +3,7 @@
 It does what the kernels of a round do, against the same rings, exchange and host steps. A replay's
 steps run in any order that the graph's edges allow. What joins and leaves slots is ordered only as
 far as the host may rely on it: before the replays launched after it, but not behind those launched
-before. A host that hands on slots,
-pages or ring entries too early therefore breaks outputs here.
+before. A host that hands on slots, pages or ring entries too early therefore breaks outputs here.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.kv import PagedKV
 
 PAGE = 4
+HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
 
 
 class Hang(AssertionError):
@@ -55,8 +56,8 @@ class ToyCache(PagedKV):
         self.max_pages, self.scratch_page = -(-length // PAGE), pages
         self.free = list(range(pages))
         self._owned = [[] for _ in range(slots)]
-        self._staged = [_Row(self.max_pages, pages) for _ in range(slots)]  # type: ignore[misc]
         self.table = np.full((slots, self.max_pages), pages)
+        self._staged: Any = [SimpleNamespace(array=row) for row in self.table.copy()]
         self.memory = np.full((pages + 1, PAGE), -1)
 
     def release(self, slot: int) -> None:
@@ -81,13 +82,11 @@ class ToyCache(PagedKV):
         return self.memory[pages].reshape(-1)[:end].tolist()
 
 
-class _Row:
-    def __init__(self, width: int, value: int):
-        self.array = np.full(width, value)
-
-
 class ToyDevice:
-    """Slots, pages, one queue of replays, and the side work that joins and leaves slots."""
+    """Slots, pages, one queue of replays, and the side work that joins and leaves slots.
+
+    Who makes one sets `caches`, `exchange`, the rings `inputs` and `outputs`, and `decoder`.
+    """
 
     def __init__(self, rng: random.Random, slots: int, draft_length: int, masked: bool):
         self.rng, self.k, self.masked = rng, draft_length, masked
@@ -96,21 +95,14 @@ class ToyDevice:
         self.unread: set[int] = set()  # slots whose prompt no copy has read
         self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; one for all
         self.side: deque[Callable[[], None]] = deque()
-        self.side_done = 0
-        self.side_enqueued = 0
+        self.side_done = self.side_enqueued = 0
         self.queue: deque[Replay] = deque()
         self.replay = 0  # the device's own count
-        self.completed = 0
-        self.launched = 0
+        self.completed = self.launched = 0
         self.starved = 0  # active slots without a mask row that no lack of budget explains
         self.stall = rng.choice((0.0, 0.1, 0.3))
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))  # device steps per host action, on average
         self.agreement = rng.choice((30, 70, 95))  # percent of drafts that the target agrees with
-        self.caches: list[ToyCache] = []
-        self.exchange: Any = None
-        self.inputs: Any = None
-        self.outputs: Any = None
-        self.decoder: Any = None
 
     # What the host sees -------------------------------------------------------------------------
 
@@ -218,33 +210,22 @@ class ToyDevice:
         return graph
 
     def _ready(self, replay: Replay) -> list[Callable[[], None]]:
-        graph = self._graph()
-
-        def run(name: str) -> Callable[[], None]:
-            def step() -> None:
-                kind, _, number = name.partition(" ")
-                getattr(self, f"_{kind}")(replay, *([int(number)] if number else []))
-                replay.done.add(name)
-                if len(replay.done) == len(graph):
-                    self.queue.popleft()
-                    self.completed += 1
-
-            return step
-
         return [
-            run(name)
-            for name, waits in graph.items()
+            functools.partial(self._run, replay, name)
+            for name, waits in self._graph().items()
             if name not in replay.done and all(wait in replay.done for wait in waits)
         ]
 
-    def _open(self, replay: Replay) -> None:
-        run_work(self.decoder.open_work())
-
-    def _commit(self, replay: Replay) -> None:
-        run_work(self.decoder.commit_work())
-
-    def _fill(self, replay: Replay, j: int) -> None:
-        run_work(self.decoder.draft_work(j))
+    def _run(self, replay: Replay, name: str) -> None:
+        kind, *number = name.split()
+        if kind in HOST_STEPS:
+            run_work(getattr(self.decoder, HOST_STEPS[kind])(*map(int, number)))
+        else:
+            getattr(self, f"_{kind}")(replay, *map(int, number))
+        replay.done.add(name)
+        if len(replay.done) == len(self._graph()):
+            self.queue.popleft()
+            self.completed += 1
 
     def _begin(self, replay: Replay) -> None:
         self.replay += 1

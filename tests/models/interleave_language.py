@@ -5,8 +5,6 @@ ids that the grammar allows. So the sequential output of a request is a pure fun
 of tokens, pages, masks or seeds between requests shows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -145,9 +143,7 @@ class ToyText:
 
 
 def sequential(
-    running: Running,
-    compiled: CompiledGrammar | None,
-    vocabulary: Vocabulary = TOY,
+    running: Running, compiled: CompiledGrammar | None, vocabulary: Vocabulary = TOY
 ) -> tuple[list[int], str]:
     """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
@@ -157,16 +153,13 @@ def sequential(
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())
         if not legal:
             return tokens, "dead_end"
-        context = context_of([*running.prompt, *tokens])
-        token = choose(context, running.output.seed, legal)
+        token = choose(context_of([*running.prompt, *tokens]), running.output.seed, legal)
         tokens.append(token)
-        if matcher is not None:
-            assert matcher.accept(token)
-        if token not in running.stop_ids:
-            text += decoder.push([token])
-            if any(stop in text for stop in running.request.stop):
-                return tokens, "stop_string"
+        assert matcher is None or matcher.accept(token)
         if token in running.stop_ids:
             return tokens, "stop"
+        text += decoder.push([token])
+        if any(stop in text for stop in running.request.stop):
+            return tokens, "stop_string"
         if len(tokens) == running.max_tokens:
             return tokens, "length"

@@ -1,14 +1,11 @@
 """Shared by the tests of models: caches, rows, and running a model over a sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.dtypes import from_float32
 from graft.cudagraph.lanes import StreamLane
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
@@ -23,9 +20,7 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 def upload(device: Any, x: np.ndarray, dtype: str = "float32") -> Any:
     """float32 values to the device as `dtype`."""
-    if dtype == "float32":
-        return device.from_host(np.ascontiguousarray(x, dtype=np.float32))
-    return device.from_host(from_float32(np.ascontiguousarray(x, dtype=np.float32), dtype), dtype)
+    return device.from_host(np.ascontiguousarray(x, dtype=np.float32), dtype)
 
 
 def integers(device: Any, values: Sequence[int] | np.ndarray) -> Any:
@@ -46,21 +41,12 @@ def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
     return Rows(integers(device, token), integers(device, slots), integers(device, pos))
 
 
-def make_cache(
-    device: Any, config: LlamaConfig, layers: int | None = None, **changes: Any
-) -> PagedKV:
+def make_cache(device: Any, config: Any, layers: int | None = None, **changes: Any) -> PagedKV:
     """A cache for a model: 3 slots of 64 positions in pages of 8, unless changed."""
-    options: dict[str, Any] = {
-        "layers": layers or config.num_hidden_layers,
-        "pages": 40,
-        "page_size": 8,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "dtype": config.dtype,
-        "slots": 3,
-        "max_pages_per_slot": 8,
-    }
-    return PagedKV(device, **{**options, **changes})
+    sizes = {"pages": 40, "page_size": 8, "slots": 3, "max_pages_per_slot": 8, **changes}
+    of_model = {"kv_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+                "layers": layers or config.num_hidden_layers, "dtype": config.dtype}  # fmt: skip
+    return PagedKV(device, **{**of_model, **sizes})
 
 
 def load_llama(

@@ -3,8 +3,6 @@
 Weights are float32 dictionaries by Hugging Face name; computation is float64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -108,13 +106,9 @@ def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.n
 
 
 def eagle3_outputs(
-    w: Weights,
-    config: dict[str, Any],
-    embedding: np.ndarray,
-    features: np.ndarray,
-    next_tokens: np.ndarray,
-    prefix: str = "midlayer",
-) -> np.ndarray:
+    w: Weights, config: dict[str, Any], embedding: np.ndarray, features: np.ndarray,
+    next_tokens: np.ndarray, prefix: str = "midlayer",
+) -> np.ndarray:  # fmt: skip
     """Outputs [E, hidden] of entries 0..E-1, before the final norm.
 
     Entry i pairs features [E, 3 hidden] of token i with token i + 1, next_tokens [E].
@@ -128,8 +122,7 @@ def eagle3_outputs(
     return decoder_layer(w, prefix, config, x, residual)
 
 
-def eagle3_logits(
-    w: Weights, config: dict[str, Any], out: np.ndarray, head: np.ndarray
-) -> np.ndarray:
+def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.ndarray:
     """Draft logits of outputs."""
-    return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.astype(np.float64).T
+    head = w["lm_head.weight"].astype(np.float64)
+    return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.T

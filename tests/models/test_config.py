@@ -1,7 +1,6 @@
 """Configurations: what is read, what is refused, and the rotary frequencies they ask for."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import os
 
@@ -14,13 +13,8 @@ from graft.models import fields
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.errors import ConfigError
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
 
 
 def read(**overrides) -> LlamaConfig:
@@ -38,29 +32,24 @@ def test_sizes_are_read_from_the_folder(tmp_path):
 
 
 def test_absent_fields_take_the_formats_defaults():
-    """kv heads default to heads, head_dim to hidden / heads, ties to false, base to 10000."""
-    config = read(
-        num_key_value_heads=None, head_dim=None, tie_word_embeddings=None, rope_theta=None
-    )
+    """kv heads default to heads, head_dim to hidden / heads, which must be a whole number, ties to
+    false, base to 10000."""
+    absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta")
+    config = read(**dict.fromkeys(absent))
     assert (config.num_key_value_heads, config.head_dim) == (6, 8)
     assert not config.tie_word_embeddings and config.rope.theta == 10000.0
+    with pytest.raises(ConfigError, match="hidden_size 50"):
+        read(hidden_size=50, head_dim=None)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
-)  # fmt: skip
-@pytest.mark.parametrize("value", [None, 0, -4, 1 << 40, "48", 4.5, True, [3]])
-def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
-    """A size that is missing, not an integer or out of range raises, naming field and value."""
-    with pytest.raises(ConfigError, match=name) as refused:
-        read(**{name: value})
-    assert value is None or repr(value) in str(refused.value) or str(value) in str(refused.value)
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+         "num_attention_heads")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("architectures", ["MistralForCausalLM"]), ("architectures", []), ("model_type", "qwen3"),
+    [*itertools.product(SIZES, (None, 0, -4, 1 << 40, "48", 4.5, True, [3])),
+     ("architectures", ["MistralForCausalLM"]), ("architectures", []), ("model_type", "qwen3"),
      ("hidden_act", "gelu"), ("attention_bias", True), ("mlp_bias", True), ("pretraining_tp", 2),
      ("sliding_window", 4096), ("quantization_config", {"bits": 4}), ("head_dim", 7),
      ("head_dim", 512), ("num_key_value_heads", 4), ("rms_norm_eps", -1.0),
@@ -73,42 +62,31 @@ def test_absent_and_absurd_sizes_are_refused_by_name(name, value):
      ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}), ("rope_scaling", "linear"),
      ("eos_token_id", "end"), ("rms_norm_eps", 10**400), ("torch_dtype", ["float32"])],
 )  # fmt: skip
-def test_what_is_not_implemented_is_refused_by_name(name, value):
-    """A field with a value graft does not implement raises an error that names it."""
+def test_what_cannot_be_is_refused_by_name(name, value):
+    """Absent and absurd sizes, and what graft does not implement; of a size with its value."""
     wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=wanted) as refused:
         read(**{name: value})
+    if name in SIZES and value is not None:
+        assert repr(value) in str(refused.value) or str(value) in str(refused.value)
 
 
-def test_heads_that_do_not_divide_the_width_are_refused():
-    """Without head_dim, hidden_size must be a multiple of the heads."""
-    with pytest.raises(ConfigError, match="hidden_size 50"):
-        read(hidden_size=50, head_dim=None)
+NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
 
 
-@pytest.mark.parametrize("text", ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000])
-def test_a_config_that_is_no_object_is_refused(tmp_path, text):
-    """Broken, bottomless or non-object JSON raises, naming the file."""
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        LlamaConfig.from_dir(tmp_path)
-
-
-def test_a_config_that_never_ends_is_refused(tmp_path, monkeypatch):
-    """A pipe, a device or a file without measure is not read; nor one that is not there."""
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        LlamaConfig.from_dir(tmp_path)
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="no plain file"):
-        LlamaConfig.from_dir(tmp_path)
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="no plain file"):
-        LlamaConfig.from_dir(tmp_path)
-    (tmp_path / "config.json").unlink()
-    make_tiny_llama(tmp_path)
-    monkeypatch.setattr(fields, "_MOST_BYTES", 10)
-    with pytest.raises(ConfigError, match="more than 10"):
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [*((lambda file, text=text: file.write_text(text), r"config\.json") for text in NO_OBJECTS),
+     (os.mkfifo, "no plain file"), (lambda file: file.symlink_to("/dev/zero"), "no plain file"),
+     (lambda file: make_tiny_llama(file.parent), "more than 10"), (str, "{folder}")],
+)  # fmt: skip
+def test_a_config_that_is_no_object_is_refused(tmp_path, monkeypatch, make, words):
+    """Broken, bottomless or non-object JSON raises, naming the file; a pipe, a device or a file
+    without measure is not read; nor one that is not there."""
+    make(tmp_path / "config.json")
+    if words.startswith("more"):
+        monkeypatch.setattr(fields, "_MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match=words.format(folder=tmp_path)):
         LlamaConfig.from_dir(tmp_path)
 
 
@@ -158,14 +136,11 @@ def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
     return Eagle3Config.from_dir(tmp_path)
 
 
-def test_the_head_keeps_its_own_rotary_base(tmp_path):
-    """A head without rope_theta turns with base 10000, whatever its target uses."""
+def test_both_formats_of_a_head_give_one_config(tmp_path):
+    """The flat and the nested spelling of one head are read alike, layer ids included; without
+    rope_theta it turns with base 10000, whatever its target uses."""
     assert eagle(tmp_path).rope.theta == 10000.0
     assert eagle(tmp_path, rope_theta=25000.0).rope.theta == 25000.0
-
-
-def test_both_formats_of_a_head_give_one_config(tmp_path):
-    """The flat and the nested spelling of one head are read alike, layer ids included."""
     flat = eagle(tmp_path / "a", layers=4)
     nested = eagle(tmp_path / "b", layers=4, names="speculators")
     assert flat == nested
@@ -195,16 +170,12 @@ def test_default_feature_layers_are_inputs_2_half_and_last_but_three(tmp_path, l
             config.resolve_feature_layers(small)
 
 
-@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [2, 1, 0], [-1, 0, 1], [0, 1, 2, 3], ["a"]])
-def test_malformed_feature_layers_are_refused(tmp_path, ids):
-    """Anything but three ascending layer ids raises."""
-    with pytest.raises(ConfigError, match="eagle_aux_hidden_state_layer_ids"):
-        eagle(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def test_feature_layers_beyond_the_target_are_refused(tmp_path):
     """A named layer that the target does not have raises; its last layer's output is allowed."""
-    config = eagle(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 7]})
+    config = eagle(tmp_path, eagle_config={LAYERS: [1, 3, 7]})
     assert config.resolve_feature_layers(8) == (1, 3, 7)
     with pytest.raises(ConfigError, match="layer 7"):
         config.resolve_feature_layers(7)
@@ -215,13 +186,16 @@ def test_feature_layers_beyond_the_target_are_refused(tmp_path):
     [("norm_output", True), ("norm_before_fc", True), ("fc_norm", True), ("bias", True),
      ("num_hidden_layers", 2), ("num_aux_hidden_states", 5), ("draft_vocab_size", 0),
      ("draft_vocab_size", 100000), ("architectures", ["EagleLlamaForCausalLM"]),
-     ("target_hidden_size", -1), ("norm_before_residual", "true")],
+     ("target_hidden_size", -1), ("norm_before_residual", "true"),
+     *(("eagle_config", {LAYERS: ids})
+       for ids in ([0, 1], [0, 1, 1], [2, 1, 0], [-1, 0, 1], [0, 1, 2, 3], ["a"]))],
 )  # fmt: skip
 def test_heads_graft_does_not_implement_are_refused_by_name(tmp_path, name, value):
-    """Extras of other head versions, and absurd sizes, raise an error that names the field."""
+    """Extras of other head versions, absurd sizes, and anything but three ascending layer ids raise
+    an error that names the field."""
     eagle(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=LAYERS if name == "eagle_config" else name):
         Eagle3Config.from_dict({**data, name: value})
 
 

@@ -1,7 +1,5 @@
 """The drafter protocol: a drafter is one file, and what does not keep to it is refused by name."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_util import DEMO
+from engine_util import DRAFTER, TARGET
 
 from graft.cudagraph import OptionError
 from graft.cudagraph.lanes import StreamLane
@@ -22,8 +20,6 @@ from graft.models.rows import Rows
 from graft.sampling.state import SLOT
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.examples import own_drafter
-
-TARGET = DEMO / "target"
 
 
 def requests() -> list[Request]:
@@ -104,7 +100,7 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
 
 def test_forced_drafts_need_rows_while_drafting(device):
     """Beside a drafter that fills no mask rows they could never be found."""
-    for drafter, options in ((wrong(), {}), (DEMO / "eagle3", {"mask_drafts": False})):
+    for drafter, options in ((wrong(), {}), (DRAFTER, {"mask_drafts": False})):
         with pytest.raises(OptionError, match="forced_drafts needs mask_drafts"):
             Engine(TARGET, drafter, forced_drafts=True, max_batch_size=1, **options)
 

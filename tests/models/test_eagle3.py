@@ -1,28 +1,12 @@
 """EAGLE-3 heads: outputs of NumPy and of the training code, both formats, maps, refusals."""
 
-from __future__ import annotations
+import functools
 
-import json
-
+import nets_util as nets
 import numpy as np
 import numpy_llama
 import pytest
-from nets_util import (
-    FIXTURES,
-    FORMS,
-    forward,
-    host,
-    integers,
-    load_eagle3,
-    load_llama,
-    make_cache,
-    make_rows,
-    own,
-    same_bits,
-    upload,
-)
-from safetensors.numpy import load_file, save_file
-from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
+from tiny_models import edit_tensors, llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import StreamLane
@@ -33,48 +17,43 @@ from graft.models.errors import CheckpointError, ConfigError
 TARGET = llama_config()
 
 
-def entries(stream, drafter, token, slot, pos, features) -> np.ndarray:
-    rows = make_rows(drafter.device, token, slot, pos)
-    out = drafter.entries(StreamLane(stream), rows, upload(drafter.device, features))
-    return host(stream, out)
+def entries(stream, drafter, token, slot, pos, features, call="entries") -> np.ndarray:
+    rows = nets.make_rows(drafter.device, token, slot, pos)
+    out = getattr(drafter, call)(StreamLane(stream), rows, nets.upload(drafter.device, features))
+    return nets.host(stream, out)
 
 
-def step(stream, drafter, token, slot, pos, hidden) -> np.ndarray:
-    rows = make_rows(drafter.device, token, slot, pos)
-    out = drafter.step(StreamLane(stream), rows, upload(drafter.device, hidden))
-    return host(stream, out)
+step = functools.partial(entries, call="step")
 
 
 def draft_logits(stream, drafter, out) -> np.ndarray:
     logits = drafter.device.zeros((out.shape[0], drafter.draft_vocab), "float32")
-    drafter.head(StreamLane(stream), upload(drafter.device, out), logits)
-    return host(stream, logits)
+    drafter.head(StreamLane(stream), nets.upload(drafter.device, out), logits)
+    return nets.host(stream, logits)
 
 
 def pair(device, tmp_path, *, form=None, target=None, **options):
     """A tiny target and a head for it, with their weights."""
-    target_options = target or {}
-    target_weights = make_tiny_llama(tmp_path / "target", **target_options)
-    data = llama_config(**{k: v for k, v in target_options.items() if k != "dtype"})
-    weights = make_tiny_eagle3(tmp_path / "head", data, **options)
-    model = load_llama(device, tmp_path / "target", form=form)
-    drafter = load_eagle3(device, tmp_path / "head", model)
+    target_weights = make_tiny_llama(tmp_path / "target", **(target or {}))
+    weights = make_tiny_eagle3(tmp_path / "head", llama_config(**(target or {})), **options)
+    model = nets.load_llama(device, tmp_path / "target", form=form)
+    drafter = nets.load_eagle3(device, tmp_path / "head", model)
     return model, drafter, target_weights, weights
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nets.FORMS)
 def test_draft_steps_equal_the_training_code(device, stream, form):
     """From every position, an extend over true features and three steps over the head's own
     outputs give what training unrolled, and the target's features are those it trained on."""
-    folder = FIXTURES / "eagle3"
+    folder = nets.FIXTURES / "eagle3"
     expected = np.load(folder / "expected.npz")
-    model = load_llama(device, folder / "target", form=form)
-    drafter = load_eagle3(device, folder / "head", model)
+    model = nets.load_llama(device, folder / "target", form=form)
+    drafter = nets.load_eagle3(device, folder / "head", model)
     tokens, outs = expected["tokens"], expected["outs"]
-    own(stream, model.kv, 0, 40)
-    own(stream, drafter.kv, 0, 40)
+    nets.own(stream, model.kv, 0, 40)
+    nets.own(stream, drafter.kv, 0, 40)
     features = device.zeros((40, 3 * 32), "float32")
-    forward(stream, model, tokens, 0, range(40), features)
+    nets.forward(stream, model, tokens, 0, range(40), features)
     features = features.to_host()
     for last in (0, 1, 7, 30, 35):  # entries 0..last have true features
         count = last + 1
@@ -99,16 +78,15 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nets.FORMS)
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_entries_equal_numpy(device, stream, tmp_path, form, options):
     """Both formats and residual variants, an own embedding, base or width: the oracle's outputs."""
-    model, drafter, target_weights, weights = pair(
-        device, tmp_path, form=form, draft_vocab=70, **options
-    )
+    options = {"form": form, "draft_vocab": 70, **options}
+    model, drafter, target_weights, weights = pair(device, tmp_path, **options)
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 320, 20)
-    own(stream, drafter.kv, 2, 20)
+    nets.own(stream, drafter.kv, 2, 20)
     features = rng.standard_normal((20, 3 * 48)).astype(np.float32)
     out = entries(stream, drafter, tokens, 2, range(20), features)
     table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
@@ -116,11 +94,8 @@ def test_entries_equal_numpy(device, stream, tmp_path, form, options):
     prefix = "layers.0" if "names" in options else "midlayer"
     wanted = numpy_llama.eagle3_outputs(weights, config, table, features, tokens, prefix=prefix)
     np.testing.assert_allclose(out, wanted, atol=3e-5)
-    logits = draft_logits(stream, drafter, out)
-    head = weights["lm_head.weight"]
-    np.testing.assert_allclose(
-        logits, numpy_llama.eagle3_logits(weights, config, wanted, head), atol=5e-5
-    )
+    logits = numpy_llama.eagle3_logits(weights, config, wanted)
+    np.testing.assert_allclose(draft_logits(stream, drafter, out), logits, atol=5e-5)
     assert model.vocab_size == 320 and drafter.draft_vocab == 70
     if "target" in options:
         config["rope_theta"] = 500000.0
@@ -133,14 +108,14 @@ def test_an_extend_overwrites_what_drafting_left(device, stream, tmp_path):
     the bits of a slot that never drafted."""
     _, drafter, _, _ = pair(device, tmp_path, draft_vocab=30, dtype="bfloat16")
     features = np.random.default_rng(1).standard_normal((16, 144)).astype(np.float32)
-    own(stream, drafter.kv, 0, 16)
-    own(stream, drafter.kv, 1, 16)
+    nets.own(stream, drafter.kv, 0, 16)
+    nets.own(stream, drafter.kv, 1, 16)
     clean = entries(stream, drafter, range(16), 0, range(16), features)
     out = entries(stream, drafter, range(8), 1, range(8), features[:8])[-1:]
     for j in range(3):
         out = step(stream, drafter, [99 + j], 1, [8 + j], out)
     again = entries(stream, drafter, range(8, 16), 1, range(8, 16), features[8:])
-    assert same_bits(again, clean[8:].copy())
+    assert nets.same_bits(again, clean[8:].copy())
 
 
 def test_step_accepts_what_earlier_calls_returned(device, stream, tmp_path):
@@ -149,16 +124,16 @@ def test_step_accepts_what_earlier_calls_returned(device, stream, tmp_path):
     features = np.random.default_rng(1).standard_normal((6, 144)).astype(np.float32)
     lane = StreamLane(stream)
     for slot in (0, 1):
-        own(stream, drafter.kv, slot, 9)
+        nets.own(stream, drafter.kv, slot, 9)
     out = entries(stream, drafter, range(6), 0, range(6), features)
     wanted = step(stream, drafter, [7], 0, [4], out[3:4])
     wanted = step(stream, drafter, [8], 0, [5], wanted)
-    rows = make_rows(device, range(6), 1, range(6))
-    view = drafter.entries(lane, rows, upload(device, features))
-    view = drafter.gather(lane, view, integers(device, [3]))
-    view = drafter.step(lane, make_rows(device, [7], 1, [4]), view)
-    view = drafter.step(lane, make_rows(device, [8], 1, [5]), view)
-    assert same_bits(host(stream, view), wanted)
+    rows = nets.make_rows(device, range(6), 1, range(6))
+    view = drafter.entries(lane, rows, nets.upload(device, features))
+    view = drafter.gather(lane, view, nets.integers(device, [3]))
+    view = drafter.step(lane, nets.make_rows(device, [7], 1, [4]), view)
+    view = drafter.step(lane, nets.make_rows(device, [8], 1, [5]), view)
+    assert nets.same_bits(nets.host(stream, view), wanted)
 
 
 def test_the_draft_vocabulary_maps_both_ways(device, tmp_path):
@@ -175,23 +150,11 @@ def test_a_full_vocabulary_needs_no_map(device, tmp_path):
     """Without pruning there is no map, and a missing head is the target's."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", TARGET)
-    edit(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
-    model = load_llama(device, tmp_path / "target")
-    drafter = load_eagle3(device, tmp_path / "head", model)
+    edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
+    model = nets.load_llama(device, tmp_path / "target")
+    drafter = nets.load_eagle3(device, tmp_path / "head", model)
     assert drafter.d2t is None and drafter.t2d is None and drafter.draft_vocab == 320
     assert drafter.lm_head is model.lm_head and drafter.embedding is model.embedding
-
-
-def edit(folder, change) -> None:
-    """Rewrite a head's tensors through `change`."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def edit_config(folder, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize(
@@ -214,45 +177,36 @@ def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
     """Missing, misshapen, mistyped and leftover tensors, and maps that leave the vocabulary or are
     not one to one, raise by name."""
     model, _, _, _ = pair(device, tmp_path, draft_vocab=70)
-    edit(tmp_path / "head", change)
+    edit_tensors(tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=words):
-        load_eagle3(device, tmp_path / "head", model)
+        nets.load_eagle3(device, tmp_path / "head", model)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [({"vocab_size": 400}, "vocab_size 400"), ({"hidden_size": 64}, "target_hidden_size 64")],
-)
-def test_a_head_of_another_target_is_refused(device, tmp_path, options, words):
-    """A head whose vocabulary or feature width is not the target's raises, naming both."""
-    make_tiny_llama(tmp_path / "target")
-    other = llama_config(**options)
-    make_tiny_eagle3(tmp_path / "head", other, draft_vocab=70)
-    model = load_llama(device, tmp_path / "target")
-    with pytest.raises(ConfigError, match=words):
-        load_eagle3(device, tmp_path / "head", model)
-
-
-def test_feature_layers_must_exist_or_be_named(device, tmp_path):
-    """A head without layer ids on a small target raises; named ids work."""
+    ("other", "options", "words"),
+    [({"vocab_size": 400}, {}, "vocab_size 400"),
+     ({"hidden_size": 64}, {}, "target_hidden_size 64"),
+     ({}, {"eagle_config": None}, "3 layers")],
+)  # fmt: skip
+def test_a_head_of_another_target_is_refused(device, tmp_path, other, options, words):
+    """A head whose vocabulary or feature width is not the target's raises, naming both; one without
+    layer ids on a small target, too, while named ids work."""
     model, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)
-    edit_config(tmp_path / "head", eagle_config=None)
-    with pytest.raises(ConfigError, match="3 layers"):
-        load_eagle3(device, tmp_path / "head", model)
+    make_tiny_eagle3(tmp_path / "head", llama_config(**other), draft_vocab=70, **options)
+    with pytest.raises(ConfigError, match=words):
+        nets.load_eagle3(device, tmp_path / "head", model)
 
 
 def test_operands_of_the_wrong_width_are_refused(device, stream, tmp_path):
     """Features and hidden states that do not fit raise by named dimension."""
     _, drafter, _, _ = pair(device, tmp_path, draft_vocab=70)
-    rows, lane = make_rows(device, range(4), 0, range(4)), StreamLane(stream)
+    rows, lane = nets.make_rows(device, range(4), 0, range(4)), StreamLane(stream)
     with pytest.raises(ShapeError, match="width=144"):
         drafter.entries(lane, rows, device.zeros((4, 48), "float32"))
     with pytest.raises(ShapeError, match="width=48"):
         drafter.step(lane, rows, device.zeros((4, 144), "float32"))
+    kv = nets.make_cache(device, drafter.config, 2)
     with pytest.raises(ShapeError, match="kv"):
-        config = drafter.config
-        Eagle3Head(
-            device, config, Checkpoint(tmp_path / "head"), drafter.target,
-            make_cache(device, config, 2), max_rows=4,
-        )  # fmt: skip
+        Eagle3Head(device, drafter.config, Checkpoint(tmp_path / "head"), drafter.target, kv,
+                   max_rows=4)  # fmt: skip

@@ -3,8 +3,6 @@
 That drafts, batches and preemption change none of it is checked in `test_engine_equality`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy_llama import llama_logits
@@ -78,7 +76,7 @@ def test_log_probabilities_are_the_models_own(tmp_path) -> None:
 
 def test_samples_of_one_request(engine: Engine) -> None:
     """n completions come in order, streamed too, under names of their own; each can be had again by
-    its seed and number; submitted as one they are refused by name."""
+    the seed that is told and its number; submitted as one they are refused by name."""
     asked = Request(tokens=[300], max_tokens=12, temperature=2.0, n=3, id="a")
     outputs = engine.generate([asked, FREE])
     assert [o.id for o in outputs[:3]] == ["a/0", "a/1", "a/2"]

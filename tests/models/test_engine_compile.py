@@ -1,25 +1,15 @@
 """Grammars that compile slowly, or not at all, beside others in one engine."""
 
-from __future__ import annotations
-
+import functools
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterable
 
 from engine_util import demo_engine
 
-from graft.grammar import (
-    CompiledGrammar,
-    GrammarError,
-    GrammarSpec,
-    Matcher,
-    Vocabulary,
-    XGrammarBackend,
-)
-from graft.models.engine import Engine
-from graft.models.request import Output, Request
+from graft.grammar import GrammarError, GrammarSpec, XGrammarBackend
+from graft.models.request import Request
 
 #: Nested so deeply that XGrammar takes minutes, whatever the vocabulary.
 ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend="xgrammar")
@@ -27,9 +17,7 @@ ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend
 
 def test_a_runaway_grammar_costs_its_request_only():
     """Twenty cheap requests are served; the one whose grammar runs away is refused by its limit."""
-    cheap = [
-        Request(prompt="Code?", grammar=GrammarSpec.regex(f"[A-Z]{{2}}-{i}")) for i in range(20)
-    ]
+    cheap = [guided(f"cheap {i}", f"[A-Z]{{2}}-{i}") for i in range(20)]
     with demo_engine(max_batch_size=4, compile_timeout_s=2) as engine:
         refused, *served = engine.generate([Request(prompt="?", grammar=ENDLESS), *cheap])
         counters = engine.counters()["compile"]
@@ -45,18 +33,12 @@ class HeldBackend:
 
     name = "held"
 
-    def __init__(
-        self, vocabulary: Vocabulary, gate: threading.Event, asked: list[GrammarSpec]
-    ):
+    def __init__(self, vocabulary, gate, asked):
         self.vocabulary, self.gate, self.asked = vocabulary, gate, asked
         self.inner = XGrammarBackend(vocabulary)
+        self.matcher = self.inner.matcher
 
-    def matcher(
-        self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None
-    ) -> Matcher:
-        return self.inner.matcher(compiled, stop_ids)
-
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def compile(self, spec):
         self.asked.append(spec)
         if spec.text == "held+":
             self.gate.wait()
@@ -67,9 +49,9 @@ class HeldBackend:
         return self.inner.compile(spec)
 
 
-def drive(engine: Engine, ended: set[str]) -> dict[str, Output]:
+def drive(engine, ended):
     """Step until all of these have ended; the outputs that came."""
-    outputs: dict[str, Output] = {}
+    outputs = {}
     deadline = time.monotonic() + 300
     while not ended <= outputs.keys():
         assert time.monotonic() < deadline
@@ -77,20 +59,19 @@ def drive(engine: Engine, ended: set[str]) -> dict[str, Output]:
     return outputs
 
 
-def guided(name: str, pattern: str) -> Request:
+def guided(name, pattern):
     return Request(prompt="Code?", grammar=GrammarSpec.regex(pattern), max_tokens=24, id=name)
 
 
 CHEAP = {f"cheap {i}": f"[A-Z]{{2}}-{i}" for i in range(6)}
 
 
-def test_compiling_delays_no_round() -> None:
+def test_compiling_delays_no_round():
     """While one grammar does not get on, others join, run and end; those who wait for it sit in no
     batch, share one compile, and can be cancelled; compiles that fail harm nobody else."""
-    gate, asked = threading.Event(), list[GrammarSpec]()
-    engine = demo_engine(
-        max_batch_size=2, compile_threads=2, grammar_backend=lambda v: HeldBackend(v, gate, asked)
-    )
+    gate, asked = threading.Event(), []
+    backend = functools.partial(HeldBackend, gate=gate, asked=asked)
+    engine = demo_engine(max_batch_size=2, compile_threads=2, grammar_backend=backend)
     try:
         for name in ("held 1", "held 2", "held 3"):
             engine.submit(guided(name, "held+"))
@@ -120,7 +101,7 @@ def test_compiling_delays_no_round() -> None:
         engine.close()
 
 
-def test_a_compile_that_never_ends_is_killed_and_harms_nobody() -> None:
+def test_a_compile_that_never_ends_is_killed_and_harms_nobody():
     """A grammar in a process that does not get on: others run to their ends, one who waits is
     cancelled, and when the process is killed the other one fails alone."""
     options = {"grammar_backend": "xgrammar", "compile_timeout_s": 3600}

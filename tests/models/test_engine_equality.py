@@ -1,26 +1,20 @@
 """Nothing that a request gets depends on drafts, batch, overlap, transport, or on the others."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
-from engine_util import DRAFTER, TARGET, demo_engine, mixed_requests
+from engine_util import DRAFTER, TARGET, demo_engine, drain, mixed_requests
 
 from graft.models.drafters import Ahead, NGram
-from graft.models.engine import Engine
-from graft.models.request import Logprob, Output, Request
+from graft.models.request import Request
 
-COUPLED = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
-Answer = tuple[str, list[int], str, list[Logprob] | None]
+MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}}
 
 
-def workload(**options: Any) -> list[Request]:
+def workload(**options):
     """Guided and free requests that end in every way: stop ids, lengths, stop strings."""
     requests = mixed_requests(8, seed=17)
     requests = [replace(r, max_tokens=n) if n else r
@@ -37,13 +31,13 @@ def workload(**options: Any) -> list[Request]:
     return [replace(r, id=str(i), seed=500 + i, **options) for i, r in enumerate(requests)]
 
 
-def answer(output: Output) -> Answer:
+def answer(output):
     assert output.logprobs is None or len(output.logprobs) == len(output.tokens)
     return output.reason, output.tokens, output.text, output.logprobs
 
 
 @contextmanager
-def settled(engine: Engine) -> Iterator[Engine]:
+def settled(engine):
     """Check that the engine holds nothing once its requests are done; then close it."""
     with engine:
         yield engine
@@ -55,18 +49,19 @@ def settled(engine: Engine) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def truth() -> dict[str, list[Answer]]:
+def truth():
     """What each request gets alone: no drafter, one row, one round in flight."""
     with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
         return {
             name: [answer(engine.generate([r])[0]) for r in workload(**options)]
-            for name, options in (("greedy", {}), ("coupled", COUPLED))
+            for name, options in MODES.items()
         }
 
 
-def disturbed(engine: Engine, requests: list[Request], seed: int) -> tuple[dict[str, Output], int]:
-    """Run requests that come in over time and are preempted and cancelled on the way."""
-    rng = random.Random(seed)
+def check_disturbed(engine, truth, mode, seed):
+    """Requests that come in over time, are preempted and cancelled on the way get what they get
+    alone, as far as they are let; returns how many were preempted."""
+    rng, requests = random.Random(seed), workload(**MODES[mode])
     coming, done, preemptions = list(requests), {}, 0
     rng.shuffle(coming)
     while coming or engine.busy:
@@ -80,11 +75,17 @@ def disturbed(engine: Engine, requests: list[Request], seed: int) -> tuple[dict[
             preemptions += any(engine.preempt(name) for name in names)
         if rng.random() < 0.03:
             engine.cancel(names[-1])
-    return done, preemptions
+    for request, expected in zip(requests, truth[mode], strict=True):
+        output, where = done[request.id], (engine.options.max_batch_size, seed, request.id)
+        if output.reason == "cancelled":
+            assert output.tokens == expected[1][: len(output.tokens)], where
+        else:
+            assert answer(output) == expected, where
+    return preemptions
 
 
 LOOKUP_AHEAD = partial(Ahead, first=NGram, then=DRAFTER)
-SHAPES: list[dict[str, Any]] = [
+SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
     {"max_batch_size": 3, "speculation": False},
@@ -106,14 +107,12 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(str, SHAPES))
-def test_disturbed_requests_get_the_same(truth, number: int) -> None:
+def test_disturbed_requests_get_the_same(truth, number):
     """Greedy and coupled, joined late, preempted, cancelled, by every kind of drafts, transport and
     batch, late rows included: all tokens as if each ran alone."""
     shape, mode = SHAPES[number], ("greedy", "coupled")[number % 2]
     with settled(demo_engine(**shape)) as engine:
-        requests = workload(**({} if mode == "greedy" else COUPLED))
-        outputs, preemptions = disturbed(engine, requests, seed=number)
-        check(outputs, requests, truth[mode], mode)
+        preemptions = check_disturbed(engine, truth, mode, seed=number)
         assert preemptions == engine.stats.preemptions > 0
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
@@ -121,31 +120,17 @@ def test_disturbed_requests_get_the_same(truth, number: int) -> None:
         assert (probes > 0) == (shape.get("draft_legality") == "probe")
 
 
-def check(
-    outputs: dict[str, Output], requests: list[Request], truth: list[Answer], where: object
-) -> None:
-    """What requests got when disturbed is what they get alone, as far as they were let."""
-    for request, expected in zip(requests, truth, strict=True):
-        output = outputs[str(request.id)]
-        if output.reason == "cancelled":
-            assert output.tokens == expected[1][: len(output.tokens)], (where, request.id)
-        else:
-            assert answer(output) == expected, (where, request.id)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("mask_drafts", [True, False], ids=["masked", "unmasked"])
 @pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
-def test_disturbed_for_long(truth, transport: str, mask_drafts: bool) -> None:
+def test_disturbed_for_long(truth, transport, mask_drafts):
     """Forty disturbed runs at every batch size from 1 to 8, by every transport."""
     for batch in range(1, 9):
-        options: dict[str, Any] = {"grammar_transport": transport, "mask_drafts": mask_drafts}
+        options = {"grammar_transport": transport, "mask_drafts": mask_drafts}
         with settled(demo_engine(max_batch_size=batch, **options)) as engine:
             for seed in range(5):
                 mode = "greedy" if seed % 2 else "coupled"
-                requests = workload(**({} if mode == "greedy" else COUPLED))
-                outputs, _ = disturbed(engine, requests, seed=1000 * batch + seed)
-                check(outputs, requests, truth[mode], (batch, seed))
+                check_disturbed(engine, truth, mode, seed=1000 * batch + seed)
 
 
 @pytest.mark.full
@@ -236,7 +221,4 @@ def test_preempting_what_does_not_run() -> None:
         assert not engine.preempt(name)
         while not engine.preempt(name):
             engine.step()
-        outputs = []
-        while engine.busy:
-            outputs += [e.output for e in engine.step() if e.output is not None]
-        assert [o.preempted for o in outputs] == [1]
+        assert [o.preempted for o in drain(engine).values()] == [1]

@@ -1,12 +1,8 @@
 """Outputs that finished under a grammar are valid, by an independent validator."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -18,35 +14,35 @@ from graft.grammar.statement import GrammarSpec
 from graft.models.request import Request
 
 
-def schemas(data: Path, count: int) -> list[dict[str, Any]]:
+def schemas(data, count):
     """Schemas spread evenly over all splits, small ones first within a split."""
     splits = []
     for path in sorted((data / "maskbench").glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         splits.append(sorted(rows, key=lambda row: len(json.dumps(row["schema"]))))
-    chosen: list[dict[str, Any]] = []
+    chosen = []
     for i in range(max(len(rows) for rows in splits)):
         chosen += [rows[i] for rows in splits if i < len(rows)]
     return chosen[:count]
 
 
-def run(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
-    """Generate under each schema; returns counts by outcome and the violations found."""
-    counts: Counter[str] = Counter()
-    violations = []
+@pytest.mark.parametrize("count", [60, pytest.param(480, marks=pytest.mark.full)])
+def test_finished_outputs_are_valid(shared_data, count):
+    """Sixty real schemas, or over 300: no finished output breaks its schema, most finish."""
+    counts, violations = Counter(), []
     with demo_engine(max_batch_size=8, compile_timeout_s=5.0) as engine:
-        requests, known = [], []
-        for row in rows:
+        asked = []
+        for row in schemas(shared_data, count):
             try:
                 spec = GrammarSpec.json_schema(row["schema"])
             except GrammarError:  # a keyword that XGrammar cannot enforce, refused by its name
                 counts["refused keyword"] += 1
                 continue
             text = f"Fill in the record {row['id'][:40]}."
-            requests.append(Request(prompt=text, grammar=spec, max_tokens=400))
-            known.append(row)
-        for row, output in zip(known, engine.generate(requests), strict=True):
+            asked.append((row, Request(prompt=text, grammar=spec, max_tokens=400)))
+        outputs = engine.generate([request for _, request in asked])
+        for (row, _), output in zip(asked, outputs, strict=True):
             counts[output.reason] += 1
             if not output.finished:
                 continue
@@ -58,11 +54,6 @@ def run(rows: list[dict[str, Any]]) -> tuple[Counter[str], list[str]]:
                 continue
             if errors:
                 violations.append(f"{row['id']}: {errors[0].message[:200]}")
-    return counts, violations
-
-
-def check(rows: list[dict[str, Any]]) -> None:
-    counts, violations = run(rows)
     print(json.dumps(counts))
     ran = sum(counts[r] for r in ("stop", "length", "dead_end", "error"))
     assert not violations, violations
@@ -70,19 +61,8 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert counts["stop"] >= 0.6 * ran, counts
 
 
-def test_finished_outputs_are_valid(shared_data: Path) -> None:
-    """Sixty real schemas: no finished output breaks its schema, most finish."""
-    check(schemas(shared_data, 60))
-
-
-@pytest.mark.full
-def test_finished_outputs_are_valid_at_large(shared_data: Path) -> None:
-    """Over 300 real schemas: no finished output breaks its schema, most finish."""
-    check(schemas(shared_data, 480))
-
-
 @pytest.mark.parametrize(("multiple", "holds"), [(7, True), (1_000_003, False)])
-def test_a_partial_grammar_is_generated_and_checked_afterwards(multiple: int, holds: bool) -> None:
+def test_a_partial_grammar_is_generated_and_checked_afterwards(multiple, holds):
     """XGrammar knows no multipleOf: the text comes all the same, and a check tells what it is."""
     schema = {"type": "object", "properties": {"age": {"type": "integer", "multipleOf": multiple}},
               "required": ["age"], "additionalProperties": False}  # fmt: skip

@@ -1,7 +1,5 @@
 """The grammar's transports: same outputs by each, chosen by what the machine has."""
 
-from __future__ import annotations
-
 import os
 import threading
 

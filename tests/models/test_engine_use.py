@@ -1,7 +1,5 @@
 """Who may use an engine how: in turns, nested, from two threads, after its end; what it tells."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -13,30 +11,27 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from engine_util import demo_engine, mixed_requests
+from engine_util import demo_engine, drain, mixed_requests, outputs
 from guide_util import run_work
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
-from graft.cudagraph.hostwork import NativeWork, PythonWork
+from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
 from graft.models import replay
-from graft.models.engine import Engine
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.interrupt import Shield
 from graft.models.kv import PagedKV
-from graft.models.request import Limits, Output, Request
+from graft.models.request import Limits, Request
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Running, Seating
 
@@ -45,19 +40,7 @@ FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 LONG = Request(tokens=[300, 301, 302], max_tokens=1000, temperature=4.0, seed=1)
 
 
-def outputs(events: Any) -> dict[str, Output]:
-    return {event.id: event.output for event in events if event.output is not None}
-
-
-def drain(engine: Engine) -> dict[str, Output]:
-    """Step until nothing is left to do; the outputs that came."""
-    found: dict[str, Output] = {}
-    while engine.busy:
-        found |= outputs(engine.step())
-    return found
-
-
-def live() -> dict[str, int]:
+def live():
     """The device's memory and graphs that are not freed, once what is garbage has gone."""
     gc.collect()
     found = open_device().stats()["live"]
@@ -67,8 +50,9 @@ def live() -> dict[str, int]:
 # Users in turns ---------------------------------------------------------------------------------
 
 
-def test_ids_that_clash_are_refused_before_anything_runs(engine: Engine) -> None:
-    """Twice one id in a call, or one that runs: an error by name, and nothing was taken."""
+def test_ids_that_clash_are_refused_before_anything_runs(engine):
+    """Twice one id in a call, or one that runs: an error by name, and nothing was taken; requests
+    without a name get names that no other one of the call or of the engine has."""
     for call in (engine.generate, lambda requests: list(engine.stream(requests))):
         with pytest.raises(RequestError, match="two requests have id 'a'"):
             call([replace(FREE, id="a"), replace(FREE, id="a")])
@@ -77,22 +61,18 @@ def test_ids_that_clash_are_refused_before_anything_runs(engine: Engine) -> None
     with pytest.raises(RequestError, match="'b' is running already"):
         engine.generate([replace(FREE, id="c"), replace(FREE, id="b")])
     assert drain(engine).keys() == {"b"}
-
-
-def test_an_id_of_graft_is_nobody_elses(engine: Engine) -> None:
-    """Requests without a name get names that no other one of the call or of the engine has."""
     numbers = [int(engine.generate([FREE])[0].id.removeprefix("request-")) for _ in range(2)]
     clash = f"request-{numbers[1] + 1}"
     found = engine.generate([FREE, replace(FREE, id=clash), FREE])
     assert found[1].id == clash and len({output.id for output in found}) == 3
 
 
-def test_events_go_to_whom_they_belong(engine: Engine) -> None:
+def test_events_go_to_whom_they_belong(engine):
     """submit() beside generate(), streams in turns, one within another, and steps by hand: each
     gets all of its own events, and outputs are those of requests alone."""
     requests = [replace(r, id=f"r{i}") for i, r in enumerate(mixed_requests(6, seed=3))]
     expected = {o.id: o.tokens for o in engine.generate(requests)}
-    found: dict[str, Output] = {}
+    found = {}
 
     engine.submit(requests[0])
     found |= {o.id: o for o in engine.generate([requests[1]])}
@@ -126,7 +106,7 @@ def test_events_go_to_whom_they_belong(engine: Engine) -> None:
     assert told == expected["r0"] and not engine.busy
 
 
-def test_a_stream_that_is_left_takes_its_requests_along(engine: Engine) -> None:
+def test_a_stream_that_is_left_takes_its_requests_along(engine):
     """Closed, collected or never begun: nothing runs on for it, and others are not disturbed."""
     stream = engine.stream([replace(LONG, id="left"), replace(LONG, id="other")])
     next(stream)
@@ -141,20 +121,20 @@ def test_a_stream_that_is_left_takes_its_requests_along(engine: Engine) -> None:
     assert drain(engine).keys() == {"mine"}
 
 
-def test_two_threads_at_once_are_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_at_once_are_noticed(engine, monkeypatch):
     """The second gets a typed error that names both, the first goes on; in turns they may, and
     cancel() is for any thread at any time."""
     inside, go = threading.Event(), threading.Event()
     plain = Scheduler.read
 
-    def read(self: Scheduler, shield: Shield) -> None:
+    def read(self, shield):
         inside.set()
         assert go.wait(60)
         plain(self, shield)
 
     expected = engine.generate([FREE])[0].tokens
     monkeypatch.setattr(Scheduler, "read", read)
-    done: list[list[Output]] = []
+    done = []
     asked = [replace(FREE, id="first"), replace(LONG, id="second")]
     worker = threading.Thread(target=lambda: done.append(engine.generate(asked)), name="worker")
     worker.start()
@@ -174,7 +154,7 @@ def test_two_threads_at_once_are_noticed(engine: Engine, monkeypatch: pytest.Mon
 # The end ----------------------------------------------------------------------------------------
 
 
-def test_after_the_end_calls_are_answered_or_refused_by_name() -> None:
+def test_after_the_end_calls_are_answered_or_refused_by_name():
     """close() twice, with a live stream: its outputs come as cancelled; the rest says closed."""
     engine = demo_engine(max_batch_size=1)
     stream = engine.stream([replace(LONG, id="a")])
@@ -190,14 +170,12 @@ def test_after_the_end_calls_are_answered_or_refused_by_name() -> None:
             call()
 
 
-def test_ctrl_c_leaves_no_frame_that_holds_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_no_frame_that_holds_the_device(monkeypatch):
     """close() below a KeyboardInterrupt, whose traceback still has every frame, frees all."""
-    before, count = live(), 0
+    before, count = live(), itertools.count(1)
 
-    def press(self: Shield) -> None:
-        nonlocal count
-        count += 1
-        if count == 9:
+    def press(self):
+        if next(count) == 9:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), demo_engine(max_batch_size=1) as engine:
@@ -214,21 +192,15 @@ def test_ctrl_c_leaves_no_frame_that_holds_the_device(monkeypatch: pytest.Monkey
     [("kernel", 0), ("kernel", 1), ("kernel", 30), ("kernel", 90), ("copy", 0), ("copy", 1),
      ("copy", 2), ("copy", 5), ("record_event", 0), ("record_event", 2)],
 )  # fmt: skip
-def test_a_driver_error_while_a_request_joins(
-    call: str, nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_error_while_a_request_joins(call, nth, monkeypatch):
     """Wherever in joining it comes: it is the error that is raised, the engine tells of it, and
     close() gives everything back without another one."""
     before = live()
     engine = demo_engine(max_batch_size=2)
-    count, failed = 0, False
-    plain = getattr(StreamLane, call)
+    count, plain = itertools.count(), getattr(StreamLane, call)
 
-    def failing(self: StreamLane, *arguments: Any, **options: Any) -> None:
-        nonlocal count, failed
-        count += 1
-        if count > nth and not failed:
-            failed = True
+    def failing(self, *arguments, **options):
+        if next(count) == nth:
             raise DeviceError("cuSomething: CUDA_ERROR_UNKNOWN")
         plain(self, *arguments, **options)
 
@@ -245,11 +217,11 @@ def test_a_driver_error_while_a_request_joins(
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
-def test_a_failed_round_is_told_once(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+def test_a_failed_round_is_told_once(monkeypatch, overlap):
     """The step that meets it raises it; later ones say that the engine has failed; none hangs."""
     ran = itertools.count(1)
 
-    def burn(work: NativeWork) -> None:
+    def burn(work):
         if next(ran) == 7:
             raise RuntimeError("the grammar is on fire")
         run_work(work)
@@ -260,8 +232,7 @@ def test_a_failed_round_is_told_once(monkeypatch: pytest.MonkeyPatch, overlap: b
     for request in mixed_requests(2):
         engine.submit(request)
     with pytest.raises(HostWorkError, match=r"in replay 7: RuntimeError: .* on fire") as caught:
-        while engine.busy:
-            engine.step()
+        drain(engine)
     assert caught.value.replay == 7, "the engine's number, not that of one of its graphs"
     for call in (engine.step, engine.settle, lambda: engine.submit(mixed_requests(1)[0])):
         with pytest.raises(EngineError, match=r"has failed: .*on fire"):
@@ -272,15 +243,21 @@ def test_a_failed_round_is_told_once(monkeypatch: pytest.MonkeyPatch, overlap: b
         engine.step()
 
 
+def child(script):
+    """Lines that a script of a process of its own prints, which finds what the tests share."""
+    begin = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom engine_util import *\n"
+    command = [sys.executable, "-c", begin + script, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 FAULT = """
-import contextlib, sys
-sys.path.insert(0, sys.argv[1])
-from engine_util import demo_engine
+import contextlib
 from graft.cudagraph.errors import DeviceError
 from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
 from graft.models.errors import EngineError
-from graft.models.request import Request
 engine = demo_engine(max_batch_size=2)
 stray = load_text(engine.device, '''
 extern "C" __global__ void stray(int* data, long long offset) { data[offset] = 1; }
@@ -294,8 +271,7 @@ print("unread:", engine.counters()["held"]["unread_replays"])
 with contextlib.suppress(DeviceError):  # the fault may come before the call has returned
     StreamLane(engine._built.stream).kernel(stray, 1, 1, [data, 1 << 40])
 try:
-    while engine.busy:
-        engine.step()
+    drain(engine)
 except DeviceError as error:
     print("typed:", error.code_name)
 try:
@@ -308,20 +284,15 @@ print("closed")
 """
 
 
-def test_a_fault_with_rounds_in_flight() -> None:
+def test_a_fault_with_rounds_in_flight():
     """A device that faults under two rounds ends them: one error, then refusals, then the end."""
-    command = [sys.executable, "-c", FAULT, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert child(FAULT) == [
         "unread: 1", "typed: CUDA_ERROR_ILLEGAL_ADDRESS", "then: the engine has failed", "closed",
     ]  # fmt: skip
 
 
 CHILD = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from engine_util import demo_engine, mixed_requests
+import json
 from graft.cudagraph.device import open_device
 engine = demo_engine(max_batch_size=4)
 outputs = engine.generate(mixed_requests(6))
@@ -345,19 +316,10 @@ print(json.dumps({
 """
 
 
-def test_everything_is_given_back() -> None:
+def test_everything_is_given_back():
     """close() with rounds in flight leaves nothing on the device, and no call held the GIL."""
-    run = subprocess.run(
-        [sys.executable, "-c", CHILD, str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    report = json.loads(run.stdout.splitlines()[-1])
-    assert report["finished"] == 6
-    assert report["again"]
-    assert not report["torch"]
+    report = json.loads(child(CHILD)[-1])
+    assert report["finished"] == 6 and report["again"] and not report["torch"]
     if report["kind"] == "soft":
         assert not any(report["live"].values()), report["live"]
         assert not any(report["leaked"].values()), report["leaked"]
@@ -369,13 +331,7 @@ def test_everything_is_given_back() -> None:
 # Ctrl-C ------------------------------------------------------------------------------------------
 
 
-def interrupt_after(delay_s: float) -> threading.Timer:
-    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
-
-
-def test_interrupted_generation_is_cancelled(engine: Engine) -> None:
+def test_interrupted_generation_is_cancelled(engine):
     """KeyboardInterrupt comes out of generate(), and the engine goes on as if nothing had been."""
     requests = mixed_requests(24, seed=61)
     begun = time.perf_counter()
@@ -383,7 +339,8 @@ def test_interrupted_generation_is_cancelled(engine: Engine) -> None:
     took = time.perf_counter() - begun
     interrupted = 0
     for part in range(1, 13):
-        timer = interrupt_after(took * part / 16)
+        timer = threading.Timer(took * part / 16, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
         try:
             engine.generate(requests)
             timer.join()
@@ -396,7 +353,7 @@ def test_interrupted_generation_is_cancelled(engine: Engine) -> None:
     assert interrupted > 0
 
 
-def test_shield_passes_the_signal_on() -> None:
+def test_shield_passes_the_signal_on():
     """A held-back SIGINT reaches the handler that stood before, at check() or at the end."""
     for at_check in (True, False):
         reached = False
@@ -414,17 +371,15 @@ def test_shield_passes_the_signal_on() -> None:
 # Time -------------------------------------------------------------------------------------------
 
 
-def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(monkeypatch):
     """A round waits as long as prompts before it make progress, and no longer."""
     prompt, over, counted = Request(tokens=[7] * 1000, max_tokens=2), [0], Seating.progress
 
-    def progress(seating: Seating) -> int:
+    def progress(seating):
         over[0] = counted(seating)
         return over[0]
 
-    def told_nothing(seating: Seating) -> int:
+    def told_nothing(seating):
         progress(seating)
         return 0
 
@@ -440,7 +395,7 @@ def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(
         assert "\n" not in str(caught.value) and "the waiting side" in caught.value.__notes__[0]
 
 
-def test_nobody_waits_for_all_prompts(engine: Engine) -> None:
+def test_nobody_waits_for_all_prompts(engine):
     """Who runs gets tokens, and who joined first his first ones, while prompts are prefilled."""
     engine.submit(replace(LONG, id="runs", max_tokens=400))
     while not any(event.id == "runs" for event in engine.step()):
@@ -456,7 +411,7 @@ def test_nobody_waits_for_all_prompts(engine: Engine) -> None:
         assert "runs" in order[begin:end]
 
 
-def test_a_request_ends_when_its_time_is_up(engine: Engine) -> None:
+def test_a_request_ends_when_its_time_is_up(engine):
     """Running or waiting: with what it has, the reason timeout and a typed error; others go on."""
     late = replace(LONG, timeout_s=0.5)
     found = engine.generate([*([late] * 5), replace(FREE, timeout_s=1000.0)])
@@ -466,7 +421,7 @@ def test_a_request_ends_when_its_time_is_up(engine: Engine) -> None:
     assert found[0].tokens and found[5].reason in ("stop", "length")
 
 
-def test_times_of_a_request(engine: Engine) -> None:
+def test_times_of_a_request(engine):
     """From submission to a slot, the first token and the end, in this order; none where never."""
     output, refused = engine.generate([FREE, replace(FREE, temperature=-1.0)])
     times = (0.0, output.queue_s, output.first_token_s, output.total_s)
@@ -477,11 +432,9 @@ def test_times_of_a_request(engine: Engine) -> None:
 # Limits -----------------------------------------------------------------------------------------
 
 
-def test_costly_requests_are_refused_by_the_limits_name() -> None:
+def test_costly_requests_are_refused_by_the_limits_name():
     """Before they cost anything: prompts, templates' texts, stop strings, grammars, the queue."""
-    limits = Limits(
-        prompt_bytes=600, stop_strings=2, stop_characters=9, grammar_bytes=20, waiting=3
-    )
+    limits = {"prompt_bytes": 600, "stop_strings": 2, "stop_characters": 9, "grammar_bytes": 20}
     grammar = GrammarSpec.choice(["a" * 30, "b"])
     bad = {
         "prompt_bytes": [replace(FREE, tokens=None, prompt="é" * 301),
@@ -490,7 +443,7 @@ def test_costly_requests_are_refused_by_the_limits_name() -> None:
         "stop_characters": [replace(FREE, stop=["abcde", "fghij"])],
         "grammar_bytes": [replace(FREE, grammar=grammar)],
     }  # fmt: skip
-    with demo_engine(max_batch_size=1, limits=limits) as engine:
+    with demo_engine(max_batch_size=1, limits=Limits(**limits, waiting=3)) as engine:
         for name, requests in bad.items():
             for output in engine.generate(requests):
                 assert output.reason == "refused" and f"Limits.{name}" in (output.error or "")
@@ -504,11 +457,11 @@ def test_costly_requests_are_refused_by_the_limits_name() -> None:
             Limits(**wrong)
 
 
-def calls(work: Callable[[], object]) -> int:
+def calls(work):
     """How many Python functions it calls in this thread."""
     count = 0
 
-    def called(frame: FrameType, event: str, argument: object) -> None:
+    def called(frame, event, argument):
         nonlocal count
         count += event == "call"
 
@@ -520,17 +473,17 @@ def calls(work: Callable[[], object]) -> int:
     return count
 
 
-def test_costs_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_do_not_grow(monkeypatch):
     """Of submitting and of a step with those who wait for a slot or a grammar; of a round with the
     length of the text, whose tokens and pages nobody looks at as a whole after joining."""
-    looked: Counter[str] = Counter()
-    plain, pages_of = Running.tokens.fget, PagedKV.pages_of  # type: ignore[attr-defined]
+    looked = Counter()
+    plain, pages_of = Running.tokens.fget, PagedKV.pages_of
 
-    def tokens(self: Running) -> list[int]:
+    def tokens(self):
         looked["tokens"] += 1
         return plain(self)
 
-    def pages(self: PagedKV, slot: int) -> tuple[int, ...]:
+    def pages(self, slot):
         looked["pages"] += 1
         return pages_of(self, slot)
 
@@ -551,9 +504,7 @@ def test_costs_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert submit_late < 1.5 * submit and step_late < 1.5 * step
 
 
-def test_the_log_tells_of_refusals_and_failures(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_tells_of_refusals_and_failures(engine, caplog):
     """One logger, silent unless asked: each refused request by its id and sentence."""
     with caplog.at_level(logging.INFO, "graft"):
         engine.generate([replace(FREE, temperature=-1.0, id="bad"), FREE])

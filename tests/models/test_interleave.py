@@ -1,71 +1,62 @@
 """Two rounds in flight: whatever the order of host and device, outputs are the sequential ones."""
 
-from __future__ import annotations
-
 import inspect
-import random
 import textwrap
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from interleave import Interleaving
 from interleave_device import TickingRing
 from interleave_language import PATTERNS, letters
 
-from graft.cudagraph.device import Device
 from graft.cudagraph.pinned import Ring
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.decoder import GuidedDecoder
-from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.statement import GrammarSpec
 from graft.models.replay import Replays, Seat
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Running, Seating
 
 
-def check_seeds(device: Device, seeds: range, *how: Any) -> None:
+def caught(device, seeds, *how):
+    """The error of the first seed that finds something wrong, naming the seed; None if none does.
+
+    `how` is what to draw grammars by, and their vocabulary.
+    """
     for seed in seeds:
         try:
             Interleaving(device, seed, *how).run()
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-
-
-def test_every_interleaving_gives_the_sequential_output(device: Device) -> None:
-    """Hundreds of schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C."""
-    check_seeds(device, range(250))
+            error.add_note(f"seed {seed}")
+            return error
+    return None
 
 
 @pytest.fixture(scope="module")
-def patterns() -> Callable[[random.Random], CompiledGrammar]:
+def native():
     """Draws one of a few regular expressions, compiled by XGrammar."""
     backend = XGrammarBackend(letters())
     compiled = [backend.compile(GrammarSpec.regex(pattern)) for pattern in PATTERNS]
-    return lambda rng: rng.choice(compiled)
+    return lambda rng: rng.choice(compiled), backend.vocabulary
 
 
-def test_native_matchers_interleave_like_those_in_python(device: Device, patterns) -> None:
-    """Real matchers under the same schedules."""
-    check_seeds(device, range(100), patterns, letters())
+@pytest.mark.parametrize(
+    ("seeds", "matchers"),
+    [(range(250), "python"), (range(100), "native"),
+     pytest.param(range(10_000, 18_000), "python", marks=pytest.mark.full),
+     pytest.param(range(50_000, 54_000), "native", marks=pytest.mark.full)],
+)  # fmt: skip
+def test_every_interleaving_gives_the_sequential_output(device, native, seeds, matchers):
+    """Schedules with joins, endings, cancels, preemptions, stalls and Ctrl-C; with matchers in
+    Python and real ones."""
+    error = caught(device, seeds, *(native if matchers == "native" else ()))
+    if error is not None:
+        raise error
 
 
-@pytest.mark.full
-def test_native_matchers_for_long(device: Device, patterns) -> None:
-    """The same for four thousand further schedules."""
-    check_seeds(device, range(50_000, 54_000), patterns, letters())
-
-
-@pytest.mark.full
-def test_thousands_of_interleavings(device: Device) -> None:
-    """The same for eight thousand further schedules."""
-    check_seeds(device, range(10_000, 18_000))
-
-
-def test_a_seed_is_one_schedule(device: Device) -> None:
+def test_a_seed_is_one_schedule(device):
     """The same seed gives the same rounds, so a failure can be repeated."""
 
-    def rounds(seed: int) -> list[Any]:
+    def rounds(seed):
         one = Interleaving(device, seed)
         one.run()
         return [one.scheduler.stats.as_dict(), one.tokens]
@@ -74,7 +65,7 @@ def test_a_seed_is_one_schedule(device: Device) -> None:
 
 
 #: What is broken on purpose: (owner, method, text of its source, text instead).
-MUTANTS: dict[str, tuple[type, str, str, str]] = {
+MUTANTS = {
     "slot reused one replay too early": (
         Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
     "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched",
@@ -119,48 +110,34 @@ MUTANTS: dict[str, tuple[type, str, str, str]] = {
 }  # fmt: skip
 
 
-def mutate(monkeypatch: pytest.MonkeyPatch, mutant: tuple[type, str, str, str]) -> None:
+def mutate(monkeypatch, mutant):
     """Replace a method by its own source with one text changed."""
     owner, name, old, new = mutant
     found = inspect.getattr_static(owner, name)
     function = found.fget if isinstance(found, property) else found
     source = textwrap.dedent(inspect.getsource(function))
     assert old in source, f"{owner.__name__}.{name} has no {old!r} any more"
-    scope: dict[str, Any] = {}
+    scope = {}
     exec(source.replace(old, new), function.__globals__, scope)
     monkeypatch.setattr(owner, name, scope[name])
 
 
-def caught(device: Device, *how: Any) -> str:
-    """The complaint of the first seed that finds something wrong; empty when none does."""
-    for seed in range(400):
-        try:
-            Interleaving(device, seed, *how).run()
-        except Exception as error:
-            return f"seed {seed}: {type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_the_harness_catches(
-    device: Device, monkeypatch: pytest.MonkeyPatch, mutant: tuple[type, str, str, str]
-) -> None:
+def test_the_harness_catches(device, monkeypatch, mutant):
     """Host code with one fault in it does not survive a few hundred schedules."""
     mutate(monkeypatch, mutant)
-    assert caught(device)
+    assert caught(device, range(400))
 
 
-def test_the_harness_catches_an_overwritten_entry(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_catches_an_overwritten_entry(device, monkeypatch):
     """Rings with one entry too few and nobody who minds: results are overwritten unread."""
     plain = TickingRing.__init__
 
-    def smaller(self: Any, device: Device, entries: int, fields: Any) -> None:
+    def smaller(self, device, entries, fields):
         plain(self, device, max(entries - 2, 1), fields)
 
     monkeypatch.setattr(TickingRing, "__init__", smaller)
-    assert "would overwrite" in caught(device), "the ring itself refuses"
+    assert "would overwrite" in str(caught(device, range(400))), "the ring itself refuses"
     monkeypatch.setattr(Ring, "reserve", lambda self, replay: replay % self.entries)
     monkeypatch.setattr(Ring, "consumed", lambda self, replay: None)
-    assert caught(device)
+    assert caught(device, range(400))

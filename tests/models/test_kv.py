@@ -1,7 +1,5 @@
 """The paged cache: who owns which page, and what the device's table says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from nets_util import own
@@ -23,8 +21,7 @@ def test_random_use_never_shares_or_loses_a_page(device):
     """After any sequence of growth and release, pages are owned once and all accounted for, a slot
     holds just enough, its pages never move, and a refusal changes nothing."""
     kv, rng = cache(device), np.random.default_rng(0)
-    held = {0: 0, 1: 0, 2: 0}
-    refused = 0
+    held, refused = {0: 0, 1: 0, 2: 0}, 0
     for _ in range(500):
         slot, positions = int(rng.integers(3)), int(rng.integers(0, 27))
         before = kv.pages_of(slot)

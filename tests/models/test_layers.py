@@ -1,13 +1,12 @@
 """Every model kernel against NumPy, in both forms, at awkward sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy_llama
 import pytest
 from nets_util import FORMS, host, integers, make_rows, same_bits, upload
 from tiny_models import rounded
 
+from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.kv import PagedKV
@@ -52,13 +51,11 @@ def test_linear_converts_every_half_exactly(layers, lane):
     subnormals to zero may differ below the smallest normal float32 only."""
     for dtype in ("float16", "bfloat16"):
         bits = np.arange(1 << 16, dtype=np.uint16)
-        exact = (
-            bits.view(np.float16).astype(np.float32)
-            if dtype == "float16"
-            else (bits.astype(np.uint32) << 16).view(np.float32)
-        )
+        if dtype == "float16":
+            stored, exact = bits.view(np.float16), bits.view(np.float16).astype(np.float32)
+        else:
+            stored, exact = bits, (bits.astype(np.uint32) << 16).view(np.float32)
         normal = np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))
-        stored = bits.view(np.float16) if dtype == "float16" else bits
         w = layers.device.from_host(stored.reshape(-1, 1), dtype)
         out = run_linear(layers, lane, upload(layers.device, np.ones((1, 1))), w)[0]
         np.testing.assert_array_equal(out[normal], exact[normal])
@@ -72,9 +69,8 @@ def test_linear_adds_the_residual_in_place_and_taps(layers, lane):
     x, w = rng.standard_normal((5, 40)), rng.standard_normal((16, 40))
     start = rng.standard_normal((5, 16)).astype(np.float32)
     stream, wide = upload(device, start), upload(device, np.full((5, 48), 7.0))
-    layers.linear(
-        lane, upload(device, x), upload(device, w), stream, residual=stream, tap=(wide, 16)
-    )
+    x_there, w_there = upload(device, x), upload(device, w)
+    layers.linear(lane, x_there, w_there, stream, residual=stream, tap=(wide, 16))
     out, tapped = host(lane.stream, stream), wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
     assert same_bits(tapped[:, 16:32].copy(), out)
@@ -135,11 +131,9 @@ def test_silu_mul_over_the_whole_range(layers, lane):
     np.testing.assert_allclose(result[:-3], wanted[:-3], rtol=1e-6, atol=2e-35)
 
 
-def make_kv(device, kv_heads, dim, dtype="float32", slots=3, page_size=8, max_pages=30) -> PagedKV:
-    return PagedKV(
-        device, layers=2, pages=70, page_size=page_size, kv_heads=kv_heads, head_dim=dim,
-        dtype=dtype, slots=slots, max_pages_per_slot=max_pages,
-    )  # fmt: skip
+def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
+    return PagedKV(device, layers=2, pages=70, page_size=8, kv_heads=kv_heads, head_dim=dim,
+                   dtype=dtype, slots=3, max_pages_per_slot=30)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,13 +164,9 @@ def test_rope_turns_and_stores(layers, lane, stream, dtype, heads, kv_heads, dim
         keys[1, page, pos[r] % 8] = wanted[r, heads : heads + kv_heads]
         values[1, page, pos[r] % 8] = rounded(qkv[r, heads + kv_heads :], dtype)
     tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
-    stored_k, stored_v = kv.k.to_host(), kv.v.to_host()
-    if dtype == "bfloat16":
-        stored_k, stored_v = (
-            (x.astype(np.uint32) << 16).view(np.float32) for x in (stored_k, stored_v)
-        )
+    stored_k, stored_v = (to_float32(cache.to_host(), dtype) for cache in (kv.k, kv.v))
     np.testing.assert_allclose(stored_k, keys, atol=tolerance)
-    np.testing.assert_array_equal(stored_v.astype(np.float32), values.astype(np.float32))
+    np.testing.assert_array_equal(stored_v, values.astype(np.float32))
 
 
 def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
@@ -197,12 +187,10 @@ def test_attention_is_softmax_over_the_slots_past(layers, lane, stream, heads, k
     device, rng = layers.device, np.random.default_rng(dim)
     kv = make_kv(device, kv_heads, dim)
     length = {0: 40, 2: 200}
-    keys = {
-        s: rng.standard_normal((n, kv_heads, dim)).astype(np.float32) for s, n in length.items()
-    }
-    values = {
-        s: rng.standard_normal((n, kv_heads, dim)).astype(np.float32) for s, n in length.items()
-    }
+    keys, values = (
+        {s: rng.standard_normal((n, kv_heads, dim)).astype(np.float32) for s, n in length.items()}
+        for _ in range(2)
+    )
     for step in range(0, 200, 24):  # interleaved growth: pages of both slots mix
         for s, n in length.items():
             assert kv.allocate(s, min(step + 24, n))
@@ -271,7 +259,8 @@ def test_eagle_input_joins_embedding_and_feature(layers, lane, stream, before, i
 
 
 def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
-    """Shapes and dtypes that do not fit raise before any launch, naming the dimension."""
+    """Shapes and dtypes that do not fit raise before any launch, naming the dimension; only two
+    forms exist."""
     x, w = device.zeros((4, 32), "float32"), device.zeros((8, 32), "float32")
     good, bad = device.zeros((4, 8), "float32"), device.zeros((4, 9), "float32")
     with pytest.raises(ShapeError, match="columns=8"):
@@ -293,10 +282,6 @@ def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
         layers.rope_and_store(lane, x, turn, rows, kv, 0, 4)
     with pytest.raises(ShapeError, match=f"positions={kv.positions}"):
         layers.rope_and_store(lane, device.zeros((4, 64), "float32"), turn[1:], rows, kv, 0, 4)
-
-
-def test_an_unknown_form_is_refused(device):
-    """Only the two forms exist."""
     with pytest.raises(OptionError, match="block"):
         Layers(device, "block")
     assert issubclass(OptionError, GraftError)

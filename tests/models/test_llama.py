@@ -1,24 +1,12 @@
 """Llama: logits of Hugging Face transformers and of NumPy, features, rewinding, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
+import nets_util as nets
 import numpy as np
 import numpy_llama
 import pytest
-from nets_util import (
-    FIXTURES,
-    FORMS,
-    cached,
-    forward,
-    load_llama,
-    make_cache,
-    make_rows,
-    own,
-    same_bits,
-)
-from tiny_models import llama_config, llama_tensors, make_tiny_llama, write_safetensors
+from tiny_models import edit_tensors, llama_config, make_tiny_llama
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.graph import Graph
@@ -28,12 +16,12 @@ from graft.models.config import LlamaConfig
 from graft.models.errors import CheckpointError
 from graft.models.llama import LlamaModel
 
-CASES = sorted(p.parent.name for p in FIXTURES.glob("*/generation_config.json"))
+CASES = sorted(p.parent.name for p in nets.FIXTURES.glob("*/generation_config.json"))
 
 
 def test_the_fixtures_are_there():
     """Every attention layout, rotary kind and dtype has its fixture."""
-    configs = [LlamaConfig.from_dir(FIXTURES / case) for case in CASES]
+    configs = [LlamaConfig.from_dir(nets.FIXTURES / case) for case in CASES]
     assert {c.rope.kind for c in configs} == {"default", "linear", "llama3"}
     assert {c.dtype for c in configs} == {"float32", "float16", "bfloat16"}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
@@ -41,29 +29,29 @@ def test_the_fixtures_are_there():
     assert groups >= {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nets.FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(device, stream, case, form):
     """A prompt in two chunks gives the logits of Hugging Face transformers at every position."""
-    expected = np.load(FIXTURES / case / "expected.npz")
-    model = load_llama(device, FIXTURES / case, form=form, dtype="float32")
-    own(stream, model.kv, 1, 40)
+    expected = np.load(nets.FIXTURES / case / "expected.npz")
+    model = nets.load_llama(device, nets.FIXTURES / case, form=form, dtype="float32")
+    nets.own(stream, model.kv, 1, 40)
     tokens = expected["tokens"]
-    first = forward(stream, model, tokens[:23], 1, np.arange(23))
-    second = forward(stream, model, tokens[23:], 1, np.arange(23, 40))
+    first = nets.forward(stream, model, tokens[:23], 1, np.arange(23))
+    second = nets.forward(stream, model, tokens[23:], 1, np.arange(23, 40))
     logits = np.concatenate([first, second])
     np.testing.assert_allclose(logits, expected["logits"], atol=3e-5)
 
 
 def test_features_are_the_streams_that_enter_the_next_layers(device, stream):
     """Features of the default layers equal what transformers feeds layers {2, n//2, n-3}."""
-    folder = FIXTURES / "eight_layers_bfloat16"
+    folder = nets.FIXTURES / "eight_layers_bfloat16"
     expected = np.load(folder / "expected.npz")
-    model = load_llama(device, folder, dtype="float32")
-    own(stream, model.kv, 0, 40)
+    model = nets.load_llama(device, folder, dtype="float32")
+    nets.own(stream, model.kv, 0, 40)
     model.set_feature_layers((1, 3, 4))
     features = device.zeros((40, 3 * 24), "float32")
-    forward(stream, model, expected["tokens"], 0, np.arange(40), features)
+    nets.forward(stream, model, expected["tokens"], 0, np.arange(40), features)
     wanted = np.concatenate([expected["inputs"][i] for i in (2, 4, 5)], axis=-1)
     np.testing.assert_allclose(features.to_host(), wanted, atol=3e-5)
 
@@ -72,13 +60,13 @@ def test_the_last_layers_output_can_be_a_feature(device, stream, tmp_path):
     """Id n-1 is the residual stream after the last layer, before the final norm; asking for
     features leaves every logit bit as it is."""
     weights = make_tiny_llama(tmp_path)
-    model = load_llama(device, tmp_path)
-    own(stream, model.kv, 0, 9)
+    model = nets.load_llama(device, tmp_path)
+    nets.own(stream, model.kv, 0, 9)
     model.set_feature_layers((0, 1, 2))
     features = device.zeros((9, 3 * 48), "float32")
     tokens = np.arange(9) * 7
-    plain = forward(stream, model, tokens, 0, np.arange(9))
-    assert same_bits(plain, forward(stream, model, tokens, 0, np.arange(9), features))
+    plain = nets.forward(stream, model, tokens, 0, np.arange(9))
+    assert nets.same_bits(plain, nets.forward(stream, model, tokens, 0, np.arange(9), features))
     streams = numpy_llama.llama_streams(weights, llama_config(), tokens)
     np.testing.assert_allclose(features.to_host(), np.concatenate(streams, axis=-1), atol=2e-5)
 
@@ -89,9 +77,9 @@ def test_cache_dtype_is_a_choice(device, stream, tmp_path):
     wanted = numpy_llama.llama_logits(weights, llama_config(), np.arange(20))
     error = {}
     for dtype in ("float32", "float16", "bfloat16"):
-        model = load_llama(device, tmp_path, dtype=dtype)
-        own(stream, model.kv, 0, 20)
-        error[dtype] = np.abs(forward(stream, model, range(20), 0, range(20)) - wanted).max()
+        model = nets.load_llama(device, tmp_path, dtype=dtype)
+        nets.own(stream, model.kv, 0, 20)
+        error[dtype] = np.abs(nets.forward(stream, model, range(20), 0, range(20)) - wanted).max()
     assert error["float32"] < 1e-4 < error["bfloat16"] < 0.5
     assert error["float32"] < error["float16"] < error["bfloat16"]
 
@@ -100,29 +88,26 @@ def test_a_graph_computes_what_a_stream_computes(device, stream, tmp_path):
     """The same calls on a graph lane, replayed with new rows, give the stream's bits, in nine
     nodes a layer."""
     make_tiny_llama(tmp_path, dtype="bfloat16")
-    model = load_llama(device, tmp_path)
-    own(stream, model.kv, 0, 30)
-    own(stream, model.kv, 1, 30)
-    tokens = (np.arange(30) * 11) % 320
-    wanted = np.concatenate(
-        [forward(stream, model, tokens[i : i + 3], 0, range(i, i + 3)) for i in range(0, 30, 3)]
-    )
-    rows = make_rows(device, [0, 0, 0], 0, [0, 0, 0])
+    model = nets.load_llama(device, tmp_path)
+    nets.own(stream, model.kv, 0, 30)
+    nets.own(stream, model.kv, 1, 30)
+    tokens, wanted, got = (np.arange(30) * 11) % 320, [], []
+    rows = nets.make_rows(device, [0, 0, 0], 0, [0, 0, 0])
     logits = device.zeros((3, 320), "float32")
     graph = Graph(device, "forward")
     lane = graph.lane("model")
     model.head(lane, model.forward(lane, rows), logits)
     assert len(graph.nodes) == 1 + 9 * 3 + 2
     program = graph.instantiate()
-    got = []
     for i in range(0, 30, 3):
+        wanted.append(nets.forward(stream, model, tokens[i : i + 3], 0, range(i, i + 3)))
         rows.token.copy_from(tokens[i : i + 3].astype(np.int32))
         rows.slot.copy_from(np.full(3, 1, np.int32))
         rows.pos.copy_from(np.arange(i, i + 3, dtype=np.int32))
         program.launch(stream)
         program.synchronize()
         got.append(logits.to_host())
-    assert same_bits(np.concatenate(got), wanted)
+    assert nets.same_bits(np.concatenate(got), np.concatenate(wanted))
     program.close()
     graph.close()
 
@@ -131,43 +116,33 @@ def test_rejected_positions_are_forgotten_by_overwriting(device, stream, tmp_pat
     """After feeding wrong tokens, feeding the right ones at the same positions gives the bits of
     a slot that never saw the wrong ones."""
     make_tiny_llama(tmp_path, dtype="bfloat16")
-    model = load_llama(device, tmp_path)
+    model = nets.load_llama(device, tmp_path)
     tokens = (np.arange(24) * 13) % 320
-    own(stream, model.kv, 0, 24)
-    own(stream, model.kv, 1, 24)
-    clean = forward(stream, model, tokens, 0, range(24))
-    forward(stream, model, tokens[:10], 1, range(10))
-    forward(stream, model, (tokens[10:22] + 1) % 320, 1, range(10, 22))
-    again = forward(stream, model, tokens[10:], 1, range(10, 24))
-    assert same_bits(again, clean[10:].copy())
-    assert same_bits(cached(model.kv, 1, 24), cached(model.kv, 0, 24))
+    nets.own(stream, model.kv, 0, 24)
+    nets.own(stream, model.kv, 1, 24)
+    clean = nets.forward(stream, model, tokens, 0, range(24))
+    nets.forward(stream, model, tokens[:10], 1, range(10))
+    nets.forward(stream, model, (tokens[10:22] + 1) % 320, 1, range(10, 22))
+    again = nets.forward(stream, model, tokens[10:], 1, range(10, 24))
+    assert nets.same_bits(again, clean[10:].copy())
+    assert nets.same_bits(nets.cached(model.kv, 1, 24), nets.cached(model.kv, 0, 24))
 
 
 def test_padding_rows_touch_nothing(device, stream, tmp_path):
     """Rows with slot -1, position -1, or a position nobody reserved leave every cache bit, the
     scratch page included, and their company's logits alone."""
     make_tiny_llama(tmp_path)
-    model = load_llama(device, tmp_path)
-    own(stream, model.kv, 0, 8)
-    alone = forward(stream, model, [5, 6], 0, [0, 1])
+    model = nets.load_llama(device, tmp_path)
+    nets.own(stream, model.kv, 0, 8)
+    alone = nets.forward(stream, model, [5, 6], 0, [0, 1])
     before = model.kv.k.to_host(), model.kv.v.to_host()
-    mixed = forward(
-        stream, model, [9, 5, -7, 6, 10**6, 3], [-1, 0, 0, 0, 2, 99], [4, 0, -1, 1, 3, 0]
-    )
-    assert same_bits(mixed[[1, 3]], alone)
-    assert same_bits(model.kv.k.to_host(), before[0])
-    assert same_bits(model.kv.v.to_host(), before[1])
+    rows = [9, 5, -7, 6, 10**6, 3], [-1, 0, 0, 0, 2, 99], [4, 0, -1, 1, 3, 0]
+    mixed = nets.forward(stream, model, *rows)
+    assert nets.same_bits(mixed[[1, 3]], alone)
+    assert nets.same_bits(model.kv.k.to_host(), before[0])
+    assert nets.same_bits(model.kv.v.to_host(), before[1])
     assert (before[0][:, model.kv.scratch_page] == 0).all()
     assert np.isfinite(mixed).all()
-
-
-def broken(folder, change, **overrides) -> None:
-    """A tiny checkpoint whose tensors went through `change`."""
-    folder.mkdir(exist_ok=True)
-    make_tiny_llama(folder, **overrides)
-    tensors = llama_tensors(llama_config(**overrides), 0)
-    change(tensors)
-    write_safetensors(folder / "model.safetensors", tensors, "float32")
 
 
 def _set(name, value):
@@ -183,54 +158,46 @@ def _set(name, value):
      (_set("model.embed_tokens.weight", np.ones((300, 48), np.float32)), r"\[300, 48\]"),
      (_set("model.norm.weight", np.ones(48, np.int64)), "dtype int64"),
      (_set("model.layers.0.self_attn.q_proj.bias", np.ones(48, np.float32)), r"q_proj\.bias"),
-     (_set("model.layers.3.input_layernorm.weight", np.ones(48, np.float32)), r"layers\.3")],
+     (_set("model.layers.3.input_layernorm.weight", np.ones(48, np.float32)), r"layers\.3"),
+     (_set("model.layers.0.self_attn.k_proj.weight", np.ones((16, 48), np.float16)),
+      r"k_proj\.weight is float16")],
 )  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, words):
-    """Missing, misshapen, mistyped and leftover tensors raise by name."""
-    broken(tmp_path, change)
+    """Missing, misshapen, mistyped and leftover tensors raise by name; so do matrices that act
+    together without sharing a dtype."""
+    make_tiny_llama(tmp_path)
+    edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
-        load_llama(device, tmp_path)
+        nets.load_llama(device, tmp_path)
 
 
 def test_an_untied_model_needs_its_head(device, stream, tmp_path):
     """tie_word_embeddings decides: untied without lm_head is refused, tied ignores one."""
-    broken(tmp_path / "a", lambda t: t.pop("lm_head.weight"), tie_word_embeddings=False)
+    make_tiny_llama(tmp_path / "a", tie_word_embeddings=False)
+    edit_tensors(tmp_path / "a", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
-        load_llama(device, tmp_path / "a")
-    extra = np.ones((320, 48), np.float32)
-    broken(tmp_path / "b", _set("lm_head.weight", extra))
-    make_tiny_llama(tmp_path / "c")
+        nets.load_llama(device, tmp_path / "a")
+    make_tiny_llama(tmp_path / "b")
     logits = []
-    for name in "bc":
-        model = load_llama(device, tmp_path / name)
-        own(stream, model.kv, 0, 4)
-        logits.append(forward(stream, model, range(4), 0, range(4)))
-    assert same_bits(*logits)
-
-
-def test_matrices_that_act_together_must_share_a_dtype(device, tmp_path):
-    """A checkpoint with q in one dtype and k in another is refused by name."""
-    make_tiny_llama(tmp_path, num_hidden_layers=1)
-    tensors = llama_tensors(llama_config(num_hidden_layers=1), 0)
-    name = "model.layers.0.self_attn.k_proj.weight"
-    mixed = {k: (v.astype(np.float16) if k == name else v) for k, v in tensors.items()}
-    from safetensors.numpy import save_file
-
-    save_file(mixed, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight is float16"):
-        load_llama(device, tmp_path)
+    for _ in range(2):
+        model = nets.load_llama(device, tmp_path / "b")
+        nets.own(stream, model.kv, 0, 4)
+        logits.append(nets.forward(stream, model, range(4), 0, range(4)))
+        edit_tensors(tmp_path / "b", _set("lm_head.weight", np.ones((320, 48), np.float32)))
+    assert nets.same_bits(*logits)
 
 
 def test_forwards_that_cannot_work_are_refused(device, stream, tmp_path):
     """Wrong caches, too many rows, unset or malformed feature layers raise before any work."""
     make_tiny_llama(tmp_path)
     config = LlamaConfig.from_dir(tmp_path)
+    kv = nets.make_cache(device, config, 2)
     with pytest.raises(ShapeError, match="kv_heads"):
-        LlamaModel(device, config, Checkpoint(tmp_path), make_cache(device, config, 2), max_rows=4)
-    model, lane = load_llama(device, tmp_path, max_rows=4), StreamLane(stream)
+        LlamaModel(device, config, Checkpoint(tmp_path), kv, max_rows=4)
+    model, lane = nets.load_llama(device, tmp_path, max_rows=4), StreamLane(stream)
     with pytest.raises(ShapeError, match="max_rows=4"):
-        model.forward(lane, make_rows(device, range(5), 0, range(5)))
-    rows = make_rows(device, range(4), 0, range(4))
+        model.forward(lane, nets.make_rows(device, range(5), 0, range(5)))
+    rows = nets.make_rows(device, range(4), 0, range(4))
     with pytest.raises(ShapeError, match="slot"):
         model.forward(lane, replace(rows, slot=rows.slot[1:]))
     features = device.zeros((4, 3 * 48), "float32")

@@ -4,8 +4,6 @@ Every case compares logits, features, keys and values bit for bit with a slot fe
 time, alone.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -84,16 +82,11 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        ("thread", "bfloat16"),
-        ("thread", "float32"),
-        ("warp", "bfloat16"),
-        pytest.param(("warp", "float32"), marks=pytest.mark.full),
-    ],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
+    params=["thread-bfloat16", "thread-float32", "warp-bfloat16",
+            pytest.param("warp-float32", marks=pytest.mark.full)],
+)  # fmt: skip
 def case(device, request, tmp_path_factory):
-    form, dtype = request.param
+    form, dtype = request.param.split("-")
     folder = tmp_path_factory.mktemp("invariance")
     make_tiny_llama(folder / "target", dtype=dtype, **SHAPE)
     make_tiny_eagle3(folder / "head", llama_config(**SHAPE), dtype=dtype, draft_vocab=50)
@@ -179,9 +172,8 @@ def test_page_size_changes_no_bit(device, stream, tmp_path):
     make_tiny_llama(tmp_path, dtype="float16", **SHAPE)
     results = []
     for size in (8, 1, 4, 64):
-        model = load_llama(
-            device, tmp_path, page_size=size, pages=256 // size, max_pages_per_slot=64 // size
-        )
+        pages = {"page_size": size, "pages": 256 // size, "max_pages_per_slot": 64 // size}
+        model = load_llama(device, tmp_path, **pages)
         own(stream, model.kv, 1, LENGTH)
         results.append(forward(stream, model, SEQUENCES[0], 1, range(LENGTH)))
     assert all(same_bits(results[0], result) for result in results[1:])

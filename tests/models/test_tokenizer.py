@@ -1,13 +1,11 @@
 """Tokenizers: ids, texts, chat templates, streaming, and what does not fit the model."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
 import tokenizers
-from tiny_models import make_tiny_tokenizer, write_json
+from tiny_models import edit_json, make_tiny_tokenizer, write_json
 
 from graft.models import chat, text
 from graft.models.errors import TokenizerError
@@ -20,18 +18,21 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_text_survives_a_round_trip(folder):
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(folder, vocab_size=300)
+
+
+def test_text_survives_a_round_trip(tokenizer):
     """decode(encode(text)) is the text, for every kind of character."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     text = '{"name": "日本 é 🙂"}\n\ttrue'
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) < len(text.encode())
 
 
-def test_special_tokens_are_known_and_left_out_of_text(folder):
+def test_special_tokens_are_known_and_left_out_of_text(tokenizer):
     """Stop and special ids come from the files; decode leaves special tokens out unless asked."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     assert tokenizer.stop_ids == (0,)
     ids = [1, *tokenizer.encode("hi"), 0]
     assert tokenizer.decode(ids) == "hi"
@@ -57,18 +58,17 @@ def test_a_tokenizer_larger_than_the_model_is_refused(folder):
         Tokenizer(folder)
 
 
-@pytest.mark.parametrize("eos", [300, -1, [0, 999], "0", [None]])
-def test_stop_ids_outside_the_model_are_refused(folder, eos):
-    """An end-of-sequence id the model cannot produce, or that is no id, raises."""
-    write_json(folder / "generation_config.json", {"eos_token_id": eos})
-    with pytest.raises(TokenizerError, match="eos_token_id"):
-        Tokenizer(folder, vocab_size=300)
-
-
-def test_special_tokens_that_do_not_exist_are_refused(folder):
-    """An eos_token that the vocabulary lacks raises, naming it."""
-    write_json(folder / "tokenizer_config.json", {"eos_token": "<|end|>"})
-    with pytest.raises(TokenizerError, match=r"<\|end\|>"):
+@pytest.mark.parametrize(
+    ("file", "name", "value", "words"),
+    [*(("generation_config", "eos_token_id", eos, "eos_token_id")
+       for eos in (300, -1, [0, 999], "0", [None])),
+     ("tokenizer_config", "eos_token", "<|end|>", r"<\|end\|>")],
+)  # fmt: skip
+def test_stop_ids_outside_the_model_are_refused(folder, file, name, value, words):
+    """An end-of-sequence id the model cannot produce, or that is no id, raises; so does an
+    eos_token that the vocabulary lacks, by its name."""
+    write_json(folder / f"{file}.json", {name: value})
+    with pytest.raises(TokenizerError, match=words):
         Tokenizer(folder, vocab_size=300)
 
 
@@ -83,9 +83,8 @@ def test_a_broken_tokenizer_file_is_refused(folder, text):
         Tokenizer(folder)
 
 
-def test_ids_outside_the_vocabulary_cannot_be_decoded(folder):
+def test_ids_outside_the_vocabulary_cannot_be_decoded(tokenizer):
     """An id that no token has raises instead of vanishing."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     with pytest.raises(TokenizerError, match="99999"):
         tokenizer.decode([5, 99999])
     with pytest.raises(TokenizerError, match="-1"):
@@ -93,10 +92,9 @@ def test_ids_outside_the_vocabulary_cannot_be_decoded(folder):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_streamed_pieces_join_to_the_whole_text(folder, seed):
+def test_streamed_pieces_join_to_the_whole_text(tokenizer, seed):
     """Whatever ids come in whatever portions, the pieces join to decode's text, without U+FFFD
     in the middle of a character."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     rng = np.random.default_rng(seed)
     if seed % 2:
         ids = rng.integers(0, tokenizer.vocab_size, 60).tolist()
@@ -112,9 +110,8 @@ def test_streamed_pieces_join_to_the_whole_text(folder, seed):
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
-def test_an_incomplete_character_waits(folder):
+def test_an_incomplete_character_waits(tokenizer):
     """The first bytes of a character give no text until its last byte came."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     stream = tokenizer.incremental()
     ids = tokenizer.encode("🙂", special=False)
     assert len(ids) == 4
@@ -123,9 +120,8 @@ def test_an_incomplete_character_waits(folder):
     assert stream.push([*tokenizer.encode("a"), *ids[:2]]) == "" and stream.finish(cut=True) == "a"
 
 
-def test_bytes_that_never_become_a_character_are_not_held_for_ever(folder, monkeypatch):
+def test_bytes_that_never_become_a_character_are_not_held_for_ever(tokenizer, monkeypatch):
     """Neither text nor work piles up behind ids that spell nothing."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     stray = tokenizer.encode("🙂", special=False)[1]
     stream, decoded = tokenizer.incremental(), []
     plain = text.decode
@@ -149,10 +145,9 @@ def test_settings_for_training_are_switched_off(folder):
     assert all(tokenizer.encode(text) == plain for _ in range(20))
 
 
-def test_names_of_special_tokens_in_user_text(folder):
+def test_names_of_special_tokens_in_user_text(tokenizer):
     """They are special tokens, unless asked for as text; the template's own always are; text that
     has none is tokenized as a whole either way."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     assert tokenizer.encode("a<eos>") == [*tokenizer.encode("a"), 0]
     assert 0 not in tokenizer.encode("a<eos>", names=False)
     for content, ends in (("say <eos> and <bos>!", 1), ("the name", 0)):
@@ -165,9 +160,8 @@ def test_names_of_special_tokens_in_user_text(folder):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "x\udfff"])
-def test_what_is_no_text_is_refused(folder, text):
+def test_what_is_no_text_is_refused(tokenizer, text):
     """A lone surrogate has no bytes: a typed error, in a chat too."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     with pytest.raises(TokenizerError):
         tokenizer.encode(text)
     with pytest.raises(TokenizerError):
@@ -186,9 +180,8 @@ def test_leading_spaces_of_metaspace_tokenizers_survive_streaming(tmp_path):
     assert "".join(pieces) + stream.finish() == "a bc a" == tokenizer.decode([1, 2, 3, 1])
 
 
-def test_chat_renders_the_template(folder):
+def test_chat_renders_the_template(tokenizer):
     """Messages go through the template; its special tokens become their ids, once."""
-    tokenizer = Tokenizer(folder, vocab_size=300)
     assert tokenizer.has_chat_template
     messages = [{"role": "user", "content": "hé"}]
     ids = tokenizer.chat(messages)
@@ -198,8 +191,7 @@ def test_chat_renders_the_template(folder):
 
 
 def set_template(folder, template) -> Tokenizer:
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    write_json(folder / "tokenizer_config.json", {**config, "chat_template": template})
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
     return Tokenizer(folder, vocab_size=300)
 
 
@@ -222,13 +214,6 @@ def test_named_templates_and_template_files_are_found(folder):
     assert set_template(folder, named).render([]) == "D"
     (folder / "chat_template.jinja").write_text("F")
     assert Tokenizer(folder, vocab_size=300).render([]) == "F"
-
-
-def test_a_templates_own_refusal_reaches_the_user(folder):
-    """raise_exception becomes a TokenizerError with the template's words."""
-    tokenizer = set_template(folder, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(TokenizerError, match="roles must alternate"):
-        tokenizer.chat([])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +239,11 @@ def test_templates_run_in_a_sandbox(folder, template, monkeypatch):
 
 
 def test_a_template_that_does_not_parse_is_refused_at_load(folder):
-    """A syntax error raises when the tokenizer is opened."""
+    """A syntax error raises when the tokenizer is opened; raise_exception becomes a TokenizerError
+    with the template's words when it chats."""
+    tokenizer = set_template(folder, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TokenizerError, match="roles must alternate"):
+        tokenizer.chat([])
     with pytest.raises(TokenizerError, match="parse"):
         set_template(folder, "{% for %}")
     for wrong in (7, [{"name": "tool", "template": "T"}], [7]):
@@ -265,10 +254,9 @@ def test_a_template_that_does_not_parse_is_refused_at_load(folder):
         Tokenizer(folder, vocab_size=300)
 
 
-def test_chat_without_a_template_is_refused(tmp_path):
+def test_chat_without_a_template_is_refused(folder):
     """A model without a template cannot chat, and says so."""
-    make_tiny_tokenizer(tmp_path, chat_template=None)
-    tokenizer = Tokenizer(tmp_path, vocab_size=300)
+    tokenizer = set_template(folder, None)
     assert not tokenizer.has_chat_template
     with pytest.raises(TokenizerError, match="no chat template"):
         tokenizer.chat([])

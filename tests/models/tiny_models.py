@@ -1,14 +1,13 @@
 """Tiny seeded checkpoints in Hugging Face layout: a Llama, an EAGLE-3 head, a tokenizer."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from graft.cudagraph.dtypes import from_float32, to_float32
@@ -40,28 +39,39 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change fields of an object written as JSON; None removes one."""
+    data = json.loads(path.read_text()) | changes
+    write_json(path, {name: value for name, value in data.items() if value is not None})
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    """Rewrite a checkpoint's tensors through `change`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
 def llama_config(**overrides: Any) -> dict[str, Any]:
     """config.json of a tiny Llama; an override of None removes the field."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    }
-    config.update(overrides)
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+        "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "max_position_embeddings": 256, "tie_word_embeddings": True,
+        "hidden_act": "silu", "eos_token_id": 0, **overrides,
+    }  # fmt: skip
     return {name: value for name, value in config.items() if value is not None}
+
+
+def matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Random, for inputs and outputs of one size."""
+    return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+
+
+def norm(rng: np.random.Generator, width: int) -> np.ndarray:
+    """Weights around one."""
+    return (1.0 + 0.2 * rng.standard_normal(width)).astype(np.float32)
 
 
 def decoder_tensors(
@@ -72,23 +82,19 @@ def decoder_tensors(
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     keys = (config.get("num_key_value_heads") or heads) * dim
-
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
-
-    def norm() -> np.ndarray:
-        return (1.0 + 0.2 * rng.standard_normal(hidden)).astype(np.float32)
-
+    matrices = {
+        "self_attn.q_proj": (heads * dim, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (hidden, heads * dim),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
     return {
-        f"{prefix}.input_layernorm.weight": norm(),
-        f"{prefix}.post_attention_layernorm.weight": norm(),
-        f"{prefix}.self_attn.q_proj.weight": matrix(heads * dim, width),
-        f"{prefix}.self_attn.k_proj.weight": matrix(keys, width),
-        f"{prefix}.self_attn.v_proj.weight": matrix(keys, width),
-        f"{prefix}.self_attn.o_proj.weight": matrix(hidden, heads * dim),
-        f"{prefix}.mlp.gate_proj.weight": matrix(inner, hidden),
-        f"{prefix}.mlp.up_proj.weight": matrix(inner, hidden),
-        f"{prefix}.mlp.down_proj.weight": matrix(hidden, inner),
+        f"{prefix}.input_layernorm.weight": norm(rng, hidden),
+        f"{prefix}.post_attention_layernorm.weight": norm(rng, hidden),
+        **{f"{prefix}.{name}.weight": matrix(rng, *size) for name, size in matrices.items()},
     }
 
 
@@ -98,13 +104,12 @@ def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     tensors = {
         "model.embed_tokens.weight": rng.standard_normal((vocab, hidden)).astype(np.float32),
-        "model.norm.weight": (1.0 + 0.2 * rng.standard_normal(hidden)).astype(np.float32),
+        "model.norm.weight": norm(rng, hidden),
     }
     for i in range(config["num_hidden_layers"]):
         tensors |= decoder_tensors(config, rng, f"model.layers.{i}", hidden)
     if not config.get("tie_word_embeddings"):
-        head = rng.standard_normal((vocab, hidden)) / np.sqrt(hidden)
-        tensors["lm_head.weight"] = head.astype(np.float32)
+        tensors["lm_head.weight"] = matrix(rng, vocab, hidden)
     return tensors
 
 
@@ -113,14 +118,8 @@ def make_tiny_llama(
 ) -> dict[str, np.ndarray]:
     """Write a random Llama checkpoint; returns its tensors as float32 values of `dtype`.
 
-    Parameters
-    ----------
-    folder : Path
-        Created when missing; gets config.json and safetensors.
-    shards : int
-        Number of files; with more than one, an index is written.
-    **overrides
-        Fields of config.json; None removes one.
+    Overrides are fields of config.json; None removes one. With several shards, which are files, an
+    index is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = llama_config(**{"torch_dtype": dtype, **overrides})
@@ -157,53 +156,39 @@ def make_tiny_eagle3(
 ) -> dict[str, np.ndarray]:
     """Write a random EAGLE-3 head for a target; returns its tensors as float32 values of `dtype`.
 
-    Parameters
-    ----------
-    target_config : dict
-        config.json of the target (see `llama_config`).
-    draft_vocab : int, optional
-        Size of a pruned draft vocabulary; None shares the target's (no d2t).
-    names : str
-        "official" (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested config).
-    own_embedding : bool
-        Store embed_tokens.weight.
-    **overrides
-        Fields of config.json; None removes one. Under seven target layers, ``eagle_config``
-        names outputs 0, n//2, n-1 unless given.
+    Without a size of a pruned draft vocabulary it shares the target's (no d2t). Names are
+    "official" (``midlayer.*``, flat config) or "speculators" (``layers.0.*``, nested config).
+    Overrides are fields of config.json; None removes one. Under seven target layers,
+    ``eagle_config`` names outputs 0, n//2, n-1 unless given.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     target_layers, vocab = target_config["num_hidden_layers"], target_config["vocab_size"]
-    shape = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    shape = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "rms_norm_eps")  # fmt: skip
     base: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "vocab_size": vocab,
         "draft_vocab_size": draft_vocab or vocab,
         "tie_word_embeddings": False,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [0, target_layers // 2, target_layers - 1]
-        }
-        if target_layers < 7
-        else None,
+        "rope_theta": None,
+        "torch_dtype": dtype,
     }
-    wanted = {name: target_config.get(name) for name in (*shape, "head_dim", "rms_norm_eps")}
-    config = llama_config(
-        **{**wanted, "rope_theta": None, "torch_dtype": dtype, **base, **overrides}
-    )
+    if target_layers < 7:
+        layers = [0, target_layers // 2, target_layers - 1]
+        base["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
+    wanted = {name: target_config.get(name) for name in shape}
+    config = llama_config(**{**wanted, **base, **overrides})
     hidden = config["hidden_size"]
     of_target = config.get("target_hidden_size", hidden)
     prefix = "midlayer" if names == "official" else "layers.0"
     tensors = decoder_tensors(config, rng, prefix, 2 * hidden)
     tensors |= {
-        f"{prefix}.hidden_norm.weight": (1 + 0.2 * rng.standard_normal(hidden)).astype(np.float32),
-        "norm.weight": (1 + 0.2 * rng.standard_normal(hidden)).astype(np.float32),
-        "fc.weight": (rng.standard_normal((hidden, 3 * of_target)) / np.sqrt(3 * of_target)).astype(
-            np.float32
-        ),
-        "lm_head.weight": (
-            rng.standard_normal((config["draft_vocab_size"], hidden)) / np.sqrt(hidden)
-        ).astype(np.float32),
+        f"{prefix}.hidden_norm.weight": norm(rng, hidden),
+        "norm.weight": norm(rng, hidden),
+        "fc.weight": matrix(rng, hidden, 3 * of_target),
+        "lm_head.weight": matrix(rng, config["draft_vocab_size"], hidden),
     }
     if own_embedding:
         tensors["embed_tokens.weight"] = rng.standard_normal((vocab, hidden)).astype(np.float32)
@@ -248,9 +233,7 @@ WORDS = ['{"', '":', '",', '"}', "],", "[{", "}]", "true", "false", "null", "nam
          " a", "ing", "er", "on", "10", "00", "é", "日"]  # fmt: skip
 
 
-def make_tiny_tokenizer(
-    folder: Path, vocab_size: int = 300, *, chat_template: str | None = CHAT_TEMPLATE
-) -> None:
+def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     """Write a byte-level tokenizer: <eos> 0, <bos> 1, 256 bytes, then merges up to `vocab_size`.
 
     JSON's punctuation and a few words are merged, so that grammars meet tokens of several bytes.
@@ -264,7 +247,5 @@ def make_tiny_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     ))  # fmt: skip
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    if chat_template is not None:
-        config["chat_template"] = chat_template
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
     write_json(folder / "tokenizer_config.json", config)

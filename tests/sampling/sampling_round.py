@@ -21,19 +21,10 @@ class TableRound:
     """Sampler and state for ``slots`` requests of ``vocab`` tokens and ``draft_length`` drafts."""
 
     def __init__(
-        self,
-        device: Device,
-        stream: Stream,
-        *,
-        slots: int,
-        draft_length: int,
-        vocab: int,
-        token_limit: int | None = None,
-        d2t: np.ndarray | None = None,
-        block: int | None = None,
-        entries: int = 2,
-        candidates: int = 0,
-    ) -> None:
+        self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
+        token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
+        entries: int = 2, candidates: int = 0,
+    ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
         self.width = draft_length + 1
@@ -98,9 +89,8 @@ class TableRound:
         self.replay += 1
         batch, width, vocab = logits.shape
         self.replay_ptr.copy_from(np.array([self.replay], np.int32))
-        self.sampler.target(
-            self.lane, self._up(logits.reshape(batch * width, vocab)), self.row_slot, width
-        )
+        rows = self._up(logits.reshape(batch * width, vocab))
+        self.sampler.target(self.lane, rows, self.row_slot, width)
         self.sampler.verify(self.lane, self.row_slot, width, self.ring)
         self.ring.poll(self.replay, 30.0)
         out = self.results(self.replay)
@@ -163,11 +153,11 @@ class TableRound:
     def place(self, proposal: np.ndarray | None) -> None:
         """Place proposed drafts [B, K]; None: what the mask rows force."""
         shape = (len(self.row_slot), self.draft_length)
+        array = self.device.zeros(shape, "int32")
         if proposal is None:
-            array = self.device.zeros(shape, "int32")
             self.sampler.forced(self.lane, self.row_slot, array)
         else:
-            array = self.device.from_host(np.ascontiguousarray(proposal, np.int32), "int32")
+            array.copy_from(np.ascontiguousarray(proposal, np.int32))
         self.sampler.place(self.lane, array, self.row_slot)
         self.stream.synchronize()
 

@@ -66,14 +66,8 @@ class Case:
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
 
     def __str__(self) -> str:
-        f = self.filter
-        parts = [f"K{self.draft_length}", f"T{f.temperature}"]
-        parts += [f"k{f.top_k}"] * (f.top_k > 0) + [f"p{f.top_p}"] * (f.top_p < 1)
-        parts += [f"m{f.min_p}"] * (f.min_p > 0)
-        flags = ("masked", "pruned", "point", "late", "probe")
-        parts += [name for name in flags if getattr(self, name)] + ["stop"] * bool(self.stop_ids)
-        parts += ["forced", self.forced] * bool(self.forced)
-        return "-".join(parts)
+        parts = {**vars(self), **vars(self.filter), "filter": 0}
+        return "-".join(f"{name}={value}" for name, value in parts.items() if value)
 
 
 # Every pair of settings occurs together in one of these.
@@ -106,9 +100,8 @@ def run_case(
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
                    d2t=table.d2t, candidates=PROBED if case.probe else 0)  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
-    return np.concatenate(
-        [generate(r, table, case, seed * 10**6 + w * slots) for w in range(waves)]
-    )
+    first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
+    return np.concatenate([generate(r, table, case, each) for each in first])
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
@@ -249,12 +242,11 @@ def chi_square_p(observed: np.ndarray, law: np.ndarray) -> float:
         return 0.0
     expected = law * observed.sum()
     big = expected >= 5
-    seen, wanted = list(observed[big]), list(expected[big])
-    rest = expected[~big].sum()
-    if rest >= 1:
-        seen.append(observed[~big].sum())
-        wanted.append(rest)
-    statistic = sum((o - e) ** 2 / e for o, e in zip(seen, wanted, strict=True))
+    seen = np.append(observed[big], observed[~big].sum())
+    wanted = np.append(expected[big], expected[~big].sum())
+    if wanted[-1] < 1:
+        seen, wanted = seen[:-1], wanted[:-1]
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
     return chi_square_tail(float(statistic), max(len(wanted) - 1, 0))
 
 
@@ -293,6 +285,5 @@ def wrong_twice(
 
 def without_speculation(case: Case) -> Case:
     """The same request, decoded one token a round."""
-    return replace(
-        case, draft_length=0, masked=True, pruned=False, point=False, late=False, probe=False
-    )
+    off = dict.fromkeys(("pruned", "point", "late", "probe"), False)
+    return replace(case, draft_length=0, masked=True, **off)

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import reference_round as ref
-from table_model import (
-    COLD,
-    COVERING,
-    MIXED,
-    NARROW,
-    NOTHING,
-    NUCLEUS,
-    PLAIN,
-    PRUNED,
-    Case,
-    chi_square_tail,
-    generate,
-    make_table,
-    run_case,
-    without_speculation,
-    wrong_twice,
-)
+import table_model as model
+from table_model import COLD, COVERING, MIXED, NARROW, NUCLEUS, PLAIN, PRUNED, Case
 
 EACH = [{"masked": m, "pruned": p} for m in (True, False) for p in (True, False)]
 EVERY = [
@@ -39,18 +25,13 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize(
+    "case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in EVERY)], ids=str
+)
 def test_pairs_of_tokens_follow_the_exact_law(device, stream, case):
-    """200,000 tokens: neighbouring pairs pass chi-square, impossible ones never occur."""
-    wrong, values = wrong_twice(device, stream, case, 200_000)
-    assert not wrong, f"p-values {values}"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", EVERY, ids=str)
-def test_pairs_of_tokens_follow_the_exact_law_in_every_setting(device, stream, case):
-    """The same for the whole product of settings."""
-    wrong, values = wrong_twice(device, stream, case, 200_000)
+    """200,000 tokens: neighbouring pairs pass chi-square, impossible ones never occur; in settings
+    that cover all pairs, and with --full in the whole product."""
+    wrong, values = model.wrong_twice(device, stream, case, 200_000)
     assert not wrong, f"p-values {values}"
 
 
@@ -58,16 +39,13 @@ def test_the_chi_square_tail_is_the_tabulated_one():
     """The 5 % and .1 % points of common tables."""
     points = {1: (3.841, 10.828), 2: (5.991, 13.816), 7: (14.067, 24.322), 40: (55.758, 73.402)}
     for dof, (five, tenth) in points.items():
-        np.testing.assert_allclose(chi_square_tail(five, dof), 0.05, rtol=2e-3)
-        np.testing.assert_allclose(chi_square_tail(tenth, dof), 0.001, rtol=2e-3)
+        np.testing.assert_allclose(model.chi_square_tail(five, dof), 0.05, rtol=2e-3)
+        np.testing.assert_allclose(model.chi_square_tail(tenth, dof), 0.001, rtol=2e-3)
 
 
 # Greedy and coupled decoding: speculation of any kind changes no token.
 
-FILTERS = [
-    ref.Filter(0.0), ref.Filter(1.0), ref.Filter(1.2, top_k=5, top_p=0.85, min_p=0.05),
-    ref.Filter(0.4, top_p=0.9),
-]  # fmt: skip
+FILTERS = [ref.Filter(0.0), PLAIN, MIXED, ref.Filter(0.4, top_p=0.9)]
 
 
 @pytest.mark.parametrize("f", FILTERS, ids=["greedy", "plain", "mixed", "cold"])
@@ -75,9 +53,10 @@ FILTERS = [
 def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids):
     """K = 1..3, masked, probed or not, pruned, host-made, late: 1,024 sequences stay the same."""
     base = Case(3, f, verify=ref.COUPLED, length=12, stop_ids=stop_ids)
-    plain = run_case(device, stream, without_speculation(base), 1024 * 12, seed=4)
+    run = functools.partial(model.run_case, device, stream, samples=1024 * 12, seed=4)
+    plain = run(model.without_speculation(base))
     rejection = Case(0, f, verify=ref.REJECTION, length=12, stop_ids=stop_ids)
-    np.testing.assert_array_equal(run_case(device, stream, rejection, 1024 * 12, seed=4), plain)
+    np.testing.assert_array_equal(run(rejection), plain)
     if not f.greedy:
         assert len(np.unique(plain, axis=0)) > 100, "seeds make different sequences"
     for k, how in [
@@ -86,21 +65,19 @@ def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids)
     ]:  # fmt: skip
         flags = {"masked": False, **dict.fromkeys(how.split(), True)}
         case = replace(base, draft_length=k, **flags)
-        np.testing.assert_array_equal(
-            run_case(device, stream, case, 1024 * 12, seed=4), plain, err_msg=str(case)
-        )
+        np.testing.assert_array_equal(run(case), plain, err_msg=str(case))
 
 
 def test_drafts_that_share_noise_are_accepted_more_often(make_round):
     """With the target as its own drafter every coupled draft is accepted, pruned or not wherever
     the wanted token is known."""
-    table = make_table(17)
+    table = model.make_table(17)
     own = type(table)(table.target, table.target, table.legal)
     r = make_round(slots=128, draft_length=3, vocab=8)
     case = Case(3, ref.Filter(1.0), verify=ref.COUPLED, length=9)
     rounds_before = r.replay
-    tokens = generate(r, own, case, first_seed=77)
-    assert (tokens != NOTHING).all()
+    tokens = model.generate(r, own, case, first_seed=77)
+    assert (tokens != model.NOTHING).all()
     assert r.replay - rounds_before == 3, "1 token, then 4 and 4: nothing was refused"
     known = np.isin(tokens, PRUNED).mean()
     assert 0.2 < known < 0.95, "the pruned vocabulary of the other tests really prunes"

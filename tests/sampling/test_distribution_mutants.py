@@ -23,47 +23,32 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant(
-        "one random number for draft and coin", "philox.cuh",
+    Mutant("one random number for draft and coin", "philox.cuh",
         (("#define PURPOSE_COIN 2u", "#define PURPOSE_COIN PURPOSE_DRAFT"),),
-        Case(3, PLAIN, masked=False),
-    ),
-    Mutant(
-        "one random number for coin and residual", "philox.cuh",
+        Case(3, PLAIN, masked=False)),
+    Mutant("one random number for coin and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_COIN"),),
-        Case(3, PLAIN, masked=False), 200_000,  # they share the noise of one id only
-    ),
-    Mutant(
-        "one random number for draft and residual", "philox.cuh",
+        Case(3, PLAIN, masked=False), 200_000),  # they share the noise of one id only
+    Mutant("one random number for draft and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_DRAFT"),),
-        Case(3, PLAIN, masked=False),
-    ),
-    Mutant(
-        "refused draft not removed from p", "verify.cu",
+        Case(3, PLAIN, masked=False)),
+    Mutant("refused draft not removed from p", "verify.cu",
         (("walk.draw = DRAW_RESIDUAL;", "walk.draw = DRAW_TARGET;"),),
-        Case(1, PLAIN, masked=False),
-    ),
-    Mutant(
-        "refused point draft not removed from p", "verify.cu",
+        Case(1, PLAIN, masked=False)),
+    Mutant("refused point draft not removed from p", "verify.cu",
         (("walk.draw = DRAW_WITHOUT;", "walk.draw = DRAW_TARGET;"),),
-        Case(3, NUCLEUS, point=True, masked=False),
-    ),
-    Mutant(
-        "illegal draft cut instead of refused", "verify.cu",
+        Case(3, NUCLEUS, point=True, masked=False)),
+    Mutant("illegal draft cut instead of refused", "verify.cu",
         (("const bool known = d >= 0 && d < vocab_size;",
           "const bool known = d >= 0 && d < vocab_size;\n"
           "      if (rejection && !(probs[static_cast<long long>(r) * vocab_size + d] > 0.0f)) {\n"
           "        walk.draw = DRAW_TARGET;\n        break;\n      }"),),
-        Case(1, PLAIN, masked=False),
-    ),
-    Mutant(
-        "mask row off by one", "target.cu",
+        Case(1, PLAIN, masked=False)),
+    Mutant("mask row off by one", "target.cu",
         (("mask_of(exchange, layout, index, j)",
           "mask_of(exchange, layout, index, j > 0 ? j - 1 : 0)"),),
-        Case(2, PLAIN, masked=True, late=True),
-    ),
-    Mutant(
-        "top-p before the mask", "row.cuh",
+        Case(2, PLAIN, masked=True, late=True)),
+    Mutant("top-p before the mask", "row.cuh",
         (("const bool ok = legal<MAPPED>(row, word, base + l);",
           "const bool ok = STORE || legal<MAPPED>(row, word, base + l);"),
          ("    if (word == 0u) {", "    if (word == 0u && !STORE) {"),
@@ -73,20 +58,16 @@ MUTANTS = [
           "  for (int i = tid; i < row.size; i += BLOCK) {\n"
           "    if (!legal<MAPPED>(row, legal_word<MAPPED>(row, i & ~31), i)) work[i] = 0.0f;\n  }\n"
           "  const u64 sum = weight_sum(work, row.size, scratch);")),
-        Case(3, NUCLEUS, point=True, masked=False),
-    ),
-    Mutant(
-        "drafts drawn before the filters of their table", "draft.cu",
+        Case(3, NUCLEUS, point=True, masked=False)),
+    Mutant("drafts drawn before the filters of their table", "draft.cu",
         (("const Noise noise = {slot.seed, position,",
           "for (int i = 0; i < draft_vocab; ++i) table[i] = table[i] > 0.0f ? 1.0f : 0.0f;\n"
           "    const Noise noise = {slot.seed, position,"),
          ("kind = coupled ? DRAFT_POINT : DRAFT_DENSE;",
           "kind = coupled ? DRAFT_POINT : DRAFT_DENSE;\n"
           "    row_distribution<false>(row, filter, table, scratch);")),
-        Case(2, PLAIN, masked=True, late=True),
-    ),
-    Mutant(
-        "bonus after a stop id", "verify.cu",
+        Case(2, PLAIN, masked=True, late=True)),
+    Mutant("bonus after a stop id", "verify.cu",
         (("if (is_stop(slot, d)) {",
           "if (is_stop(slot, d) && false) {"),
          ("if (is_stop(slot, tokens[count - 1])) {",
@@ -94,8 +75,7 @@ MUTANTS = [
           "    for (int i = 0; i < count; ++i) {\n"
           "      stopped = stopped || is_stop(slot, tokens[i]);\n    }\n"
           "    if (stopped) {")),
-        Case(2, NUCLEUS, masked=True, stop_ids=(3, 6)),
-    ),
+        Case(2, NUCLEUS, masked=True, stop_ids=(3, 6))),
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from reference_round import pack_bits
@@ -18,10 +20,19 @@ STORAGE: dict[str, tuple[type, int, type]] = {
 }
 
 
-@pytest.fixture(params=[1, 64], ids=["block1", "block64"])
-def apply(request, device):
-    """The wrapper in both block shapes."""
-    return MaskApply(device, block=request.param)
+@pytest.fixture
+def masked(device, stream, block) -> Callable[..., np.ndarray]:
+    """What becomes of logits under mask rows, in both block shapes."""
+    apply = MaskApply(device, block=block)
+
+    def run(logits, legal, dtype="float32", token_limit=None, **maps):
+        array, mask = device.from_host(logits, dtype), device.from_host(pack_bits(legal), "int32")
+        maps = {name: device.from_host(ids, "int32") for name, ids in maps.items()}
+        apply(StreamLane(stream), array, mask, token_limit=token_limit, **maps)
+        stream.synchronize()
+        return array.to_host()
+
+    return run
 
 
 def _bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -32,80 +43,56 @@ def _bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.nd
 
 @pytest.mark.parametrize("dtype", list(STORAGE))
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 1000])
-def test_illegal_columns_become_minus_infinity_and_others_keep_their_bits(
-    device, stream, apply, dtype, size
-):
+def test_illegal_columns_become_minus_infinity_and_others_keep_their_bits(masked, dtype, size):
     """Every bit of every word decides its column, also where the vocabulary ends inside a word."""
     rng = np.random.default_rng(size)
     legal = rng.random((4, size)) < 0.5
     legal[2:, :] = np.array([[True], [False]])  # words that are all ones and all zeros
     logits = _bits(rng, dtype, (4, size))
-    array = device.from_host(logits, dtype)
-    apply(StreamLane(stream), array, device.from_host(pack_bits(legal), "int32"))
-    stream.synchronize()
     _, infinity, word = STORAGE[dtype]
     wanted = np.where(legal, logits.view(word), word(infinity))
-    np.testing.assert_array_equal(array.to_host().view(word), wanted)
+    np.testing.assert_array_equal(masked(logits, legal, dtype).view(word), wanted)
 
 
-def test_rows_choose_their_mask_and_negative_rows_are_left_alone(device, stream, apply):
+def test_rows_choose_their_mask_and_negative_rows_are_left_alone(masked):
     """mask_row picks a row per logits row, several may share one, and -1 skips the row."""
     rng = np.random.default_rng(1)
     legal = rng.random((3, 100)) < 0.3
     logits = _bits(rng, "float32", (5, 100))
     choice = np.array([2, -1, 0, 2, -1], np.int32)
-    array = device.from_host(logits, "float32")
-    apply(
-        StreamLane(stream), array, device.from_host(pack_bits(legal), "int32"),
-        mask_row=device.from_host(choice, "int32"),
-    )  # fmt: skip
-    stream.synchronize()
     wanted = np.where(legal[choice] | (choice < 0)[:, None], logits, -np.inf)
-    np.testing.assert_array_equal(array.to_host(), wanted.astype(np.float32))
+    got = masked(logits, legal, mask_row=choice)
+    np.testing.assert_array_equal(got, wanted.astype(np.float32))
 
 
-def test_drafter_columns_are_judged_by_their_target_id(device, stream, apply):
+def test_drafter_columns_are_judged_by_their_target_id(masked):
     """With d2t a column is legal iff its target id is inside the bound and its bit is set."""
     rng = np.random.default_rng(2)
     legal = rng.random((2, 90)) < 0.5
     d2t = np.array([5, 89, 0, 31, 32, 63, 64, -1, 90, 1000, 5, 79, 80], np.int32)
     logits = _bits(rng, "float32", (2, d2t.size))
-    array = device.from_host(logits, "float32")
-    apply(
-        StreamLane(stream), array, device.from_host(pack_bits(legal), "int32"),
-        d2t=device.from_host(d2t, "int32"), token_limit=80,
-    )  # fmt: skip
-    stream.synchronize()
     inside = (d2t >= 0) & (d2t < 80)
-    ok = inside & legal[:, np.where(inside, d2t, 0)]
-    np.testing.assert_array_equal(array.to_host(), np.where(ok, logits, -np.inf).astype("f4"))
+    wanted = np.where(inside & legal[:, np.where(inside, d2t, 0)], logits, -np.inf).astype("f4")
+    np.testing.assert_array_equal(masked(logits, legal, d2t=d2t, token_limit=80), wanted)
 
 
 @pytest.mark.parametrize("limit", [1, 5, 32, 37, 64, 99])
-def test_ids_at_or_above_the_bound_are_illegal_even_with_their_bit_set(
-    device, stream, apply, limit
-):
+def test_ids_at_or_above_the_bound_are_illegal_even_with_their_bit_set(masked, limit):
     """Columns that the tokenizer does not have never pass, whatever the mask says."""
-    array = device.from_host(np.zeros((1, 100), np.float32), "float32")
-    ones = device.from_host(np.full((1, 4), -1, np.int32), "int32")
-    apply(StreamLane(stream), array, ones, token_limit=limit)
-    stream.synchronize()
-    np.testing.assert_array_equal(np.isneginf(array.to_host()[0]), np.arange(100) >= limit)
+    got = masked(np.zeros((1, 100), np.float32), np.ones((1, 128), bool), token_limit=limit)
+    np.testing.assert_array_equal(np.isneginf(got[0]), np.arange(100) >= limit)
 
 
-def test_wrong_shapes_and_dtypes_are_refused_by_name(device, stream, apply):
+def test_wrong_shapes_and_dtypes_are_refused_by_name(device, stream):
     """Each refusal names the argument and the dimension."""
-    lane = StreamLane(stream)
-    logits, mask = device.zeros((2, 64), "float32"), device.zeros((2, 2), "int32")
-    with pytest.raises(ShapeError, match="logits: dtype int32"):
-        apply(lane, device.zeros((2, 64), "int32"), mask)
-    with pytest.raises(ShapeError, match="W=1"):
-        apply(lane, logits, device.zeros((2, 1), "int32"))
-    with pytest.raises(ShapeError, match="N=1"):
-        apply(lane, logits, mask[:1])
-    with pytest.raises(ShapeError, match="mask_row"):
-        apply(lane, logits, mask, mask_row=device.zeros((3,), "int32"))
-    with pytest.raises(ShapeError, match="d2t"):
-        apply(lane, logits, mask, d2t=device.zeros((63,), "int32"))
-    with pytest.raises(OptionError, match="token_limit"):
-        apply(lane, logits, mask, token_limit=65)
+    good = {"logits": device.zeros((2, 64), "float32"), "mask": device.zeros((2, 2), "int32")}
+    for change, error, word in (
+        ({"logits": device.zeros((2, 64), "int32")}, ShapeError, "logits: dtype int32"),
+        ({"mask": device.zeros((2, 1), "int32")}, ShapeError, "W=1"),
+        ({"mask": good["mask"][:1]}, ShapeError, "N=1"),
+        ({"mask_row": device.zeros((3,), "int32")}, ShapeError, "mask_row"),
+        ({"d2t": device.zeros((63,), "int32")}, ShapeError, "d2t"),
+        ({"token_limit": 65}, OptionError, "token_limit"),
+    ):
+        with pytest.raises(error, match=word):
+            MaskApply(device)(StreamLane(stream), **{**good, **change})

@@ -25,16 +25,13 @@ def small(make_round) -> TableRound:
     return make_round(slots=4, draft_length=2, vocab=40)
 
 
-@pytest.mark.parametrize(
-    "change,word",
-    [
-        ({"slot": 4}, "slot"), ({"slot": -1}, "slot"), ({"position": -1}, "position"),
-        ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
-        ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 2}, "verify"),
-        ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change,word", [
+    ({"slot": 4}, "slot"), ({"slot": -1}, "slot"), ({"position": -1}, "position"),
+    ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
+    ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 2}, "verify"),
+    ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
+])  # fmt: skip
 def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
     """The error names the value; the slot stays as it was."""
     values = {"slot": 0, **GOOD, **change}
@@ -67,25 +64,22 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
 
 def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
     """Logits, row maps, widths and replay numbers of the wrong shape never reach a kernel."""
-    lane, sampler, rows = small.lane, small.sampler, small.row_slot
-    with pytest.raises(ShapeError, match=r"logits: shape \(4, 39\), expected .*V=40"):
-        sampler.target(lane, device.zeros((4, 39), "float32"), rows, 1)
-    with pytest.raises(ShapeError, match=r"B\*width=12"):
-        sampler.target(lane, device.zeros((4, 40), "float32"), rows, 3)
+    target, draft, rows = small.sampler.target, small.sampler.draft, small.row_slot
+    five, long = device.zeros((5,), "int32"), device.zeros((4,), "int64")
+    for call, size, *arguments, error, word in (
+        (target, (4, 39), rows, 1, ShapeError, r"logits: shape \(4, 39\), expected .*V=40"),
+        (target, (4, 40), rows, 3, ShapeError, r"B\*width=12"),
+        (target, (16, 40), rows, 4, OptionError, "width"),
+        (target, (5, 40), five, 1, OptionError, "batch rows"),
+        (target, (4, 40), long, 1, ShapeError, "row_slot"),
+        (draft, (4, 40), rows, 3, True, OptionError, "j must be"),
+        (draft, (3, 40), rows, 1, True, ShapeError, "draft_logits"),
+        (small.sampler.candidates, (4, 40), rows, 1, OptionError, "without candidates"),
+    ):
+        with pytest.raises(error, match=word):
+            call(small.lane, device.zeros(size, "float32"), *arguments)
     with pytest.raises(ShapeError, match="logits: dtype float16"):
-        sampler.target(lane, device.zeros((4, 40), "float16"), rows, 1)
-    with pytest.raises(OptionError, match="width"):
-        sampler.target(lane, device.zeros((16, 40), "float32"), rows, 4)
-    with pytest.raises(OptionError, match="batch rows"):
-        sampler.target(lane, device.zeros((5, 40), "float32"), device.zeros((5,), "int32"), 1)
-    with pytest.raises(ShapeError, match="row_slot"):
-        sampler.target(lane, device.zeros((4, 40), "float32"), device.zeros((4,), "int64"), 1)
-    with pytest.raises(OptionError, match="j must be"):
-        sampler.draft(lane, device.zeros((4, 40), "float32"), rows, 3, True)
-    with pytest.raises(OptionError, match="without candidates"):
-        small.candidates(1, np.zeros((4, 40), np.float32))
-    with pytest.raises(ShapeError, match="draft_logits"):
-        sampler.draft(lane, device.zeros((3, 40), "float32"), rows, 1, True)
+        target(small.lane, device.zeros((4, 40), "float16"), rows, 1)
 
 
 def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
@@ -117,10 +111,8 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
     for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1}):
         with pytest.raises(OptionError, match=next(iter(sizes))):
             exchange(**sizes)
-    for ring, word in (
-        (output_ring(device, 2, 4, 1), "words of an output row"),
-        (output_ring(device, 2, 3, 2), "output rows"),
-    ):
+    for slots, drafts, word in ((4, 1, "words of an output row"), (3, 2, "output rows")):
+        ring = output_ring(device, 2, slots, drafts)
         with pytest.raises(OptionError, match=word):
             small.sampler.verify(small.lane, small.row_slot, 1, ring)
 

@@ -34,8 +34,8 @@ def test_distribution_equals_the_reference(make_round, block, vocab):
     rng = np.random.default_rng(vocab)
     count = len(FILTERS)
     limit = vocab - vocab // 7 - 1
-    r = make_round(slots=count, draft_length=0, vocab=vocab, token_limit=limit,
-                   block=block)  # fmt: skip
+    how = {"token_limit": limit, "block": block}
+    r = make_round(slots=count, draft_length=0, vocab=vocab, **how)
     for density in (1.0, 0.4):
         logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
         legal = rng.random((count, vocab)) < density

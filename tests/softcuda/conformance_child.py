@@ -20,8 +20,6 @@ from softcuda_util import CALLBACK, Soft, address, code
 
 from graft.cudagraph.chooser import preload_soft
 
-__all__ = ["STATES", "TEXT", "main"]
-
 TEXT = """
 extern "C" __global__ void step(int* p) { *p += 1; }
 extern "C" __global__ void stray(int* p) { for (int i = 0; i < 4096; ++i) p[i] = 1; }
@@ -43,8 +41,8 @@ class Driver:
 
     def address(self, call: Call) -> int:
         """Address of a function; 0 when the driver has none."""
-        out = ctypes.c_void_p()
-        self.library.cuGetProcAddress_v2(call.function.encode(), ctypes.byref(out), call.version,
+        out, (name, _, version) = ctypes.c_void_p(), call.name.partition("@")
+        self.library.cuGetProcAddress_v2(name.encode(), ctypes.byref(out), int(version or 13020),
                                          ctypes.c_uint64(0), None)  # fmt: skip
         return out.value or 0
 
@@ -63,9 +61,8 @@ class World:
         self.made: dict[str, int] = {}
 
     def word(self, name: str) -> int:
-        """Return a handle, pointer or structure; the same one for the same name."""
-        fresh = name in ("dptr", "timed", "out")
-        if fresh or name not in self.made:
+        """Return a handle, pointer or structure; mostly the same one for the same name."""
+        if name in ("dptr", "timed", "out") or name not in self.made:
             if name in NODES:
                 self.word("graph")
                 return self.made[name]
@@ -100,7 +97,7 @@ class World:
         return self.word("pageable")
 
     def make_capturing(self) -> int:
-        self.soft.cuStreamBeginCapture(self.word("stream"), self.d.CUstreamCaptureMode(2))
+        self.soft.begin(self.word("stream"), 2)
         return self.word("stream")
 
     def make_timed(self) -> Any:
@@ -135,9 +132,7 @@ class World:
         return self.soft.copy_params(self.word("dptr"), self.word("dptr"), 64)
 
     def host(self) -> Any:
-        p = self.d.CUDA_HOST_NODE_PARAMS()
-        p.fn = self.d.CUhostFn(self.word("fn"))
-        return p
+        return self.soft.host_params(ctypes.CDLL(None).abs)
 
     def operation(self) -> Any:
         p, kinds = self.d.CUstreamBatchMemOpParams(), self.d.CUstreamBatchMemOpType
@@ -221,29 +216,22 @@ MAKERS: dict[str, Callable[[World], Any]] = {
 }
 
 
-def split(parameter: str) -> tuple[str, str, bool]:
-    """Return (what, code of a wrong one or "", may it be NULL)."""
-    what, _, code = parameter.partition("~")
-    return what.removesuffix("?"), code, what.endswith("?")
-
-
 def right(world: World, parameter: str) -> int:
     """Return a right value of a parameter."""
-    what, _, _ = split(parameter)
+    what = parameter.partition("~")[0].removesuffix("?")
     if what[0].isdigit():
         return int(what.split("|")[0])
-    names = {"in.kernel": "kernel_params"}
-    return world.word(names.get(what, what.removeprefix("in.")))
+    return world.word("kernel_params" if what == "in.kernel" else what.removeprefix("in."))
 
 
 def wrong(parameter: str) -> Iterator[tuple[str, int, str]]:
     """Yield (behaviour, wrong value, code it must be answered with)."""
-    what, code, optional = split(parameter)
+    what, _, code = parameter.partition("~")
     if what[0].isdigit():
         for bad in what.split("|")[1:]:
             value, _, named = bad.partition(":")
             yield f"{value} for {what.split('|')[0]}", int(value), named or "INVALID_VALUE"
-    elif code == "-" or optional:
+    elif code == "-" or what.endswith("?"):
         return
     elif what == "out" or what.startswith("in."):
         yield "NULL for " + ("a result" if what == "out" else what[3:]), 0, "INVALID_VALUE"
@@ -272,35 +260,33 @@ def right_and_wrong(driver: Driver, image: bytes) -> Iterator[Row]:
             yield call.name, behaviour, wanted, got
 
 
+def bare(driver: Driver, done: str, wanted: str, asked: Callable[[frozenset[str]], Any]
+         ) -> Iterator[Row]:
+    """Call every function whose flags are asked for, without arguments."""
+    for call in calls():
+        if asked(call.flags):
+            yield call.name, done, wanted, driver.call(call, [])
+
+
 def before_init(driver: Driver, _: bytes) -> Iterator[Row]:
     """Every function before cuInit."""
-    for call in calls():
-        if not call.flags & {"a", "i"}:
-            yield call.name, "before cuInit", "NOT_INITIALIZED", driver.call(call, [])
+    return bare(driver, "before cuInit", "NOT_INITIALIZED", lambda flags: not flags & {"a", "i"})
 
 
 def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
     """Functions that need a context, on a thread that has none."""
     Soft().cuCtxSetCurrent(0)
-    for call in calls():
-        if "c" in call.flags:
-            yield call.name, "no current context", "INVALID_CONTEXT", driver.call(call, [])
+    return bare(driver, "no current context", "INVALID_CONTEXT", lambda flags: "c" in flags)
 
 
 def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
     """Every function inside a host function."""
     soft, rows = Soft(), []
-
-    def inside(_: int) -> None:
-        for call in calls():
-            if "a" not in call.flags:
-                rows.append((call.name, "in a host function", "NOT_PERMITTED",
-                             driver.call(call, [])))  # fmt: skip
-
-    callback = CALLBACK(inside)
+    callback = CALLBACK(lambda _: rows.extend(
+        bare(driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags)))
     soft.host(0, callback)
     soft.cuCtxSynchronize()
-    yield from rows
+    return iter(rows)
 
 
 def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
@@ -308,9 +294,7 @@ def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
     soft = Soft()
     soft.launch(soft.kernels(TEXT).stray, 1, 1, soft.alloc(64))
     soft.d.cuCtxSynchronize()
-    for call in calls():
-        if not call.flags & {"a", "f"}:
-            yield call.name, "after a fault", "ILLEGAL_ADDRESS", driver.call(call, [])
+    return bare(driver, "after a fault", "ILLEGAL_ADDRESS", lambda flags: not flags & {"a", "f"})
 
 
 def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
@@ -324,7 +308,7 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
         if "u" not in call.flags and call.name not in words:
             continue
         of_event = call.name.startswith("cuEvent")
-        soft.cuStreamBeginCapture(stream, soft.d.CUstreamCaptureMode(0))
+        soft.begin(stream)
         soft.cuEventRecord(event, stream)
         got = driver.call(call, words.get(call.name, []))
         wanted = "CAPTURED_EVENT" if of_event else "STREAM_CAPTURE_UNSUPPORTED"
@@ -335,13 +319,13 @@ def during_capture(driver: Driver, image: bytes) -> Iterator[Row]:
 
 def absent(driver: Driver, _: bytes) -> Iterator[Row]:
     """Functions that the bindings know and the soft device has not."""
-    known = {call.function for call in calls()}
+    known = {call.name.split("@")[0] for call in calls()}
     for name in sorted(set(dir(driver.d)) - known):
         if name.startswith("cu") and name[2:3].isupper() and callable(getattr(driver.d, name)):
             if "_v" in name:
                 continue  # another form of a function, which the driver finds by the plain name
-            asked = Call(name, frozenset(), (), "")
-            yield name, "absent", "NOT_FOUND", "found" if driver.address(asked) else "NOT_FOUND"
+            found = driver.address(Call(name))
+            yield name, "absent", "NOT_FOUND", "found" if found else "NOT_FOUND"
 
 
 STATES: dict[str, Callable[[Driver, bytes], Iterator[Row]]] = {

@@ -1,6 +1,6 @@
 """How every function of the soft device is called, and what its documentation wants answered.
 
-One line per function: name (``@version`` where an older form has another signature), flags in
+One line per signature: names (``@version`` where an older form has another signature), flags in
 brackets, parameters, and ``-> CODE`` where a right call is refused. Flags: ``c`` needs a current
 context, ``u`` may not be called while a stream captures, ``f`` answers after a fault, ``i`` answers
 before cuInit, ``a`` answers always, also in host functions.
@@ -15,8 +15,6 @@ answered with; ``~-``: not asked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-__all__ = ["DEFAULT_CODES", "KINDS", "Call", "calls"]
 
 #: What an unknown one is answered with, where that is not INVALID_HANDLE.
 DEFAULT_CODES = {
@@ -33,16 +31,14 @@ KINDS = frozenset({
 TABLE = """
 cuInit [if] 0|1
 cuDriverGetVersion [a] out
-cuGetErrorName [a] 1|12345 out
-cuGetErrorString [a] 1|12345 out
+cuGetErrorName,cuGetErrorString [a] 1|12345 out
 cuGetProcAddress [a] in.symbol out 13020 0 out?
 cuGetProcAddress@11030 [a] in.symbol out 13020 0
 cuGetExportTable [a] out? in.bytes? -> NOT_FOUND
 cuDeviceGet [f] out 0|99:INVALID_DEVICE
-cuDeviceGetCount [f] out
+cuDeviceGetCount,cuCtxGetCurrent [f] out
 cuDeviceGetName [f] out 64 dev
-cuDeviceGetUuid [f] out dev
-cuDeviceTotalMem [f] out dev
+cuDeviceGetUuid,cuDeviceTotalMem [f] out dev
 cuDeviceGetAttribute [f] out 16|0|99999 dev
 cuDeviceComputeCapability [f] out out dev
 cuDevicePrimaryCtxRetain [] out dev
@@ -50,12 +46,9 @@ cuDevicePrimaryCtxSetFlags [] dev 0|256
 cuDevicePrimaryCtxGetState [f] dev out out
 cuCtxCreate [] out 0 0|256 dev
 cuCtxDestroy [f] made
-cuCtxSetCurrent [] ctx
-cuCtxGetCurrent [f] out
-cuCtxPushCurrent [] ctx
+cuCtxSetCurrent,cuCtxPushCurrent [] ctx
 cuCtxPopCurrent [] out?
-cuCtxGetDevice [] out
-cuCtxGetFlags [] out
+cuCtxGetDevice,cuCtxGetFlags,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
 cuCtxSynchronize []
 cuCtxGetStreamPriorityRange [] out? out?
 cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
@@ -79,12 +72,8 @@ cuMemcpyDtoD [cu] dptr dptr 64|65536
 cuMemcpyHtoDAsync [c] dptr in.bytes 64|65536 stream
 cuMemcpyDtoHAsync [c] out dptr 64|65536 stream
 cuMemcpyDtoDAsync [c] dptr dptr 64|65536 stream
-cuMemsetD8 [cu] dptr 1 64|65536
-cuMemsetD16 [cu] dptr 1 32|65536
-cuMemsetD32 [cu] dptr 1 16|65536
-cuMemsetD8Async [c] dptr 1 64|65536 stream
-cuMemsetD16Async [c] dptr 1 32|65536 stream
-cuMemsetD32Async [c] dptr 1 16|65536 stream
+cuMemsetD8,cuMemsetD16,cuMemsetD32 [cu] dptr 1 16|65536
+cuMemsetD8Async,cuMemsetD16Async,cuMemsetD32Async [c] dptr 1 16|65536 stream
 cuModuleLoadData [cu] out in.image
 cuModuleLoadDataEx [cu] out in.image 0 0 0
 cuModuleUnload [cu] module
@@ -92,32 +81,27 @@ cuModuleGetFunction [] out module in.name
 cuModuleGetFunctionCount [] out module
 cuModuleEnumerateFunctions [] out 1 module
 cuModuleGetGlobal [] out? out? module in.name -> NOT_FOUND
-cuModuleGetLoadingMode [] out
-cuFuncGetModule [] out function
+cuFuncGetModule,cuFuncIsLoaded [] out function
 cuFuncGetName [] out function~INVALID_VALUE
 cuFuncGetParamInfo [] function~INVALID_VALUE 0|99 out out?
 cuFuncGetParamCount [] function~INVALID_VALUE out
 cuFuncGetAttribute [] out 0|9999:NOT_SUPPORTED function
 cuFuncSetAttribute [] function 8|9999:NOT_SUPPORTED 64
 cuFuncLoad [] function
-cuFuncIsLoaded [] out function
 cuLibraryLoadData [u] out in.image 0 0 0 0 0 0
 cuLibraryLoadFromFile [u] out in.path 0 0 0 0 0 0
 cuLibraryUnload [u] library
 cuLibraryGetKernel [] out library in.name
-cuLibraryGetModule [] out library
+cuLibraryGetModule,cuLibraryGetKernelCount [] out library
 cuLibraryGetGlobal [] out? out? library in.name -> NOT_FOUND
-cuLibraryGetKernelCount [] out library
 cuLibraryEnumerateKernels [] out 1 library
-cuKernelGetLibrary [] out kernel
-cuKernelGetFunction [] out kernel
+cuKernelGetLibrary,cuKernelGetFunction [] out kernel
 cuKernelGetName [] out kernel~INVALID_VALUE
 cuKernelGetAttribute [] out 0|9999:NOT_SUPPORTED kernel dev
 cuKernelSetAttribute [] 8|9999:NOT_SUPPORTED 64 kernel dev
 cuKernelGetParamInfo [c] kernel~INVALID_VALUE 0|99 out out?
 cuKernelGetParamCount [] kernel~INVALID_VALUE out
-cuDeviceGetDefaultMemPool [] out? 0 -> NOT_SUPPORTED
-cuDeviceGetMemPool [] out? 0 -> NOT_SUPPORTED
+cuDeviceGetDefaultMemPool,cuDeviceGetMemPool [] out? 0 -> NOT_SUPPORTED
 cuMemPoolCreate [] out? in.bytes? -> NOT_SUPPORTED
 cuMemAllocFromPoolAsync [] out? 64 0 0 -> NOT_SUPPORTED
 cuLaunchKernel [c] function 1|0 1|0 1|0 1|0|2048 1|0 1|0 0|9999999 stream in.arguments~- 0
@@ -126,34 +110,23 @@ cuLaunchHostFunc [] stream in.fn 0 0|2
 cuLaunchHostFunc@10000 [] stream in.fn 0
 cuStreamCreate [c] out 1|8
 cuStreamCreateWithPriority [c] out 1|8 0
-cuStreamDestroy [] stream
-cuStreamSynchronize [] stream
-cuStreamQuery [] stream
+cuStreamDestroy,cuStreamSynchronize,cuStreamQuery [] stream
 cuStreamWaitEvent [] stream event 0|2|1
 cuStreamGetCtx [] stream out out
-cuStreamGetCtx@9020 [] stream out
-cuStreamGetFlags [] stream out
-cuStreamGetPriority [] stream out
-cuStreamGetId [] stream out
-cuStreamGetDevice [] stream out
-cuStreamIsCapturing [] stream out
+cuStreamGetCtx@9020,cuStreamGetFlags,cuStreamGetPriority,cuStreamGetId [] stream out
+cuStreamGetDevice,cuStreamIsCapturing [] stream out
 cuStreamGetCaptureInfo [] stream out out? out? out? out? out?
 cuStreamBeginCapture [] stream 2|9
 cuStreamEndCapture [] capturing~ILLEGAL_STATE out
 cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9
 cuStreamUpdateCaptureDependencies [] capturing~ILLEGAL_STATE 0 0 0 0|9
-cuThreadExchangeStreamCaptureMode [] out
 cuStreamBatchMemOp [] stream 1|0|256 in.operations 0|1
-cuStreamWaitValue32 [] stream dptr 0 0|64|4
-cuStreamWaitValue64 [] stream dptr 0 0|64|4
-cuStreamWriteValue32 [] stream dptr 0 0|64|2|1:NOT_SUPPORTED
-cuStreamWriteValue64 [] stream dptr 0 0|64|2|1:NOT_SUPPORTED
+cuStreamWaitValue32,cuStreamWaitValue64 [] stream dptr 0 0|64|4
+cuStreamWriteValue32,cuStreamWriteValue64 [] stream dptr 0 0|64|2|1:NOT_SUPPORTED
 cuEventCreate [c] out 2|64|4:NOT_SUPPORTED
-cuEventDestroy [] event
+cuEventDestroy,cuEventQuery,cuEventSynchronize [] event
 cuEventRecord [] event stream
 cuEventRecordWithFlags [] event stream 0|2|1
-cuEventQuery [] event
-cuEventSynchronize [] event
 cuEventElapsedTime [] out timed timed
 cuUserObjectCreate [] out 0 in.fn 1|0 1|0
 cuUserObjectRetain [] object 1|0
@@ -173,8 +146,7 @@ cuGraphAddBatchMemOpNode [] out graph 0 0 in.batch
 cuGraphBatchMemOpNodeGetParams [] bnode out
 cuGraphBatchMemOpNodeSetParams [] bnode in.batch
 cuGraphExecBatchMemOpNodeSetParams [] exec bnode~INVALID_VALUE in.batch
-cuGraphAddEventRecordNode [] out graph 0 0 event
-cuGraphAddEventWaitNode [] out graph 0 0 event
+cuGraphAddEventRecordNode,cuGraphAddEventWaitNode [] out graph 0 0 event
 cuGraphEventRecordNodeGetEvent [] rnode out
 cuGraphEventRecordNodeSetEvent [] rnode event
 cuGraphEventWaitNodeGetEvent [] wnode out
@@ -187,17 +159,14 @@ cuGraphConditionalHandleCreate [] out graph ctx 0 0|2
 cuGraphAddDependencies [] graph in.first in.second 0 1
 cuGraphRemoveDependencies [] graph in.joined_from in.joined_to 0 1
 cuGraphDestroyNode [] node
-cuGraphGetNodes [] graph 0 out
-cuGraphGetRootNodes [] graph 0 out
+cuGraphGetNodes,cuGraphGetRootNodes [] graph 0 out
 cuGraphGetEdges [] graph 0 0 0 out
-cuGraphNodeGetDependencies [] node 0 0 out
-cuGraphNodeGetDependentNodes [] node 0 0 out
+cuGraphNodeGetDependencies,cuGraphNodeGetDependentNodes [] node 0 0 out
 cuGraphNodeGetType [] node out
-cuGraphNodeGetParams [] knode out
+cuGraphNodeGetParams,cuGraphKernelNodeGetParams [] knode out
 cuGraphNodeSetParams [] mnode in.node_params
 cuGraphExecNodeSetParams [] exec mnode~INVALID_VALUE in.node_params
 cuGraphHostNodeSetParams [] hnode in.host
-cuGraphKernelNodeGetParams [] knode out
 cuGraphKernelNodeSetParams [] knode in.kernel
 cuGraphKernelNodeGetAttribute [] knode 8|99:NOT_SUPPORTED out
 cuGraphKernelNodeSetAttribute [] knode 8|99:NOT_SUPPORTED in.bytes
@@ -208,12 +177,10 @@ cuGraphMemsetNodeSetParams [] mnode in.fill
 cuGraphHostNodeGetParams [] hnode out
 cuGraphChildGraphNodeGetGraph [] gnode out
 cuGraphDebugDotPrint [] graph in.dot 0
-cuGraphInstantiateWithFlags [] out graph 0|16|4:NOT_SUPPORTED
-cuGraphInstantiate [] out graph 0|16|4:NOT_SUPPORTED
+cuGraphInstantiateWithFlags,cuGraphInstantiate [] out graph 0|16|4:NOT_SUPPORTED
 cuGraphInstantiateWithParams [] out graph in.instantiate
 cuGraphExecGetFlags [] exec out
-cuGraphUpload [] exec stream
-cuGraphLaunch [] exec stream
+cuGraphUpload,cuGraphLaunch [] exec stream
 cuGraphExecDestroy [] exec
 cuGraphExecUpdate [] exec graph out
 cuGraphExecKernelNodeSetParams [] exec knode~INVALID_VALUE in.kernel
@@ -229,22 +196,12 @@ cuDevicePrimaryCtxReset [f] dev -> NOT_SUPPORTED
 
 @dataclass(frozen=True)
 class Call:
-    """One line of the table: flags, parameters as written, and the code of a right call."""
+    """A function: name with ``@version``, flags, parameters as written, code of a right call."""
 
     name: str
-    flags: frozenset[str]
-    parameters: tuple[str, ...]
-    expected: str
-
-    @property
-    def function(self) -> str:
-        """The name without the version."""
-        return self.name.split("@")[0]
-
-    @property
-    def version(self) -> int:
-        """The version to ask the driver for."""
-        return int(self.name.split("@")[1]) if "@" in self.name else 13020
+    flags: frozenset[str] = frozenset()
+    parameters: tuple[str, ...] = ()
+    expected: str = "SUCCESS"
 
 
 def calls() -> list[Call]:
@@ -252,7 +209,7 @@ def calls() -> list[Call]:
     out = []
     for line in TABLE.strip().splitlines():
         call, _, expected = line.partition(" -> ")
-        name, flags, *parameters = call.split()
-        out.append(Call(name, frozenset(flags.strip("[]")), tuple(parameters),
-                        expected or "SUCCESS"))  # fmt: skip
+        names, flags, *parameters = call.split()
+        out += [Call(name, frozenset(flags.strip("[]")), tuple(parameters), expected or "SUCCESS")
+                for name in names.split(",")]  # fmt: skip
     return out

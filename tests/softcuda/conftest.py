@@ -1,4 +1,4 @@
-"""Fixtures of the soft device's tests; ``KERNELS`` is a test file's own kernel text."""
+"""Fixtures of the soft device's tests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def soft():
 
 
 @pytest.fixture(scope="module")
-def kernels(request):
-    """The file's kernels, loaded."""
+def kernels():
+    """The shared kernels, loaded."""
     device = util.device()
-    made = device.kernels(request.module.KERNELS)
+    made = device.kernels(util.KERNELS)
     device.made.clear()  # they outlive the test
     yield made
     device.cuModuleUnload(made.module)

@@ -7,11 +7,13 @@ import ctypes
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,33 @@ ENDS = {
 }  # fmt: skip
 
 
+#: Kernels of most tests.
+KERNELS = r"""
+extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
+extern "C" __global__ void add(int* p, int value) { *p += value; }
+extern "C" __global__ void scale(int* p, int value) { *p *= value; }
+extern "C" __global__ void step(unsigned* p, unsigned m) { *p = *p * 3u + m; }
+extern "C" __global__ void copy(const int* in, int* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = in[i];
+}
+extern "C" __global__ void wait_for(const volatile int* flag, int* seen) {
+  while (*flag == 0) {}
+  *seen = *flag;
+}
+extern "C" __global__ void decide(unsigned long long handle, const int* p, int below) {
+  cudaGraphSetConditional(handle, *p < below ? 1u : 0u);
+}
+extern "C" __global__ void set(cudaGraphConditionalHandle handle, unsigned value) {
+  cudaGraphSetConditional(handle, value);
+}
+extern "C" __global__ void __launch_bounds__(64) bounded(int* p) { p[threadIdx.x] = 1; }
+extern "C" __global__ void shared_user(int* p) { extern __shared__ int s[]; p[0] = s[0] * 0 + 3; }
+extern "C" __global__ void say(int n) { printf("thread %d of %s\n", n + threadIdx.x, "block"); }
+extern "C" __global__ void stray(int* p) { for (int i = 0; i < 1024; ++i) p[i] = 1; }
+"""
+
+
 class Soft:
     """The soft device through the unmodified cuda.bindings, one per process.
 
@@ -70,7 +99,7 @@ class Soft:
         self.lib = ctypes.CDLL(str(chooser.preload_soft()))
         from cuda.bindings import driver
 
-        self.d = driver
+        self.d, self.mode = driver, driver.CUstreamCaptureMode
         self.cuInit(0)
         self.context = self.cuDevicePrimaryCtxRetain(0)
         self.cuCtxSetCurrent(self.context)
@@ -104,6 +133,10 @@ class Soft:
         return softstats.snapshot()["leaked"]
 
     # ---- conveniences -------------------------------------------------------------------------
+    def begin(self, stream: Any, mode: int = 0) -> None:
+        """Begin to capture."""
+        self.cuStreamBeginCapture(stream, self.mode(mode))
+
     def stream(self) -> Any:
         return self.cuStreamCreate(self.d.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
@@ -130,31 +163,26 @@ class Soft:
         """The int32 at an address of the device."""
         return int(self.get(pointer, 1, np.int32)[0])
 
-    def module(self, source: str, **options: Any) -> Any:
-        return self.cuModuleLoadData(compile_kernel(source, **options))
-
-    def function(self, module: Any, name: str) -> Any:
-        return self.cuModuleGetFunction(module, name.encode())
-
     def kernels(self, source: str, **options: Any) -> Kernels:
-        return Kernels(self, self.module(source, **options))
+        return Kernels(self, self.cuModuleLoadData(compile_kernel(source, **options)))
+
+    def results(self, shape: Any, dtype: Any, function: Any, grid: Any, block: Any, *args: Any,
+                **options: Any) -> np.ndarray:
+        """What a kernel leaves at the address that ``None`` stands for, before it all 0xAB."""
+        out = self.put(np.full(np.empty(shape, dtype).nbytes, 0xAB, np.uint8))
+        self.run(function, grid, block, *(out if a is None else a for a in args), **options)
+        return self.get(out, shape, dtype)
 
     def pack(self, *args: Any) -> Any:
         """Build kernelParams: ints are pointers, everything else carries its own NumPy dtype."""
         values = [np.array(a, np.uint64) if isinstance(a, int) else np.array(a) for a in args]
-        table = np.array([v.ctypes.data for v in values], np.uint64)
-        table_and_values = (table, values)
-        return table_and_values
+        return np.array([v.ctypes.data for v in values], np.uint64), values
 
-    def try_launch(
-        self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
-    ) -> tuple[Any, ...]:
+    def try_launch(self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0,
+                   shared: int = 0) -> Any:
         table, _values = self.pack(*args)
-        shape = (*three(grid), *three(block))
-        result: tuple[Any, ...] = self.d.cuLaunchKernel(
-            function, *shape, shared, stream, table.ctypes.data, 0
-        )
-        return result
+        size = (*three(grid), *three(block), shared)
+        return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
 
     def launch(self, *args: Any, **options: Any) -> None:
         self.ok(self.try_launch(*args, **options))
@@ -168,32 +196,29 @@ class Soft:
         """Queue a C function or ctypes callback."""
         self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
-    def kernel_params(
-        self, function: Any, grid: Any, block: Any, *args: Any, shared: int = 0
-    ) -> tuple[Any, Any]:
+    def kernel_params(self, function: Any, grid: Any, block: Any, *args: Any) -> tuple[Any, Any]:
         """Return (CUDA_KERNEL_NODE_PARAMS, what must stay alive until the driver call is over)."""
         table, values = self.pack(*args)
         p = self.d.CUDA_KERNEL_NODE_PARAMS()
         p.func = function
         p.gridDimX, p.gridDimY, p.gridDimZ = three(grid)
         p.blockDimX, p.blockDimY, p.blockDimZ = three(block)
-        p.sharedMemBytes = shared
         p.kernelParams = table.ctypes.data
         return p, (table, values)
 
-    def add_kernel(
-        self, graph: Any, deps: Sequence[Any], function: Any, grid: Any, block: Any, *args: Any
-    ) -> Any:
-        params, keep = self.kernel_params(function, grid, block, *args)
-        node = self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
-        del keep
-        return node
+    def add_kernel(self, graph: Any, deps: Sequence[Any], *launch: Any) -> Any:
+        params, _keep = self.kernel_params(*launch)
+        return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
 
     def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
-        p = self.d.CUDA_HOST_NODE_PARAMS()
-        p.fn = self.d.CUhostFn(address(function))
-        p.userData = data
+        p = self.host_params(function, data)
         return self.cuGraphAddHostNode(graph, list(deps), len(deps), p)
+
+    def host_params(self, function: Any, data: int = 0) -> Any:
+        """Structure of a host node."""
+        p = self.d.CUDA_HOST_NODE_PARAMS()
+        p.fn, p.userData = self.d.CUhostFn(address(function)), data
+        return p
 
     def add_fill(self, graph: Any, deps: Sequence[Any], pointer: int, value: int) -> Any:
         p = self.fill_params(pointer, value)
@@ -202,10 +227,14 @@ class Soft:
     def replay(self, graph: Any, stream: Any, launches: int = 1) -> None:
         """Instantiate a graph, launch it, wait, and drop the executable."""
         executable = self.cuGraphInstantiate(graph, 0)
+        self.play(executable, stream, launches)
+        self.cuGraphExecDestroy(executable)
+
+    def play(self, executable: Any, stream: Any, launches: int = 1) -> None:
+        """Launch an executable and wait."""
         for _ in range(launches):
             self.cuGraphLaunch(executable, stream)
         self.cuStreamSynchronize(stream)
-        self.cuGraphExecDestroy(executable)
 
     def copy_params(self, dst: int, src: int, nbytes: int) -> Any:
         """Structure of a copy node between addresses of any kind."""
@@ -245,7 +274,7 @@ class Kernels:
         self.soft, self.module = soft, module
 
     def __getattr__(self, name: str) -> Any:
-        return self.soft.function(self.module, name)
+        return self.soft.cuModuleGetFunction(self.module, name.encode())
 
 
 class Words:
@@ -284,6 +313,17 @@ def code(result: tuple[Any, ...]) -> str:
     return name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_")
 
 
+def codes(*results: tuple[Any, ...]) -> set[str]:
+    """Names of the codes of several calls."""
+    return set(map(code, results))
+
+
+def in_threads(body: Callable[[Any], Any], *arguments: Any) -> list[Any]:
+    """What ``body`` returns for each argument, all at once on threads of their own."""
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(body, arguments))
+
+
 @functools.cache
 def device() -> Soft:
     """Return the process's soft device; skip when another libcuda.so.1 answers already."""
@@ -293,17 +333,39 @@ def device() -> Soft:
         pytest.skip(str(error))
 
 
+def child(request: dict[str, Any]) -> None:
+    """Run the request's code as a script would; never returns to the caller's loop."""
+    for descriptor, path in ((1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    signal.alarm(request["limit"])  # whatever it is stuck in, this ends it
+    os.environ.clear()
+    os.environ.update(request["env"])
+    exec(compile(request["code"], "<child>", "exec"), {"__name__": "__main__"})
+    sys.exit()  # a full exit, as after an error: finalisation and static destructors run
+
+
+def serve() -> None:
+    """Answer the JSON requests on standard input, one a line, with their children's exit statuses
+    (negative: killed by that signal)."""
+    import cuda.bindings.driver  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            child(request)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 class _Zygote:
-    """The forking helper process, started at the first use and ended with this one."""
+    """The process that forks children with Python, NumPy and cuda.bindings imported and no device
+    opened: a fresh interpreter costs a second, and every test of a fault needs its own process."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "softcuda_zygote.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        )
+            [sys.executable, "-c", "import softcuda_util; softcuda_util.serve()"], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])})
         atexit.register(self.process.kill)
 
     def run(self, code: str, env: dict[str, str], limit: int) -> subprocess.CompletedProcess[str]:
@@ -314,9 +376,8 @@ class _Zygote:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             status = int(self.process.stdout.readline())
-            return subprocess.CompletedProcess(
-                code, status, out.read_text(errors="replace"), err.read_text(errors="replace")
-            )
+            said = [path.read_text(errors="replace") for path in (out, err)]
+            return subprocess.CompletedProcess(code, status, *said)
 
 
 _zygote = functools.cache(_Zygote)
@@ -324,7 +385,7 @@ _zygote = functools.cache(_Zygote)
 PRELUDE = """
 import ctypes, sys, threading, time
 import numpy as np
-from softcuda_util import CALLBACK, USLEEP, Soft, Words, address, code
+from softcuda_util import CALLBACK, USLEEP, Soft, Words, address, code, in_threads
 s = Soft()
 d = s.d
 """
@@ -333,3 +394,11 @@ d = s.d
 def run_child(code: str, limit: int = 30, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python code with a fresh soft device ``s`` (and driver ``d``) in a child process."""
     return _zygote().run(PRELUDE + textwrap.dedent(code), {**os.environ, **env}, limit)
+
+
+def check(code: str, text: str = KERNELS, **env: str) -> str:
+    """What such a child prints, which must succeed; ``kernels``, if used, are the text's."""
+    load = f"\nkernels = s.kernels({text!r})\n" if "kernels." in code else "\n"
+    done = run_child(load + textwrap.dedent(code), **env)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout

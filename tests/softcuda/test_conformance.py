@@ -19,27 +19,16 @@ import softcuda_util as util
 from conformance_child import STATES, TEXT
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    """The children's kernels, built."""
-    path = tmp_path_factory.mktemp("conformance") / "image"
-    path.write_bytes(util.compile_kernel(TEXT))
-    return path
-
-
-def answers(state, image):
-    """Rows of one state: function, what was done, the code wanted, the code that came."""
+@pytest.mark.parametrize("state", STATES)
+def test_every_answer_is_the_documented_one(state, tmp_path):
+    """No function is answered with another code than the table's; what is not in it is absent."""
+    image = tmp_path / "image"
+    image.write_bytes(util.compile_kernel(TEXT))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}
     command = [sys.executable, str(util.HERE / "conformance_child.py"), state, str(image)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False,
                           env=environment)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_every_answer_is_the_documented_one(state, image):
-    """No function is answered with another code than the table's; what is not in it is absent."""
-    rows = answers(state, image)
+    rows = json.loads(done.stdout)  # function, what was done, the code wanted, the code that came
     assert [row for row in rows if row[2] != row[3]] == []
     assert len({row[0] for row in rows}) >= {"no-context": 30, "capture": 25}.get(state, 150)

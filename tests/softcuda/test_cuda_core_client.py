@@ -12,6 +12,7 @@ pytest.importorskip("cuda.core", reason="cuda.core is not installed (pip install
 from cuda.core import LaunchConfig, LegacyPinnedMemoryResource, ObjectCode, launch
 from cuda.core._utils.cuda_utils import CUDAError
 from cuda.core.graph import GraphDefinition, GraphNode
+from softcuda_util import compile_kernel
 
 from graft.cudagraph.driver import call, cu
 
@@ -42,12 +43,17 @@ def queue(core):
     made.close()
 
 
-@pytest.fixture(scope="session")
-def image(tmp_path_factory):
+@pytest.fixture
+def image():
     """Object code of two kernels."""
-    from graft.native.softcuda.compile import compile_cpu
+    return compile_kernel(TEXT, "core.cu")
 
-    return compile_cpu(TEXT, "core.cu", cache_dir=tmp_path_factory.mktemp("core"))
+
+@pytest.fixture
+def kernels(core, image):
+    """The two of them."""
+    code = ObjectCode.from_cubin(image)
+    return code.get_kernel("add"), code.get_kernel("twice")
 
 
 @pytest.fixture
@@ -64,8 +70,7 @@ def word(core):
 def test_device_streams_and_events(core, queue):
     """The device says what it is; events of streams order and finish."""
     assert core.name == "graft soft device" and core.compute_capability == (9, 0)
-    other = core.create_stream()
-    event = queue.record()
+    other, event = core.create_stream(), queue.record()
     other.wait(event)
     event.sync()
     other.sync()
@@ -74,11 +79,10 @@ def test_device_streams_and_events(core, queue):
     other.close()
 
 
-def test_kernels_from_object_code(queue, image, word):
-    """Kernels are found by name, know their parameters and run with what they are given."""
-    view, address = word
-    code = ObjectCode.from_cubin(image)
-    add, twice = code.get_kernel("add"), code.get_kernel("twice")
+def test_kernels_from_object_code(queue, image, kernels, word, tmp_path):
+    """Kernels of memory or of a file are found by name, know their parameters and run with what
+    they are given; a missing file, an absent kernel and a GPU's code are refused by name."""
+    (view, address), (add, twice) = word, kernels
     assert [(p.offset, p.size) for p in add.arguments_info] == [(0, 8), (8, 4)]
     assert twice.num_arguments == 1 and add.attributes.max_threads_per_block == 1024
     for _ in range(3):
@@ -86,51 +90,47 @@ def test_kernels_from_object_code(queue, image, word):
         launch(queue, ONE, twice, address)
     queue.sync()
     assert view[0] == 28
-    with pytest.raises(CUDAError, match="NOT_FOUND"):
-        code.get_kernel("absent")
-
-
-def test_object_code_from_a_file(queue, image, word, tmp_path):
-    """Object code is read from a file; a missing file and a GPU's code are refused by name."""
-    view, address = word
     path = tmp_path / "core.so"
     path.write_bytes(image)
-    launch(queue, ONE, ObjectCode.from_cubin(str(path)).get_kernel("add"), address, np.int32(5))
+    code = ObjectCode.from_cubin(str(path))
+    launch(queue, ONE, code.get_kernel("add"), address, np.int32(5))
     queue.sync()
-    assert view[0] == 5
-    with pytest.raises(CUDAError, match="FILE_NOT_FOUND"):
-        ObjectCode.from_cubin(str(tmp_path / "absent")).get_kernel("add")
-    foreign = bytearray(image)
-    foreign[18:20] = (190).to_bytes(2, "little")
-    with pytest.raises(CUDAError, match="NO_BINARY_FOR_GPU"):
-        ObjectCode.from_cubin(bytes(foreign)).get_kernel("add")
+    assert view[0] == 33
+    foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]
+    for what, name, said in ((code, "absent", "NOT_FOUND"),
+                             (ObjectCode.from_cubin("/absent"), "add", "FILE_NOT_FOUND"),
+                             (ObjectCode.from_cubin(foreign), "add", "NO_BINARY_FOR_GPU")):
+        with pytest.raises(CUDAError, match=f"CUDA_ERROR_{said}"):
+            what.get_kernel(name)
 
 
-def test_explicit_graphs_with_callbacks(queue, image, word):
-    """Kernels and Python callbacks run in the graph's order, in every replay."""
-    view, address = word
-    code = ObjectCode.from_cubin(image)
-    add, twice = code.get_kernel("add"), code.get_kernel("twice")
+def test_explicit_graphs_with_callbacks(queue, kernels, word, monkeypatch):
+    """Kernels and Python callbacks run in the graph's order, in every replay; what a callback
+    raises is reported as unraisable, and what comes after it runs."""
+    (view, address), (add, twice) = word, kernels
     seen: list[int] = []
+    told: list[type] = []
     graph = GraphDefinition()
     node = graph.launch(ONE, add, address, np.int32(1))
     node = node.callback(lambda: seen.append(int(view[0])))
     node = GraphNode.callback(node, lambda: seen.append(-1))
     node = GraphNode.launch(node, ONE, twice, address)
-    assert len(graph.nodes()) == 4 and len(graph.edges()) == 3
+    GraphNode.callback(node.callback(lambda: 1 // 0), lambda: seen.append(-2))
+    assert len(graph.nodes()) == 6 and len(graph.edges()) == 5
     run = graph.instantiate()
     run.upload(queue)
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_type))
     for _ in range(3):
         run.launch(queue)
     queue.sync()
-    assert seen == [1, -1, 3, -1, 7, -1] and view[0] == 14
+    assert seen == [1, -1, -2, 3, -1, -2, 7, -1, -2] and view[0] == 14
+    assert told == [ZeroDivisionError] * 3
     run.close()
 
 
-def test_captured_graphs_with_callbacks(queue, image, word):
+def test_captured_graphs_with_callbacks(queue, kernels, word):
     """A graph builder captures launches and callbacks; nothing runs before the replay."""
-    view, address = word
-    add = ObjectCode.from_cubin(image).get_kernel("add")
+    (view, address), (add, _) = word, kernels
     seen: list[int] = []
     builder = queue.create_graph_builder()
     builder.begin_building()
@@ -148,20 +148,6 @@ def test_captured_graphs_with_callbacks(queue, image, word):
     builder.close()
 
 
-def test_a_failing_callback_does_not_stop_the_graph(queue, monkeypatch):
-    """cuda.core reports what a callback raised as unraisable; the next callback runs."""
-    seen: list[int] = []
-    graph = GraphDefinition()
-    node = graph.callback(lambda: 1 // 0)
-    GraphNode.callback(node, lambda: seen.append(1))
-    run = graph.instantiate()
-    told: list[type] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_type))
-    run.launch(queue)
-    queue.sync()
-    assert told == [ZeroDivisionError] and seen == [1]
-
-
 def test_libraries_name_their_kernels(core, image):
     """The library calls agree with each other, and handles are refused once it is unloaded."""
     library = call(cu.cuLibraryLoadData, image, [], [], 0, [], [], 0)
@@ -174,16 +160,15 @@ def test_libraries_name_their_kernels(core, image):
     module = call(cu.cuLibraryGetModule, library)
     assert int(call(cu.cuModuleGetFunction, module, b"add")) == int(function)
     call(cu.cuLibraryUnload, library)
-    invalid = cu.CUresult.CUDA_ERROR_INVALID_HANDLE
-    assert cu.cuLibraryUnload(library)[0] == invalid
-    assert cu.cuKernelGetFunction(add)[0] == invalid
-    assert cu.cuLibraryGetKernelCount(library)[0] == invalid
+    gone = (cu.cuLibraryUnload(library), cu.cuKernelGetFunction(add),
+            cu.cuLibraryGetKernelCount(library))
+    assert {said[0] for said in gone} == {cu.CUresult.CUDA_ERROR_INVALID_HANDLE}
 
 
 def test_buffers_without_pools(core, queue):
-    """cuda.core allocates device memory though there are no pools, and copies to it and back."""
-    source = LegacyPinnedMemoryResource().allocate(64)
-    target = LegacyPinnedMemoryResource().allocate(64)
+    """cuda.core allocates device memory though there are no pools, and copies to it and back; for
+    nodes that allocate it says which function the driver has not."""
+    source, target = (LegacyPinnedMemoryResource().allocate(64) for _ in range(2))
     np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
     middle = core.allocate(64, stream=queue)
     middle.copy_from(source, stream=queue)
@@ -192,9 +177,5 @@ def test_buffers_without_pools(core, queue):
     np.testing.assert_array_equal(np.from_dlpack(target).view(np.int32), np.arange(16) - 7)
     for buffer in (source, middle, target):
         buffer.close()
-
-
-def test_allocation_nodes_are_absent(core):
-    """Graph memory needs pools: cuda.core says which function the driver has not."""
     with pytest.raises(RuntimeError, match="cuGraphAddMemAllocNode"):
-        GraphDefinition().allocate(64)
+        GraphDefinition().allocate(64)  # graph memory needs pools

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
-from softcuda_util import CALLBACK, code
+from softcuda_util import CALLBACK, code, codes, in_threads
 
-KERNELS = r"""
-extern "C" __global__ void add(int* p, int value) { *p += value; }
-extern "C" __global__ void scale(int* p, int value) { *p *= value; }
-"""
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 INVALIDATED = "STREAM_CAPTURE_INVALIDATED"
-
-
-def mode(soft, value: int):
-    return soft.d.CUstreamCaptureMode(value)
-
-
-def begin(soft, stream, value: int = GLOBAL) -> None:
-    soft.cuStreamBeginCapture(stream, mode(soft, value))
 
 
 def fork(soft, stream, other, event) -> None:
@@ -38,15 +25,6 @@ def status(soft, stream) -> int:
     return int(soft.cuStreamIsCapturing(stream))
 
 
-def in_thread(body):
-    """What ``body`` returns on a thread of its own."""
-    said = []
-    thread = threading.Thread(target=lambda: said.append(body()))
-    thread.start()
-    thread.join()
-    return said[0]
-
-
 def test_captured_work_runs_only_when_the_graph_does(soft, kernels, stream, words) -> None:
     """Kernels, copies, fills and host functions of a capture become one chain of nodes."""
     a, b = soft.ints(0), soft.ints(0)
@@ -54,7 +32,7 @@ def test_captured_work_runs_only_when_the_graph_does(soft, kernels, stream, word
     value.value = -1
     seen: list[int] = []
     callback = CALLBACK(lambda _: seen.append(value.value))
-    begin(soft, stream)
+    soft.begin(stream)
     assert status(soft, stream) == 1
     soft.cuMemsetD32Async(a, 5, 1, stream)
     soft.launch(kernels.add, 1, 1, a, np.int32(2), stream=stream)
@@ -74,7 +52,7 @@ def test_captured_work_runs_only_when_the_graph_does(soft, kernels, stream, word
 def test_fork_and_join_through_events(soft, kernels, stream, other, event) -> None:
     """Waiting for a captured event brings a stream into the capture; joining makes the edge."""
     a, b, back = soft.ints(0), soft.ints(0), soft.cuEventCreate(2)
-    begin(soft, stream)
+    soft.begin(stream)
     soft.cuMemsetD32Async(a, 1, 1, stream)
     fork(soft, stream, other, event)
     assert status(soft, other) == 1
@@ -96,7 +74,7 @@ def test_unjoined_forks_are_refused(soft, stream, other, event) -> None:
     its dependencies were taken out by hand."""
     a, live = soft.ints(0), soft.live()
     for taken_out in (False, True):
-        begin(soft, stream)
+        soft.begin(stream)
         fork(soft, stream, other, event)
         soft.cuMemsetD32Async(a, 1, 1, other)
         if taken_out:
@@ -113,7 +91,7 @@ def test_a_joined_side_stream_may_be_destroyed_while_captured(soft, kernels) -> 
     p = soft.ints(0)
     for joins in (True, False):
         main, side, event = soft.stream(), soft.stream(), soft.cuEventCreate(2)
-        begin(soft, main, RELAXED)
+        soft.begin(main, RELAXED)
         fork(soft, main, side, event)
         soft.launch(kernels.add, 1, 1, p, np.int32(1), stream=side)
         soft.cuEventRecord(event, side)
@@ -130,20 +108,19 @@ def test_a_joined_side_stream_may_be_destroyed_while_captured(soft, kernels) -> 
 def test_queries_and_waits_invalidate(soft, stream, event) -> None:
     """Waiting for what is only captured is an error, and so is all that follows until the end."""
     a = soft.ints(0)
-    begin(soft, stream)
+    soft.begin(stream)
     assert code(soft.d.cuStreamSynchronize(stream)) == "STREAM_CAPTURE_UNSUPPORTED"
     assert status(soft, stream) == 2
-    assert code(soft.d.cuMemsetD32Async(a, 1, 1, stream)) == INVALIDATED
-    assert ended(soft, stream) == INVALIDATED
+    assert code(soft.d.cuMemsetD32Async(a, 1, 1, stream)) == ended(soft, stream) == INVALIDATED
     assert status(soft, stream) == 0
-    begin(soft, stream)
+    soft.begin(stream)
     soft.cuEventRecord(event, stream)
     assert code(soft.d.cuEventQuery(event)) == "CAPTURED_EVENT"
     assert ended(soft, stream) == INVALIDATED
     assert code(soft.d.cuEventSynchronize(event)) == "CAPTURED_EVENT"
     soft.cuEventRecord(event, stream)
     soft.cuEventSynchronize(event)
-    begin(soft, stream, RELAXED)
+    soft.begin(stream, RELAXED)
     assert code(soft.d.cuCtxSynchronize()) == "STREAM_CAPTURE_UNSUPPORTED"
     assert ended(soft, stream) == INVALIDATED
     soft.cuMemsetD32Async(a, 1, 1, stream)
@@ -153,16 +130,16 @@ def test_queries_and_waits_invalidate(soft, stream, event) -> None:
 def test_dependencies_do_not_cross_the_border(soft, stream, other, event) -> None:
     """Events from outside, of another capture and of an ended one are refused by name."""
     soft.cuEventRecord(event, other)
-    begin(soft, stream)
+    soft.begin(stream)
     wait = soft.d.cuStreamWaitEvent
     assert code(wait(stream, event, 0)) == "STREAM_CAPTURE_ISOLATION"
     assert ended(soft, stream) == INVALIDATED
-    begin(soft, stream)
-    begin(soft, other)
+    soft.begin(stream)
+    soft.begin(other)
     soft.cuEventRecord(event, other)
     assert code(wait(stream, event, 0)) == "STREAM_CAPTURE_MERGE"
     assert ended(soft, stream) == ended(soft, other) == INVALIDATED
-    begin(soft, stream)
+    soft.begin(stream)
     soft.cuEventRecord(event, stream)
     soft.cuStreamEndCapture(stream)
     assert code(wait(other, event, 0)) == "CAPTURED_EVENT"
@@ -170,13 +147,13 @@ def test_dependencies_do_not_cross_the_border(soft, stream, other, event) -> Non
 
 def test_capture_ends_where_it_began(soft, stream, other, event) -> None:
     """Only the origin stream ends a capture, and only its thread unless it is relaxed."""
-    begin(soft, stream)
-    assert code(soft.d.cuStreamBeginCapture(stream, mode(soft, 0))) == "ILLEGAL_STATE"
-    assert in_thread(lambda: ended(soft, stream)) == "STREAM_CAPTURE_WRONG_THREAD"
+    soft.begin(stream)
+    assert code(soft.d.cuStreamBeginCapture(stream, soft.mode(0))) == "ILLEGAL_STATE"
+    assert in_threads(lambda s: ended(soft, s), stream) == ["STREAM_CAPTURE_WRONG_THREAD"]
     soft.cuStreamEndCapture(stream)
-    begin(soft, stream, RELAXED)
-    assert in_thread(lambda: ended(soft, stream)) == "SUCCESS"
-    begin(soft, stream)
+    soft.begin(stream, RELAXED)
+    assert in_threads(lambda s: ended(soft, s), stream) == ["SUCCESS"]
+    soft.begin(stream)
     fork(soft, stream, other, event)
     assert ended(soft, other) == "STREAM_CAPTURE_UNMATCHED"
     assert ended(soft, stream) == INVALIDATED
@@ -192,12 +169,12 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
             soft.cuMemFree(result[1])
         return code(result)
 
-    def there(own: int = GLOBAL) -> str:
-        def body() -> str:
-            soft.cuThreadExchangeStreamCaptureMode(mode(soft, own))
-            return here()
+    def body(own: int) -> str:
+        soft.cuThreadExchangeStreamCaptureMode(soft.mode(own))
+        return here()
 
-        return in_thread(body)
+    def there(own: int = GLOBAL) -> str:
+        return in_threads(body, own)[0]
 
     forbidden = "STREAM_CAPTURE_UNSUPPORTED"
     for captured, call, expected in (
@@ -205,12 +182,12 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
         (THREAD_LOCAL, here, forbidden), (THREAD_LOCAL, there, "SUCCESS"),
         (RELAXED, here, "SUCCESS"), (RELAXED, there, "SUCCESS"),
     ):  # fmt: skip
-        begin(soft, stream, captured)
+        soft.begin(stream, captured)
         assert call() == expected, (captured, call)
         assert ended(soft, stream) == (INVALIDATED if expected == forbidden else "SUCCESS")
-    begin(soft, stream)
+    soft.begin(stream)
     assert there(THREAD_LOCAL) == "SUCCESS"
-    before = soft.cuThreadExchangeStreamCaptureMode(mode(soft, RELAXED))
+    before = soft.cuThreadExchangeStreamCaptureMode(soft.mode(RELAXED))
     assert int(before) == GLOBAL
     assert here() == "SUCCESS"
     assert int(soft.cuThreadExchangeStreamCaptureMode(before)) == RELAXED
@@ -220,9 +197,9 @@ def test_unsafe_calls_by_mode(soft, stream) -> None:
 def test_the_legacy_stream_stays_out(soft) -> None:
     """The legacy stream cannot capture, and cannot be used beside a blocking stream that does."""
     a, legacy, blocking = soft.ints(0), soft.d.CUstream(0), soft.cuStreamCreate(0)
-    result = soft.d.cuStreamBeginCapture(legacy, mode(soft, 0))
-    assert code(result) == "STREAM_CAPTURE_UNSUPPORTED"
-    begin(soft, blocking, RELAXED)
+    start = soft.d.cuStreamBeginCapture
+    assert code(start(legacy, soft.mode(0))) == "STREAM_CAPTURE_UNSUPPORTED"
+    soft.begin(blocking, RELAXED)
     assert code(soft.d.cuStreamIsCapturing(legacy)) == "STREAM_CAPTURE_IMPLICIT"
     assert status(soft, blocking) == 1
     assert code(soft.d.cuMemsetD8Async(a, 0, 4, legacy)) == "STREAM_CAPTURE_IMPLICIT"
@@ -233,13 +210,13 @@ def test_capture_into_a_graph_and_its_info(soft, kernels, stream, graph) -> None
     """Nodes go on behind the given ones; the graph can be used only after the end."""
     a = soft.ints(3)
     first = soft.add_kernel(graph, [], kernels.add, 1, 1, a, np.int32(1))
-    soft.cuStreamBeginCaptureToGraph(stream, graph, [first], None, 1, mode(soft, GLOBAL))
+    soft.cuStreamBeginCaptureToGraph(stream, graph, [first], None, 1, soft.mode(GLOBAL))
     info = soft.cuStreamGetCaptureInfo(stream)
     assert int(info[0]) == 1 and int(info[2]) == int(graph)
     assert [int(n) for n in info[3]] == [int(first)]
     soft.launch(kernels.scale, 1, 1, a, np.int32(5), stream=stream)
-    assert code(soft.d.cuGraphInstantiate(graph, 0)) == "ILLEGAL_STATE"
-    assert code(soft.d.cuGraphDestroy(graph)) == "ILLEGAL_STATE"
+    d = soft.d
+    assert codes(d.cuGraphInstantiate(graph, 0), d.cuGraphDestroy(graph)) == {"ILLEGAL_STATE"}
     assert int(soft.cuStreamEndCapture(stream)) == int(graph)
     assert soft.cuGraphGetEdges(graph)[-1] == 1
     soft.replay(graph, stream)
@@ -251,7 +228,7 @@ def test_a_launched_graph_becomes_a_child(soft, kernels, stream, graph) -> None:
     a = soft.ints(1)
     soft.add_kernel(graph, [], kernels.add, 1, 1, a, np.int32(2))
     executable = soft.cuGraphInstantiate(graph, 0)
-    begin(soft, stream)
+    soft.begin(stream)
     soft.cuGraphLaunch(executable, stream)
     soft.launch(kernels.scale, 1, 1, a, np.int32(10), stream=stream)
     outer = soft.cuStreamEndCapture(stream)
@@ -266,7 +243,7 @@ def test_a_launched_graph_becomes_a_child(soft, kernels, stream, graph) -> None:
 def test_external_events_become_nodes_of_a_capture(soft, stream, event) -> None:
     """With the external flag record and wait are captured as nodes; elsewhere it is invalid."""
     a = soft.ints(0)
-    begin(soft, stream, RELAXED)
+    soft.begin(stream, RELAXED)
     soft.cuStreamWaitEvent(stream, event, 1)
     soft.cuMemsetD32Async(a, 9, 1, stream)
     soft.cuEventRecordWithFlags(event, stream, 1)
@@ -281,8 +258,7 @@ def test_external_events_become_nodes_of_a_capture(soft, stream, event) -> None:
 @pytest.mark.parametrize("kind", [0, 1])
 def test_dropping_the_stream_drops_its_capture(soft, kind) -> None:
     """A capture whose stream, blocking or not, is destroyed leaves no graph behind."""
-    live = soft.live()
-    stream = soft.cuStreamCreate(kind)
-    begin(soft, stream)
+    live, stream = soft.live(), soft.cuStreamCreate(kind)
+    soft.begin(stream)
     soft.cuStreamDestroy(stream)
     assert soft.live() == live

@@ -41,49 +41,42 @@ __device__ int deep(int n, volatile char* up) {
 extern "C" __global__ void overflow(int* p) { char c = 0; *p = deep(1000000, &c); }
 """
 
-SETUP = f"""
-f = s.kernels({KERNELS!r})
+SETUP = """
 p = s.ints(*[0] * 100)
 def faulted(expected, *words):
     assert code(d.cuCtxSynchronize()) == expected, s.fault()
     for word in words:
         assert word in s.fault(), (word, s.fault())
-    print(s.fault())
 """
 
 
-def check(body: str, **env: str) -> str:
-    done = util.run_child(SETUP + "\n" + body, **env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def check(body: str, **env: str) -> None:
+    """A body that begins with the kernels ``f`` and 100 words ``p``."""
+    util.check(f"f = s.kernels({KERNELS!r})\n{SETUP}{body}", **env)
 
 
 ADDRESS, FAILED = "ILLEGAL_ADDRESS", "LAUNCH_FAILED"
 WRITE = "'write_at' block (2,0,0) thread (5,0,0): illegal write"
 # launch, code, words of the text
 FAULTS = {
-    "past the end": (
-        'f.write_at, 4, 8, p, np.int64(100)', ADDRESS,
-        [WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"]),
-    "before": (
-        'f.write_at, 4, 8, p, np.int64(-950)', ADDRESS, [WRITE, "bytes before", "parameter 0"]),
+    "past the end": ('f.write_at, 4, 8, p, np.int64(100)', ADDRESS, [
+        WRITE, "0 bytes past the end", "400 bytes at", "parameter 0"]),
+    "before": ('f.write_at, 4, 8, p, np.int64(-950)', ADDRESS, [
+        WRITE, "bytes before", "parameter 0"]),
     "far past": ('f.write_at, 4, 8, p, np.int64(1100)', ADDRESS, [WRITE]),
     "wild": ('f.read_at, 1, 1, p, np.int64(1 << 45), p', ADDRESS, ["kernel 'read_at'"]),
-    "an address from memory": (
-        'f.follow, 1, 1, s.put(np.array([p], np.uint64)), p', ADDRESS,
-        ["untranslated device address", "'follow'"]),
-    "dynamic shared memory": (
-        'f.shared_over, 1, 1, np.int32(64), shared=256', ADDRESS,
-        ["past the end of 256 bytes of dynamic shared memory"]),
+    "an address from memory": ('f.follow, 1, 1, s.put([p], np.uint64), p', ADDRESS, [
+        "untranslated device address", "'follow'"]),
+    "dynamic shared memory": ('f.shared_over, 1, 1, np.int32(64), shared=256', ADDRESS, [
+        "past the end of 256 bytes of dynamic shared memory"]),
     "jump": ('f.jump, 1, 1, p', ADDRESS, ["a jump into device allocation #"]),
-    "barrier": (
-        'f.half_barrier, 1, 64, p', FAILED,
-        ["'half_barrier' block (0,0,0)", "divergent barrier", "32 threads at __syncthreads",
-         "32 at warp operations", "missing lanes 0x55555555"]),
-    "vote and shuffle": (
-        'f.diverge, 1, 32, p', FAILED, ["divergent barrier", "32 at warp operations"]),
-    "mask without its caller": (
-        'f.stranger, 1, 32, p', FAILED, ["__shfl_sync with mask 0x1", "thread (1,0,0)"]),
+    "barrier": ('f.half_barrier, 1, 64, p', FAILED, [
+        "'half_barrier' block (0,0,0)", "divergent barrier", "32 threads at __syncthreads",
+        "32 at warp operations", "missing lanes 0x55555555"]),
+    "vote and shuffle": ('f.diverge, 1, 32, p', FAILED, [
+        "divergent barrier", "32 at warp operations"]),
+    "mask without its caller": ('f.stranger, 1, 32, p', FAILED, [
+        "__shfl_sync with mask 0x1", "thread (1,0,0)"]),
     "division": ('f.divide, 1, 1, p', FAILED, ["by zero, or of the least integer by -1"]),
     "trap": ('f.trap, 1, 1, p', FAILED, ["__trap"]),
     "assert": ('f.asserting, 1, 1, p', "ASSERT", ["assertion failed: p[0] == 42"]),
@@ -101,10 +94,8 @@ def test_faults_are_named(name):
 def test_sticky_error_answers_every_later_call():
     """After a fault each call answers the same code, host functions do not run, events end."""
     check("""
-stream = s.stream()
-event = s.cuEventCreate(0)
-called = []
-gate = threading.Event()
+stream, event = s.stream(), s.cuEventCreate(0)
+called, gate = [], threading.Event()
 hold = CALLBACK(lambda _: gate.wait(20) and None)
 callback = CALLBACK(lambda _: called.append(1))
 s.host(stream, hold)
@@ -122,21 +113,20 @@ assert s.fault() == before
 assert d.cuDevicePrimaryCtxRelease(0)[0] == 0
 assert set(s.live().values()) == {0}
 leaked = s.leaked()
-assert leaked["device_memory"] == 1 and leaked["module"] == 1 and leaked["stream"] == 1
-assert leaked["event"] == 1 and leaked["graph"] == 0
+assert leaked["device_memory"] == leaked["module"] == leaked["stream"] == leaked["event"] == 1
+assert leaked["graph"] == 0
 """)
 
 
 def test_misaligned_accesses_are_found_where_kernels_check_for_them():
     """With SOFTCUDA_ALIGNMENT=1 a vector load from the wrong address fails the launch by name."""
-    code = """
+    check("""
 run = s.kernels('''extern "C" __global__ void quad(const float4* p, float* out) {
   const float4 v = *p; *out = v.x + v.w; }''').quad
 s.run(run, 1, 1, p, p)
 s.launch(run, 1, 1, p + 4, p)
 faulted("MISALIGNED_ADDRESS", "'quad'", "misaligned access")
-"""
-    check(code, SOFTCUDA_ALIGNMENT="1")
+""", SOFTCUDA_ALIGNMENT="1")
 
 
 @pytest.mark.parametrize(("ended", "words"), [
@@ -157,38 +147,46 @@ faulted("ILLEGAL_ADDRESS", *{words!r})
 
 def test_faults_of_host_code_still_kill_the_process():
     """Only device code's faults are absorbed; faulthandler keeps its say for the others."""
-    done = util.run_child(
-        SETUP + "\nimport faulthandler; faulthandler.enable()\nctypes.string_at(8, 1)\n"
-    )
-    assert done.returncode == -11
-    assert "Segmentation fault" in done.stderr
+    done = util.run_child("import faulthandler; faulthandler.enable()\nctypes.string_at(8, 1)")
+    assert done.returncode == -11 and "Segmentation fault" in done.stderr
 
 
 def test_fault_on_one_of_several_workers():
     """With several workers the first fault wins and every waiter is woken."""
-    check(
-        """
+    check("""
 stream = [s.stream() for _ in range(4)]
 nop, bad = f.nop, f.write_at
-for i in range(200):
-    s.try_launch(nop, 1, 1, p, stream=stream[i % 4])
+def many():
+    for i in range(200):
+        s.try_launch(nop, 1, 1, p, stream=stream[i % 4])
+many()
 s.try_launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
-for i in range(200):
-    s.try_launch(nop, 1, 1, p, stream=stream[i % 4])
-results = []
-waiters = [threading.Thread(target=lambda q: results.append(code(d.cuStreamSynchronize(q))),
-                            args=(q,)) for q in stream]
-for w in waiters: w.start()
-for w in waiters: w.join(10)
-assert results == ["ILLEGAL_ADDRESS"] * 4, results
-""",
-        SOFTCUDA_WORKERS="4",
-    )
+many()
+assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGAL_ADDRESS"] * 4
+""", SOFTCUDA_WORKERS="4")
 
 
-@pytest.mark.parametrize(
-    ("index", "words"), [(-1, "4 bytes before the start"), (25, "0 bytes past the end")]
-)
+def test_a_fault_completes_what_waits():
+    """Nobody hangs on the event of a launch that will not run, nor on a memory operation's wait
+    that nobody will answer."""
+    util.check("""
+    a, b, c, words, never = s.stream(), s.stream(), s.stream(), Words(s, 1), Words(s, 1)
+    event, graph = s.cuEventCreate(0), s.cuGraphCreate(0)
+    s.cuGraphAddEventRecordNode(graph, [], 0, event)
+    executable = s.cuGraphInstantiate(graph, 0)
+    never.block(c)
+    words.block(a)
+    s.launch(kernels.stray, 1, 1, s.ints(0), stream=a)
+    s.cuGraphLaunch(executable, a)
+    s.cuStreamWaitEvent(b, event, 0)
+    words[0] = 1
+    ended = d.cuEventSynchronize(event), d.cuStreamSynchronize(b), d.cuStreamSynchronize(c)
+    assert [code(result) for result in ended] == ["ILLEGAL_ADDRESS"] * 3
+    """)
+
+
+@pytest.mark.parametrize(("index", "words"), [
+    (-1, "4 bytes before the start"), (25, "0 bytes past the end")])
 def test_small_overruns_are_found_when_the_memory_is_freed(index, words):
     """A write that misses the guard page, within the slack of its page, is reported by the free."""
     check(f"""

@@ -1,10 +1,16 @@
-"""What a kernel text means on the soft device: warps, barriers, atomics."""
+"""What a kernel text means on the soft device: warps, barriers, atomics; how it is compiled."""
 
 from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import softcuda_util as util
+from softcuda_util import check
+
+from graft.native.softcuda.compile import KernelCompileError, compile_cpu
 
 rng = np.random.default_rng(7)
 
@@ -51,6 +57,11 @@ extern "C" __global__ void groups(unsigned* out) {
 """
 
 
+@pytest.fixture
+def kernels(soft):
+    return soft.kernels(WARP + BLOCK)
+
+
 def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]:
     """The CUDA guide's definition, lane by lane; sources outside the mask are left out."""
     out = {}
@@ -59,77 +70,56 @@ def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]
     votes = sum(1 << lane for lane in lanes if value[lane] & 1)
     for lane in lanes:
         first = lane // width * width
-        if op == 0:
-            source = first + arg[lane] % width
-        elif op == 1:
-            source = lane - arg[lane] if lane - arg[lane] >= first else lane
-        elif op == 2:
-            source = lane + arg[lane] if lane + arg[lane] < first + width else lane
-        elif op == 3:
-            source = lane ^ arg[lane] if lane ^ arg[lane] < first + width else lane
         if op <= 3:
+            source = (first + arg[lane] % width, lane - arg[lane], lane + arg[lane],
+                      lane ^ arg[lane])[op]
+            if (source < first and op == 1) or source >= first + width:
+                source = lane
             if mask >> source & 1:
                 out[lane] = value[source]
-        elif op == 4:
-            out[lane] = votes
-        elif op == 5:
-            out[lane] = int(votes != 0)
-        elif op == 6:
-            out[lane] = int(votes == mask)
-        else:
+        elif op == 7:
             out[lane] = sum(1 << i for i in lanes if (value[i] ^ value[lane]) & 3 == 0)
+        else:
+            out[lane] = (votes, int(votes != 0), int(votes == mask))[op - 4]
     return out
 
 
-@pytest.fixture
-def warp(soft):
-    return soft.kernels(WARP)
-
-
-@pytest.mark.parametrize(
-    ("op", "width"),
-    [(op, width) for op in range(4) for width in (32, 16, 4, 1)] + [(op, 32) for op in range(4, 8)],
-)
-def test_warp_operations_with_partial_masks(soft, warp, op, width):
+@pytest.mark.parametrize(("op", "width"), [
+    *((op, width) for op in range(4) for width in (32, 16, 4, 1)),
+    *((op, 32) for op in range(4, 8))])
+def test_warp_operations_with_partial_masks(soft, kernels, op, width):
     """Shuffles and votes follow the CUDA guide for any mask, width and source lane."""
     warps = 24
     value = rng.integers(0, 2**32, (warps, 32), dtype=np.uint32)
     masks = rng.integers(1, 2**32, warps, dtype=np.uint64).astype(np.uint32)
-    masks[0] = 0xFFFFFFFF
-    masks[1] = 1 << 31
+    masks[:2] = 0xFFFFFFFF, 1 << 31
     arg = rng.integers(0, 32, (warps, 32), dtype=np.int32)
     pointers = [soft.put(value), soft.put(np.repeat(masks, 32)), soft.put(arg)]
-    out = soft.put(np.full((warps, 32), 0xABCD, np.uint32))
     # Two warps a block: neighbours with other masks must not disturb each other.
-    soft.run(warp.shuffle, warps // 2, 64, *pointers, np.int32(op), np.int32(width), out)
-    got = soft.get(out, (warps, 32), np.uint32)
+    got = soft.results((warps, 32), np.uint32, kernels.shuffle, warps // 2, 64, *pointers,
+                       np.int32(op), np.int32(width), None)
     checked = 0
-    for w in range(warps):
-        expected = shuffle_oracle(op, value[w], int(masks[w]), arg[w], width)
-        for lane, word in expected.items():
-            assert got[w, lane] == word, (w, lane, hex(masks[w]))
-            checked += 1
-        for lane in range(32):
-            if not masks[w] >> lane & 1:
-                assert got[w, lane] == 0xABCD
+    for w, mask in enumerate(map(int, masks)):
+        expected = shuffle_oracle(op, value[w], mask, arg[w], width)
+        expected |= {lane: 0xABABABAB for lane in range(32) if not mask >> lane & 1}
+        assert {lane: got[w, lane] for lane in expected} == expected, (w, hex(mask))
+        checked += sum(mask >> lane & 1 for lane in expected)
     assert checked > 100
 
 
-def test_disjoint_masks_progress_independently(soft, warp):
+def test_disjoint_masks_progress_independently(soft, kernels):
     """Two groups of one warp rendezvous with their own masks, however often each does."""
-    out = soft.put(np.zeros(32, np.uint32))
-    soft.run(warp.groups, 1, 32, out)
-    lane = np.arange(32)
-    rounds = np.where(lane < 16, 3, 5)
-    assert np.array_equal(soft.get(out, 32, np.uint32), (lane & 16) + ((lane & 15) + rounds) % 16)
+    lane, rounds = np.arange(32), np.repeat([3, 5], 16)
+    got = soft.results(32, np.uint32, kernels.groups, 1, 32, None)
+    assert np.array_equal(got, (lane & 16) + ((lane & 15) + rounds) % 16)
 
 
-def test_collective_sum_is_bitwise_the_butterfly(soft, warp):
+def test_collective_sum_is_bitwise_the_butterfly(soft, kernels):
     """softcuda_warp_sum gives the bits of five xor shuffles."""
     x = (rng.standard_normal((8, 32)) * 10.0 ** rng.integers(-6, 6, (8, 32))).astype(np.float32)
-    source, a, b = soft.put(x), soft.alloc(x.nbytes), soft.alloc(x.nbytes)
-    soft.run(warp.sums, 4, 64, source, a, b)
-    butterfly, collective = soft.get(a, x.shape, np.uint32), soft.get(b, x.shape, np.uint32)
+    a = soft.alloc(x.nbytes)
+    collective = soft.results(x.shape, np.uint32, kernels.sums, 4, 64, soft.put(x), a, None)
+    butterfly = soft.get(a, x.shape, np.uint32)
     expected = x.copy()
     for offset in (16, 8, 4, 2, 1):
         expected = expected + expected[:, np.arange(32) ^ offset]
@@ -137,12 +127,10 @@ def test_collective_sum_is_bitwise_the_butterfly(soft, warp):
     assert np.array_equal(collective, butterfly)
 
 
-def test_shuffle_of_eight_bytes(soft, warp):
+def test_shuffle_of_eight_bytes(soft, kernels):
     """64-bit values cross the warp whole."""
     x = rng.standard_normal(32)
-    source, out = soft.put(x), soft.alloc(x.nbytes)
-    soft.run(warp.wide, 1, 32, source, out)
-    assert np.array_equal(soft.get(out, 32, np.float64), x[::-1])
+    assert np.array_equal(soft.results(32, float, kernels.wide, 1, 32, soft.put(x), None), x[::-1])
 
 
 BLOCK = r"""
@@ -201,62 +189,45 @@ extern "C" __global__ void indices(int* out) {
 """
 
 
-@pytest.fixture
-def block(soft):
-    return soft.kernels(BLOCK)
-
-
 @pytest.mark.parametrize("name", ["tiles_f32", "tiles_i32"])
 def test_shared_memory_of_templates_belongs_to_one_block(name):
     """On two and more workers, shared memory declared in a template is never shared by blocks."""
-    done = util.run_child(
-        f"""
+    check(f"""
         bad = s.ints(0)
-        s.run(s.kernels({BLOCK!r}).{name}, 64, 256, bad, np.int32(40))
-        print(s.value(bad))
-        """,
-        SOFTCUDA_WORKERS="4",
-    )
-    assert done.stdout.strip() == "0", done.stderr
+        s.run(kernels.{name}, 64, 256, bad, np.int32(40))
+        assert s.value(bad) == 0
+        """, BLOCK, SOFTCUDA_WORKERS="4")
 
 
-def test_barrier_votes(soft, block):
-    """__syncthreads_count, _and and _or combine the predicates of the whole block."""
+def test_barrier_votes(soft, kernels):
+    """__syncthreads_count, _and and _or combine the predicates of the whole kernels."""
     inputs = rng.integers(0, 2, (6, 96), dtype=np.int32)
     inputs[0], inputs[1] = 0, 1
     source = soft.put(inputs)
     outs = [soft.alloc(24) for _ in range(3)]
-    soft.run(block.votes, 6, 96, source, *outs)
-    count, every, some = (soft.get(p, 6, np.int32) for p in outs)
-    assert np.array_equal(count, inputs.sum(1))
-    assert np.array_equal(every, inputs.all(1))
-    assert np.array_equal(some, inputs.any(1))
+    soft.run(kernels.votes, 6, 96, source, *outs)
+    for pointer, expected in zip(outs, (inputs.sum(1), inputs.all(1), inputs.any(1)), strict=True):
+        assert np.array_equal(soft.get(pointer, 6, np.int32), expected)
 
 
-def test_exited_threads_count_as_arrived(soft, block):
+def test_exited_threads_count_as_arrived(soft, kernels):
     """A barrier waits for the threads that have not exited."""
-    out = soft.ints(0)
-    soft.run(block.leavers, 1, 128, out)
-    assert soft.value(out) == 100 + 80 + 60 + 40
+    assert soft.results(1, np.int32, kernels.leavers, 1, 128, None) == [100 + 80 + 60 + 40]
 
 
 @pytest.mark.parametrize("n", [1, 33, 1000, 12288])
-def test_dynamic_shared_memory(soft, block, n):
+def test_dynamic_shared_memory(soft, kernels, n):
     """Dynamic shared memory has the launch's size, up to the default 48 KiB."""
     data = rng.integers(0, 1 << 30, (5, n), dtype=np.int32)
-    source, out = soft.put(data), soft.alloc(data.nbytes)
-    soft.run(block.reverse, 5, 64, source, out, np.int32(n), shared=4 * n)
-    assert np.array_equal(soft.get(out, data.shape, np.int32), data[:, ::-1])
+    got = soft.results(data.shape, np.int32, kernels.reverse, 5, 64, soft.put(data), None,
+                       np.int32(n), shared=4 * n)
+    assert np.array_equal(got, data[:, ::-1])
 
 
-def test_three_dimensional_indices(soft, block):
+def test_three_dimensional_indices(soft, kernels):
     """Every thread of a 3-d grid of 3-d blocks runs once with its own indices."""
-    grid, size = (3, 4, 5), (4, 3, 2)
-    blocks, threads = 60, 24
-    out = soft.put(np.full(blocks * threads, -1, np.int32))
-    soft.run(block.indices, grid, size, out)
-    expected = np.arange(blocks)[:, None] * 10000 + np.arange(threads)
-    assert np.array_equal(soft.get(out, (blocks, threads), np.int32), expected)
+    got = soft.results((60, 24), np.int32, kernels.indices, (3, 4, 5), (4, 3, 2), None)
+    assert np.array_equal(got, np.arange(60)[:, None] * 10000 + np.arange(24))
 
 
 ATOMICS = r"""
@@ -293,15 +264,14 @@ extern "C" __global__ void atomics(int* i, unsigned* u, unsigned long long* q, f
 
 def test_atomics_between_blocks_on_several_workers():
     """No update is lost between workers, for every type and operation."""
-    done = util.run_child(
-        f"""
+    check("""
         n = 200 * 128
         i = s.put(np.array([0, 1 << 30, -(1 << 30), 0], np.int32))
         u = s.put(np.array([0xFFFFFFFF, 0, 0, 0, 0, 0, 0], np.uint32))
         q = s.put(np.array([0, 2**64 - 1], np.uint64))
         f = s.put(np.zeros(2, np.float32))
         order = s.put(np.zeros(n, np.uint32))
-        s.run(s.kernels({ATOMICS!r}).atomics, 200, 128, i, u, q, f, order)
+        s.run(kernels.atomics, 200, 128, i, u, q, f, order)
         at = np.arange(n)
         assert s.get(i, 4, np.int32).tolist() == [
             int(at.sum()) & 0x7FFFFFFF, 500 - (n - 1), n - 1 - 500, -n], s.get(i, 4, np.int32)
@@ -311,8 +281,60 @@ def test_atomics_between_blocks_on_several_workers():
         assert s.get(q, 2, np.uint64).tolist() == [n << 33, 1 << 32]
         assert s.get(f, 2, np.float32).tolist() == [n / 2, n]
         assert np.array_equal(np.sort(s.get(order, n, np.uint32)), at)
-        print("ok")
-        """,
-        SOFTCUDA_WORKERS="4",
-    )
-    assert done.stdout.strip() == "ok", done.stderr
+        """, ATOMICS, SOFTCUDA_WORKERS="4")
+
+
+ENTRY = '\nextern "C" __global__ void f(int* p) { %s }\n'
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    # A syntax error carries the kernel text's name and its own line number.
+    (ENTRY % "*p = missing;", "bad.cu:2"),
+    # Device globals, constants and statics would exist once per worker.
+    ("__device__ int state;" + ENTRY % "*p = 1;", "state"),
+    ("__constant__ float table[4];" + ENTRY % "*p = 1;", "constant_memory"),
+    ("__device__ int bump() { static int n = 0; return ++n; }" + ENTRY % "*p = 1;", "static"),
+    ("extern __shared__ float s[];" + ENTRY % "*p = 1;", "inside a function"),
+    # More than 48 KiB of declared shared memory is refused, as GPU compilers do.
+    (ENTRY % "__shared__ float s[12289]; s[p[0]] = 1; __syncthreads(); p[1] = (int)s[p[2]];",
+     "'f' declares 49156 bytes"),
+    # A text that exports no kernel is an error, not an empty module.
+    ("__device__ int f() { return 1; }", "__global__"),
+])
+def test_what_is_no_kernel_text_of_the_soft_device_is_refused(text, words):
+    """The error says what and where."""
+    with pytest.raises(KernelCompileError) as caught:
+        util.compile_kernel(text, "bad.cu")
+    assert caught.value.name == "bad.cu" and words in str(caught.value)
+
+
+def test_defines_includes_and_macro_made_kernels(soft, tmp_path):
+    """Defines and include folders work, and kernels that macros make are found."""
+    (tmp_path / "deep.cuh").write_text("#define FACTOR 3\n")
+    (tmp_path / "shared.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
+    source = """
+    #include "shared.cuh"
+    #define MAKE(name, T) extern "C" __global__ void name(T* p) { *p = T(VALUE * FACTOR); }
+    MAKE(make_int, int)
+    MAKE(make_float, float)
+    """
+    options = {"defines": {"VALUE": "7"}, "include_dirs": [tmp_path]}
+    out = soft.alloc(4)
+    soft.run(soft.kernels(source, **options).make_float, 1, 1, out)
+    assert soft.get(out, 1, np.float32)[0] == 21.0
+    (tmp_path / "deep.cuh").write_text("#define FACTOR 5\n")
+    soft.run(soft.kernels(source, **options).make_int, 1, 1, out)
+    assert soft.value(out) == 35, "the cache missed a changed include"
+
+
+def _compile_in(folder: str) -> int:
+    text = 'extern "C" __global__ void f(int* p) { *p = 1; }'
+    return len(compile_cpu(text, "p.cu", cache_dir=Path(folder)))
+
+
+def test_concurrent_processes_share_the_cache(tmp_path):
+    """Processes that compile one text at once all get a whole image."""
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        sizes = pool.map(_compile_in, [str(tmp_path)] * 6)
+    assert len(set(sizes)) == 1
+    assert [p.suffix for p in tmp_path.iterdir()] == [".so"]

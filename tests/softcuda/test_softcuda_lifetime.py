@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import softcuda_util as util
+from softcuda_util import check, run_child
 
 HELPERS = """
 import os
@@ -24,19 +24,13 @@ def holder(data):
     return g
 gate = threading.Event()
 hold = CALLBACK(lambda _: gate.wait(10) and None)
-def eventually(wanted, limit=20):
+def eventually(*wanted, limit=20):
     end = time.monotonic() + limit
     while sorted(gone) != sorted(wanted) and time.monotonic() < end:
         time.sleep(0.002)
     time.sleep(0.02)
     assert sorted(gone) == sorted(wanted), (gone, wanted)
 """
-
-
-def check(body: str, **env: str) -> str:
-    done = util.run_child(HELPERS + body, **env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 #: What happens to user objects, by scripts that prove it.
@@ -49,73 +43,69 @@ e = s.cuGraphInstantiate(clone, 0)
 late = user_object(2)                      # retained after the instantiation: not the exec's
 s.cuGraphRetainUserObject(clone, late, 1, MOVE)
 s.cuGraphDestroy(g)
-eventually([])
+eventually()
 s.cuGraphDestroy(clone)
-eventually([2])
+eventually(2)
 s.cuGraphExecDestroy(e)
-eventually([1, 2])
+eventually(1, 2)
 assert s.live()["user_object"] == 0
 assert set(calls) == {"NOT_PERMITTED"}
 """,
     "Retaining without MOVE keeps the caller's reference; over-release is refused": """
-g = s.cuGraphCreate(0)
-o = user_object(1, 2)
+g, o = s.cuGraphCreate(0), user_object(1, 2)
 s.cuGraphRetainUserObject(g, o, 3, 0)
 s.cuUserObjectRetain(o, 1)
 s.cuUserObjectRelease(o, 3)
-eventually([])
+eventually()
 s.cuGraphReleaseUserObject(g, o, 2)
 assert code(d.cuGraphReleaseUserObject(g, o, 2)) == "INVALID_VALUE"
-eventually([])
+eventually()
 s.cuGraphReleaseUserObject(g, o, 1)
-eventually([1])
+eventually(1)
 assert code(d.cuUserObjectRelease(o, 1)) == "INVALID_HANDLE"
 """,
     "Destroying graph and executable while a launch runs defers the destructor to its end": """
 g = holder(1)
 s.add_host(g, [], hold)
-e = s.cuGraphInstantiate(g, 0)
-q = s.stream()
+e, q = s.cuGraphInstantiate(g, 0), s.stream()
 s.cuGraphLaunch(e, q)
 s.cuGraphExecDestroy(e)
 s.cuGraphDestroy(g)
-eventually([])
+eventually()
 gate.set()
 s.cuStreamSynchronize(q)
-eventually([1])
+eventually(1)
 """,
     "After cuGraphExecUpdate the old references live until launches queued before have ended": """
 a, b = holder(1), holder(2)
 for g in (a, b): s.add_host(g, [], hold)
-e = s.cuGraphInstantiate(a, 0)
-q = s.stream()
+e, q = s.cuGraphInstantiate(a, 0), s.stream()
 s.cuGraphLaunch(e, q)
 s.cuGraphExecUpdate(e, b)
 s.cuGraphDestroy(a)
 s.cuGraphDestroy(b)
-eventually([])
+eventually()
 gate.set()
 s.cuStreamSynchronize(q)
-eventually([1])
+eventually(1)
 s.cuGraphExecDestroy(e)
-eventually([1, 2])
+eventually(1, 2)
 """,
     "References of a child graph follow the clone inside its parent": """
-child = holder(1)
+child, g = holder(1), s.cuGraphCreate(0)
 s.cuGraphAddEmptyNode(child, [], 0)
-g = s.cuGraphCreate(0)
 s.cuGraphAddChildGraphNode(g, [], 0, child)
 s.cuGraphDestroy(child)
 e = s.cuGraphInstantiate(g, 0)
 s.cuGraphDestroy(g)
-eventually([])
+eventually()
 s.cuGraphExecDestroy(e)
-eventually([1])
+eventually(1)
 assert s.live()["graph"] == 0
 """,
     "Inline destructors run in the destroying call, late ones on another thread": """
 s.cuUserObjectRelease(user_object(1), 1)
-eventually([1])
+eventually(1)
 inline = os.environ["SOFTCUDA_DESTRUCTORS"] == "inline"
 assert (where[0] == threading.get_native_id()) is inline
 """,
@@ -126,20 +116,19 @@ assert (where[0] == threading.get_native_id()) is inline
 @pytest.mark.parametrize("name", STORIES)
 def test_user_objects(name, mode):
     """What the name says, in a process of its own, with either kind of destructors."""
-    check(STORIES[name], SOFTCUDA_DESTRUCTORS=mode)
+    check(HELPERS + STORIES[name], SOFTCUDA_DESTRUCTORS=mode)
 
 
 def test_counters_return_to_zero():
     """After everything is closed every counter of live resources is zero and nothing leaked."""
-    check(
-        """
-KERNEL = 'extern "C" __global__ void f(int* p) { atomicAdd(p, 1); }'
+    check(HELPERS + """
 base = dict(s.live())
 assert base.pop("context") == 1 and set(base.values()) == {0}
 for round in range(3):
-    kernels, p, host = s.kernels(KERNEL), s.ints(0), s.cuMemHostAlloc(100, 3)
+    own = s.kernels('extern "C" __global__ void f(int* p) { atomicAdd(p, 1); }')
+    p, host = s.ints(0), s.cuMemHostAlloc(100, 3)
     q, event, g = s.stream(), s.cuEventCreate(0), holder(round)
-    a = s.add_kernel(g, [], kernels.f, 8, 32, p)
+    a = s.add_kernel(g, [], own.f, 8, 32, p)
     s.add_host(g, [a], USLEEP)
     clone = s.cuGraphClone(g)
     e = s.cuGraphInstantiate(g, 0)
@@ -154,36 +143,31 @@ for round in range(3):
         s.ok(call)
     assert s.value(p) == 5 * 8 * 32
     s.cuMemFree(p)
-    s.cuModuleUnload(kernels.module)
-    eventually(list(range(round + 1)))
+    s.cuModuleUnload(own.module)
+    eventually(*range(round + 1))
     deadline = time.monotonic() + 10  # the object is counted out after its destructor returned
     while s.live()["user_object"] and time.monotonic() < deadline:
         time.sleep(0.001)
 assert d.cuDevicePrimaryCtxRelease(0)[0] == 0
-assert set(s.live().values()) == {0}, s.live()
-assert set(s.leaked().values()) == {0}
+assert set(s.live().values()) == set(s.leaked().values()) == {0}, s.live()
 assert code(d.cuDevicePrimaryCtxRelease(0)) == "INVALID_CONTEXT"
-"""
-    )
+""")
 
 
 def test_what_is_left_at_exit_is_named():
     """With the log on, a process that closes nothing says at its end what it left."""
-    done = util.run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
-    assert done.returncode == 0
-    assert "softcuda: left at exit: device_memory 2, stream 1" in done.stderr
+    done = run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
+    said = "softcuda: left at exit: device_memory 2, stream 1"
+    assert done.returncode == 0 and said in done.stderr
 
 
 def test_many_replays_and_updates_do_not_grow():
     """Thousands of launches and parameter updates leave the process's size as it was."""
-    check(
-        """
+    check("""
 import resource
-KERNEL = 'extern "C" __global__ void f(int* p, int v) { *p += v; }'
-f, p, g = s.kernels(KERNEL).f, s.ints(0), s.cuGraphCreate(0)
+f, p, g = kernels.f, s.ints(0), s.cuGraphCreate(0)
 n = s.add_kernel(g, [], f, 1, 1, p, np.int32(1))
-e = s.cuGraphInstantiate(g, 0)
-q = s.stream()
+e, q = s.cuGraphInstantiate(g, 0), s.stream()
 params, keep = s.kernel_params(f, 1, 1, p, np.int32(2))
 def rounds(count):
     for i in range(count):
@@ -196,14 +180,11 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rounds(10000)
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2000
 assert s.value(p) == 1 + 2 * 11999
-"""
-    )
+""", 'extern "C" __global__ void f(int* p, int v) { *p += v; }')
 
 
-# ---- lock models and the watchdog -------------------------------------------------------------
 HOSTAGE = """
-KERNEL = 'extern "C" __global__ void f(int* p) { *p += 1; }'
-f = s.kernels(KERNEL).f
+f = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }').f
 table, values = s.pack(s.ints(0))
 started = threading.Event()
 def body(_):
@@ -211,65 +192,49 @@ def body(_):
     time.sleep(0.3)     # gives the GIL up and needs it again
 hold, q = CALLBACK(body), s.stream()
 keeping = ctypes.PyDLL(s.lib._name)   # a caller that forgets to release the GIL
+word = ctypes.c_uint64
 s.host(q, hold)
 started.wait(20)
-what = sys.argv_what
-value = ctypes.c_uint64()
-if what == "alloc":
-    keeping.cuMemAlloc_v2(ctypes.byref(value), ctypes.c_size_t(16))
-elif what == "hostfunc":
-    keeping.cuLaunchHostFunc_v2(ctypes.c_void_p(int(q)), ctypes.c_void_p(address(USLEEP)), None, 0)
-elif what == "launch":
-    keeping.cuLaunchKernel(ctypes.c_void_p(int(f)), 1, 1, 1, 1, 1, 1, 0, None,
-                           ctypes.c_void_p(table.ctypes.data), None)
-elif what == "released":
-    s.cuMemAlloc(16)
+IT_CALLS
 s.cuCtxSynchronize()
 print("done")
 """
+#: By name: how the driver is called, and how it calls itself.
+HELD = {
+    "alloc": ("keeping.cuMemAlloc_v2(ctypes.byref(word()), word(16))", "cuMemAlloc"),
+    "hostfunc": ("keeping.cuLaunchHostFunc_v2(word(int(q)), word(address(USLEEP)), None, 0)",
+                 "cuLaunchHostFunc"),
+    "launch": ("keeping.cuLaunchKernel(word(int(f)), 1, 1, 1, 1, 1, 1, 0, None, "
+               "word(table.ctypes.data), None)", "cuLaunchKernel"),
+    "released": ("s.cuMemAlloc(16)", ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "what", "stuck"),
-    [
-        (0, "alloc", False),
-        (0, "hostfunc", False),
-        (0, "launch", False),
-        (1, "alloc", True),
-        (1, "hostfunc", True),
-        (1, "launch", True),
-        (1, "released", False),
-        (2, "alloc", False),
-        (2, "hostfunc", True),
-        (2, "launch", False),
-        (4, "alloc", False),
-        (4, "launch", True),
-    ],
-)
+@pytest.mark.parametrize(("model", "what", "stuck"), [
+    (0, "alloc", False), (0, "hostfunc", False), (0, "launch", False),
+    (1, "alloc", True), (1, "hostfunc", True), (1, "launch", True), (1, "released", False),
+    (2, "alloc", False), (2, "hostfunc", True), (2, "launch", False),
+    (4, "alloc", False), (4, "launch", True),
+])  # fmt: skip
 def test_lock_models_reproduce_the_gil_deadlocks(model, what, stuck):
     """Holding the GIL in a call that a lock model blocks deadlocks; the watchdog names both."""
-    done = util.run_child(
-        HELPERS + HOSTAGE.replace("sys.argv_what", repr(what)),
-        SOFTCUDA_LOCK_MODEL=str(model),
-        SOFTCUDA_WATCHDOG="1" if stuck else "20",
-    )
+    call, api = HELD[what]
+    done = run_child(HOSTAGE.replace("IT_CALLS", call), SOFTCUDA_LOCK_MODEL=str(model),
+                     SOFTCUDA_WATCHDOG="1" if stuck else "20")
     if not stuck:
         assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
         return
     assert done.returncode == 86, (done.stdout, done.stderr)
-    api = {"alloc": "cuMemAlloc", "hostfunc": "cuLaunchHostFunc", "launch": "cuLaunchKernel"}
     lines = done.stderr.splitlines()
-    blocked = [line for line in lines if f"is in {api[what]}" in line]
-    assert len(blocked) == 1 and "GIL HELD" in blocked[0] and f"lock model {model}" in blocked[0]
-    running = [line for line in lines if "runs host function" in line]
-    assert len(running) == 1
-    assert ("holding the context lock" in running[0]) is (model == 1)
+    (blocked,) = [line for line in lines if f"is in {api}" in line]
+    assert "GIL HELD" in blocked and f"lock model {model}" in blocked
+    (running,) = [line for line in lines if "runs host function" in line]
+    assert ("holding the context lock" in running) is (model == 1)
 
 
 def test_description_of_calls_in_progress():
     """softcuda_describe lists waiting calls with what they wait for, and the host function."""
-    out = check(
-        """
+    out = check("""
 libc = ctypes.CDLL(None)
 gate = ctypes.create_string_buffer(64)
 assert libc.sem_init(gate, 0, 0) == 0
@@ -285,10 +250,7 @@ print(s.describe())
 libc.sem_post(gate)
 waiter.join()
 s.cuCtxSynchronize()
-print("after", repr(s.describe()))
-"""
-    )
-    assert "is in cuStreamSynchronize" in out
+assert s.describe() == ""
+""")
+    assert "is in cuStreamSynchronize" in out and "runs host function sem_wait" in out
     assert "GIL not held, waiting for cuStreamSynchronize: the stream's work" in out
-    assert "runs host function sem_wait" in out
-    assert "after ''" in out

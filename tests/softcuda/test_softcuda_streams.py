@@ -11,19 +11,9 @@ import time
 import numpy as np
 import pytest
 import softcuda_util as util
-from softcuda_util import CALLBACK, USLEEP, code
+from softcuda_util import CALLBACK, USLEEP, check, code, codes, in_threads
 
 from graft.cudagraph.softstats import counter
-
-KERNELS = r"""
-extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
-extern "C" __global__ void wait_for(const volatile int* flag, int* seen) {
-  while (*flag == 0) {}
-  *seen = *flag;
-}
-extern "C" __global__ void __launch_bounds__(64) bounded(int* p) { p[threadIdx.x] = 1; }
-extern "C" __global__ void shared_user(int* p) { extern __shared__ int s[]; p[0] = s[0] * 0 + 3; }
-"""
 
 
 @pytest.fixture
@@ -46,36 +36,24 @@ def test_one_stream_runs_in_order(soft, kernels, stream):
     assert soft.get(log, 501, np.int32).tolist() == [500, *range(500)]
 
 
-def test_streams_run_beside_each_other_and_events_order_them(
-    soft, kernels, stream, other, event, gate
-):
-    """A stream waits for another's event and for nothing else of it."""
+def test_streams_run_beside_each_other_and_events_order_them(soft, kernels, stream, other, event,
+                                                             gate):
+    """A stream waits for another's event as it was recorded then, and for nothing else of it."""
     log = soft.ints(0, 0, 0)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"  # never recorded: complete
+    soft.cuEventRecord(event, stream)
+    soft.cuStreamWaitEvent(other, event, 0)  # for this record, not for the next
     soft.host(stream, gate.callback)
     soft.cuEventRecord(event, stream)
     soft.launch(kernels.append, 1, 1, log, np.int32(1), stream=other)
     soft.cuStreamSynchronize(other)  # it is free although the first is held
     soft.cuStreamWaitEvent(other, event, 0)
     soft.launch(kernels.append, 1, 1, log, np.int32(2), stream=other)
-    assert code(soft.d.cuStreamQuery(other)) == "NOT_READY"
-    assert code(soft.d.cuEventQuery(event)) == "NOT_READY"
+    assert codes(soft.d.cuStreamQuery(other), soft.d.cuEventQuery(event)) == {"NOT_READY"}
     gate.set()
     soft.cuStreamSynchronize(other)
     assert code(soft.d.cuEventQuery(event)) == "SUCCESS"
     assert soft.get(log, 3, np.int32).tolist() == [2, 1, 2]
-
-
-def test_a_wait_binds_to_the_record_of_its_moment(soft, stream, other, event, gate):
-    """Recording an event again does not move a wait that was queued before."""
-    soft.cuEventRecord(event, stream)
-    soft.cuStreamWaitEvent(other, event, 0)
-    soft.host(stream, gate.callback)
-    soft.cuEventRecord(event, stream)
-    soft.cuStreamSynchronize(other)
-    assert code(soft.d.cuEventQuery(event)) == "NOT_READY"
-    gate.set()
-    soft.cuEventSynchronize(event)
 
 
 def test_elapsed_time(soft, stream):
@@ -90,8 +68,7 @@ def test_elapsed_time(soft, stream):
     soft.cuStreamSynchronize(stream)
     assert soft.cuEventElapsedTime(timed[0], timed[1]) >= 19.9
     assert soft.cuEventElapsedTime(timed[1], timed[0]) <= -19.9
-    for bad in (timed[2], untimed):
-        assert code(elapsed(timed[0], bad)) == "INVALID_HANDLE"
+    assert codes(elapsed(timed[0], timed[2]), elapsed(timed[0], untimed)) == {"INVALID_HANDLE"}
 
 
 def test_legacy_stream_joins_blocking_streams_only(soft, other, gate):
@@ -113,71 +90,44 @@ def test_legacy_stream_joins_blocking_streams_only(soft, other, gate):
 
 def test_each_thread_has_a_default_stream(soft, kernels):
     """CU_STREAM_PER_THREAD is ordered, waits for the legacy stream, captures, and ends."""
-    own, log, seen = soft.d.CUstream(2), soft.ints(*[0] * 128), []
+    own, log = soft.d.CUstream(2), soft.ints(*[0] * 128)
     add = kernels.append
 
-    def work():
+    def work(_):
         soft.cuCtxSetCurrent(soft.context)
-        seen.append(int(soft.cuStreamGetId(own)))
         soft.cuMemsetD32Async(log, 0, 1, 0)  # on the legacy stream
         for i in range(100):
             soft.launch(add, 1, 1, log, np.int32(i), stream=own)
         soft.cuStreamSynchronize(own)
-        seen.append(soft.get(log, 101, np.int32).tolist() == [100, *range(100)])
-        soft.cuStreamBeginCapture(own, soft.d.CUstreamCaptureMode(2))
+        assert soft.get(log, 101, np.int32).tolist() == [100, *range(100)]
+        soft.begin(own, 2)
         soft.launch(add, 1, 1, log, np.int32(1), stream=own)
         graph = soft.cuStreamEndCapture(own)
-        seen.append(soft.cuGraphGetNodes(graph, 0)[1])
+        assert soft.cuGraphGetNodes(graph, 0)[1] == 1
         soft.cuGraphDestroy(graph)
+        return int(soft.cuStreamGetId(own))
 
     before = soft.live()
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen[1::3] == [True, True] and seen[2::3] == [1, 1] and seen[0] != seen[3]
+    assert in_threads(work, 0) != in_threads(work, 0)
     assert soft.live() == before
 
 
-def test_mapped_memory_is_seen_while_a_kernel_runs():
-    """A kernel that polls mapped pinned memory sees a host store made while it runs."""
-    done = util.run_child(
-        f"""
-        words, stream, seen = Words(s, 1), s.stream(), s.ints(0)
-        s.launch(s.kernels({KERNELS!r}).wait_for, 1, 1, words.device, seen, stream=stream)
-        time.sleep(0.05)
-        assert code(d.cuStreamQuery(stream)) == "NOT_READY"
-        words[0] = 77
-        s.cuStreamSynchronize(stream)
-        print(s.value(seen))
-        """
-    )
-    assert done.stdout.strip() == "77", done.stderr
-
-
-def test_handles_are_never_reused(soft, stream, event):
-    """A destroyed stream's or event's handle is INVALID_HANDLE for good."""
-    d = soft.d
-    soft.cuStreamDestroy(stream)
-    soft.cuEventDestroy(event)
-    fresh, *_ = [soft.stream() for _ in range(5)]
-    for refused in (
-        d.cuStreamSynchronize(stream), d.cuStreamDestroy(stream),
-        d.cuEventRecord(event, fresh), d.cuStreamWaitEvent(fresh, event, 0),
-    ):  # fmt: skip
-        assert code(refused) == "INVALID_HANDLE"
-
-
-def test_stream_properties(soft):
-    """Flags, priority and context of a stream read back."""
-    least, greatest = soft.cuCtxGetStreamPriorityRange()
+def test_streams_read_back_and_their_handles_are_never_reused(soft, event):
+    """Flags, priority and context of a stream read back; a destroyed stream's or event's handle is
+    INVALID_HANDLE for good."""
+    d, (least, greatest) = soft.d, soft.cuCtxGetStreamPriorityRange()
     stream = soft.cuStreamCreateWithPriority(1, greatest - 3)
     assert int(soft.cuStreamGetFlags(stream)) == 1
     assert soft.cuStreamGetPriority(stream) == greatest < least == 0
     assert int(soft.cuStreamGetCtx(stream)) == int(soft.context)
+    soft.cuStreamDestroy(stream)
+    soft.cuEventDestroy(event)
+    fresh, *_ = [soft.stream() for _ in range(5)]
+    assert codes(
+        d.cuStreamSynchronize(stream), d.cuStreamDestroy(stream), d.cuEventRecord(event, fresh),
+        d.cuStreamWaitEvent(fresh, event, 0)) == {"INVALID_HANDLE"}
 
 
-# ---- host functions ---------------------------------------------------------------------------
 def test_raw_host_functions_run_while_the_gil_is_held(soft, stream):
     """A C host function given to the v2 entry needs no GIL."""
     before, end = soft.count("host_func"), time.monotonic() + 20
@@ -209,10 +159,9 @@ def test_the_gil_record(soft):
     assert (record() - before).tolist() == [1, 2, 0, 1, 1]
 
 
-# ---- modules and launches ---------------------------------------------------------------------
 def test_module_images_are_checked(soft):
     """Text, foreign ELF machines and other kernel ABIs are refused with the documented codes."""
-    load, image = soft.d.cuModuleLoadData, util.compile_kernel(KERNELS)
+    load, image = soft.d.cuModuleLoadData, util.compile_kernel(util.KERNELS)
     assert code(load(b"not an image" + bytes(64))) == "INVALID_IMAGE"
     foreign = image[:18] + (190).to_bytes(2, "little") + image[20:]  # EM_CUDA
     assert code(load(foreign)) == "NO_BINARY_FOR_GPU"
@@ -244,10 +193,8 @@ def test_functions_and_their_attributes(soft, kernels):
     assert code(d.cuFuncSetAttribute(user, dynamic, 1 << 20)) == "INVALID_VALUE"
 
 
-@pytest.mark.parametrize(
-    ("grid", "block"),
-    [(1, (64, 32, 1)), ((1, 70000, 1), 1), (1, (1, 1, 65)), (1, 128)],
-)
+@pytest.mark.parametrize(("grid", "block"), [
+    (1, (64, 32, 1)), ((1, 70000, 1), 1), (1, (1, 1, 65)), (1, 128)])
 def test_launch_geometry_is_checked(soft, kernels, grid, block):
     """Grids, blocks and launch bounds outside the device's limits are INVALID_VALUE."""
     assert code(soft.try_launch(kernels.bounded, grid, block, soft.ints(0))) == "INVALID_VALUE"
@@ -270,40 +217,36 @@ def test_versions_choose_the_symbol(soft):
     assert address(b"cuMemAlloc", 13000)[1] == util.address(soft.lib.cuMemAlloc_v2)
 
 
-def test_process_exit_never_hangs():
-    """A process that exits in the middle of device and host work ends at once."""
-    done = util.run_child(
-        f"""
-        flag, seen = s.ints(0), s.ints(0)
-        s.launch(s.kernels({KERNELS!r}).wait_for, 1, 1, flag, seen, stream=s.stream())
+def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
+    """A kernel that polls mapped pinned memory sees a host store made while it runs; a process that
+    exits in the middle of device and host work ends at once."""
+    check("""
+        words, stream, seen = Words(s, 1), s.stream(), s.ints(0)
+        s.launch(kernels.wait_for, 1, 1, words.device, seen, stream=stream)
+        time.sleep(0.05)
+        assert code(d.cuStreamQuery(stream)) == "NOT_READY"
+        words[0] = 77
+        s.cuStreamSynchronize(stream)
+        assert s.value(seen) == 77
+        s.launch(kernels.wait_for, 1, 1, s.ints(0), seen, stream=stream)
         s.host(s.stream(), USLEEP, 60_000_000)
         time.sleep(0.05)
-        """,
-        limit=20,
-        SOFTCUDA_WORKERS="2",
-    )
-    assert done.returncode == 0, done.stderr
+        """, SOFTCUDA_WORKERS="2")
 
 
 def test_many_threads_may_call_at_once(soft, kernels):
     """Concurrent allocation, launches, copies and frees from several threads stay correct."""
-    append, failures = kernels.append, []
+    append = kernels.append
 
     def work(seed: int) -> None:
         soft.cuCtxSetCurrent(soft.context)
         stream = soft.stream()
-        for i in range(40):
+        for _ in range(40):
             log = soft.ints(*[0] * 8)
             for j in range(4):
                 soft.launch(append, 1, 1, log, np.int32(seed + j), stream=stream)
             soft.cuStreamSynchronize(stream)
-            if soft.get(log, 5, np.int32).tolist() != [4, *range(seed, seed + 4)]:
-                failures.append((seed, i))
+            assert soft.get(log, 5, np.int32).tolist() == [4, *range(seed, seed + 4)]
             soft.cuMemFree(log)
 
-    threads = [threading.Thread(target=work, args=(100 * t,)) for t in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert failures == []
+    in_threads(work, 0, 100, 200, 300)

@@ -20,11 +20,18 @@ from graft.tools.prompt_rows import Asked, read_requests
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}
+UNIQUE = {"type": "array", "uniqueItems": True}
 
 
 def requests_of(*arguments: str):
     """Requests that a command line asks for, without running them."""
     return read_requests(cli.parser().parse_args(["generate", *arguments]))
+
+
+def run_json(capsys, *arguments: str, status: int = 0):
+    """Parsed JSON of ``graft generate --json``, which ends with this status."""
+    assert cli.main(["generate", "--json", *arguments]) == status
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -48,13 +55,12 @@ def test_options_become_a_request(tmp_path):
         "--logit-bias", "8=2", "--presence-penalty", "1", "--frequency-penalty", "0.5",
         "--repetition-penalty", "1.2", "--min-tokens", "4", "--logprobs", "5")
     request = one.request
-    assert (request.prompt, request.max_tokens, request.temperature) == ("hello", 9, 0.5)
-    assert (request.top_k, request.top_p, request.min_p) == (7, 0.9, 0.1)
-    assert (request.seed, request.verify) == (3, "coupled")
-    assert (request.n, request.logit_bias, request.min_tokens) == (2, {7: -1.5, 8: 2.0}, 4)
-    assert (request.presence_penalty, request.frequency_penalty) == (1.0, 0.5)
-    assert (request.repetition_penalty, request.logprobs) == (1.2, 5)
-    assert request.grammar == GrammarSpec.json_schema(SCHEMA)
+    expected = Request(
+        prompt="hello", max_tokens=9, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3,
+        verify="coupled", n=2, logit_bias={7: -1.5, 8: 2.0}, min_tokens=4, presence_penalty=1.0,
+        frequency_penalty=0.5, repetition_penalty=1.2, logprobs=5, id=request.id,
+        grammar=GrammarSpec.json_schema(SCHEMA))
+    assert request == expected
 
 
 def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(requests_of_rows):
@@ -64,14 +70,14 @@ def test_rows_of_a_file_win_over_options_and_get_seeds_of_their_own(requests_of_
         {"prompt": "b", "choice": ["x", "y"], "temperature": 1.5, "id": "mine",
          "logit_bias": {"5": 1, "no": 2}},
         flags=("--regex", "[0-9]+", "--seed", "10"))
-    first, second = one.request, other.request
-    assert first.grammar is not None and first.grammar.kind == "regex"
     assert one.choices is None and other.choices == ["x", "y"]
-    assert second.grammar == GrammarSpec.choice(["x", "y"])
-    assert (first.temperature, second.temperature) == (0.0, 1.5)
-    assert (first.seed, second.seed) == (10, 11)
-    assert (first.id, second.id) == ("0", "mine")
-    assert (first.logit_bias, second.logit_bias) == ({}, {5: 1, "no": 2})
+    for asked, grammar, *expected in (
+        (one, GrammarSpec.regex("[0-9]+"), 0.0, 10, "0", {}),
+        (other, GrammarSpec.choice(["x", "y"]), 1.5, 11, "mine", {5: 1, "no": 2}),
+    ):
+        request = asked.request
+        assert request.grammar == grammar
+        assert [request.temperature, request.seed, request.id, request.logit_bias] == expected
 
 
 @pytest.mark.parametrize(("line", "words"), [
@@ -89,24 +95,18 @@ def test_a_wrong_row_is_refused_with_its_line(requests_of_rows, line, words):
 def test_forced_text_is_drafted(tmp_path, capsys):
     """The flag reaches the engine: the same text in fewer rounds."""
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
-    asked = ["generate", "--prompt", "Olga is 42.", "--schema", str(tmp_path / "s.json"), "--json",
-             "--no-speculation"]
-    found = []
-    for flags in ([], ["--forced-drafts"]):
-        assert cli.main([*asked, *flags]) == 0
-        found.append(json.loads(capsys.readouterr().out))
+    asked = ["--prompt", "Olga is 42.", "--schema", str(tmp_path / "s.json"), "--no-speculation"]
+    found = [run_json(capsys, *asked, *flags) for flags in ([], ["--forced-drafts"])]
     assert len({figures["outputs"][0]["text"] for figures in found}) == 1
     assert found[0]["rounds"] > found[1]["rounds"] > 0
 
 
-def test_a_bad_grammar_in_a_row_fails_alone(requests_of_rows):
-    """A row whose grammar is refused keeps its sentence; the rows beside it are requests."""
-    rows = ({"prompt": "a", "schema": {"type": "array", "uniqueItems": True}}, {"prompt": "b"})
-    bad, good = requests_of_rows(*rows)
-    assert bad.refusal is not None and "#: uniqueItems" in bad.refusal
-    assert good.refusal is None
-    allowed, _ = requests_of_rows(*rows, flags=["--partial"])
+def test_a_row_may_be_partial_or_ask_for_nothing(requests_of_rows):
+    """With --partial what cannot be enforced is taken; json_object false constrains nothing."""
+    rows = {"prompt": "a", "schema": UNIQUE}, {"prompt": "p", "json_object": False}
+    allowed, free = requests_of_rows(*rows, flags=["--partial"])
     assert allowed.refusal is None and allowed.request.grammar.partial
+    assert free.refusal is None and free.request.grammar is None
 
 
 @pytest.mark.parametrize(("row", "words"), [
@@ -119,6 +119,13 @@ def test_a_bad_grammar_in_a_row_fails_alone(requests_of_rows):
     ({"id": "first"}, "id 'first' is that of line 1"),
     ({"variables": 3}, "variables must be an object"),
     ({"raw": True, "tools": []}, "a raw prompt has no chat template"),
+    ({"schema": UNIQUE}, "#: uniqueItems"), ({"schema": False}, "allows no output"),
+    ({"structural_tag": []}, "must be an object, not list"),
+    ({"structural_tag": {"tags": 3}}, "must be lists"),
+    ({"structural_tag": {"tags": [{"begin": "<"}], "triggers": ["<"]}},
+     "needs begin, schema and end"),
+    ({"structural_tag": {"tags": [], "triggers": [], "x": 1}}, "unknown x"),
+    ({"structural_tag": {"tags": [], "triggers": []}}, "at least one"),
 ])
 def test_a_wrong_row_is_refused_alone_by_its_line(requests_of_rows, row, words):
     """What a row states wrongly costs that row; the others keep ids that nobody else has."""
@@ -160,25 +167,24 @@ def test_a_prompt_can_be_raw_and_template_variables_reach_the_template(requests_
 
 TAGS = {"tags": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
         "triggers": ["<f"]}
+TAG = StructuralTag.of("<f>", {"type": "integer"}, "</f>")
 LARK = 'start: NUM "+" NUM\nNUM: /[0-9]{1,2}/'
 
 
 @pytest.mark.parametrize(("flag", "text", "grammar"), [
     ("--lark", LARK, GrammarSpec.lark(LARK)),
     ("--ebnf", 'root ::= "a"', GrammarSpec.ebnf('root ::= "a"')),
-    ("--structural-tag", json.dumps(TAGS), GrammarSpec.structural_tag(
-        [StructuralTag.of("<f>", {"type": "integer"}, "</f>")], ["<f"])),
+    ("--structural-tag", json.dumps(TAGS), GrammarSpec.structural_tag([TAG], ["<f"])),
     ("--json-object", None, GrammarSpec.json_object()),
     ("--regex", None, GrammarSpec.regex("a+")),
     ("--choice", None, GrammarSpec.choice(["x", "y"])),
 ])
 def test_every_way_to_state_a_constraint(tmp_path, requests_of_rows, flag, text, grammar):
     """Each flag, and the key of that name in a row, makes its grammar; --after goes with each."""
+    (tmp_path / "g").write_text(text or "")
     values = {"--json-object": [], "--regex": ["a+"], "--choice": ["x,y"]}
-    if text is not None:
-        (tmp_path / "g").write_text(text)
-        values[flag] = [str(tmp_path / "g")]
-    asked = ("--prompt", "p", flag, *values[flag])
+    stated = (flag, *values.get(flag, [str(tmp_path / "g")]))
+    asked = ("--prompt", "p", *stated)
     assert requests_of(*asked)[0].request.grammar == grammar
     (after,) = requests_of(*asked, "--after", "</think>")
     assert after.request.grammar == grammar.after("</think>")
@@ -190,7 +196,7 @@ def test_every_way_to_state_a_constraint(tmp_path, requests_of_rows, flag, text,
     assert first.request.grammar == grammar.after("###")
     assert second.request.grammar == grammar.after(7)
     assert third.request.grammar is None
-    *_, third = requests_of_rows(*rows, flags=(flag, *values[flag]))
+    *_, third = requests_of_rows(*rows, flags=stated)
     assert third.request.grammar == grammar
 
 
@@ -204,24 +210,15 @@ def test_every_way_to_state_a_constraint(tmp_path, requests_of_rows, flag, text,
 ])
 def test_how_json_is_written_is_said_by_flags_and_by_rows(requests_of_rows, flags, stated, kind):
     """White space, formats and the order of keys reach the grammar; a row's own choice wins."""
-    value = {"schema": SCHEMA, "json_object": True, "structural_tag": TAGS}[kind]
-    make = {"schema": GrammarSpec.json_schema, "json_object": lambda _, **o:
-            GrammarSpec.json_object(**o), "structural_tag": lambda _, **o:
-            GrammarSpec.structural_tag([StructuralTag.of("<f>", {"type": "integer"}, "</f>")],
-                                       ["<f"], **o)}[kind]  # fmt: skip
-    own, plain = {"prompt": "p", kind: value} | stated, {"prompt": "p", kind: value}
+    value, make, given = {
+        "schema": (SCHEMA, GrammarSpec.json_schema, [SCHEMA]),
+        "json_object": (True, GrammarSpec.json_object, []),
+        "structural_tag": (TAGS, GrammarSpec.structural_tag, [[TAG], ["<f"]])}[kind]
+    plain = {"prompt": "p", kind: value}
     said = [one.request.grammar for one in requests_of_rows(
         plain, {"prompt": "p", "regex": "a+"}, flags=flags)]
-    assert said == [make(value, **stated), GrammarSpec.regex("a+")]
-    assert requests_of_rows(own)[0].request.grammar == said[0]
-
-
-def test_a_row_with_the_schema_false_is_refused(requests_of_rows):
-    """It allows no output, and does not run unconstrained; json_object false asks for nothing."""
-    refused, free = requests_of_rows({"prompt": "p", "schema": False},
-                                     {"prompt": "p", "json_object": False})
-    assert "allows no output" in refused.refusal
-    assert free.refusal is None and free.request.grammar is None
+    assert said == [make(*given, **stated), GrammarSpec.regex("a+")]
+    assert requests_of_rows(plain | stated)[0].request.grammar == said[0]
 
 
 def test_a_row_names_its_backend(requests_of_rows):
@@ -260,19 +257,6 @@ def test_a_flag_that_states_no_grammar_is_named_with_its_value(tmp_path, argumen
         requests_of("--prompt", "x", *arguments)
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    ([], "must be an object, not list"),
-    ({"tags": 3}, "must be lists"),
-    ({"tags": [{"begin": "<"}], "triggers": ["<"]}, "needs begin, schema and end"),
-    ({"tags": [], "triggers": [], "x": 1}, "unknown x"),
-    ({"tags": [], "triggers": []}, "at least one"),
-])
-def test_structural_tags_of_a_wrong_form_are_refused(requests_of_rows, value, said):
-    """A structural tag says what is wrong with its form, in a row for that row alone."""
-    bad, good = requests_of_rows({"prompt": "p", "structural_tag": value}, {"prompt": "q"})
-    assert bad.refusal is not None and said in bad.refusal and good.refusal is None
-
-
 def test_output_after_a_marker_is_checked_without_the_free_text():
     """What stands before the marker does not decide over validity; without it nobody can tell."""
     (asked,) = requests_of("--prompt", "x", "--choice", "a,b", "--after", "#")
@@ -280,37 +264,22 @@ def test_output_after_a_marker_is_checked_without_the_free_text():
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--prompt", "x", "--model", "/no/such/model"],
-    ["--prompt", "x", "--draft", "/no/such/drafter"],
-    ["--prompt", "x", "--schema", "/no/such/schema.json"],
-    ["--prompt", "x", "--regex", "("],
-    ["--prompt", "x", "--draft-length", "0"],
-    ["--prompt", "x", "--top-p", "0"],
-    ["--prompt", "x", "--temperature", "-1"],
-    ["--prompt", "x", "--stop", "a", "--regex", "[a-z]+"],
-    ["--prompt", "x", "--json", "--stream"],
-    ["--prompt", "x", "--max-length", "1000000"],
+    "--model /no/such/model", "--draft /no/such/drafter", "--schema /no/such/schema.json",
+    "--regex (", "--draft-length 0", "--top-p 0", "--temperature -1", "--stop a --regex [a-z]+",
+    "--json --stream", "--max-length 1000000",
 ])
 def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
     """What cannot be served ends with exit status 2 and a sentence, never with a traceback."""
-    assert cli.main(["generate", *arguments]) == 2
+    assert cli.main(["generate", "--prompt", "x", *arguments.split()]) == 2
     said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("graft: ") and said.err.count("\n") == 1
-
-
-def run_json(capsys, *arguments: str):
-    """Exit status and parsed JSON of ``graft generate --json``."""
-    status = cli.main(["generate", "--json", *arguments])
-    return status, json.loads(capsys.readouterr().out)
+    assert said.out == "" and said.err.startswith("graft: ") and said.err.count("\n") == 1
 
 
 def test_a_schema_guides_the_demo_model(tmp_path, capsys):
     """The output of a schema request is valid, finished and counted; the device is named."""
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
-    status, said = run_json(capsys, "--schema", str(tmp_path / "s.json"), "--prompt",
-                            "name: Olga Novak; age: 42\nReturn JSON.")
-    assert status == 0
+    said = run_json(capsys, "--schema", str(tmp_path / "s.json"), "--prompt",
+                    "name: Olga Novak; age: 42\nReturn JSON.")
     (output,) = said["outputs"]
     assert set(json.loads(output["text"])) == {"name", "age"}
     assert output["valid"] is True and output["finished"] and output["reason"] == "stop"
@@ -319,14 +288,14 @@ def test_a_schema_guides_the_demo_model(tmp_path, capsys):
     assert said["device"] and said["tokens_per_second"] > 0
 
 
+CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
+
+
 @pytest.mark.parametrize("option", ["--no-speculation", "--no-draft-mask"])
 def test_how_drafts_are_made_does_not_change_greedy_output(option, capsys):
     """Without speculation, or with unmasked drafts, the same tokens come out."""
-    arguments = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
-    _, usual = run_json(capsys, *arguments)
-    _, other = run_json(capsys, *arguments, option)
-    assert other["outputs"][0]["tokens"] == usual["outputs"][0]["tokens"]
-    assert other["outputs"][0]["valid"] is True
+    usual, other = (run_json(capsys, *CODE, *flags)["outputs"][0] for flags in ([], [option]))
+    assert other["tokens"] == usual["tokens"] and other["valid"] is True
 
 
 def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
@@ -339,8 +308,7 @@ def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
         {"prompt": "Bits.", "ebnf": 'root ::= ("0" | "1") ("0" | "1")'},
         {"prompt": "Sum?", "lark": LARK, "backend": "llguidance"},
     )))
-    status, said = run_json(capsys, "--prompts", str(rows), "--backend", "auto")
-    assert status == 0
+    said = run_json(capsys, "--prompts", str(rows), "--backend", "auto")
     assert [output["id"] for output in said["outputs"]] == ["0", "1", "2", "3", "4"]
     assert [output["valid"] for output in said["outputs"]] == [True, True, True, None, None]
     assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", said["outputs"][4]["text"])
@@ -349,18 +317,17 @@ def test_rows_run_together_and_each_obeys_its_own_grammar(tmp_path, capsys):
 
 def test_samples_of_a_prompt_have_rows_of_their_own(capsys):
     """With --n each completion has its id, and with --logprobs its tokens' log probabilities."""
-    _, said = run_json(capsys, "--prompt", "x", "--max-tokens", "3", "--temperature", "2",
-                       "--n", "3", "--seed", "1", "--logprobs", "2")  # fmt: skip
+    said = run_json(capsys, "--prompt", "x", "--max-tokens", "3", "--temperature", "2",
+                    "--n", "3", "--seed", "1", "--logprobs", "2")  # fmt: skip
     assert [output["id"] for output in said["outputs"]] == ["0/0", "0/1", "0/2"]
     assert all(len(o["logprobs"]) == len(o["tokens"]) > 0 for o in said["outputs"])
 
 
 def test_streamed_text_is_the_whole_text(capsys):
     """What --stream prints piece by piece is what comes without it."""
-    arguments = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
-    assert cli.main(["generate", *arguments]) == 0
+    assert cli.main(["generate", *CODE]) == 0
     whole = capsys.readouterr().out
-    assert cli.main(["generate", "--stream", *arguments]) == 0
+    assert cli.main(["generate", "--stream", *CODE]) == 0
     assert capsys.readouterr().out == whole
 
 

@@ -1,11 +1,16 @@
-"""The house stays small: line budgets, the way of one round, pages that can be read."""
+"""The house stays small, imports downwards and has no torch: budgets, rooms, readable pages."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,21 +23,15 @@ MOST_FILES, MOST_LINES = 36, 6500
 LONGEST_PARAGRAPH = 600
 
 
-def repository(folder: Path, files: dict[str, str]) -> Path:
-    """A git repository that knows these files."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    for command in (["init", "-q"], ["add", "-A"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    return folder
-
-
 def test_lines_are_counted_by_room_and_held_against_budgets(tmp_path):
     """Data and what git does not know count nothing; a room without a budget is over it."""
-    folder = repository(tmp_path, {"a/b/c.py": "1\n2\n", "a/d.json": "1\n" * 9, "e.md": "1\n"})
-    (folder / "a" / "new.py").write_text("1\n")
-    lines = budget.count(folder)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name, lines in (("a/b/c.py", 2), ("a/d.json", 9), ("e.md", 1)):
+        (tmp_path / name).write_text("1\n" * lines)
+    for command in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "a" / "new.py").write_text("1\n")
+    lines = budget.count(tmp_path)
     assert lines == {"a": 2, ".": 1, "whole": 3}
     assert budget.over(lines, {"a": 2, ".": 1, "whole": 3}) == []
     assert budget.over(lines, {"a": 1, ".": 1, "whole": 3}) == ["a"]
@@ -63,3 +62,87 @@ def test_pages_can_be_read(page):
     assert [part[:60] for part in parts if len(part) > LONGEST_PARAGRAPH] == []
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose)
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+#: From the bottom up; a room imports those before it.
+ROOMS = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by name."""
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> Iterator[str]:
+    """Modules that one imports, at its top, inside its functions or for types alone."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            named = [(f"{base}.{alias.name}", base) for alias in node.names]
+        else:
+            continue
+        for choices in named:
+            short = [choice.removeprefix("graft.") for choice in choices]
+            yield from [choice for choice in short if choice in MODULES and choice != name][:1]
+
+
+def test_no_room_imports_one_above_it():
+    """An arrow never points back up."""
+    above = [(name, other) for name in MODULES for other in imports(name)
+             if ROOMS.index(other.split(".")[0]) > ROOMS.index(name.split(".")[0])]  # fmt: skip
+    assert above == []
+
+
+def test_no_import_comes_back_to_where_it_began():
+    """Not at run time, not inside functions, and not for types alone."""
+    try:
+        TopologicalSorter({name: set(imports(name)) for name in MODULES}).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+IMPORT_EVERYTHING = """
+import importlib, json, pkgutil, sys
+imported = []
+for room in ("native", "cudagraph", "sampling", "grammar", "models", "tools"):
+    package = importlib.import_module(f"graft.{room}")
+    for found in pkgutil.walk_packages(package.__path__, f"graft.{room}."):
+        if ".tools.train" in found.name or found.name.endswith("__main__"):
+            continue
+        importlib.import_module(found.name)
+        imported.append(found.name)
+from graft.tools import doctor
+findings = [finding.name for finding in doctor.examine()]
+foreign = [m for m in ("torch", "jax", "triton", "transformers", "cupy") if m in sys.modules]
+print(json.dumps({"imported": imported, "findings": findings, "foreign": foreign}))
+"""
+
+
+def test_importing_all_of_graft_imports_no_torch():
+    """Every module of graft and the doctor's checks leave torch, JAX and CuPy unimported."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], text=True,
+                          capture_output=True, env={**os.environ, "GRAFT_DEVICE": "soft"})
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert {"graft.models.engine", "graft.cudagraph.graph", "graft.tools.cli"} <= set(
+        said["imported"])
+    assert "device" in said["findings"]
+    assert said["foreign"] == []
+
+
+def test_the_environment_that_make_builds_holds_no_torch():
+    """No distribution named torch, triton, JAX or transformers is in make's environment."""
+    if not (Path(sys.prefix) / ".graft-pins").exists():
+        pytest.skip("this Python is not the environment that make builds")
+    names = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    assert names & {"torch", "triton", "jax", "jaxlib", "transformers"} == set()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -63,14 +64,11 @@ def test_the_hop_is_what_lies_outside_the_body(make, device, monkeypatch, name):
         pytest.skip("only the soft device records hops")
 
     def slow(self):
-        def body():
-            time.sleep(0.01)
-            self.called.append(time.monotonic_ns())
-            time.sleep(0.03)
+        time.sleep(0.01)
+        self.called.append(time.monotonic_ns())
+        time.sleep(0.03)
 
-        return body
-
-    monkeypatch.setattr(arms.Arm, "body", slow)
+    monkeypatch.setattr(arms.Arm, "body", lambda self: partial(slow, self))
     hops = make(name, 2).replay(1).hop
     assert (hops[..., 0] >= 10_000_000).all() and (hops[..., 1] >= 30_000_000).all()
 
@@ -98,15 +96,12 @@ def test_callbacks_beside_a_busy_thread_meet_a_held_gil(make, name):
         assert np.median(np.concatenate(found.join)) >= 0.8e9 * sys.getswitchinterval()
 
 
-def test_a_callback_right_after_another_meets_no_busy_thread():
-    """What begins before the busy thread has ticked again did not meet a held GIL."""
+def test_what_meets_no_busy_thread_and_what_a_quantile_is():
+    """What begins before the busy thread has ticked again did not meet a held GIL; a quantile is
+    one of the samples."""
     begun = np.array([[100, 0], [250, 200], [900, 300], [1000, 950]])
     assert lab.held(begun, [(190, 400), (940, 2000)]).tolist() == [True, False, True, False]
     assert lab.held(begun, []).all()
-
-
-def test_no_quantile_is_interpolated():
-    """Each is one of the samples."""
     assert lab.quantiles(np.arange(1, 1001)[::-1] * 1000) == {
         "p50": 501.0, "p99": 990.0, "max": 1000.0}
 
@@ -156,8 +151,7 @@ def test_a_cell_comes_to_what_follows_from_its_model(name, outcome):
     """The verdict is the one that the waiting relations imply, and the tool expects the same."""
     cell = deadlock.parse_cell(name)
     verdict = deadlock.play(cell)
-    assert verdict.outcome == outcome, verdict.report
-    assert deadlock.expected(cell) == outcome
+    assert verdict.outcome == deadlock.expected(cell) == outcome, verdict.report
     if outcome == "hangs":
         # Both sides, each with its native stack, and the Python stack of the side that has one.
         waiting, running = verdict.report.split("runs host function")

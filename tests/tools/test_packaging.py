@@ -1,4 +1,4 @@
-"""The package: pins, rooms, files that must travel, and the scripts that build the environment."""
+"""The package: pins, rooms, files that must travel; when the environment is built anew."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import graft.tools
+from graft.tools import bootstrap, tree
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
-
-
 TABLE = PROJECT["project"]
 REQUIRED = [*TABLE["dependencies"], *PROJECT["tool"]["graft"]["no-deps"]]
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -47,47 +48,34 @@ def test_rooms_are_packages_of_a_namespace():
     mapping = PROJECT["tool"]["scikit-build"]["wheel"]["packages"]
     assert mapping == {f"graft/{room}": room for room in ROOMS}
     assert [room for room in ROOMS if not (ROOT / room / "__init__.py").is_file()] == []
-    import graft
-
     assert getattr(graft, "__file__", None) is None
 
 
 def test_installed_graft_is_this_tree():
     """The tests run against the files beside them, not against another installation."""
-    import graft.tools
-
     assert Path(graft.tools.__file__).resolve() == ROOT / "tools" / "__init__.py"
 
 
-def run_find_python(tmp_path: Path, name: str, script: str) -> subprocess.CompletedProcess[str]:
-    """Run find_python.sh where the only Python is a script of that name."""
+@pytest.mark.parametrize(("name", "script", "words"), [
+    ("", "", "Python 3.11 or newer"),
+    ("python3.12", "echo 'command not found in this version' >&2; exit 127", "command not found"),
+    ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
+])
+def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, name, script, words):
+    """Without any Python, one sentence says what to install; a broken shim or an old Python is
+    passed over, and the sentence tells why."""
     for tool in ("sh", "tail"):
         found = shutil.which(tool)
         assert found
         (tmp_path / tool).symlink_to(found)
-    if script:
+    if name:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    return subprocess.run(["sh", str(ROOT / "tools" / "find_python.sh")], text=True,
+    done = subprocess.run(["sh", str(ROOT / "tools" / "find_python.sh")], text=True,
                           capture_output=True, env={"PATH": str(tmp_path)})
-
-
-def test_a_missing_python_is_said_in_one_sentence(tmp_path):
-    """Without any Python the build stops with a sentence that says what to install."""
-    done = run_find_python(tmp_path, "python3", "")
     assert done.returncode == 1
-    assert "Python 3.11 or newer" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(("script", "words"), [
-    ("echo 'command not found in this version' >&2; exit 127", "command not found"),
-    ("echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
-])
-def test_a_python_that_does_not_do_is_named_with_its_reason(tmp_path, script, words):
-    """A broken shim or an old Python is passed over, and the sentence tells why."""
-    done = run_find_python(tmp_path, "python3.12", script)
-    assert done.returncode == 1
-    assert f"python3.12: {words}" in done.stderr
+    assert (f"{name}: {words}" if name else words) in done.stderr
+    assert name or done.stderr.count("\n") == 1
 
 
 def test_a_usable_python_is_found():
@@ -159,7 +147,7 @@ def test_a_wheel_carries_what_runs_and_nothing_else(tmp_path):
              or (name.suffix == ".h" and not {"include", "kernels"} & set(name.parts))}
     assert {name for name in extra if "dist-info" not in name.parts[0]} == set()
     assert {Path("graft/tools", name) for name in (
-        "cli.py", "demo_words.json", "demo_prompts.jsonl")} <= names
+        "cli.py", "demo_words.json", "demo_prompts.jsonl", "llm_prompts.jsonl")} <= names
     assert not names & {Path("graft/tools", name) for name in ("bootstrap.py", "tree.py")}
 
 
@@ -169,17 +157,6 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-def ends(which: str) -> list[str]:
-    """Constraints: the lower ends of all ranges, or none."""
-    if which == "upper":
-        return []
-    found = []
-    for wanted in map(Requirement, TABLE["dependencies"]):
-        (low,) = (s.version for s in wanted.specifier if s.operator == ">=")
-        found.append(f"{wanted.name}=={low}")
-    return found
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["lower", "upper"])
 def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
@@ -187,7 +164,9 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
     wheel runs the demo, without XGrammar, and says in a sentence what XGrammar is needed for."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
-    limits.write_text("\n".join(ends(which)))
+    limits.write_text("".join(
+        f"{wanted.name}=={end.version}\n" for wanted in map(Requirement, TABLE["dependencies"])
+        for end in wanted.specifier if which == "lower" and end.operator == ">="))
     command = tmp_path / "venv" / "bin" / "graft"
     pip = [str(command.with_name("python")), "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "install", "-c", str(limits), str(wheel)], check=True)
@@ -203,3 +182,96 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
     done = graft("generate", "--prompt", "x", "--regex", "a+", "--backend", "xgrammar")
     assert done.returncode == 2
     assert "pip install --no-deps xgrammar" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Commands that the bootstrap would run, recorded and not run."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(bootstrap, "run", lambda command, doing, **env: ran.append(list(command)))
+    return ran
+
+
+def test_pins_are_installed_once_and_again_when_one_changes(tmp_path, commands, monkeypatch):
+    """A second run installs nothing; a changed pin installs all; xgrammar comes without torch."""
+    project = bootstrap.read_project()
+    for _ in range(2):
+        bootstrap.install_pins(tmp_path, Path("python"), project)
+    assert len(commands) == 2
+    (bare,) = [command for command in commands if "--no-deps" in command]
+    assert [pin for pin in bare if pin.startswith("xgrammar")]
+    assert not [pin for pin in commands[0] if "xgrammar" in pin]
+    assert all(str(ROOT / "constraints.txt") in command for command in commands)
+    project["project"]["dependencies"][0] += ",!=13.4"
+    bootstrap.install_pins(tmp_path, Path("python"), project)
+    assert len(commands) == 4
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    (tmp_path / "constraints.txt").write_text("numpy==2.4.5\n")
+    bootstrap.install_pins(tmp_path, Path("python"), project)
+    assert len(commands) == 6
+
+
+def test_a_failed_installation_is_tried_again(tmp_path, monkeypatch):
+    """Nothing is stamped as done before it is done."""
+    def fail(command, doing, **env):
+        raise bootstrap.BootstrapError("no network")
+
+    monkeypatch.setattr(bootstrap, "run", fail)
+    for _ in range(2):
+        with pytest.raises(bootstrap.BootstrapError):
+            bootstrap.install_pins(tmp_path, Path("python"), bootstrap.read_project())
+
+
+@pytest.mark.parametrize("name", ["worker.cpp", "worker.h", "CMakeLists.txt"])
+def test_the_native_part_is_rebuilt_when_a_source_changes(tmp_path, commands, monkeypatch, name):
+    """Every kind of source counts; an unchanged tree and a Python file build nothing."""
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    source = tmp_path / "native" / "guide" / name
+    source.parent.mkdir(parents=True)
+    for path, text, force, built in (
+        (source, "one", False, 1), (source, "one", False, 1),
+        (source.parent / "guide.py", "two", False, 1), (source, "two", False, 2),
+        (source, "two", True, 3),
+    ):
+        path.write_text(text)
+        bootstrap.build_native(tmp_path, Path("python"), force=force)
+        assert len(commands) == built
+
+
+def test_a_failing_step_shows_what_the_command_said():
+    """The end of a failed command's output is in the error; a good one says nothing."""
+    bootstrap.run([sys.executable, "-c", "print('fine')"], "trying")
+    with pytest.raises(bootstrap.BootstrapError, match=r"trying failed.*\n.*the reason"):
+        bootstrap.run([sys.executable, "-c", "raise SystemExit('the reason')"], "trying")
+
+
+def test_the_tree_links_every_room_and_forgets_what_is_gone(tmp_path, monkeypatch):
+    """The tree holds links to the rooms and native's files, and libraries survive a relink."""
+    monkeypatch.setattr(tree, "TREE", tmp_path / "tree")
+    made = tree.make_tree() / "graft"
+    native = made / "native"
+    (native / "gone.py").symlink_to("nowhere.py")
+    (native / "_native.so").write_text("built")
+    tree.make_tree()
+    for room in tree.LINKED:
+        assert (made / room / "__init__.py").samefile(ROOT / room / "__init__.py")
+    assert (native / "__init__.py").samefile(ROOT / "native" / "__init__.py")
+    assert not (native / "gone.py").is_symlink()
+    assert (native / "_native.so").read_text() == "built"
+
+
+@pytest.mark.full
+def test_tests_run_without_an_installation():
+    """`make test-cuda VENV=none` builds with CMake alone and runs the tests from its own tree."""
+    python = Path(sys.executable).resolve()
+    env = {**os.environ, "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "test-cuda", "VENV=none", f"PYTHON={python}",
+         "GRAFT_DEVICE=soft", "TESTS=tests/cudagraph/test_memory.py", "PYTEST=-q"],
+        env=env, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    where = "import graft.native._native as n, graft.tools as t; print(n.__file__, t.__file__)"
+    said = subprocess.run([str(python), "-c", where], text=True, capture_output=True, check=True,
+                          env={**env, "PYTHONPATH": f"{tree.TREE}:{env['PYTHONPATH']}"}).stdout
+    assert all(Path(path).is_relative_to(tree.TREE) for path in said.split())

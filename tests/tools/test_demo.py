@@ -1,10 +1,11 @@
-"""The demo model's task generator, its prompt template and its tokenizer."""
+"""The demo: its tasks, template, tokenizer and prompts; checks of outputs, and its evaluation."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -18,8 +19,13 @@ import safetensors
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from graft.tools import demo_tasks
+from graft.grammar.statement import GrammarSpec
+from graft.models.request import Output
+from graft.tools import demo, demo_tasks
+from graft.tools.bench import demo_evaluation as evaluate_demo
+from graft.tools.demo_prompts import demo_prompts, llm_prompts
 from graft.tools.train import tasks as train_tasks
+from graft.tools.validity import is_valid
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
@@ -56,7 +62,8 @@ def test_a_seed_names_the_same_tasks_for_good(held_out):
 
 
 def test_answers_obey_their_schema_in_property_order(training, held_out, unseen):
-    """jsonschema accepts every answer, keys stand in schema order, text is canonical."""
+    """jsonschema accepts every answer, keys stand in schema order, text is canonical; a missing
+    required key and an invented key are both refused."""
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
             continue
@@ -68,20 +75,15 @@ def test_answers_obey_their_schema_in_property_order(training, held_out, unseen)
             continue
         assert list(value) == [k for k in task.schema["properties"] if k in value]
         assert task.schema["additionalProperties"] is False
-
-
-def test_schemas_are_closed_under_wrong_answers(held_out):
-    """A missing required key and an invented key are both refused."""
     for task in held_out[:100]:
-        if task.schema is None:
-            continue
-        value = json.loads(task.answer)
-        jsonschema.Draft202012Validator.check_schema(task.schema)
-        validator = jsonschema.Draft202012Validator(task.schema)
-        assert not validator.is_valid({**value, "surprise": 1})
-        if task.schema["required"]:
-            del value[task.schema["required"][0]]
-            assert not validator.is_valid(value)
+        if task.schema is not None:
+            validator = jsonschema.Draft202012Validator(task.schema)
+            validator.check_schema(task.schema)
+            value = json.loads(task.answer)
+            assert not validator.is_valid({**value, "surprise": 1})
+            for key in task.schema["required"][:1]:
+                del value[key]
+                assert not validator.is_valid(value)
 
 
 def test_regex_answers_match_their_pattern(held_out):
@@ -89,9 +91,7 @@ def test_regex_answers_match_their_pattern(held_out):
     tasks = [t for t in held_out if t.kind == "regex"]
     assert len(tasks) > 20
     for task in tasks:
-        assert task.pattern is not None
-        assert re.fullmatch(task.pattern, task.answer)
-        assert task.answer in task.text
+        assert re.fullmatch(task.pattern, task.answer) and task.answer in task.text
 
 
 def test_string_values_can_be_read_off_the_text(held_out):
@@ -109,18 +109,14 @@ def test_string_values_can_be_read_off_the_text(held_out):
             assert all(s in task.text for s in strings(json.loads(task.answer)))
 
 
-def test_held_out_tasks_are_not_in_training(training, held_out, unseen):
-    """No held-out prompt is met in training."""
+def test_training_has_neither_held_out_prompts_nor_unseen_keys(training, held_out, unseen):
+    """No held-out prompt is met in training; keys of the unseen set are all reserved, those of
+    training never are."""
     seen = {(t.text, json.dumps(t.schema)) for t in training}
     assert all((t.text, json.dumps(t.schema)) not in seen for t in held_out + unseen)
-
-
-def test_unseen_keys_never_occur_in_training(training, unseen):
-    """Keys of the unseen set are all reserved, those of training never are."""
     used = {k for t in training for k in keys_of(t.schema)}
     new = {k for t in unseen for k in keys_of(t.schema)}
-    assert len(new) > 100
-    assert not used & new
+    assert len(new) > 100 and not used & new
     assert all(demo_tasks.is_reserved(k) for k in new)
     assert not any(demo_tasks.is_reserved(k) for k in used)
 
@@ -136,8 +132,9 @@ def test_all_kinds_of_schema_occur(held_out):
                for t in held_out)
 
 
-def test_scoring_counts_leaves_and_whole_answers():
-    """Right, wrong, missing, surplus and broken answers get the score they deserve."""
+def test_scoring_counts_leaves_and_whole_answers(held_out):
+    """Right, wrong, missing, surplus and broken answers get the score they deserve; each task's own
+    answer scores all of its fields, and no other's scores whole."""
     task = demo_tasks.Task("", {}, '{"a": 1, "b": {"c": "x", "d": [1, 2]}}')
     score = demo_tasks.score_fields
     for text, found in (('{"a": 1, "b": {"c": "x", "d": [1, 2]}}', (3, 3, True)),
@@ -148,15 +145,11 @@ def test_scoring_counts_leaves_and_whole_answers():
         assert score(text, task) == found
     assert score(" 12 ", demo_tasks.Task("", None, "12")) == (1, 1, True)
     assert score("13", demo_tasks.Task("", None, "12")) == (0, 1, False)
-
-
-def test_scoring_gives_full_marks_to_the_answers_themselves(held_out):
-    """Every answer scores all of its own fields and none of another task's whole."""
     for task, other in itertools.pairwise(held_out):
-        right, total, whole = demo_tasks.score_fields(task.answer, task)
+        right, total, whole = score(task.answer, task)
         assert right == total > 0 and whole
         if task.answer != other.answer:
-            assert not demo_tasks.score_fields(other.answer, task)[2]
+            assert not score(other.answer, task)[2]
 
 
 @functools.cache
@@ -245,3 +238,100 @@ def test_checkpoints_hold_what_their_configs_say():
         embedding = tensors.get_slice("model.embed_tokens.weight").get_shape()
         assert embedding == [target["vocab_size"], target["hidden_size"]]
     assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) < 12_000_000
+
+
+def test_demo_prompts_have_grammars_of_their_own_and_right_answers():
+    """At least eight different schemas, one expression, one free request; answers obey them."""
+    prompts = demo_prompts()
+    schemas = [p.grammar.text for p in prompts if p.grammar and p.grammar.kind == "json_schema"]
+    assert len(schemas) >= 8 and len(set(schemas)) == len(schemas)
+    assert [p.grammar is None for p in prompts].count(True) == 1
+    assert [p.grammar.kind for p in prompts if p.grammar].count("regex") == 1
+    for prompt in prompts:
+        assert is_valid(prompt.grammar, prompt.answer) in (True, None), prompt.shows
+
+
+def test_the_real_models_prompts_have_grammars_and_say_their_schemas():
+    """Ten of them, as many kinds as applications have; a schema stands in the words as well."""
+    prompts = llm_prompts()
+    kinds = [p.grammar.kind if p.grammar else None for p in prompts]
+    assert [kinds.count(k) for k in ("json_schema", "choice", "regex", None)] == [5, 2, 1, 2]
+    for prompt, kind in zip(prompts, kinds, strict=True):
+        assert prompt.answer is None
+        assert kind != "json_schema" or prompt.text.endswith(json.dumps(prompt.grammar.schema))
+
+
+@pytest.mark.parametrize(("spec", "good", "bad"), [
+    (GrammarSpec.json_schema({"type": "integer", "maximum": 9}), "9", "10"),
+    (GrammarSpec.json_schema({"type": "string", "format": "date"}), '"2020-02-29"', '"2021-02-29"'),
+    (GrammarSpec.json_object(), "{}", "[]"),
+    (GrammarSpec.json_object(), '{"a": 1}', '{"a": 1'),
+    (GrammarSpec.regex("[0-9]{2}"), "12", "123"),
+    (GrammarSpec.choice(["yes", "no"]), "no", "n"),
+])
+def test_outputs_are_checked_by_other_means_than_the_grammar(spec, good, bad):
+    """A right output passes and a wrong one does not, for each kind that has a second reader."""
+    assert (is_valid(spec, good), is_valid(spec, bad)) == (True, False)
+
+
+def test_what_has_no_second_reader_is_not_called_valid():
+    """EBNF outputs, free text and expressions `re` cannot read are neither valid nor invalid."""
+    for spec in (GrammarSpec.regex(r"\p{L}+"), GrammarSpec.ebnf('root ::= "a"'), None):
+        assert is_valid(spec, "a") is None
+
+
+def test_the_demo_does_not_pass_what_is_wrong():
+    """The demo's verdict refuses cut, failed and invalid outputs and passes valid ones."""
+    prompt = next(p for p in demo_prompts() if p.shows == "pattern")
+    right = Output(id="0", text=prompt.answer, reason="stop")
+    assert demo.verdict(prompt, right) == (True, "valid by jsonschema; right answer")
+    for text, reason in ((prompt.answer.replace("QF-5702", "5702"), "stop"),
+                         (prompt.answer, "length"), ("", "refused")):
+        wrong = Output(id="0", text=text, reason=reason, error="no" * (not text))
+        assert demo.verdict(prompt, wrong)[0] is False
+
+
+def result_of(tasks, texts, rounds=2):
+    """An evaluation result whose outputs have these texts."""
+    outputs = [Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
+               for i, text in enumerate(texts)]
+    return evaluate_demo.Result(tasks, outputs, {}, 1.0)
+
+
+def test_right_answers_score_one_and_wrong_ones_less():
+    """The generator's own answers score 100 %; one wrong field costs that field and its answer."""
+    tasks = demo_tasks.held_out_tasks(40)
+    texts = [task.answer for task in tasks]
+    scores = evaluate_demo.correctness(result_of(tasks, texts))
+    assert scores["fields_right"] == scores["whole_right"] == scores["valid"] == 1.0
+    at = next(i for i, task in enumerate(tasks) if task.schema is not None)
+    first = json.loads(texts[at])
+    first[next(iter(first))] = None
+    texts[at] = json.dumps(first)
+    worse = evaluate_demo.correctness(result_of(tasks, texts))
+    assert worse["whole_right"] == pytest.approx(1 - 1 / 40)
+    assert worse["fields_right"] < 1.0 and worse["valid"] < 1.0
+    cut = result_of(tasks, texts)
+    cut.outputs[at].reason = "length"
+    assert evaluate_demo.correctness(cut)["valid"] == 1.0
+
+
+def test_the_interval_covers_its_mean_as_often_as_it_says():
+    """Of intervals over normal samples of known mean about 95 % cover it."""
+    rng = random.Random(5)
+    covered = 0
+    for _ in range(1000):
+        found = evaluate_demo.interval([rng.gauss(0.3, 2.0) for _ in range(200)])
+        covered += found["low"] <= 0.3 <= found["high"]
+    assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / 1000) < covered / 1000 < 0.98
+
+
+def test_paired_differences_are_of_guided_tasks():
+    """Tasks without a grammar are left out; the difference is masked minus unmasked."""
+    tasks = demo_tasks.held_out_tasks(60)
+    guided = sum(task.schema is not None or task.pattern is not None for task in tasks)
+    assert guided < 60
+    paired = evaluate_demo.pair(*(result_of(tasks, ["abcd"] * 60, rounds) for rounds in (1, 2)))
+    difference = paired["tokens_per_round_difference"]
+    assert (difference["n"], paired["same_tokens"]) == (guided, 60)
+    assert difference["mean"] == pytest.approx(2.0)
