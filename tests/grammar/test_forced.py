@@ -83,8 +83,9 @@ def outputs(requests: list, **options: Any) -> tuple[list, Any, dict[str, int]]:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
-def test_outputs_are_the_same_with_and_without_forced_drafts(sampled):
-    """Token for token, with a drafter and without; without one, rounds are saved."""
+def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampled):
+    """Token for token, with a drafter and without; without one, rounds are saved. Sampled requests
+    play all ways with --full alone."""
     requests = mixed_requests(6)
     if sampled:
         requests = [
@@ -93,9 +94,10 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(sampled):
         ]
     expected, plain, _ = outputs(requests, speculation=False)
     assert plain.forced_tokens == 0
-    for options in ({"speculation": True}, {"speculation": False, "draft_length": 5},
-                    {"speculation": True, "draft_legality": "probe"},
-                    {"speculation": False, "draft_legality": "probe"}):  # fmt: skip
+    ways = [{"speculation": True}, {"speculation": True, "draft_legality": "probe"},
+            {"speculation": False, "draft_legality": "probe"},
+            {"speculation": False, "draft_length": 5}]  # fmt: skip
+    for options in ways[:: 3 if sampled and not pytestconfig.getoption("--full") else 1]:
         found, stats, grammar = outputs(requests, forced_drafts=True, **options)
         assert found == expected
         assert stats.forced_tokens > 0

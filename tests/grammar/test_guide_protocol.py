@@ -11,18 +11,18 @@ from graft.grammar import GuidedDecoder, GuidedRequest, GuideError, XGrammarBack
 SIZE = 270
 
 
-@pytest.fixture
-def decoder() -> GuidedDecoder:
-    return make()
-
-
 def make(**changes) -> GuidedDecoder:
     exchange = exchange_for(2, 3, SIZE, changes.pop("candidates", 0))
     return GuidedDecoder(exchange, **{"masked_drafts": True, "ring": 3, **changes})
 
 
-def matcher(xgrammar, spec="regex"):
-    return xgrammar.compile(SPECS[spec]).matcher()
+@pytest.fixture
+def decoder() -> GuidedDecoder:
+    return make()
+
+
+def matcher(xgrammar):
+    return xgrammar.compile(SPECS["regex"]).matcher()
 
 
 def test_replays_are_published_in_order_and_never_lap(decoder):
@@ -43,21 +43,19 @@ def test_bad_snapshots_are_refused_whole(decoder, xgrammar):
     """Slots out of range or named twice, shared and foreign matchers: nothing is published."""
     foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
     shared = matcher(xgrammar)
-    cases = [
+    for requests, message in (
         ([GuidedRequest(2, 1, None, 0)], "slot 2"),
         ([GuidedRequest(-1, 1, None, 0)], "slot -1"),
         ([GuidedRequest(0, 1, None, 0), GuidedRequest(0, 2, None, 0)], "named twice"),
         ([GuidedRequest(0, 1, foreign, 0)], "300 columns"),
         ([GuidedRequest(0, 1, shared, 0), GuidedRequest(1, 2, shared, 0)], "already belongs"),
-    ]
-    for requests, message in cases:
+    ):
         with pytest.raises(GuideError, match=message):
             decoder.publish(1, requests)
     decoder.publish(1, [GuidedRequest(0, 1, shared, 0)])  # none of them took the matcher
-    with pytest.raises(GuideError, match="epoch 1 has another request"):
-        decoder.publish(2, [GuidedRequest(0, 1, matcher(xgrammar), 0)])
-    with pytest.raises(GuideError, match="epoch 1 has another request"):
-        decoder.publish(2, [GuidedRequest(0, 1, shared, 5)])
+    for other in (GuidedRequest(0, 1, matcher(xgrammar), 0), GuidedRequest(0, 1, shared, 5)):
+        with pytest.raises(GuideError, match="epoch 1 has another request"):
+            decoder.publish(2, [other])
     with pytest.raises(GuideError, match="already belongs"):
         decoder.publish(2, [GuidedRequest(1, 2, shared, 0)])
     decoder.publish(2, [GuidedRequest(0, 1, shared, 0)])
@@ -79,17 +77,14 @@ def test_a_closed_decoder_does_nothing(decoder, xgrammar):
         decoder.commit_work()
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"ring": 1}, "ring is 1"),
-        ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
-        ({"threads": 0}, "threads is 0"),
-        ({"budget_us": 0.5}, "budget_us is 0.5"),
-        ({"budget_us": float("nan")}, "budget_us is nan"),
-        ({"candidates": 4, "masked_drafts": False}, "for masked drafts only"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"ring": 1}, "ring is 1"),
+    ({"transport": "python"}, "'python', must be one of native, mailbox, spinkernel"),
+    ({"threads": 0}, "threads is 0"),
+    ({"budget_us": 0.5}, "budget_us is 0.5"),
+    ({"budget_us": float("nan")}, "budget_us is nan"),
+    ({"candidates": 4, "masked_drafts": False}, "for masked drafts only"),
+])  # fmt: skip
 def test_bad_options_are_refused_by_name(changes, message):
     """An option out of range raises OptionError with its name and value."""
     with pytest.raises(OptionError, match=message):
