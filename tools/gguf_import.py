@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from graft.cudagraph.dtypes import from_float32
 from graft.cudagraph.errors import GraftError
 from graft.models.config import LlamaConfig
 from graft.models.rope import Rope
@@ -174,19 +175,13 @@ def named(source: Source, config: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-def bfloat16(values: np.ndarray) -> np.ndarray:
-    """Bits of the nearest bfloat16, ties to even: uint16."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
 def tensors(source: Source, names: dict[str, str], config: dict[str, Any]) -> Iterator[np.ndarray]:
     """Bits of the tensors in the order of `names`."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for there, here in names.items():
         array = source.array(here)
         turned = next((count for name, count in heads.items() if f".{name}." in there), None)
-        yield bfloat16(array if turned is None else unrotated(array, turned))
+        yield from_float32(array if turned is None else unrotated(array, turned), "bfloat16")
 
 
 def write(file: Path, source: Source, names: dict[str, str], config: dict[str, Any]) -> None:

@@ -94,10 +94,13 @@ def test_host_work_that_ends_in_time_is_not_exposed():
 
 
 def test_launches_are_told_apart_and_shared_kernels_are_not():
-    """A node seen again after all is over begins a launch; a second worker's share does not."""
+    """A node seen again behind what depends on it begins a launch; a worker's late share does not,
+    though nothing else runs."""
     spans = [(node, Span(1, 1, worker, 1, begin, end)) for node, worker, begin, end in (
-        (0, 0, 0, 10), (1, 0, 10, 30), (1, 1, 12, 28), (0, 0, 30, 40), (1, 0, 41, 50))]
-    assert [len(launch) for launch in split_launches(spans)] == [3, 2]
+        (0, 0, 0, 10), (0, 1, 11, 12), (1, 0, 13, 20), (1, 1, 21, 28), (0, 0, 30, 40),
+        (1, 0, 41, 50))]
+    assert [len(launch) for launch in split_launches(spans, [(0, 1)])] == [4, 2]
+    assert [len(launch) for launch in split_launches(spans[:2], [])] == [1, 1]
 
 
 def test_chrome_events_and_picture_hold_what_the_trace_holds(traced):

@@ -6,7 +6,7 @@ import ctypes
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +95,7 @@ class Trace:
         index = {node: graph.node_index(node) for node in {span.node for span in spans}}
         known = [(i, span) for span in spans if (i := index[span.node]) is not None]
         number = max((e.replay for e in self.events if e.graph == graph.name), default=0)
-        for replay, launch in enumerate(split_launches(known), number + 1):
+        for replay, launch in enumerate(split_launches(known, graph.edges), number + 1):
             shares: dict[int, list[Span]] = defaultdict(list)
             for i, span in launch:
                 shares[i].append(span)
@@ -186,17 +186,26 @@ def record(
     trace.sort()
 
 
-def split_launches(spans: Sequence[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
+def split_launches(
+    spans: Sequence[tuple[int, Span]], edges: Iterable[tuple[int, int]]
+) -> list[list[tuple[int, Span]]]:
     """Split one executable's spans, by begin, into launches.
 
     Launches of an executable run one after another, and each runs a node once, though several
-    workers may share it. So a launch begins with a node that was seen when nothing runs any more.
+    workers may share it, one of them late. So a launch begins with a node that depends on none and
+    was seen already, and after it one that depends on it, or where none does, when nothing runs.
     """
+    behind: dict[int, set[int]] = defaultdict(set)
+    late = set()
+    for start, end in edges:
+        behind[start].add(end)
+        late.add(end)
     launches: list[list[tuple[int, Span]]] = []
     seen: set[int] = set()
     over = 0
     for node, span in spans:
-        if not launches or (node in seen and span.begin_ns >= over):
+        again = bool(behind[node] & seen) if behind[node] else span.begin_ns >= over
+        if not launches or (node in seen - late and again):
             launches.append([])
             seen, over = set(), 0
         launches[-1].append((node, span))
