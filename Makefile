@@ -20,7 +20,8 @@ else
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 # A process per core, each with whole files, where pytest-xdist is; PYTEST="-n 0" runs all in one.
-PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),,-n auto --maxprocesses 8 --dist loadfile)
+PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
+  -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)

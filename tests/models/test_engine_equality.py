@@ -97,16 +97,22 @@ SHAPES = [
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
-    {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
+]
+QUICK = len(SHAPES)
+SHAPES += [
+    {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
 ]
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(str, SHAPES))
+@pytest.mark.parametrize("number", [
+    pytest.param(number, id=str(shape), marks=[pytest.mark.full] if number >= QUICK else [])
+    for number, shape in enumerate(SHAPES)
+])  # fmt: skip
 def test_disturbed_requests_get_the_same(truth, number):
     """Greedy and coupled, joined late, preempted, cancelled, by every kind of drafts, transport and
     batch, late rows included: all tokens as if each ran alone."""
