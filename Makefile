@@ -19,9 +19,11 @@ else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
-# A process per core, each with whole files, where pytest-xdist is; PYTEST="-n 0" runs all in one.
+# Processes with whole files, one more than cores, for some tests wait; at most 9, where pytest-xdist
+# is. PYTEST="-n 0" runs all in one.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
-  -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+  -n $(shell expr $(CORES) + 1) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
