@@ -104,24 +104,29 @@ def config_of(source: Source) -> dict[str, Any]:
     def value(key: str, default: Any = None) -> Any:
         return source.get(f"llama.{key}", default)
 
-    if experts := value("expert_count", 0):
+    def integer(key: str, default: int | None = None) -> int:
+        if not isinstance(found := value(key, default), int) or found < 0:
+            raise GgufError(f"{source.path}: llama.{key} is {found!r}, not a number of things")
+        return found
+
+    if experts := integer("expert_count", 0):
         raise GgufError(f"{source.path}: llama.expert_count = {experts}: a mixture of experts is "
                         "not implemented")
-    hidden, heads = int(value("embedding_length")), int(value("attention.head_count"))
-    head_dim = int(value("attention.key_length", hidden // heads))
+    hidden, heads = integer("embedding_length"), integer("attention.head_count")
+    head_dim = integer("attention.key_length", hidden // max(heads, 1))
     for key in ("rope.dimension_count", "attention.value_length"):
-        if (found := int(value(key, head_dim))) != head_dim:
+        if (found := integer(key, head_dim)) != head_dim:
             raise GgufError(f"{source.path}: llama.{key} = {found} differs from the {head_dim} of "
                             "a head, which is not implemented")
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
         "vocab_size": shape_of(source.tensors["token_embd.weight"])[0],
-        "hidden_size": hidden, "intermediate_size": int(value("feed_forward_length")),
-        "num_hidden_layers": int(value("block_count")), "num_attention_heads": heads,
-        "num_key_value_heads": int(value("attention.head_count_kv", heads)),
+        "hidden_size": hidden, "intermediate_size": integer("feed_forward_length"),
+        "num_hidden_layers": integer("block_count"), "num_attention_heads": heads,
+        "num_key_value_heads": integer("attention.head_count_kv", heads),
         "head_dim": head_dim, "hidden_act": "silu",
         "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
-        "max_position_embeddings": int(value("context_length")),
+        "max_position_embeddings": integer("context_length"),
         "tie_word_embeddings": "output.weight" not in source.tensors,
         "rope_parameters": rope_of(source, head_dim),
     }  # fmt: skip

@@ -51,7 +51,15 @@ def tokenizer_files(source: Any) -> dict[str, dict[str, Any]]:
     if kind not in makers:
         raise GgufTokenizerError(f"{source.path}: tokenizer.ggml.model = {kind!r} is not "
                                  f"implemented ({', '.join(makers)})")
-    backend = makers[kind](source, tokens, kinds)
+    if len(kinds) != len(tokens):
+        raise GgufTokenizerError(f"{source.path}: {len(tokens)} tokens, and kinds of {len(kinds)}")
+    try:
+        backend = makers[kind](source, tokens, kinds)
+    except GraftError:
+        raise
+    except Exception as error:  # the library raises no narrower type
+        raise GgufTokenizerError(f"{source.path}: its tokenizer does not hold together "
+                                 f"({error})") from error
     special = [AddedToken(token, special=True, normalized=False)
                for token, kind_ in zip(tokens, kinds, strict=True) if kind_ in (CONTROL, UNKNOWN)]
     backend.add_special_tokens(special)

@@ -24,7 +24,7 @@ class Ahead(Drafter):
     Raises
     ------
     OptionError
-        Unless they do.
+        Unless they do, as many of either; or they read different layers of the target.
     """
 
     def __init__(self, room: DrafterRoom, first: DrafterChoice, then: DrafterChoice):
@@ -33,13 +33,19 @@ class Ahead(Drafter):
             raise OptionError(
                 "Ahead: drafts of the first must come all at once, of the second level by level"
             )
+        if self._first.reads_rows:
+            raise OptionError("Ahead: the first reads mask rows, which are made for the second")
+        if self._first.shape.nodes != self._then.shape.nodes:
+            raise OptionError(
+                f"Ahead: {self._first.shape.nodes} drafts of the first, and "
+                f"{self._then.shape.nodes} of the second"
+            )
         both = (self._first, self._then)
         self.shape, self.vocab = self._then.shape, self._then.vocab
         self.taps = tuple(sorted({tap for drafter in both for tap in drafter.taps}))
         if any(drafter.taps not in ((), self.taps) for drafter in both):
             raise OptionError("Ahead: the two read different layers of the target")
         self.caches = (*self._first.caches, *self._then.caches)
-        self.reads_rows = self._first.reads_rows
 
     @property
     def proposes(self) -> bool:

@@ -29,8 +29,8 @@ class NGram(Drafter):
     Parameters
     ----------
     longest, shortest : of the suffixes that are looked up, tokens.
-    public : look in the tokens of every slot, those of requests that are over included; a
-        request's drafts then depend on others, its tokens do not.
+    public : look in the tokens of every slot, those of requests that are over included. A
+        request's drafts then depend on others; its tokens do not, or by rejection their law.
     oldest : of several places that fit as well, take the earliest; else the latest.
 
     Raises

@@ -12,6 +12,7 @@ from tiny_models import llama_config, llama_tensors, make_tiny_tokenizer
 from graft.cudagraph.dtypes import from_float32
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
+from graft.models.errors import ConfigError
 from graft.models.tokenizer import Tokenizer
 from graft.tools import gguf_import
 from graft.tools.gguf_import import GgufError, convert
@@ -157,6 +158,10 @@ def test_llama3_scaling_is_found_again(tiny, tmp_path):
     ({"llama.block_count": 1}, GgufError, r"tensor blk.1.* has no place"),
     ({"llama.block_count": 3}, GgufError, r"tensor blk.2.* is missing"),
     ({"llama.block_count": None}, GgufError, "llama.block_count is missing"),
+    ({"llama.attention.head_count": 0}, ConfigError, "num_attention_heads is 0"),
+    ({"llama.attention.head_count_kv": [2, 2]}, GgufError, r"head_count_kv is \[2, 2\]"),
+    ({"tokenizer.ggml.token_type": [1, 1]}, GgufTokenizerError, "320 tokens, and kinds of 2"),
+    ({"tokenizer.ggml.merges": ["no such"]}, GgufTokenizerError, "does not hold together"),
     ({"weights": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, GgufError, r"attn_q.bias"),
     ({"tokenizer.ggml.model": "bert"}, GgufTokenizerError, "'bert'"),
     ({"tokenizer.ggml.pre": "tekken"}, GgufTokenizerError, "'tekken'"),

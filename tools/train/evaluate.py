@@ -28,6 +28,17 @@ def whole_right(model: Llama, rows: list[tuple[list[int], int]]) -> float:
     return right / len(rows)
 
 
+def walked(hits: list[list[bool]], row: list[int], start: int) -> tuple[int, int]:
+    """Rounds and tokens of speculation along a row; ``hits[j][i]``: draft j is token i + 2's."""
+    rounds, at = 0, start
+    while at < len(row) - 1:
+        m = 0
+        while m < len(hits) and at + 1 + m < len(row) and hits[m][at - 1 + m]:
+            m += 1
+        rounds, at = rounds + 1, at + min(m + 1, len(row) - 1 - at)
+    return rounds, at - start
+
+
 @torch.no_grad()
 def acceptance(head: Eagle3, target: Llama, rows: list[tuple[list[int], int]], k: int) -> float:
     """Tokens per round of greedy chain speculation with `k` unmasked drafts.
@@ -45,11 +56,6 @@ def acceptance(head: Eagle3, target: Llama, rows: list[tuple[list[int], int]], k
         drafts = [head.kept()[head.lm_head(head.norm(o)).argmax(-1)] for o in outs]
         hits = torch.stack([d == ids[:, 2:] for d in drafts]).tolist()
         for b, (row, start) in enumerate(rows[i : i + 32]):
-            at = start
-            while at < len(row) - 1:
-                m = 0
-                while m < k and at + 1 + m < len(row) and hits[m][b][at - 1 + m]:
-                    m += 1
-                new = min(m + 1, len(row) - 1 - at)
-                rounds, tokens, at = rounds + 1, tokens + new, at + new
+            some = walked([hit[b] for hit in hits], row, start)
+            rounds, tokens = rounds + some[0], tokens + some[1]
     return tokens / rounds

@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import demo_tasks
+from .evaluate import walked
 from .nets import Eagle3, Llama, Sizes, rotary, rotate
 
 SIZES = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=49152,
@@ -303,13 +304,8 @@ def acceptance(head: Eagle3, embed: Tensor, rows: list[tuple[list[int], int]],
         hits = torch.stack([head.kept()[head.lm_head(out).argmax(-1)] == ids[:, 2:]
                             for out in drafted(head, embed, ids, streams, k)]).tolist()
         for i, (row, start) in enumerate(some):
-            at = start
-            while at < len(row) - 1:
-                m = 0
-                while m < k and at + 1 + m < len(row) and hits[m][i][at - 1 + m]:
-                    m += 1
-                new = min(m + 1, len(row) - 1 - at)
-                rounds, tokens, at = rounds + 1, tokens + new, at + new
+            found = walked([hit[i] for hit in hits], row, start)
+            rounds, tokens = rounds + found[0], tokens + found[1]
     return tokens / rounds
 
 
