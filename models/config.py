@@ -41,6 +41,8 @@ class LlamaConfig:
     tie_word_embeddings : the output head is the embedding matrix.
     dtype : dtype the config names; float32 where it names none.
     eos_ids : end-of-sequence ids named by the config; may be empty.
+    head_norm : queries and keys are normed head by head.
+    num_nextn_predict_layers : modules behind the last layer, that predict tokens further on.
     """
 
     vocab_size: int
@@ -57,6 +59,7 @@ class LlamaConfig:
     dtype: str = "float32"
     eos_ids: tuple[int, ...] = ()
     head_norm: bool = False
+    num_nextn_predict_layers: int = 0
 
     @staticmethod
     def from_dir(path: str | Path) -> LlamaConfig:
@@ -233,6 +236,9 @@ def _decoder(fields: Fields, kind: str = "llama") -> dict[str, Any]:
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "dtype": dtype,
         "eos_ids": fields.integers("eos_token_id") or (),
+        "num_nextn_predict_layers": fields.integer(
+            "num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0
+        ),
     }
 
 

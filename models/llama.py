@@ -163,7 +163,9 @@ class LlamaModel:
         self.final_norm = weights.vector("model.norm.weight", hidden)
         tied = config.tie_word_embeddings
         self.lm_head = self.embedding if tied else weights.matrix("lm_head.weight", vocab, hidden)
-        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ())))
+        modules = range(config.num_nextn_predict_layers)  # for a drafter
+        behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
+        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(device, config, max_rows, hidden)
         self._taps: dict[int, int] = {}

@@ -5,10 +5,11 @@ from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, Draf
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.forced import Forced
 from graft.models.drafters.lm import SmallModel
+from graft.models.drafters.mtp import Mtp
 from graft.models.drafters.ngram import NGram
 from graft.models.feed import Feed
 
 __all__ = [
     "Ahead", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced",
-    "NGram", "SmallModel", "TreeShape",
+    "Mtp", "NGram", "SmallModel", "TreeShape",
 ]  # fmt: skip

@@ -185,7 +185,7 @@ def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
 @pytest.mark.parametrize(
     ("other", "options", "words"),
     [({"vocab_size": 400}, {}, "vocab_size 400"),
-     ({"hidden_size": 64}, {}, "target_hidden_size 64"),
+     ({"hidden_size": 64}, {}, "of hidden_size 64"),
      ({}, {"eagle_config": None}, "3 layers")],
 )  # fmt: skip
 def test_a_head_of_another_target_is_refused(device, tmp_path, other, options, words):

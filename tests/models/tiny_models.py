@@ -205,6 +205,28 @@ def make_tiny_eagle3(
     return result
 
 
+def make_tiny_mtp(
+    folder: Path, target_config: dict[str, Any], *, modules: int, seed: int = 1, own: bool = False
+) -> dict[str, np.ndarray]:
+    """Write random multi-token prediction modules for a target, with or without embeddings and
+    heads of their own; returns their tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
+    shape = target_config["vocab_size"], hidden
+    tensors: dict[str, np.ndarray] = {}
+    for i in range(modules):
+        prefix = f"model.layers.{target_config['num_hidden_layers'] + i}"
+        tensors |= decoder_tensors(target_config, rng, prefix, hidden)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}.{name}.weight"] = norm(rng, hidden)
+        tensors[f"{prefix}.eh_proj.weight"] = matrix(rng, hidden, 2 * hidden)
+        for name in ("embed_tokens", "shared_head.head") if own else ():
+            tensors[f"{prefix}.{name}.weight"] = matrix(rng, *shape)
+    write_json(folder / "config.json", {**target_config, "num_nextn_predict_layers": modules})
+    write_safetensors(folder / "model.safetensors", tensors, "float32")
+    return tensors
+
+
 def _speculators(config: dict[str, Any]) -> dict[str, Any]:
     """The nested form of a flat EAGLE-3 config; its layer ids count layer inputs."""
     outer = {
