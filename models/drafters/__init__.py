@@ -2,6 +2,7 @@
 
 from graft.models.drafters.ahead import Ahead
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, DraftVocab, TreeShape
+from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.forced import Forced
 from graft.models.drafters.lm import SmallModel
@@ -10,6 +11,6 @@ from graft.models.drafters.ngram import NGram
 from graft.models.feed import Feed
 
 __all__ = [
-    "Ahead", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced",
-    "Mtp", "NGram", "SmallModel", "TreeShape",
+    "Ahead", "DFlash", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed",
+    "Forced", "Mtp", "NGram", "SmallModel", "TreeShape",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from graft.cudagraph.errors import OptionError
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
+from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.lm import SmallModel
 from graft.models.drafters.mtp import Mtp
@@ -47,6 +48,8 @@ def _from_folder(folder: Path, room: DrafterRoom) -> Drafter:
     names = Checkpoint(folder).names if (folder / "config.json").is_file() else ()
     if any(name.endswith(".eh_proj.weight") for name in names):
         return Mtp(folder, room)
+    if "hidden_norm.weight" in names:
+        return DFlash(folder, room)
     if "model.norm.weight" in names:
         return SmallModel.from_dir(folder, room)
     return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)
