@@ -50,7 +50,7 @@ class Rounds:
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"], self.slots["limit"] = 1, LENGTH
         self.slots["draft_len"], self.slots["drafts"][:, :drafts] = drafts, self.drafts
-        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, features=wide,
+        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, tree=False, features=wide,
                                     draft_vocab=drafter.vocab.size)  # fmt: skip
 
     @property

@@ -122,7 +122,8 @@ def make_dflash(folder: Path, target: Path, seed: int) -> None:
     from transformers import Qwen3Config
 
     torch.manual_seed(seed)
-    own = {"block_size": 5, "mask_token_id": 63, "target_layer_ids": [1, 3, 6]}
+    mask, read = 63, [1, 3, 6]
+    own = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
     config = Qwen3Config(**{
         **SMALL, "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40, "head_dim": 8,
         "num_key_value_heads": 2, "num_target_layers": 8, "dflash_config": own, "dtype": "bfloat16",
@@ -138,11 +139,11 @@ def make_dflash(folder: Path, target: Path, seed: int) -> None:
         known = np.load(target / "expected.npz")
         tokens = torch.from_numpy(known["tokens"]).long()
         context = torch.cat([torch.from_numpy(known["inputs"][i + 1])
-                             for i in own["target_layer_ids"]], -1)
+                             for i in read], -1)
         logits = {}
         for n in (1, 2, 6, 7, 12, 20, 33, 37):
-            width = min(own["block_size"], LENGTH - n)
-            block = torch.full((width,), own["mask_token_id"])
+            width = min(5, LENGTH - n)
+            block = torch.full((width,), mask)
             block[0] = tokens[n]
             out = exact(target_hidden=context[None, :n], position_ids=torch.arange(n + width)[None],
                         noise_embedding=of_target.model.embed_tokens(block)[None])
