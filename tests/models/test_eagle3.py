@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: outputs of NumPy and of the training code, both formats, maps, refusals."""
+"""EAGLE-3 heads: outputs of NumPy and of published code, both formats, maps, refusals."""
 
 import functools
 
@@ -42,9 +42,9 @@ def pair(device, tmp_path, *, form=None, target=None, **options):
 
 
 @pytest.mark.parametrize("form", nets.FORMS)
-def test_draft_steps_equal_the_training_code(device, stream, form):
+def test_draft_steps_equal_published_code(device, stream, form):
     """From every position, an extend over true features and three steps over the head's own
-    outputs give what training unrolled, and the target's features are those it trained on."""
+    outputs give what published training code unrolls, by the features that ours trained on."""
     folder = nets.FIXTURES / "eagle3"
     expected = np.load(folder / "expected.npz")
     model = nets.load_llama(device, folder / "target", form=form)

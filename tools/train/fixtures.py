@@ -1,14 +1,15 @@
 """Remake tests/fixtures: tiny random checkpoints and what other implementations make of them.
 
-Run by hand where torch, transformers and the published code of DFlash (package dflash 0.1.0) are
-installed; graft itself needs none of them::
+Run by hand where torch, transformers and published code of drafters (packages dflash 0.1.0 and
+specforge 0.2.0) are installed; graft itself needs none of them::
 
     python tools/train/fixtures.py tests/fixtures
 
 Each Llama folder is what ``save_pretrained`` writes, plus ``expected.npz``: token ids, logits and
 the hidden states that enter each layer, computed in float32 by transformers from the stored
 weights. The ``eagle3`` folder holds a target and a head made by the training code of this
-repository (`nets.py`), with the head's outputs of several draft steps. ``dflash`` is a drafter of
+repository (`nets.py`), with the outputs of several draft steps that published training code makes
+of the head, which ours must equal. ``dflash`` is a drafter of
 the target ``eight_layers_bfloat16``, with the logits that its published code makes of that target's
 hidden states at several places, and of a block that the end of the request cuts.
 """
@@ -96,7 +97,10 @@ def make_eagle3(folder: Path, seed: int) -> None:
         features = torch.cat([streams[i] for i in layers], -1)[:, :-1]
         embedded = target.model.embed_tokens(tokens[:, 1:])
         everywhere = torch.arange(LENGTH - 1)[None]
-        outs = head.unroll(features, embedded, 4, everywhere)
+        ours = head.unroll(features, embedded, 4, everywhere)
+        outs = unroll_published(head, {**sizes.config(), "draft_vocab_size": 40}, features, embedded)
+        for j, (own, out) in enumerate(zip(ours, outs, strict=True)):
+            torch.testing.assert_close(own[:, j:], out[:, j:], atol=2e-5, rtol=0)
         logits = [head.lm_head(head.norm(out)) for out in outs]
     of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
     of_head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
@@ -114,6 +118,28 @@ def make_eagle3(folder: Path, seed: int) -> None:
     np.savez_compressed(
         folder / "expected.npz", tokens=tokens[0].numpy().astype(np.int32),
         outs=torch.cat(outs).numpy(), logits=torch.cat(logits).numpy())
+
+
+def unroll_published(head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor,
+                     embedded: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs of four draft steps; the entry of step j at position i is made of step j - 1's one
+    before it, and of true ones up to i - j."""
+    from specforge.modeling.draft.llama3_eagle import (
+        LlamaForCausalLMEagle3,
+        prepare_decoder_attention_mask,
+    )
+
+    model = LlamaForCausalLMEagle3(transformers.LlamaConfig(**config))
+    model.load_state_dict(head.state_dict(), strict=False)
+    count, outs, caches = features.shape[1], [], [[], []]
+    mask = prepare_decoder_attention_mask(
+        torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0)
+    hidden = model.project_hidden_states(features)
+    for j in range(4):
+        behind = torch.nn.functional.pad(embedded[:, j:], (0, 0, 0, j))
+        hidden = model.backbone(behind, hidden, caches, mask, torch.arange(count)[None])
+        outs.append(hidden.roll(j, 1))
+    return outs
 
 
 def make_dflash(folder: Path, target: Path, seed: int) -> None:
