@@ -98,7 +98,8 @@ def make_eagle3(folder: Path, seed: int) -> None:
         embedded = target.model.embed_tokens(tokens[:, 1:])
         everywhere = torch.arange(LENGTH - 1)[None]
         ours = head.unroll(features, embedded, 4, everywhere)
-        outs = unroll_published(head, {**sizes.config(), "draft_vocab_size": 40}, features, embedded)
+        sized = {**sizes.config(), "draft_vocab_size": 40}
+        outs = unroll_published(head, sized, features, embedded)
         for j, (own, out) in enumerate(zip(ours, outs, strict=True)):
             torch.testing.assert_close(own[:, j:], out[:, j:], atol=2e-5, rtol=0)
         logits = [head.lm_head(head.norm(out)) for out in outs]
@@ -131,7 +132,8 @@ def unroll_published(head: torch.nn.Module, config: dict[str, Any], features: to
 
     model = LlamaForCausalLMEagle3(transformers.LlamaConfig(**config))
     model.load_state_dict(head.state_dict(), strict=False)
-    count, outs, caches = features.shape[1], [], [[], []]
+    caches: list[list[torch.Tensor]] = [[], []]
+    count, outs = features.shape[1], []
     mask = prepare_decoder_attention_mask(
         torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0)
     hidden = model.project_hidden_states(features)
