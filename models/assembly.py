@@ -138,8 +138,11 @@ def _drafter(
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
     drafter.shape.check(options.draft_length)
-    if drafter.shape.branch > 1 and options.draft_tree is None:
-        raise OptionError(f"drafter {name}: its drafts branch, and no draft_tree was asked for")
+    if (drafter.shape.branch > 1) != (options.draft_tree is not None):
+        raise OptionError(
+            f"drafter {name}: drafts of the shape {drafter.shape}, and draft_tree is "
+            f"{options.draft_tree}"
+        )
     if drafter.shape.levels and drafter.vocab is None:
         raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
     if drafter.taps:

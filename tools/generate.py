@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     models.add_argument("--draft", metavar="FOLDER|MODULE:NAME",
-                        help="EAGLE-3 folder, or a drafter of your own (default: the demo's)")
+                        help="drafter's folder, or one of your own (default: the demo's)")
     models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")

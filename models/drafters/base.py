@@ -15,7 +15,7 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.errors import DrafterError
+from graft.models.errors import ConfigError, DrafterError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
@@ -155,6 +155,15 @@ class DrafterRoom:
     length: int
     max_rows: int
     cache: Callable[[int, int, int, str], PagedKV] = field(repr=False)
+
+
+def check_target(target: LlamaModel, **made_for: int) -> None:
+    """Raise ConfigError when a drafter was made for a target whose config says otherwise."""
+    for name, wanted in made_for.items():
+        if (given := getattr(target.config, name)) != wanted:
+            raise ConfigError(
+                f"the drafter is for a target of {name} {wanted}; this target's is {given}"
+            )
 
 
 #: A drafter's class, or any callable; an engine calls it once.

@@ -16,8 +16,8 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
-from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape
-from graft.models.errors import CheckpointError, ConfigError
+from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.errors import CheckpointError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.layers import Layers, expect
@@ -64,7 +64,7 @@ class Eagle3Head:
         *,
         max_rows: int,
     ) -> None:
-        check_target(config, target)
+        check_target(target, vocab_size=config.vocab_size, hidden_size=config.target_hidden_size)
         check_cache(config, kv, 1)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
@@ -215,19 +215,6 @@ def _given(array: DeviceArray | None) -> DeviceArray:
     if array is None:
         raise OptionError("an EAGLE-3 head needs features: it was called out of order")
     return array
-
-
-def check_target(config: Eagle3Config, target: LlamaModel) -> None:
-    """Raise ConfigError when the head's config was written for another target."""
-    pairs = {
-        "vocab_size": (config.vocab_size, target.config.vocab_size),
-        "target_hidden_size": (config.target_hidden_size, target.config.hidden_size),
-    }
-    for name, (own, of_target) in pairs.items():
-        if own != of_target:
-            raise ConfigError(
-                f"the draft head is for a target of {name} {own}; this target's is {of_target}"
-            )
 
 
 def read_draft_map(
