@@ -6,9 +6,10 @@ from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.forced import Forced
 from graft.models.drafters.lm import SmallModel
 from graft.models.drafters.ngram import NGram
+from graft.models.drafters.suffix import Suffix
 from graft.models.feed import Feed
 
 __all__ = [
     "Ahead", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced",
-    "NGram", "SmallModel", "TreeShape",
+    "NGram", "SmallModel", "Suffix", "TreeShape",
 ]  # fmt: skip

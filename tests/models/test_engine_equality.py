@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from engine_util import DRAFTER, TARGET, demo_engine, drain, mixed_requests
 
-from graft.models.drafters import Ahead, NGram
+from graft.models.drafters import Ahead, NGram, Suffix
 from graft.models.request import Request
 
 MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}}
@@ -97,12 +97,15 @@ SHAPES = [
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
+    {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
 ]
 QUICK = len(SHAPES)
 SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
+    {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
