@@ -148,6 +148,7 @@ def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, fac
     return drafts
 
 
+@pytest.mark.parametrize("block", [1, 64])
 @pytest.mark.parametrize("make, options", [
     (NGram, {"longest": 4, "shortest": 1}),
     (NGram, {"longest": 2, "shortest": 1, "oldest": True, "drafts": 3}),
@@ -159,13 +160,14 @@ def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, fac
     (Suffix, {"longest": 5, "shortest": 2, "threshold": 0.0, "public": True, "kept": 2}),
     (Suffix, {"longest": 64, "shortest": 1, "factor": 2.0, "public": True, "kept": 4}),
 ])  # fmt: skip
-def test_what_was_said_is_looked_up(device, stream, make, options):
+def test_what_was_said_is_looked_up(device, stream, make, options, block):
     """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
     slots, length, most = 4, 40, 5
     rng = np.random.default_rng(len(str(options)))
     room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most,
                            target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)))
     drafter, lane = make(room, **options), StreamLane(stream)
+    drafter._block = block
     plain = {"threshold": 0.1, "factor": 1.0} if make is Suffix else {}
     plain |= {k: v for k, v in options.items() if k not in ("drafts", "public", "kept", "match")}
     plain["vote"] = "longest" if make is Suffix else {"all": "all"}.get(options.get("match"))
