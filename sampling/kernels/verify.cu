@@ -1,6 +1,10 @@
-// Chain verification: walk the drafts, draw the correction or the bonus, commit to the slot.
+// Verification: walk the tree of drafts, draw the correction or the bonus, commit to the slot.
 //
 // One block per batch row. Thread 0 walks; a draw from a distribution is made by the whole block.
+// Greedy and coupled requests have one token for every row: where a child holds it the walk goes
+// there, else it is the last. That is exact on any tree, and on one that was made without chance no
+// other rule accepts more. Rejection sampling tests the drafts of a chain.
+//
 // Acceptance (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
 // decoding", 2023): draft d with probability q(d) is accepted iff u q(d) < p(d), else the token
 // comes from max(p - q, 0). A sampled draft is always tested, an illegal one has p = 0 and is
@@ -19,15 +23,15 @@ struct Walk {
   int accepted;  // drafts among them
   int reason;
   int draw;  // DRAW_*: what remains to be drawn by the block
-  int row;   // j of the row it is drawn from
+  int row;   // j of the row where the walk is, or what is drawn comes from
 };
 
-extern "C" __global__ void verify_chain(const int* row_slot, int width, int vocab_size,
-                                        int draft_vocab, const int* t2d, const float* probs,
-                                        const int* target_tok, const int* row_ok, Slot* slots,
-                                        const float* q, int most_drafts, int* faults, int* exchange,
-                                        const ExchangeLayout layout, const int* replay_number,
-                                        RoundRow* rows, int row_words) {
+extern "C" __global__ void verify_drafts(const int* row_slot, int width, int vocab_size,
+                                         int draft_vocab, const int* t2d, const float* probs,
+                                         const int* target_tok, const int* row_ok, Slot* slots,
+                                         const float* q, int most_drafts, int* faults,
+                                         int* exchange, const ExchangeLayout layout,
+                                         const int* replay_number, RoundRow* rows, int row_words) {
   __shared__ Scratch scratch;
   __shared__ Walk walk;
   const int b = static_cast<int>(blockIdx.x);
@@ -36,6 +40,7 @@ extern "C" __global__ void verify_chain(const int* row_slot, int width, int voca
   const bool leader = threadIdx.x == 0;
   RoundRow* result = round_row(rows, row_words, b);
   int* tokens = reinterpret_cast<int*>(result + 1);
+  int* decided_by = tokens + row_width(row_words);
 
   if (index < 0 || !slots[index].active) {
     if (leader) {
@@ -58,8 +63,9 @@ extern "C" __global__ void verify_chain(const int* row_slot, int width, int voca
 
   if (leader) {
     walk = {0, 0, REASON_NONE, DRAW_NONE, 0};
-    for (int j = 0; j <= tested; ++j) {
-      if (position + j + 1 >= slot.limit) {
+    for (int depth = 0;; ++depth) {
+      const int j = walk.row;
+      if (position + depth + 1 >= slot.limit) {
         walk.reason = REASON_LENGTH;
         break;
       }
@@ -70,42 +76,47 @@ extern "C" __global__ void verify_chain(const int* row_slot, int width, int voca
         if (j == 0 && row_ok[r] == ROW_BAD_LOGIT) walk.reason = REASON_ERROR;
         break;
       }
-      walk.row = j;
-      if (j == tested) {
-        if (rejection) {
-          walk.draw = DRAW_TARGET;
-        } else {
-          tokens[walk.count++] = target_tok[r];
+      decided_by[depth] = j;
+      if (!rejection) {
+        const int token = target_tok[r];
+        tokens[walk.count++] = token;
+        const int child = child_of(slot, tested, j, token);
+        if (child == 0) break;
+        walk.accepted += 1;
+        walk.row = child;
+        if (is_stop(slot, token)) {
+          walk.reason = REASON_STOP;
+          break;
         }
+        continue;
+      }
+      if (j == tested) {
+        walk.draw = DRAW_TARGET;
         break;
       }
       const int d = slot.drafts[j];
       const bool known = d >= 0 && d < vocab_size;
+      const float p = known ? probs[static_cast<long long>(r) * vocab_size + d] : 0.0f;
+      const Noise noise = {slot.seed, position + j + 1, PURPOSE_COIN | sample_bits};
+      const float u = uniform24(noise_words(noise, 0u).x[0]);
       bool accept;
-      if (rejection) {
-        const float p = known ? probs[static_cast<long long>(r) * vocab_size + d] : 0.0f;
-        const Noise noise = {slot.seed, position + j + 1, PURPOSE_COIN | sample_bits};
-        const float u = uniform24(noise_words(noise, 0u).x[0]);
-        if (slot.q_kind[j] == DRAFT_POINT) {
-          walk.draw = DRAW_WITHOUT;
-          accept = u < p;
-        } else {
-          const int column = !known ? -1 : t2d ? t2d[d] : d < draft_vocab ? d : -1;
-          const float qd =
-              column < 0 ? 0.0f : tables[static_cast<long long>(j) * draft_vocab + column];
-          walk.draw = DRAW_RESIDUAL;
-          // A draft its own table calls impossible was not drawn from that table: refuse, count.
-          if (!(qd > 0.0f)) atomicAdd(faults, 1);
-          accept = qd > 0.0f && fmul(u, qd) < p;
-        }
+      if (slot.q_kind[j] == DRAFT_POINT) {
+        walk.draw = DRAW_WITHOUT;
+        accept = u < p;
       } else {
-        accept = d == target_tok[r];
-        if (!accept) tokens[walk.count++] = target_tok[r];
+        const int column = !known ? -1 : t2d ? t2d[d] : d < draft_vocab ? d : -1;
+        const float qd =
+            column < 0 ? 0.0f : tables[static_cast<long long>(j) * draft_vocab + column];
+        walk.draw = DRAW_RESIDUAL;
+        // A draft its own table calls impossible was not drawn from that table: refuse, count.
+        if (!(qd > 0.0f)) atomicAdd(faults, 1);
+        accept = qd > 0.0f && fmul(u, qd) < p;
       }
       if (!accept) break;
       walk.draw = DRAW_NONE;
       tokens[walk.count++] = d;
       walk.accepted += 1;
+      walk.row = j + 1;
       if (is_stop(slot, d)) {
         walk.reason = REASON_STOP;
         break;
