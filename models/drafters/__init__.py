@@ -7,9 +7,10 @@ from graft.models.drafters.forced import Forced
 from graft.models.drafters.lm import SmallModel
 from graft.models.drafters.ngram import NGram
 from graft.models.drafters.suffix import Suffix
+from graft.models.drafters.user import UserDrafter
 from graft.models.feed import Feed
 
 __all__ = [
     "Ahead", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced",
-    "NGram", "SmallModel", "Suffix", "TreeShape",
+    "NGram", "SmallModel", "Suffix", "TreeShape", "UserDrafter",
 ]  # fmt: skip

@@ -130,6 +130,10 @@ class Drafter:
         """Feed the drafts of level ``level - 1``; return the logits of `level`, from 1."""
         raise DrafterError(f"{type(self).__name__} drafts level by level and has no method step")
 
+    def failure(self, slot: int, epoch: int) -> DrafterError | None:
+        """Why it has ended a request on the device, if it has."""
+        return None
+
 
 @dataclass(frozen=True)
 class DrafterRoom:

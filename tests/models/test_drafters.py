@@ -82,6 +82,8 @@ class NoIds(Wrong):
         (partial(Ahead, first=NGram, then=NGram), OptionError, "of the second level by level"),
         (partial(Ahead, first=TARGET, then=TARGET), OptionError, "must come all at once"),
         (partial(Ahead, first=wrong(shape=TreeShape(1)), then=TARGET), OptionError, "1 drafts of"),
+        (partial(Ahead, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET), OptionError,
+         "first must be a chain"),
         (partial(Ahead, first=wrong(reads_rows=True), then=TARGET), OptionError, "mask rows"),
         ("graft.tools.examples.own_drafter:Missing", OptionError, "Missing"),
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),

@@ -1,6 +1,7 @@
 """Nothing that a request gets depends on drafts, batch, overlap, transport, or on the others."""
 
 import random
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,7 @@ from functools import partial
 import pytest
 from engine_util import DRAFTER, TARGET, demo_engine, drain, mixed_requests
 
-from graft.models.drafters import Ahead, NGram, Suffix
+from graft.models.drafters import Ahead, NGram, Suffix, UserDrafter
 from graft.models.request import Request
 
 MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}}
@@ -84,6 +85,17 @@ def check_disturbed(engine, truth, mode, seed):
     return preemptions
 
 
+def repeat(tokens):
+    """Drafts on the host: three tokens from a little before."""
+    return tokens[-9:-6]
+
+
+def branch_off(tokens):
+    """A tree of drafts on the host: two children of the last token, one of the first child."""
+    ids = tokens[-4:-1]
+    return ids, [0, 0, 1][: len(ids)]
+
+
 LOOKUP_AHEAD = partial(Ahead, first=NGram, then=DRAFTER)
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
@@ -98,6 +110,7 @@ SHAPES = [
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
 ]
@@ -106,6 +119,8 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 2, "drafter": UserDrafter.of(branch_off, tree=True)},
+    {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
@@ -113,7 +128,8 @@ SHAPES += [
 
 
 @pytest.mark.parametrize("number", [
-    pytest.param(number, id=str(shape), marks=[pytest.mark.full] if number >= QUICK else [])
+    pytest.param(number, id=re.sub(" at 0x[0-9a-f]+", "", str(shape)),
+                 marks=[pytest.mark.full] if number >= QUICK else [])
     for number, shape in enumerate(SHAPES)
 ])  # fmt: skip
 def test_disturbed_requests_get_the_same(truth, number):
