@@ -24,7 +24,7 @@ __all__ = ["Texts"]
 
 _KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "texts.cu"
 _VOTES = read_numbers(_KERNELS)
-_MOST_KEPT, _MOST_LENGTH = 1 << 12, 1 << 26
+_MOST_KEPT, _MOST_LENGTH, _MOST_DRAFTED = 1 << 12, (1 << 26) - 1, 1e6
 
 
 class Texts(Drafter):
@@ -54,18 +54,18 @@ class Texts(Drafter):
         self, room: DrafterRoom, *, longest: int, shortest: int, drafts: int | None, public: bool,
         kept: int, oldest: bool, vote: str, factor: float, threshold: float,
     ):  # fmt: skip
-        name = type(self).__name__
-        if not 1 <= shortest <= longest:
-            raise OptionError(f"{name}: suffixes of {shortest} to {longest} tokens: 1 <= shortest "
-                              "<= longest is needed")  # fmt: skip
         drafts = room.drafts if drafts is None else drafts
-        for option, value, low, high in (
-            ("drafts", drafts, 1, room.drafts), ("kept", kept, 0, _MOST_KEPT),
-            ("factor", factor, 0, 1e6), ("threshold", threshold, 0, 1),
-            ("max_length", room.length, 1, _MOST_LENGTH - 1),
+        for option, value, kind, low, high in (
+            ("max_length", room.length, int, 1, _MOST_LENGTH),
+            ("longest", longest, int, 1, _MOST_LENGTH), ("shortest", shortest, int, 1, longest),
+            ("drafts", drafts, int, 1, room.drafts), ("kept", kept, int, 0, _MOST_KEPT),
+            ("factor", factor, int | float, 0, _MOST_DRAFTED),
+            ("threshold", threshold, int | float, 0, 1),
         ):  # fmt: skip
-            if not low <= value <= high:
-                raise OptionError(f"{name}: {option} is {value}, must be from {low} to {high}")
+            if not isinstance(value, kind) or not low <= value <= high:
+                raise OptionError(
+                    f"{type(self).__name__}: {option} is {value!r}, must be from {low} to {high}"
+                )
         self.shape, self._slots, self._kept = TreeShape(room.drafts), room.slots, kept * public
         size = (room.slots + self._kept, room.length)
         self._texts = room.device.from_host(np.full(size, -1, np.int32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import operator
 import threading
 import weakref
@@ -38,10 +37,10 @@ _LONGEST_DEADLINE_S = 60.0
 
 @dataclass
 class _Asked:
-    """A round's questions, and the answers as they come: what is to be placed, or an error."""
+    """A round's questions, and the answers as they come: ids and parents, or an error."""
 
     texts: list[list[int]]
-    answers: list[list[list[int]] | DrafterError] = field(default_factory=list)
+    answers: list[tuple[list[int], list[int]] | DrafterError] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
     dropped: bool = False  # nobody waits any more
 
@@ -59,8 +58,8 @@ class UserDrafter(Drafter):
     Parameters
     ----------
     propose : takes a list of the tokens of a request so far, prompt and output; returns the ids
-        that may follow, at most as many as a round drafts, or none. For a tree, two lists: ids and
-        parents, 0 for the request's last token, or j for the proposal's j-th id, from 1.
+        that may follow, at most as many as a round drafts, or none. For a tree, ids and parents:
+        of each id 0 for the request's last token, or the number, from 1, of an id before it.
     deadline_s : seconds that a round waits for the answers for all its requests, at most 60.
     tree : whether trees are proposed.
 
@@ -74,10 +73,10 @@ class UserDrafter(Drafter):
         self, room: DrafterRoom, *, propose: Callable[[list[int]], Any], deadline_s: float = 1.0,
         tree: bool = False,
     ):  # fmt: skip
-        self._name = PythonWork(propose).title
-        if not (math.isfinite(deadline_s) and 0 < deadline_s <= _LONGEST_DEADLINE_S):
-            raise OptionError(f"drafter {self._name}: deadline_s is {deadline_s}, must be above 0 "
-                              f"and at most {_LONGEST_DEADLINE_S:g}")  # fmt: skip
+        name = self._name = PythonWork(propose).title
+        if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= _LONGEST_DEADLINE_S:
+            raise OptionError(f"drafter {name}: deadline_s is {deadline_s!r}, must be above 0 and "
+                              f"at most {_LONGEST_DEADLINE_S:g}")  # fmt: skip
         self.shape = TreeShape(room.drafts, branch=room.drafts if tree else 1)
         self._deadline_s = deadline_s
         self._kernels = room.device.load(_KERNELS)
@@ -86,17 +85,18 @@ class UserDrafter(Drafter):
         self._failed: dict[int, tuple[int, DrafterError]] = {}  # by slot: epoch and why
         self._asked: _Asked | None = None  # the last questions
         self._questions: SimpleQueue[_Asked | None] = SimpleQueue()
-        read = partial(_read, self._name, room.target.config.vocab_size, room.drafts, tree)
-        args, title = (self._questions, propose, self._name, read), f"drafter {self._name}"
-        threading.Thread(target=_serve, args=args, name=title, daemon=True).start()
+
+        def ask(text: list[int], vocab: int = room.target.config.vocab_size) -> Any:
+            return _read(propose(text), vocab, room.drafts, tree)
+
+        args = (self._questions, name, ask)
+        threading.Thread(target=_serve, args=args, name=f"drafter {name}", daemon=True).start()
         weakref.finalize(self, self._questions.put, None)
 
     @classmethod
-    def of(
-        cls, propose: Callable[[list[int]], Any], *, deadline_s: float = 1.0, tree: bool = False
-    ) -> MakeDrafter:
+    def of(cls, propose: Callable[[list[int]], Any], **options: Any) -> MakeDrafter:
         """The drafter of a function, as an engine takes it."""
-        return partial(cls, propose=propose, deadline_s=deadline_s, tree=tree)
+        return partial(cls, propose=propose, **options)
 
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
@@ -114,7 +114,7 @@ class UserDrafter(Drafter):
         lane.host(work, name=f"drafter {self._name}")
         for array, pinned in zip(to, drafts, strict=True):
             lane.copy(array, pinned, name="drafts")
-        args = [feed.row_slot, feed.batch, *to[:1], self.shape.nodes, feed.state.array]
+        args = [feed.row_slot, feed.batch, feed.proposal, self.shape.nodes, feed.state.array]
         lane.kernel(self._kernels["end_failed"], 1, _THREADS, args, name="end failed requests")
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
@@ -140,11 +140,9 @@ class UserDrafter(Drafter):
         self._note(told)
         for array in drafts:
             array.fill(-1)
-        if self._asked is not None and not self._asked.over.is_set():
-            return
         rows = [(row, slot, epoch) for row, (slot, epoch) in enumerate(told[::width, :2].tolist())
-                if slot >= 0]
-        if not rows:
+                if slot >= 0]  # fmt: skip
+        if not rows or (self._asked is not None and not self._asked.over.is_set()):
             return
         asked = self._asked = _Asked([self._texts[slot].copy() for _, slot, _ in rows])
         self._questions.put(asked)
@@ -157,58 +155,45 @@ class UserDrafter(Drafter):
                 drafts[0][row, 0] = _FAILED
                 self._failed[slot] = epoch, answer
             else:
-                for array, values in zip(drafts, answer, strict=True):
-                    array[row, : len(values)] = values
+                for array, numbers in zip(drafts, answer, strict=False):  # a chain has no parents
+                    array[row, : len(numbers)] = numbers
 
 
 def _serve(
-    questions: SimpleQueue[_Asked | None], propose: Callable[[list[int]], Any], name: str,
-    read: Callable[[object], list[list[int]]],
-) -> None:  # fmt: skip
+    questions: SimpleQueue[_Asked | None], name: str, ask: Callable[[list[int]], Any]
+) -> None:
     """Answer questions until there are no more; the thread knows nothing of the drafter."""
     while (asked := questions.get()) is not None:
         for text in asked.texts:
             if asked.dropped:
                 break
             try:
-                asked.answers.append(read(propose(text)))
+                answer = ask(text)
             except DrafterError as error:
-                asked.answers.append(error)
+                answer = DrafterError(f"drafter {name} {error}")
             except BaseException as error:
                 LOG.warning("drafter %s raised", name, exc_info=error)
-                said = f"drafter {name} raised {type(error).__name__}: {error}"
-                asked.answers.append(DrafterError(said))
+                answer = DrafterError(f"drafter {name} raised {type(error).__name__}: {error}")
+            asked.answers.append(answer)
         asked.over.set()
-        del asked
+        del asked  # not kept until the next question
 
 
-def _read(name: str, vocab_size: int, most: int, tree: bool, answer: Any) -> list[list[int]]:
-    """What was proposed: ids, and of a tree the parents. Raises DrafterError."""
-    if not tree:
-        return [_whole_numbers(name, "ids", answer, most, lambda _: vocab_size)]
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise DrafterError(f"drafter {name} proposed {answer!r:.80}, not ids and parents")
-    ids = _whole_numbers(name, "ids", answer[0], most, lambda _: vocab_size)
-    parents = _whole_numbers(name, "parents", answer[1], most, lambda i: i + 1)
-    if len(ids) != len(parents):
-        raise DrafterError(f"drafter {name} proposed {len(ids)} ids and {len(parents)} parents")
-    return [ids, parents]
-
-
-def _whole_numbers(
-    name: str, what: str, answer: Any, most: int, end: Callable[[int], int]
-) -> list[int]:
-    """At most so many numbers, the i-th of them from 0 to below ``end(i)``."""
+def _read(answer: Any, vocab_size: int, most: int, tree: bool) -> tuple[list[int], list[int]]:
+    """Ids and parents that were proposed. Raises DrafterError."""
     try:
-        numbers = [operator.index(number) for number in islice(answer, most + 1)]
-    except TypeError:
-        said = f"{answer!r:.80}, which are no {what}"
-        raise DrafterError(f"drafter {name} proposed {said}") from None
-    if len(numbers) > most:
-        raise DrafterError(f"drafter {name} proposed more than {most} {what}: {numbers}")
-    for i, number in enumerate(numbers):
-        if not 0 <= number < end(i):
-            raise DrafterError(
-                f"drafter {name} proposed {number} among {what}, of the 0 to {end(i) - 1} there are"
-            )
-    return numbers
+        parts = answer if tree else (answer, range(most + 1))
+        ids, parents = ([operator.index(n) for n in islice(part, most + 1)] for part in parts)
+    except (TypeError, ValueError):
+        wanted = "ids and parents" if tree else "ids"
+        raise DrafterError(f"proposed {answer!r:.80}, which are no {wanted}") from None
+    if len(ids) > most:
+        raise DrafterError(f"proposed more than {most} ids: {ids}")
+    if tree and len(parents) != len(ids):
+        raise DrafterError(f"proposed {len(ids)} ids and {len(parents)} parents")
+    for i, (token, parent) in enumerate(zip(ids, parents, strict=False)):
+        if not 0 <= token < vocab_size:
+            raise DrafterError(f"proposed id {token}, of the 0 to {vocab_size - 1} there are")
+        if not 0 <= parent <= i:
+            raise DrafterError(f"proposed parent {parent} of id {i + 1}, which may have 0 to {i}")
+    return ids, parents[: len(ids)]

@@ -212,8 +212,9 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
 
 
 @pytest.mark.parametrize("make, options, words", [
-    (NGram, {"longest": 0, "shortest": 0}, "shortest <= longest"),
-    (Suffix, {"longest": 2, "shortest": 3}, "shortest <= longest"),
+    (NGram, {"longest": 0, "shortest": 0}, "NGram: longest is 0, must be from 1 to"),
+    (NGram, {"longest": "4"}, "longest is '4'"),
+    (Suffix, {"longest": 2, "shortest": 3}, "Suffix: shortest is 3, must be from 1 to 2"),
     (NGram, {"drafts": 9}, "drafts is 9, must be from 1 to 3"),
     (NGram, {"match": "best"}, "match must be one of longest, all, got 'best'"),
     (NGram, {"kept": -1}, "kept is -1"),

@@ -58,9 +58,9 @@ def test_it_sees_every_token_and_its_drafts_count(device):
 FAULTS = {
     60: (lambda: 1 // 0, "raised ZeroDivisionError: integer division"),
     61: (lambda: exit(3), "raised SystemExit: 3"),
-    62: (lambda: [5, 99999], "proposed 99999 among ids, of the 0 to "),
-    63: (lambda: [-1], "proposed -1 among ids, of the 0 to "),
-    64: (lambda: [2**70], f"proposed {2**70} among ids"),
+    62: (lambda: [5, 99999], "proposed id 99999, of the 0 to 2047"),
+    63: (lambda: [-1], "proposed id -1, of the 0 to "),
+    64: (lambda: [2**70], f"proposed id {2**70}, of"),
     65: (lambda: [5, 6.0], "proposed [5, 6.0], which are no ids"),
     66: (lambda: None, "proposed None, which are no ids"),
     67: (lambda: "ab", "proposed 'ab', which are no ids"),
@@ -68,11 +68,11 @@ FAULTS = {
     69: (lambda: itertools.count(), "proposed more than 3 ids: [0, 1, 2, 3]"),
 }
 TREE_FAULTS = {
-    60: (lambda: [5, 6, 7], "proposed [5, 6, 7], not ids and parents"),
+    60: (lambda: [5, 6, 7], "proposed [5, 6, 7], which are no ids and parents"),
     61: (lambda: ([5, 6], [0]), "proposed 2 ids and 1 parents"),
-    62: (lambda: ([5, 6], [0, 2]), "proposed 2 among parents, of the 0 to 1 there are"),
-    63: (lambda: ([5], [-1]), "proposed -1 among parents, of the 0 to 0"),
-    64: (lambda: ([5], [None]), "proposed [None], which are no parents"),
+    62: (lambda: ([5, 6], [0, 2]), "proposed parent 2 of id 2, which may have 0 to 1"),
+    63: (lambda: ([5], [-1]), "proposed parent -1 of id 1, which"),
+    64: (lambda: ([5], [None]), "proposed ([5], [None]), which are no ids"),
 }
 
 
@@ -142,6 +142,7 @@ async def later(tokens):
     (UserDrafter.of(later), "would never run"),
     (UserDrafter.of(list, deadline_s=0), "drafter list: deadline_s is 0, must be above 0"),
     (UserDrafter.of(list, deadline_s=float("nan")), "deadline_s is nan"),
+    (UserDrafter.of(list, deadline_s="1"), "deadline_s is '1'"),
 ])  # fmt: skip
 def test_what_could_never_draft_is_refused(device, drafter, words):
     """Before a round is built."""
