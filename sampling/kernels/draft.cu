@@ -66,7 +66,8 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
                            : row_distribution<false>(row, filter, table, scratch);
     if (status != ROW_OK) return;
     const u32 purpose = coupled ? PURPOSE_NOISE : PURPOSE_DRAFT;
-    const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8};
+    const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8,
+                         coupled ? 0 : slot.n};
     column = draw_column(draft_vocab, d2t, noise, scratch, [table](int i) { return table[i]; });
     kind = coupled ? DRAFT_POINT : DRAFT_DENSE;
   }
