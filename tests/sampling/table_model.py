@@ -86,6 +86,8 @@ COVERING = [
     Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
     Case(2, PLAIN, masked=True, late=True),
     Case(3, PLAIN, probe=True, pruned=True),
+    Case(3, PLAIN, forced="beside"),
+    Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal

@@ -32,17 +32,27 @@ MUTANTS = [
     Mutant("one random number for draft and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_DRAFT"),),
         Case(3, PLAIN, masked=False)),
+    Mutant("random numbers by position alone, as if nothing had been looked at", "philox.cuh",
+        (("static_cast<unsigned int>(noise.turn)", "0u"),),
+        Case(3, PLAIN, masked=False)),
+    Mutant("the first draft that fails ends the chain", "verify.cu",
+        (("} else if (slot.verify == VERIFY_PER_TOKEN) {", "} else {"),),
+        Case(3, PLAIN, masked=False)),
+    Mutant("what is left of p, not of P p", "verify.cu",
+        (("const Left left = {weights[j], p,", "const Left left = {1.0f, p,"),),
+        Case(3, PLAIN, masked=False)),
+    Mutant("end of a chain as if it went on", "block.cu",
+        (("float win = weight;", "float win = fmul(weight, weight);"),),
+        Case(3, PLAIN, masked=False)),
     Mutant("refused draft not removed from p", "verify.cu",
-        (("walk.draw = DRAW_RESIDUAL;", "walk.draw = DRAW_TARGET;"),),
+        (("scratch, left);", "scratch, [p](int i) { return p[i]; });"),),
         Case(1, PLAIN, masked=False)),
-    Mutant("refused point draft not removed from p", "verify.cu",
-        (("walk.draw = DRAW_WITHOUT;", "walk.draw = DRAW_TARGET;"),),
-        Case(3, NUCLEUS, point=True, masked=False)),
+    Mutant("refused point draft not removed from p", "left.cuh",
+        ((" || (!q && id == draft)", ""),),
+        Case(3, PLAIN, forced="beside")),
     Mutant("illegal draft cut instead of refused", "verify.cu",
-        (("const bool known = d >= 0 && d < vocab_size;",
-          "const bool known = d >= 0 && d < vocab_size;\n"
-          "      if (rejection && !(probs[static_cast<long long>(r) * vocab_size + d] > 0.0f)) {\n"
-          "        walk.draw = DRAW_TARGET;\n        break;\n      }"),),
+        (("scratch, left);",
+          "scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });"),),
         Case(1, PLAIN, masked=False)),
     Mutant("mask row off by one", "target.cu",
         (("mask_of(exchange, layout, index, j)",
@@ -81,8 +91,9 @@ MUTANTS = [
 
 #: Kernels that a mutated file changes; the others are taken as they are.
 USED_BY = {
-    "philox.cuh": {"verify", "draft"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
-    "target.cu": {"target"}, "draft.cu": {"draft"},
+    "philox.cuh": {"verify", "draft", "block"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
+    "left.cuh": {"verify", "block"}, "block.cu": {"block"}, "target.cu": {"target"},
+    "draft.cu": {"draft"},
 }  # fmt: skip
 
 
