@@ -53,6 +53,8 @@ class Exchange:
     def __init__(
         self, context: Context, slots: int, drafts: int, vocab_size: int, candidates: int = 0
     ) -> None:
+        if drafts > 64:
+            raise OptionError(f"exchange: drafts is {drafts}, at most 64 have a bit each")
         sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
                  ("candidates", candidates, 0))  # fmt: skip
         for name, value, low in sizes:
@@ -65,7 +67,7 @@ class Exchange:
         parts = {
             "stamps": rows * stamp.itemsize // 4,
             "committed": head["Committed"] + rows,
-            "drafted": head["Drafted"] + drafts,
+            "drafted": head["Drafted"] + 2 * drafts,
             "candidate_ids": head["Candidates"] + candidates,
             "answer": head["Answer"],
             "masks": rows * words,

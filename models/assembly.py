@@ -135,7 +135,7 @@ def _drafter(
     name, drafter = str(choice), make_drafter(choice, room)
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
-    drafter.shape.require_chain(options.draft_length)
+    drafter.shape.check(options.draft_length)
     if drafter.shape.levels and drafter.vocab is None:
         raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
     if drafter.taps:

@@ -22,8 +22,8 @@ class RoundScratch:
     """
 
     def __init__(
-        self, device: Device, max_batch: int, width: int, vocab: int, *, features: int,
-        draft_vocab: int,
+        self, device: Device, max_batch: int, width: int, vocab: int, *, tree: bool,
+        features: int, draft_vocab: int,
     ):  # fmt: skip
         rows = max_batch * width
 
@@ -31,12 +31,14 @@ class RoundScratch:
             return device.zeros(shape, "int32")
 
         self.row_slot = ints(max_batch)
-        self.target_rows = Rows(ints(rows), ints(rows), ints(rows))
+        paths = device.zeros((rows,), "uint64") if tree else None
+        self.target_rows = Rows(ints(rows), ints(rows), ints(rows), paths)
         self.committed = Rows(ints(rows), ints(rows), ints(rows))
         self.drafts = Rows(ints(max_batch), ints(max_batch), ints(max_batch))
         self.last = ints(max_batch)
         self.logits = device.zeros((rows, vocab), "float32")
         self.proposal = ints(max_batch, max(width - 1, 1))
+        self.parents = ints(max_batch, max(width - 1, 1)) if tree else None
         # Without a drafter that wants them nobody reads these two.
         self.features = device.zeros((rows, features), "float32") if features else None
         self.draft_logits = device.zeros((max_batch, max(draft_vocab, 1)), "float32")
@@ -53,7 +55,9 @@ class Feed:
     features : float32 [B * width, taps * hidden]; row b * width + j is of position n + j before.
     last : int32 [B], after `committed`: the row that holds a request's last token.
     logits : float32 [B, Vd], where a drafter may leave its logits.
-    proposal : int32 [B, drafts], for drafts that come all at once; a row ends at its first -1.
+    proposal : int32 [B, drafts], for drafts that come all at once; -1 for none.
+    parents : int32 [B, drafts], of a tree: what each hangs on, 0 for the last token, j for draft j
+        of those before it. None: each hangs on the one before.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Feed:
         self.state, self.sampler, self.scratch = state, sampler, scratch
         self.row_slot, self.last = scratch.row_slot[:batch], scratch.last[:batch]
         self.logits, self.proposal = scratch.draft_logits[:batch], scratch.proposal[:batch]
+        self.parents = None if scratch.parents is None else scratch.parents[:batch]
         features = scratch.features
         self.features = None if features is None else features[: batch * width]
 

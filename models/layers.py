@@ -186,7 +186,7 @@ class Layers:
             "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
         )
         grid, block = self._elements(count * all_heads, dim // 2, chunk)
-        args = (qkv, turn, rows.slot, rows.pos, kv.page_table, kv.k[layer], kv.v[layer])
+        args = (qkv, turn, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer])
         sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
         lane.kernel(kernel, grid, block, (*args, *sizes, kv.scratch_page), name="rope, kv write")
 
@@ -200,7 +200,7 @@ class Layers:
         heads: int,
         out: DeviceArray,
     ) -> None:
-        """Each row's queries over positions 0..pos of its slot; padding rows give zeros.
+        """Each row's queries over positions 0..pos of its slot or path; padding rows give zeros.
 
         Parameters
         ----------
@@ -212,9 +212,35 @@ class Layers:
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
         grid, block = (count, heads) if self._thread else ((heads, count, 1), _WARP_BLOCK)
-        args = (qkv, rows.slot, rows.pos, kv.page_table, kv.k[layer], kv.v[layer], out)
+        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
         sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
         lane.kernel(kernel, grid, block, (*args, *sizes, dim**-0.5), name="attention")
+
+    def compact(
+        self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,
+        features: DeviceArray | None, width: int,
+    ) -> None:  # fmt: skip
+        """Move what the accepted drafts of a tree left to where a chain would have left it.
+
+        Parameters
+        ----------
+        kv : of the target, all of whose layers are compacted.
+        row_slot, result : int32[B] and int32[B, row words], of the round that was verified.
+        features : float32[B * width, columns], compacted alike.
+        """
+        batch, item = row_slot.shape[0], kv.kv_heads * kv.head_dim
+        kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
+        sizes = (kv.slots, kv.max_pages, kv.page_shift, item)
+        layer = (kv.scratch_page + 1) * kv.page_size * item
+        args = (kv.k, kv.v, layer, row_slot, result, result.shape[1], kv.page_table, *sizes)
+        block = 1 if self._thread else _ELEMENT_BLOCK
+        lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
+        if features is not None:
+            expect("compact: features", features, "float32", R=batch * width,
+                   columns=features.shape[1])  # fmt: skip
+            kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
+            moved = (features, width, features.shape[1], row_slot, result, result.shape[1])
+            lane.kernel(kernel, batch, block, moved, name="compact features")
 
     def silu_mul(self, lane: Lane, gate_up: DeviceArray, out: DeviceArray) -> None:
         """out = silu(gate) * up: gate_up float32[R, 2 width], out float32[R, width]."""

@@ -55,11 +55,16 @@ class RoundParts:
         """Rows of the target forward per request: `last` and the drafts."""
         return self.draft_length + 1
 
+    @property
+    def tree(self) -> bool:
+        """Whether drafts branch."""
+        return self.drafter is not None and self.drafter.shape.branch > 1
+
     def scratch(self, max_batch: int) -> RoundScratch:
         """Arrays for buckets of up to `max_batch` requests."""
         config, drafter = self.target.config, self.drafter
         return RoundScratch(
-            self.device, max_batch, self.width, config.vocab_size,
+            self.device, max_batch, self.width, config.vocab_size, tree=self.tree,
             features=len(drafter.taps) * config.hidden_size if drafter else 0,
             draft_vocab=drafter.vocab.size if drafter and drafter.vocab else 0,
         )  # fmt: skip
@@ -97,6 +102,11 @@ class RoundGraph:
         logits = scratch.logits[: batch * parts.width]
         parts.sampler.target(model, logits, feed.row_slot, parts.width)
         parts.sampler.verify(model, feed.row_slot, parts.width, parts.outputs)
+        if parts.tree:
+            parts.target.layers.compact(
+                model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
+                parts.width,
+            )  # fmt: skip
         stamps.end("verify")
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
@@ -109,7 +119,7 @@ class RoundGraph:
         args = [
             p.replay, ring_rows, ring_rows.stride, stamp, stamp.stride, p.inputs.entries,
             p.state.array, p.state.slots, self.batch, p.width,
-            scratch.row_slot, rows.token, rows.slot, rows.pos,
+            scratch.row_slot, rows.token, rows.slot, rows.pos, rows.tree,
         ]  # fmt: skip
         lane.kernel(p.device.load(KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
 
@@ -129,7 +139,7 @@ class RoundGraph:
             legality.wait_rows()
         logits = drafter.start(model, feed)
         if drafter.proposes:
-            parts.sampler.place(model, feed.proposal, feed.row_slot)
+            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents)
         for level in range(1, levels + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)

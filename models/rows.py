@@ -10,15 +10,23 @@ from graft.cudagraph.memory import DeviceArray
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a forward; three device arrays int32[R], views allowed.
+    """Rows of a forward; device arrays, views allowed.
 
     A row with slot -1 or position -1 is padding: it writes no keys or values and its attention
     output is zero. Its token must only be readable memory; any value is fine.
+
+    Attributes
+    ----------
+    token, slot, pos : int32[R].
+    tree : uint64[R], of rows that are drafts of a tree: those on the way to each and itself, bit
+        j - 1 for draft j. Draft j is cached j positions behind the tree's root, at whatever
+        position it stands. 0, and None for all rows: cached at its position.
     """
 
     token: DeviceArray
     slot: DeviceArray
     pos: DeviceArray
+    tree: DeviceArray | None = None
 
     @property
     def count(self) -> int:
@@ -27,7 +35,8 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         """The first rows."""
-        return Rows(self.token[:count], self.slot[:count], self.pos[:count])
+        tree = None if self.tree is None else self.tree[:count]
+        return Rows(self.token[:count], self.slot[:count], self.pos[:count], tree)
 
     def check(self, limit: int) -> int:
         """R, after checking shapes and dtypes. Raises ShapeError."""
@@ -38,6 +47,11 @@ class Rows:
                     f"rows.{name} is {array.dtype}{list(array.shape)}, expected "
                     f"int32[R={self.count}]"
                 )
+        tree = self.tree
+        if tree is not None and (tree.dtype, tree.shape) != ("uint64", (self.count,)):
+            raise ShapeError(
+                f"rows.tree is {tree.dtype}{list(tree.shape)}, expected uint64[R={self.count}]"
+            )
         if not 1 <= self.count <= limit:
             raise ShapeError(f"rows: R={self.count}, expected 1..max_rows={limit}")
         return self.count

@@ -1,4 +1,4 @@
-"""Target rows, chain verification and draft sampling of a round."""
+"""Target rows, verification and draft sampling of a round."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PLACE_BLOCK, _PUBLISH_BLOCK = 64, 128
 
 
 def row_words(draft_length: int) -> int:
-    """32-bit words of a batch row's result: ``RoundRow``, then up to K+1 tokens."""
-    return _HEAD + draft_length + 1
+    """32-bit words of a batch row's result: ``RoundRow``, K+1 tokens, and as many rows."""
+    return _HEAD + 2 * (draft_length + 1)
 
 
 def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
@@ -147,7 +147,7 @@ class Sampler:
         adjust = load(device, "adjust", self._block)
         self._adjust, self._note = adjust["adjust_logits"], adjust["note_committed"]
         verify = load(device, "verify", self._block)
-        self._verify, self._publish = verify["verify_chain"], verify["publish_round"]
+        self._verify, self._publish = verify["verify_drafts"], verify["publish_round"]
         self._draft = load(device, "draft", self._block)["sample_draft"]
         self._candidates = load(device, "candidates", self._block)["draft_candidates"]
         place = load(device, "place", _PLACE_BLOCK)
@@ -223,13 +223,20 @@ class Sampler:
                 *self._drafting(), *self._exchange, self._replay]  # fmt: skip
         lane.kernel(self._candidates, batch, self._block, args, name=f"candidates {j}")
 
-    def place(self, lane: Lane, proposal: DeviceArray, row_slot: DeviceArray) -> None:
+    def place(
+        self, lane: Lane, proposal: DeviceArray, row_slot: DeviceArray,
+        parents: DeviceArray | None = None,
+    ) -> None:  # fmt: skip
         """Take drafts that came all at once, as point masses, for slots as in ``draft``.
 
-        Target ids, int32 [B, K]; a row ends at the first that is no id, and where drafting ends.
+        Target ids, int32 [B, K]; what is no id is left out. `parents`, alike, say what each hangs
+        on: 0 is the last token, j the proposal's j-th id; without them each hangs on the last.
         """
         batch = self._check_proposal(proposal, row_slot)
-        args = [batch, row_slot, proposal, self.draft_length, self.vocab_size, self.state.array,
+        if parents is not None:
+            self._check_proposal(parents, row_slot)
+        args = [batch, row_slot, proposal, parents, self.draft_length, self.vocab_size,
+                self.state.array,
                 self.rows, self.row_words, *self._exchange, self._replay]  # fmt: skip
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 

@@ -160,6 +160,10 @@ class Tree:
         """Tokens from below node 0 down to the node; as many as the node is deep."""
         return (*self.path(self.parent[node]), self.token[node]) if node else ()
 
+    def route(self, node: int) -> int:
+        """Bits of the drafts on the way to the node and of itself: bit j - 1 is draft j."""
+        return self.route(self.parent[node]) | 1 << node - 1 if node else 0
+
     def first(self, drafts: int) -> Tree:
         """Node 0 and the first drafts."""
         return Tree(self.token[: drafts + 1], self.parent[: drafts + 1])
@@ -339,7 +343,8 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         return broken(x, legal) or state, (x, legal)
 
     chosen: list[int] = []  # by testing; nothing is known of later nodes
-    testing = not slot.filter.greedy and slot.verify != COUPLED and DENSE in slot.kinds[:most]
+    drawn = DENSE in slot.kinds[:most] and tree.parent == tuple(range(-1, most))
+    testing = drawn and not slot.filter.greedy and slot.verify != COUPLED
     if testing:
         rows = [row(j, slot.n + j) for j in range(most)]
         usable = itertools.takewhile(lambda row: row[0] in (FREE, READY), rows)
@@ -426,9 +431,11 @@ def is_drafting(slot: Slot, j: int) -> bool:
     return len(slot.drafts) == j - 1 and may_grow(slot, j - 1)
 
 
-def keep(slot: Slot, token: int, kind: int = POINT, q: Any = None) -> None:
-    """Append a draft to a chain."""
-    slot.tree = slot.tree.grow(len(slot.drafts), token)
+def keep(
+    slot: Slot, token: int, kind: int = POINT, q: Any = None, parent: int | None = None
+) -> None:
+    """Append a draft under a node, or to a chain."""
+    slot.tree = slot.tree.grow(len(slot.drafts) if parent is None else parent, token)
     slot.kinds, slot.q = (*slot.kinds, kind), (*slot.q, q)
 
 
@@ -494,6 +501,11 @@ def record(exchange: Any, slot: int, replay: int, tokens: Sequence[int]) -> None
         record_drafts(exchange, slot, replay, ())
 
 
-def record_drafts(exchange: Any, slot: int, replay: int, drafts: Sequence[int]) -> None:
-    """What drafting tells the grammar, after every draft."""
+def record_drafts(
+    exchange: Any, slot: int, replay: int, drafts: Sequence[int],
+    parents: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """What drafting tells the grammar, after every draft; without parents they are a chain."""
     exchange.drafted[slot, : 2 + len(drafts)] = (replay, len(drafts), *drafts)
+    hang = range(len(drafts)) if parents is None else parents
+    exchange.drafted[slot, 2 + exchange.drafts :][: len(drafts)] = hang

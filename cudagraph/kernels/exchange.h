@@ -32,7 +32,8 @@ struct Committed {
   int count;
 };
 
-// Drafts that follow a slot's committed tokens; `rows - 1` ids follow.
+// Drafts that follow a slot's committed tokens; `rows - 1` ids follow, and as many parents: the row
+// that each draft hangs on, where row 0 is the last committed token and row j is draft j.
 struct Drafted {
   int replay;
   int count;
@@ -68,7 +69,8 @@ struct ExchangeLayout {
   int masks;  // [rows][words]
 };
 
-// What a replay brought to one row of its batch; `width` tokens follow.
+// What a replay brought to one row of its batch; `width` tokens follow, and as many rows: the one
+// whose logits decided each token.
 struct RoundRow {
   int slot;      // -1: padding
   int count;     // tokens committed

@@ -35,9 +35,13 @@ struct Slot {
   int top_k;          // 0: off
   int stops;
   int stop_ids[MAX_STOP_IDS];
-  int drafts[MAX_DRAFTS];  // target ids
-  int q_kind[MAX_DRAFTS];  // DRAFT_*
-  int adjust;              // ADJUST_*; 0: nothing, and what follows is not read
+  // Drafts are the rows 1 .. draft_len of a tree whose row 0 is `last`; in a chain draft j hangs on
+  // row j - 1.
+  int drafts[MAX_DRAFTS];               // target ids
+  int parent[MAX_DRAFTS];               // row that each hangs on, a smaller one
+  unsigned long long path[MAX_DRAFTS];  // the drafts down to each and itself; bit j - 1 is draft j
+  int q_kind[MAX_DRAFTS];               // DRAFT_*
+  int adjust;                           // ADJUST_*; 0: nothing, and what follows is not read
   int earliest;
   int logprobs;  // best ids told with each token
   float presence;
@@ -68,6 +72,11 @@ __device__ __forceinline__ const unsigned int* mask_of(const int* exchange, cons
 __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x, int slot,
                                           int at) {
   return exchange + static_cast<long long>(slot) * x.stride + at;
+}
+
+// Tokens that a round's result has room for; behind them stand the rows that decided them.
+__device__ __forceinline__ int row_width(int row_words) {
+  return (row_words - static_cast<int>(sizeof(RoundRow)) / 4) / 2;
 }
 
 // The round's result of batch row b; its tokens follow it.
@@ -105,14 +114,17 @@ __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {
   return found;
 }
 
-// Whether the first `count` drafts are tested: some was drawn from a table. (It is the prefix that
-// says so: what stands before the first of them was not drawn.) Else each row has a token of its
-// own, which for points accepts as much as a test would, and on any tree.
+// Whether the first `count` drafts are tested: a chain of which some draft was drawn from a table.
+// (It is the prefix that says so: what stands before the first of them was not drawn.) Else each
+// row has a token of its own, which for points accepts as much as a test would.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
-  if (slot.verify == VERIFY_COUPLED || slot.temperature < GREEDY_TEMPERATURE) return false;
+  bool chain = slot.verify != VERIFY_COUPLED && slot.temperature >= GREEDY_TEMPERATURE;
   bool drawn = false;
-  for (int j = 0; j < count; ++j) drawn = drawn || slot.q_kind[j] == DRAFT_DENSE;
-  return drawn;
+  for (int j = 0; j < count; ++j) {
+    chain = chain && slot.parent[j] == j;
+    drawn = drawn || slot.q_kind[j] == DRAFT_DENSE;
+  }
+  return chain && drawn;
 }
 
 // Whether draft j (from 1) is to be made: decided by the prefix, never by what would be drawn.
@@ -121,15 +133,38 @@ __device__ __forceinline__ bool is_drafting(const Slot& slot, const RoundRow& ro
          !(j > 1 && is_stop(slot, slot.drafts[j - 2]));
 }
 
+// Drafts on the way from `last` to row j, itself included.
+__device__ __forceinline__ unsigned long long path_of(const Slot& slot, int j) {
+  return j == 0 ? 0 : slot.path[j - 1];
+}
+
+// How many those are: row j stands at position n + depth.
+__device__ __forceinline__ int depth_of(const Slot& slot, int j) {
+  return __popcll(path_of(slot, j));
+}
+
+// The draft under row j that is this token, among the first `count`; 0: none.
+__device__ __forceinline__ int child_of(const Slot& slot, int count, int j, int token) {
+  for (int c = j + 1; c <= count; ++c) {
+    if (slot.parent[c - 1] == j && slot.drafts[c - 1] == token) return c;
+  }
+  return 0;
+}
+
 // One thread: draft j of a slot, in its state and in the record that the grammar worker reads.
-__device__ __forceinline__ void keep_draft(Slot& slot, int j, int token, int kind, int replay,
-                                           int* drafted) {
+__device__ __forceinline__ void keep_draft(Slot& slot, int j, int parent, int token, int kind,
+                                           int replay, int* exchange, const ExchangeLayout& x,
+                                           int index) {
   slot.drafts[j - 1] = token;
+  slot.parent[j - 1] = parent;
+  slot.path[j - 1] = path_of(slot, parent) | 1ull << (j - 1);
   slot.q_kind[j - 1] = kind;
   slot.draft_len = j;
-  Drafted* head = reinterpret_cast<Drafted*>(drafted);
+  Drafted* head = reinterpret_cast<Drafted*>(record_of(exchange, x, index, x.drafted));
   head->replay = replay;
   head->count = j;
-  reinterpret_cast<int*>(head + 1)[j - 1] = token;
+  int* ids = reinterpret_cast<int*>(head + 1);
+  ids[j - 1] = token;
+  ids[x.rows - 1 + j - 1] = parent;
   __threadfence_system();
 }

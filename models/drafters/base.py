@@ -1,8 +1,8 @@
 """What drafts: the protocol between a round and whatever proposes tokens to it.
 
 A round's drafts are a tree whose row 0 is the slot's last token: draft j (from 1) hangs on row
-``parent[j] < j``. A chain is ``parent[j] = j - 1``, and the only shape that rounds have so far.
-Drafts come level by level, as a model makes them, or all at once.
+``parent[j] < j``. A chain is ``parent[j] = j - 1``. Drafts come level by level, as a model makes
+them, or all at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.state import MAX_DRAFTS
 
 __all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
 
@@ -33,7 +34,7 @@ class TreeShape:
     ----------
     nodes : drafts per round; the target's forward has one row more.
     levels : rows that each step feeds per request, one entry a step; empty: drafts come at once.
-    branch : children kept per row; 1 is a chain.
+    branch : most children of a row; 1 is a chain.
     """
 
     nodes: int
@@ -45,7 +46,7 @@ class TreeShape:
         """A chain whose drafts come one by one."""
         return TreeShape(drafts, (1,) * drafts)
 
-    def require_chain(self, most: int) -> None:
+    def check(self, most: int) -> None:
         """Refuse what no round can be built for, or what has more than `most` drafts.
 
         Raises
@@ -55,8 +56,16 @@ class TreeShape:
         """
         if not 1 <= self.nodes <= most:
             raise OptionError(f"{self.nodes} drafts a round, of the 1 to {most} asked for")
-        if self.branch != 1 or self.levels not in ((), (1,) * self.nodes):
-            raise OptionError(f"rounds verify chains so far, not {self}")
+        steps = len(self.levels)
+        chain = self.branch == 1 and self.levels in ((), (1,) * self.nodes)
+        tree = self.branch > 1 and self.levels in ((), (1, *(self.branch,) * (steps - 1)))
+        if not (chain or tree):
+            raise OptionError(f"no round verifies drafts of the shape {self}")
+        if tree and (steps > self.nodes or (steps - 1) * self.branch > MAX_DRAFTS):
+            raise OptionError(
+                f"a tree of {steps} levels of {self.branch} has no place in {self.nodes} drafts "
+                f"a round, or in {MAX_DRAFTS}"
+            )
 
 
 @dataclass(frozen=True)

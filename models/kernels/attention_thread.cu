@@ -1,5 +1,6 @@
-// Causal attention of one row over its slot's cached positions 0..pos: one thread per (row, head),
-// no barrier. Grouped-query: consecutive query heads share a key head.
+// Causal attention of one row over its slot's cached positions 0..pos, of a tree's row those of its
+// path: one thread per (row, head), no barrier. Grouped-query: consecutive query heads share a key
+// head.
 //
 // Online softmax (Milakov and Gimelshein, 2018) over tiles of TILE positions anchored at 0, in
 // order. Positions beyond the row's own are never touched. The order of every sum depends on the
@@ -58,10 +59,10 @@ __device__ __noinline__ void add_values(const float* weight, const CACHE* values
 
 // Grid (rows), block (heads). `qkv` rows hold all_heads heads, queries first.
 extern "C" __global__ void attention_thread(const float* qkv, const int* slot, const int* pos,
-                                            const int* page_table, const CACHE* keys,
-                                            const CACHE* values, float* out, int rows, int heads,
-                                            int kv_heads, int slots, int max_pages, int page_shift,
-                                            float scale) {
+                                            const unsigned long long* tree, const int* page_table,
+                                            const CACHE* keys, const CACHE* values, float* out,
+                                            int rows, int heads, int kv_heads, int slots,
+                                            int max_pages, int page_shift, float scale) {
   const int row = blockIdx.x;
   const int head = threadIdx.x;
   if (row >= rows || head >= heads) return;
@@ -84,12 +85,14 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
   }
   float top = -3.0e38f;
   float mass = 0.0f;
+  const Path path = path_at(tree, row, last);
   for (int first = 0; first <= last; first += TILE) {
     const int count = last - first + 1 < TILE ? last - first + 1 : TILE;
     long long at[TILE];
     float score[TILE];
     for (int j = 0; j < count; ++j) {
-      at[j] = element_of(pages, page_of(pages, s, first + j), first + j, kv_head);
+      const int cached = cached_at(path, first + j);
+      at[j] = element_of(pages, page_of(pages, s, cached), cached, kv_head);
     }
     score_tile(query, keys, at, count, score);
     float tile_top = top;

@@ -1,5 +1,6 @@
-// Causal attention of one row over its slot's cached positions 0..pos: one block of WARPS warps per
-// (row, head). Grouped-query: consecutive query heads share a key head.
+// Causal attention of one row over its slot's cached positions 0..pos, of a tree's row those of its
+// path: one block of WARPS warps per (row, head). Grouped-query: consecutive query heads share a
+// key head.
 //
 // Tiles of 32 positions anchored at 0; warp w takes tiles w, w + WARPS, ... with an online softmax,
 // a lane scoring one position; the warps are combined in order. Positions beyond the row's own
@@ -36,10 +37,10 @@ __device__ __forceinline__ float dot_key(const float* query, const CACHE* key) {
 
 // Grid (heads, rows). `qkv` rows hold heads + 2 kv_heads heads, queries first.
 extern "C" __global__ void attention_warp(const float* qkv, const int* slot, const int* pos,
-                                          const int* page_table, const CACHE* keys,
-                                          const CACHE* values, float* out, int rows, int heads,
-                                          int kv_heads, int slots, int max_pages, int page_shift,
-                                          float scale) {
+                                          const unsigned long long* tree, const int* page_table,
+                                          const CACHE* keys, const CACHE* values, float* out,
+                                          int rows, int heads, int kv_heads, int slots,
+                                          int max_pages, int page_shift, float scale) {
   __shared__ float query[HEAD_DIM];
   __shared__ float part_top[WARPS];
   __shared__ float part_mass[WARPS];
@@ -62,12 +63,13 @@ extern "C" __global__ void attention_warp(const float* qkv, const int* slot, con
   for (int d = threadIdx.x; d < HEAD_DIM; d += WARPS * 32) query[d] = from[d] * scale;
   __syncthreads();
 
+  const Path path = path_at(tree, row, last);
   float sum[PER_LANE] = {};
   float top = LOWEST;
   float mass = 0.0f;
   for (int first = warp * 32; first <= last; first += WARPS * 32) {
     const int count = last - first + 1 < 32 ? last - first + 1 : 32;
-    const int own = first + (lane < count ? lane : 0);
+    const int own = cached_at(path, first + (lane < count ? lane : 0));
     const long long at = element_of(pages, page_of(pages, s, own), own, kv_head);
     float score = dot_key(query, keys + at);
     score = lane < count ? score : LOWEST;

@@ -82,3 +82,24 @@ __device__ __forceinline__ long long element_of(const Pages& pages, int page, in
       (static_cast<long long>(page) << pages.page_shift) + (pos & ((1 << pages.page_shift) - 1));
   return (at * pages.kv_heads + head) * pages.head_dim;
 }
+
+// Where the positions of a tree's row lie. Draft j is cached j positions behind the tree's row 0,
+// wherever on its path it stands; what a row attends to is thus addressed through its path, in the
+// order of positions, and its sums are those of a chain to the bit.
+struct Path {
+  unsigned long long
+      drafts;  // bit j - 1: draft j, down to the row itself; 0: positions lie in order
+  int base;    // position of the tree's row 0
+};
+
+__device__ __forceinline__ Path path_at(const unsigned long long* tree, int row, int pos) {
+  const unsigned long long drafts = tree == nullptr ? 0 : tree[row];
+  return {drafts, pos - __popcll(drafts)};
+}
+
+__device__ __forceinline__ int cached_at(const Path& path, int pos) {
+  if (path.drafts == 0 || pos <= path.base) return pos;
+  unsigned long long rest = path.drafts;
+  for (int above = pos - path.base - 1; above > 0; --above) rest &= rest - 1;
+  return path.base + __ffsll(static_cast<long long>(rest));
+}

@@ -16,10 +16,10 @@
 // `qkv` rows hold heads queries, kv_heads keys, kv_heads values. `turn` rows hold the cosines, then
 // the sines of a position.
 extern "C" __global__ void rope_and_store(float* qkv, const float* turn, const int* slot,
-                                          const int* pos, const int* page_table, CACHE* keys,
-                                          CACHE* values, int rows, int heads, int kv_heads,
-                                          int slots, int max_pages, int page_shift,
-                                          int scratch_page) {
+                                          const int* pos, const unsigned long long* tree,
+                                          const int* page_table, CACHE* keys, CACHE* values,
+                                          int rows, int heads, int kv_heads, int slots,
+                                          int max_pages, int page_shift, int scratch_page) {
   const int chunks = (HALF + CHUNK - 1) / CHUNK;
   const int all_heads = heads + 2 * kv_heads;
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
@@ -43,10 +43,11 @@ extern "C" __global__ void rope_and_store(float* qkv, const float* turn, const i
     }
     return;
   }
-  const int page = page_of(pages, slot[row], p);
+  const int cached = cached_at(path_at(tree, row, p), p);
+  const int page = page_of(pages, slot[row], cached);
   if (page == scratch_page) return;
   if (head < heads + kv_heads) {
-    CACHE* to = keys + element_of(pages, page, p, head - heads);
+    CACHE* to = keys + element_of(pages, page, cached, head - heads);
     for (int i = begin; i < end; ++i) {
       const float a = x[i];
       const float b = x[i + HALF];
@@ -55,7 +56,7 @@ extern "C" __global__ void rope_and_store(float* qkv, const float* turn, const i
     }
     return;
   }
-  CACHE* to = values + element_of(pages, page, p, head - heads - kv_heads);
+  CACHE* to = values + element_of(pages, page, cached, head - heads - kv_heads);
   for (int i = begin; i < end; ++i) {
     from_float(x[i], to + i);
     from_float(x[i + HALF], to + i + HALF);

@@ -3,7 +3,7 @@
 #include "slot.cuh"
 
 // Opens replay `*replay + 1`: takes the row map from the input ring and lays out the target's rows.
-// Row b * width + j feeds `last` (j = 0) or draft j at position n + j. One block.
+// Row b * width + j feeds `last` (j = 0) or draft j, at position n + depth. One block.
 //
 // An entry without this replay's stamp was never published for it: every row is then padding, so a
 // replay nobody announced changes nothing.
@@ -11,7 +11,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
                                        const int* ring_stamp, int ring_stamp_stride,
                                        int ring_entries, const Slot* slots, int slot_count,
                                        int batch, int width, int* row_slot, int* token, int* slot,
-                                       int* pos) {
+                                       int* pos, unsigned long long* tree) {
   const int now = *replay + 1;
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
   const bool published = ring_stamp[entry * ring_stamp_stride] == now;
@@ -26,7 +26,8 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     const bool used = s >= 0 && j <= slots[s].draft_len && slots[s].n + j < slots[s].limit;
     token[r] = !used ? 0 : j == 0 ? slots[s].last : slots[s].drafts[j - 1];
     slot[r] = used ? s : -1;
-    pos[r] = used ? slots[s].n + j : -1;
+    pos[r] = used ? slots[s].n + depth_of(slots[s], j) : -1;
+    if (tree != nullptr) tree[r] = used ? path_of(slots[s], j) : 0;
   }
 }
 

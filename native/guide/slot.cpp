@@ -16,10 +16,12 @@ void make(Slot& slot, int j, int32_t state) noexcept {
   slot.made[at(j)].store(state, std::memory_order_release);
 }
 
-// The matcher has accepted the next draft.
-void step_on(Slot& slot) noexcept {
-  ++slot.node;
-  if (slot.terminated) slot.closed = slot.node;
+uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
+
+// The matcher has accepted draft j, a child of the node where it stood.
+void arrive(Slot& slot, int j) noexcept {
+  slot.node = j;
+  if (slot.terminated) slot.closed |= bit(j);
 }
 
 }  // namespace
@@ -61,6 +63,12 @@ void Slot::size_for(const Exchange& exchange) {
   pending.tokens.resize(rows);
   order.commit.tokens.resize(rows);
   order.draft.resize(rows - 1);
+  order.parent.resize(rows);
+  order.depth.resize(rows);
+  for (size_t j = 1; j < rows; ++j) {  // a chain, where nothing else is said
+    order.parent[j] = static_cast<int32_t>(j - 1);
+    order.depth[j] = static_cast<int32_t>(j);
+  }
   order.candidate.resize(at(exchange.layout.candidates));
 }
 
@@ -89,7 +97,6 @@ void SlotWork::serve(Slot& slot) const noexcept {
 void SlotWork::commit(Slot& slot) const noexcept {
   const Commit& commit = slot.order.commit;
   if (slot.ended) return;
-  slot.closed = INT_MAX;
   bool right = stand_at(slot, 0) && !commit.wrong;
   slot.tally[count::commits] += right;
   for (int i = 0; right && i < commit.count; ++i) {
@@ -106,6 +113,7 @@ void SlotWork::commit(Slot& slot) const noexcept {
     return;
   }
   slot.tested = 0;
+  slot.closed = 0;
   if (!slot.terminated) return;
   slot.tally[count::terminations] += 1;
   slot.ended = true;
@@ -113,10 +121,24 @@ void SlotWork::commit(Slot& slot) const noexcept {
   make(slot, 0, ROW_DEAD_END);
 }
 
-// Rows 0 .. v, as far as they can be; the matcher is back at the committed tokens afterwards.
+// Rows 0 .. v, as far as they can be, depth first: what two nodes share is walked once. The matcher
+// is back at the committed tokens afterwards.
 void SlotWork::make_rows(Slot& slot) const noexcept {
-  slot.tested = slot.order.drafts;
-  for (int j = 0; j <= slot.order.drafts && !slot.ended; ++j) make_row(slot, j);
+  const Order& order = slot.order;
+  slot.tested = order.drafts;
+  int j = 0;
+  while (j >= 0 && !slot.ended) {
+    const bool open = make_row(slot, j);
+    // The next node: a first child, else the next sibling of the node or of one above it.
+    int next = open ? j + 1 : order.drafts + 1;
+    while (next <= order.drafts && order.parent[at(next)] != j) ++next;
+    for (; next > order.drafts && j > 0; j = order.parent[at(j)]) {
+      for (next = j + 1; next <= order.drafts; ++next) {
+        if (order.parent[at(next)] == order.parent[at(j)]) break;
+      }
+    }
+    j = next <= order.drafts ? next : -1;
+  }
   stand_at(slot, 0);
 }
 
@@ -128,26 +150,42 @@ bool SlotWork::make_row(Slot& slot, int j) const noexcept {
   return !slot.ended;
 }
 
-// Brings the matcher to node j: back, or down by the drafts. False where it cannot get there, or
-// nothing may follow: it then stands at the last node that it reached.
+// Brings the matcher to node j: back to where the ways part, then down by the drafts. False where
+// it cannot get there, or nothing may follow: it then stands at the last node that it reached.
 bool SlotWork::stand_at(Slot& slot, int j) const noexcept {
-  if (slot.ended || j >= slot.closed) return false;
-  if (slot.node > j) {
+  const std::vector<int32_t>& parent = slot.order.parent;
+  if (slot.ended) return false;
+  for (int node = j; node != 0; node = parent[at(node)]) {
+    if ((slot.closed & bit(node)) != 0) return false;
+  }
+  int back = 0;
+  for (int node = j; slot.node != node;) {  // a parent's number is the smaller one
+    int& deeper = slot.node > node ? slot.node : node;
+    back += &deeper == &slot.node;
+    deeper = parent[at(deeper)];
+  }
+  if (back > 0) {
     slot.tally[count::rollbacks] += 1;
-    if (slot.matcher->rollback(slot.node - j, &slot.error) == Answer::kFailed) fail(slot);
-    slot.node = j;
+    if (slot.matcher->rollback(back, &slot.error) == Answer::kFailed) fail(slot);
     slot.terminated = false;
   }
-  while (!slot.ended && slot.node < j) {
-    if (accept(slot, slot.order.draft[at(slot.node)])) {
-      step_on(slot);
-    } else {
-      slot.closed = slot.node + 1;
-      slot.tally[count::refused_drafts] += 1;
-    }
-    if (j >= slot.closed) return false;
+  while (!slot.ended && slot.node != j) {
+    int next = j;
+    while (parent[at(next)] != slot.node) next = parent[at(next)];
+    if (!step_to(slot, next)) return false;
   }
   return !slot.ended;
+}
+
+// Goes from the node where the matcher stands to its child j; false where that is refused or ends.
+bool SlotWork::step_to(Slot& slot, int j) const noexcept {
+  if (accept(slot, slot.order.draft[at(j - 1)])) {
+    arrive(slot, j);
+  } else {
+    slot.closed |= bit(j);
+    slot.tally[count::refused_drafts] += 1;
+  }
+  return (slot.closed & bit(j)) == 0;
 }
 
 // Takes forced tokens as drafts, one after the other; the row after the last of K is left to open.
@@ -171,7 +209,7 @@ void SlotWork::probe(Slot& slot) const noexcept {
       if (slot.ended) return;
       continue;
     }
-    step_on(slot);
+    arrive(slot, order.j);
     slot.answered = true;
     slot.answer = id;
     return;
@@ -220,8 +258,11 @@ void SlotWork::fill(Slot& slot, int j) const noexcept {
     return;
   }
   slot.tally[count::dead_ends] += 1;
-  slot.closed = j;
-  if (j == 0) slot.ended = true;
+  if (j == 0) {
+    slot.ended = true;
+  } else {
+    slot.closed |= bit(j);
+  }
   make(slot, j, ROW_DEAD_END);
 }
 

@@ -1,7 +1,7 @@
 // One slot's place in its grammar, and the work on it: whatever touches the slot's matcher.
 //
-// Node 0 is the last committed token, nodes 1 .. K are the drafts behind it, in their order. Row j
-// masks what may follow node j.
+// Node 0 is the last committed token, nodes 1 .. K are the drafts: a tree, where each hangs on a
+// node of a smaller number. Row j masks what may follow node j.
 //
 // A slot belongs either to the thread that runs the steps ("the step") or, while `busy` is set, to
 // the one thread that serves its order. See worker.h for who may do what when.
@@ -9,7 +9,6 @@
 
 #include <array>
 #include <atomic>
-#include <climits>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -119,8 +118,10 @@ struct Order {
   Commit commit;
   Task task = Task::kNone;
   int j = 0;
-  int drafts = 0;              // v
-  std::vector<int32_t> draft;  // [K] token of node j at j - 1
+  int drafts = 0;               // v
+  std::vector<int32_t> draft;   // [K] token of node j at j - 1
+  std::vector<int32_t> parent;  // [K + 1] of each node but 0; parent[j] < j
+  std::vector<int32_t> depth;   // [K + 1]
   int candidates = 0;
   std::vector<int32_t> candidate;  // [candidates]
 };
@@ -142,10 +143,10 @@ struct Slot {
 
   // The server's, handed over with `busy`.
   Order order;
-  int node = 0;                 // where the matcher stands
-  int closed = INT_MAX;         // the first node nothing follows: a refused, stop or dead-end draft
-  bool ended = false;           // terminated, dead end or error: the slot is left alone
-  bool terminated = false;      // of the matcher, drafts included
+  int node = 0;             // where the matcher stands
+  uint64_t closed = 0;      // nodes nothing follows, bit j - 1: refused, stop or dead-end drafts
+  bool ended = false;       // terminated, dead end or error: the slot is left alone
+  bool terminated = false;  // of the matcher, drafts included
   std::vector<int32_t> forced;  // [K + 1] forced token of each row, or -1
   int tested = 0;               // drafts that the rows made last are for
   bool answered = false;        // a probe has its answer
@@ -177,6 +178,7 @@ class SlotWork {
   void make_rows(Slot& slot) const noexcept;
   bool make_row(Slot& slot, int j) const noexcept;
   bool stand_at(Slot& slot, int j) const noexcept;
+  bool step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;

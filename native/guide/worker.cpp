@@ -226,7 +226,7 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.pending.given = false;
   slot.error = ErrorText();
   slot.node = 0;
-  slot.closed = INT_MAX;
+  slot.closed = 0;
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
 
@@ -266,6 +266,16 @@ void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
   if (count < 0 || count > exchange_.drafts()) {
     work_.fail(slot);
     return;
+  }
+  const int32_t* parents = Exchange::ids(drafted) + exchange_.drafts();
+  for (int j = 1; j <= count; ++j) {
+    const int32_t parent = parents[j - 1];
+    if (parent < 0 || parent >= j) {
+      work_.fail(slot);
+      return;
+    }
+    order.parent[at(j)] = parent;
+    order.depth[at(j)] = order.depth[at(parent)] + 1;
   }
   order.drafts = count;
   std::copy_n(Exchange::ids(drafted), count, order.draft.begin());
@@ -308,7 +318,7 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
-    if (made != slot.stamped[at(j)]) stamp(slot, j, made, slot.n + j);
+    if (made != slot.stamped[at(j)]) stamp(slot, j, made, slot.n + slot.order.depth[at(j)]);
   }
 }
 

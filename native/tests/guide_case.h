@@ -297,7 +297,9 @@ class GuidedCase {
       if (token < 0) continue;
       stay.drafts.push_back(token);
       *exchange_.drafted(s) = {replay, j};
-      guided::Exchange::ids(exchange_.drafted(s))[j - 1] = token;
+      int32_t* ids = guided::Exchange::ids(exchange_.drafted(s));
+      ids[j - 1] = token;
+      ids[exchange_.drafts() + j - 1] = j - 1;
     }
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }

@@ -40,6 +40,8 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
   const Slot& slot = slots[index];
   if (!slot.active || j > slot.draft_len) return;
 
+  const u64 path = path_of(slot, j);
+  const int position = slot.n + depth_of(slot, j);
   const int tid = static_cast<int>(threadIdx.x);
   const long long first = static_cast<long long>(r) * vocab_size;
   float* x = logits + first;
@@ -48,11 +50,12 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
   }
   if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
     const int* table = tables + static_cast<long long>(index) * 2 * vocab_size;
-    // Row j of a chain stands behind j drafts: their logits are made apart, by hand.
+    // The logits of the drafts that row j stands behind are made apart, by hand.
     for (int t = tid; t < j; t += BLOCK) {
+      if (!(path >> t & 1)) continue;
       const int d = slot.drafts[t];
       int times = 0;
-      for (int s = 0; s < j; ++s) times += slot.drafts[s] == d;
+      for (int s = 0; s < j; ++s) times += (path >> s & 1) && slot.drafts[s] == d;
       const bool known = d >= 0 && d < vocab_size;
       drafted[t] = known ? adjusted(slot, table, vocab_size, d, x[d], times) : 0.0f;
     }
@@ -62,14 +65,15 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
     }
     block_sync();
     for (int t = 0; t < j && tid == 0; ++t) {
+      if (!(path >> t & 1)) continue;
       const int d = slot.drafts[t];
       if (d >= 0 && d < vocab_size) x[d] = drafted[t];
     }
     block_sync();
   }
-  if (slot.n + j + 1 < slot.earliest) {
+  if (position + 1 < slot.earliest) {
     // Stop ids stay where there is nothing else, as where a grammar is done.
-    const int state = stamped_state(stamp_of(exchange, layout, index, j), slot.epoch, slot.n + j);
+    const int state = stamped_state(stamp_of(exchange, layout, index, j), slot.epoch, position);
     const u32* mask = state == ROW_READY ? mask_of(exchange, layout, index, j) : nullptr;
     const Row row = {x, vocab_size, mask, token_limit, nullptr};
     u64 other = 0;
@@ -100,13 +104,15 @@ extern "C" __global__ void note_committed(const float* raw, int vocab_size, cons
   const RoundRow* row = round_row(rows, row_words, b);
   if (i >= row->count) return;
   const bool leader = threadIdx.x == 0;
-  const int token = reinterpret_cast<const int*>(row + 1)[i];
+  const int* tokens = reinterpret_cast<const int*>(row + 1);
+  const int token = tokens[i];
   if (leader && (slot.adjust & ADJUST_COUNTS)) {
     atomicAdd(tables + (static_cast<long long>(index) * 2 + 1) * vocab_size + token, 2);
   }
   if ((slot.adjust & ADJUST_LOGPROBS) == 0) return;
 
-  const Row kept = {raw + static_cast<long long>(r) * vocab_size, vocab_size, nullptr, 0, nullptr};
+  const long long from = static_cast<long long>(b * width + tokens[row_width(row_words) + i]);
+  const Row kept = {raw + from * vocab_size, vocab_size, nullptr, 0, nullptr};
   const u32 replay = static_cast<u32>(*replay_number);
   int* at = ring + static_cast<long long>(replay % out.entries) * out.stride + b * out.row;
   Logprobs* told = reinterpret_cast<Logprobs*>(at) + i;

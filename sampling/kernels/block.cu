@@ -9,14 +9,15 @@
 // and draft i passes with chance h_i: block verification (Sun et al., ICLR 2025, arXiv 2403.10444).
 // The LAST draft that passes is the last accepted one, and the token behind it comes from
 // max(P p - q, 0). Behind i drafts it goes on with probability P_i whatever the chain's length, so
-// the chain may end anywhere, if only its prefix says so: at a row that is not ready as at a stop id.
+// the chain may end anywhere, if only its prefix says so: at a row that is not ready as at a stop
+// id.
 //
 // A draft that was not drawn is a point with q = 1. Chains mix both: no less is accepted than by
 // tests one by one, and more where a draft was drawn behind another draft, of either kind.
 //
 // VERIFY_PER_TOKEN: draft j passes alone, with chance min(1, p / q), and the FIRST that fails ends
-// the chain (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding",
-// 2023). In either, an illegal draft has p = 0 and never passes, nor does any behind it.
+// the chain (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
+// decoding", 2023). In either, an illegal draft has p = 0 and never passes, nor does any behind it.
 #include "left.cuh"
 
 extern "C" __global__ void test_drafts(const int* row_slot, int width, int vocab_size,
@@ -44,8 +45,8 @@ extern "C" __global__ void test_drafts(const int* row_slot, int width, int vocab
     const float p = known ? probs[static_cast<long long>(b * width + i) * vocab_size + d] : 0.0f;
     const int column = known ? column_of(t2d, draft_vocab, d) : -1;
     const float qd = slot.q_kind[i] == DRAFT_POINT ? 1.0f
-                     : column < 0                  ? 0.0f
-                           : tables[static_cast<long long>(i) * draft_vocab + column];
+                     : column < 0 ? 0.0f
+                                  : tables[static_cast<long long>(i) * draft_vocab + column];
     // A draft its own table calls impossible was not drawn from that table: refuse, count.
     if (!(qd > 0.0f) && i == j - 1 && threadIdx.x == 0) atomicAdd(faults, 1);
     const float mass = fmul(weight, p);
@@ -57,8 +58,11 @@ extern "C" __global__ void test_drafts(const int* row_slot, int width, int vocab
   float lose = fadd(1.0f, -weight);
   if (!per_token && j < end && weight > 0.0f && weight < 1.0f) {
     const float* table = tables + static_cast<long long>(j) * draft_vocab;
-    const Left left = {weight, probs + static_cast<long long>(r) * vocab_size,
-                       slot.q_kind[j] == DRAFT_POINT ? nullptr : table, slot.drafts[j], t2d,
+    const Left left = {weight,
+                       probs + static_cast<long long>(r) * vocab_size,
+                       slot.q_kind[j] == DRAFT_POINT ? nullptr : table,
+                       slot.drafts[j],
+                       t2d,
                        draft_vocab};
     u64 sum = 0;
     for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {

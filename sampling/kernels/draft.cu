@@ -25,7 +25,6 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
   Slot& slot = slots[index];
   const int position = slot.n + j;  // being drafted
   const RowStamp* stamp = stamp_of(exchange, layout, index, j - 1);
-  int* drafted = record_of(exchange, layout, index, layout.drafted);
 
   int token = -1;
   if (probed) {
@@ -35,7 +34,9 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
   }
   if (token < 0 && masked) token = forced_token(stamp, slot.epoch, position - 1);
   if (token >= 0) {
-    if (threadIdx.x == 0) keep_draft(slot, j, token, DRAFT_POINT, *replay_number, drafted);
+    if (threadIdx.x == 0) {
+      keep_draft(slot, j, j - 1, token, DRAFT_POINT, *replay_number, exchange, layout, index);
+    }
     return;
   }
 
@@ -72,6 +73,7 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
     kind = coupled ? DRAFT_POINT : DRAFT_DENSE;
   }
   if (threadIdx.x == 0) {
-    keep_draft(slot, j, d2t ? d2t[column] : column, kind, *replay_number, drafted);
+    const int id = d2t ? d2t[column] : column;
+    keep_draft(slot, j, j - 1, id, kind, *replay_number, exchange, layout, index);
   }
 }

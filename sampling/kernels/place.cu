@@ -1,22 +1,34 @@
 // Drafts that come all at once: what a drafter proposed, or what the grammar forces.
 //
-// One thread per batch row. The conditions under which a position is drafted are those of
-// sample_draft, so a proposal may be anything: what cannot be a draft ends the chain.
+// One thread per batch row. A proposal may be anything: what cannot be a draft is left out, and
+// what hangs on it. Siblings of one token are one draft.
 #include "slot.cuh"
 
 extern "C" __global__ void place_drafts(int batch, const int* row_slot, const int* proposal,
-                                        int most_drafts, int vocab_size, Slot* slots,
-                                        const RoundRow* rows, int row_words, int* exchange,
-                                        const ExchangeLayout layout, const int* replay_number) {
+                                        const int* parents, int most_drafts, int vocab_size,
+                                        Slot* slots, const RoundRow* rows, int row_words,
+                                        int* exchange, const ExchangeLayout layout,
+                                        const int* replay_number) {
   const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= batch || row_slot[b] < 0) return;
-  Slot& slot = slots[row_slot[b]];
-  int* drafted = record_of(exchange, layout, row_slot[b], layout.drafted);
-  for (int j = 1; j <= most_drafts; ++j) {
-    const int token = proposal[b * most_drafts + j - 1];
-    if (token < 0 || token >= vocab_size) return;
-    if (!is_drafting(slot, *round_row(rows, row_words, b), j)) return;
-    keep_draft(slot, j, token, DRAFT_POINT, *replay_number, drafted);
+  const int index = row_slot[b];
+  Slot& slot = slots[index];
+  if (!is_drafting(slot, *round_row(rows, row_words, b), 1)) return;
+  int row_of[MAX_DRAFTS + 1];  // of each that is proposed; -1: left out
+  row_of[0] = 0;
+  for (int i = 1; i <= most_drafts; ++i) {
+    const int token = proposal[b * most_drafts + i - 1];
+    const int hangs_on = parents == nullptr ? i - 1 : parents[b * most_drafts + i - 1];
+    row_of[i] = -1;
+    if (token < 0 || token >= vocab_size || hangs_on < 0 || hangs_on >= i) continue;
+    const int parent = row_of[hangs_on];
+    if (parent < 0 || (parent > 0 && is_stop(slot, slot.drafts[parent - 1]))) continue;
+    row_of[i] = child_of(slot, slot.draft_len, parent, token);
+    if (row_of[i] != 0) continue;
+    const int j = slot.draft_len + 1;
+    if (slot.n + j >= slot.limit) return;
+    keep_draft(slot, j, parent, token, DRAFT_POINT, *replay_number, exchange, layout, index);
+    row_of[i] = j;
   }
 }
 

@@ -1,9 +1,9 @@
 // Target rows: mask, filters, distribution, and the token of rows whose drafts are not tested.
 //
-// One block per row r = b * width + j. Row j of batch row b holds the logits after position n + j
-// of slot row_slot[b] and decides position n + j + 1 under the slot's mask row j. Rows that nobody
-// will test (padding, inactive, beyond the drafts) and rows without a valid stamp are left: row_ok
-// = 0.
+// One block per row r = b * width + j. Row j of batch row b holds the logits after row j of slot
+// row_slot[b], which stands at position n + depth, and decides the next one under mask row j. Rows
+// that nobody will test (padding, inactive, beyond the drafts) and rows without a valid stamp are
+// left: row_ok = 0.
 #include "row.cuh"
 #include "slot.cuh"
 
@@ -18,9 +18,10 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
   const bool leader = threadIdx.x == 0;
 
   int state = ROW_NOT_READY;
+  int position = 0;
   if (index >= 0 && slots[index].active && j <= slots[index].draft_len) {
-    state =
-        stamped_state(stamp_of(exchange, layout, index, j), slots[index].epoch, slots[index].n + j);
+    position = slots[index].n + depth_of(slots[index], j);
+    state = stamped_state(stamp_of(exchange, layout, index, j), slots[index].epoch, position);
   }
   if (state != ROW_FREE && state != ROW_READY) {
     if (leader) {
@@ -48,7 +49,7 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
     status = row_distribution<false>(row, filter, work, scratch);
     const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
     if (status == ROW_OK && (j == most || !is_testing(slot, most))) {
-      const Noise noise = {slot.seed, slot.n + j + 1,
+      const Noise noise = {slot.seed, position + 1,
                            PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
       token = draw_column(vocab_size, nullptr, noise, scratch, [work](int i) { return work[i]; });
     }

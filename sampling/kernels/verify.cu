@@ -1,16 +1,11 @@
-// Chain verification: walk the drafts, commit to the slot.
+// Verification: walk the tree of drafts, commit to the slot.
 //
-// One block per batch row. Thread 0 walks: where a draft is the token of its row the walk goes on,
-// else that token is the last. Where drafts are tested (block.cu), the tests decide what the rows'
-// tokens are. The walk may also end AFTER an accepted token (row not ready, stop id, limit), then
-// without a bonus.
+// One block per batch row. Thread 0 walks: where a child holds the token of its row the walk goes
+// there, else that token is the last. With a token drawn for each row that is exact on any tree,
+// and on one that was made without chance no other rule accepts more. Where the drafts of a chain
+// are tested (block.cu), their tests say what the tokens are. The walk may also end AFTER an
+// accepted token (row not ready, stop id, limit), then without a bonus.
 #include "left.cuh"
-
-struct Walk {
-  int count;     // tokens committed so far
-  int accepted;  // drafts among them
-  int reason;
-};
 
 // What tests say of the rows: the accepted drafts, then a token from what is left for the refused
 // one. Rows behind it have none.
@@ -36,7 +31,7 @@ __device__ __forceinline__ void settle(const Slot& slot, int tested, int vocab_s
   if (j == tested || row_ok[j] != ROW_OK) return;
   const float* p = probs + static_cast<long long>(j) * vocab_size;
   const float* table = tables + static_cast<long long>(j) * draft_vocab;
-  const Left left = {weights[j], p, slot.q_kind[j] == DRAFT_POINT ? nullptr : table,
+  const Left left = {weights[j],     p,   slot.q_kind[j] == DRAFT_POINT ? nullptr : table,
                      slot.drafts[j], t2d, draft_vocab};
   const Noise noise = {slot.seed, slot.n + j + 1,
                        PURPOSE_RESIDUAL | static_cast<u32>(slot.sample) << 8, slot.n};
@@ -48,12 +43,13 @@ __device__ __forceinline__ void settle(const Slot& slot, int tested, int vocab_s
   if (leader) target_tok[j] = token;
 }
 
-extern "C" __global__ void verify_chain(const int* row_slot, int width, int vocab_size,
-                                        int draft_vocab, const int* t2d, const float* probs,
-                                        const int* row_ok, Slot* slots, const float* q,
-                                        int most_drafts, const float* weights, const int* passed,
-                                        int* target_tok, int* exchange, const ExchangeLayout layout,
-                                        const int* replay_number, RoundRow* rows, int row_words) {
+extern "C" __global__ void verify_drafts(const int* row_slot, int width, int vocab_size,
+                                         int draft_vocab, const int* t2d, const float* probs,
+                                         const int* row_ok, Slot* slots, const float* q,
+                                         int most_drafts, const float* weights, const int* passed,
+                                         int* target_tok, int* exchange,
+                                         const ExchangeLayout layout, const int* replay_number,
+                                         RoundRow* rows, int row_words) {
   __shared__ Scratch scratch;
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
@@ -61,6 +57,7 @@ extern "C" __global__ void verify_chain(const int* row_slot, int width, int voca
   const bool leader = threadIdx.x == 0;
   RoundRow* result = round_row(rows, row_words, b);
   int* tokens = reinterpret_cast<int*>(result + 1);
+  int* decided_by = tokens + row_width(row_words);
 
   if (index < 0 || !slots[index].active) {
     if (leader) {
@@ -85,39 +82,29 @@ extern "C" __global__ void verify_chain(const int* row_slot, int width, int voca
   }
   if (!leader) return;
 
-  Walk walk = {0, 0, REASON_NONE};
-  for (int j = 0; j <= tested; ++j) {
-    if (position + j + 1 >= slot.limit) {
-      walk.reason = REASON_LENGTH;
-      break;
-    }
-    const int r = first + j;
-    if (row_ok[r] != ROW_OK) {
+  int count = 0;
+  int accepted = 0;
+  int reason = REASON_NONE;
+  int j = 0;
+  do {
+    const int ok = row_ok[first + j];
+    const int token = target_tok[first + j];
+    if (ok != ROW_OK || token < 0) {
       // Behind an accepted draft the round ends here; the next one opens with this very row.
-      if (j == 0 && row_ok[r] == ROW_NO_TOKEN) walk.reason = REASON_DEAD_END;
-      if (j == 0 && row_ok[r] == ROW_BAD_LOGIT) walk.reason = REASON_ERROR;
+      if (j == 0 && ok != 0) reason = ok == ROW_NO_TOKEN ? REASON_DEAD_END : REASON_ERROR;
       break;
     }
-    const int token = target_tok[r];
-    if (token < 0) break;
-    tokens[walk.count++] = token;
-    if (j == tested || slot.drafts[j] != token) break;
-    walk.accepted += 1;
+    decided_by[count] = j;
+    tokens[count++] = token;
     if (is_stop(slot, token)) {
-      walk.reason = REASON_STOP;
-      break;
-    }
-  }
-
-  const int count = walk.count;
-  int reason = walk.reason;
-  if (count > 0 && reason == REASON_NONE) {
-    if (is_stop(slot, tokens[count - 1])) {
       reason = REASON_STOP;
     } else if (position + count + 1 >= slot.limit) {
       reason = REASON_LENGTH;
     }
-  }
+    j = child_of(slot, tested, j, token);
+    accepted += j > 0;
+  } while (j > 0 && reason == REASON_NONE);
+
   if (count > 0) {
     slot.n = position + count;
     slot.last = tokens[count - 1];
@@ -126,7 +113,7 @@ extern "C" __global__ void verify_chain(const int* row_slot, int width, int voca
     *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }
   if (reason != REASON_NONE) slot.active = 0;
-  *result = {index, count, reason, walk.accepted, tested, position};
+  *result = {index, count, reason, accepted, tested, position};
   int* record = record_of(exchange, layout, index, layout.committed);
   *reinterpret_cast<Committed*>(record) = {replay, count};
   for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];

@@ -68,8 +68,8 @@ class NoIds(Wrong):
 @pytest.mark.parametrize(
     "drafter, error, words",
     [
-        (wrong(shape=TreeShape(2, branch=2)), OptionError, "rounds verify chains"),
-        (wrong(shape=TreeShape(2, (1, 2))), OptionError, "rounds verify chains"),
+        (wrong(shape=TreeShape(2, (1, 2, 2), 2)), OptionError, "has no place in 2 drafts"),
+        (wrong(shape=TreeShape(2, (1, 2))), OptionError, "no round verifies drafts of the shape"),
         (wrong(shape=TreeShape(0)), OptionError, "0 drafts a round, of the 1 to 2 asked for"),
         (wrong(shape=TreeShape(3)), OptionError, "3 drafts a round, of the 1 to 2 asked for"),
         (wrong(shape=None), OptionError, "says nothing of its shape"),

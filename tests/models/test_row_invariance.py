@@ -5,6 +5,7 @@ time, alone.
 """
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,17 @@ from nets_util import cached, forward, load_eagle3, load_llama, make_rows, own, 
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.cudagraph.graph import Graph
+from graft.cudagraph.lanes import StreamLane
+from graft.sampling.sampler import ROUND_ROW
 
 LENGTH = 35  # past one attention tile of 32
 SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}
+NAMES = ("logits", "features", "draft")
 SLOTS = 8
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
+ROOT, FORK = 26, 31  # three ways lead from one position, and two of them part later
+SEQUENCES[:2, : ROOT + 1] = SEQUENCES[2, : ROOT + 1]
+SEQUENCES[1, : FORK + 1] = SEQUENCES[2, : FORK + 1]
 
 
 class Forward:
@@ -24,7 +31,10 @@ class Forward:
 
     def __init__(self, model, drafter, count):
         device, zeros = model.device, np.zeros(count, np.int32)
-        self.rows, self.entries = (make_rows(device, zeros, zeros, zeros) for _ in range(2))
+        tree = device.zeros((count,), "uint64")
+        self.rows, self.entries = (
+            replace(make_rows(device, zeros, zeros, zeros), tree=tree) for _ in range(2)
+        )
         features = device.zeros((count, 3 * 48), "float32")
         logits = device.zeros((count, model.vocab_size), "float32")
         graph = Graph(device, f"{count} rows")
@@ -33,7 +43,8 @@ class Forward:
         self.results = logits, features, drafter.entries(lane, self.entries, features)
         self.exec = graph.instantiate()
 
-    def run(self, stream, tokens, following, slots, positions):
+    def run(self, stream, tokens, following, slots, positions, tree):
+        self.rows.tree.copy_from(np.broadcast_to(tree, len(tokens)).astype(np.uint64))
         for rows, token in ((self.rows, tokens), (self.entries, following)):
             for array, values in ((rows.token, token), (rows.slot, slots), (rows.pos, positions)):
                 array.copy_from(np.broadcast_to(values, array.shape).astype(np.int32))
@@ -47,7 +58,8 @@ class Case:
 
     def __init__(self, model, drafter, stream):
         self.both = model.kv, drafter.kv
-        self._forwards = functools.cache(functools.partial(Forward, model, drafter))
+        self.model = model
+        self.forward_of = functools.cache(functools.partial(Forward, model, drafter))
         self.parts, self.caches = [], []  # by sequence: logits, features, draft outputs; two caches
         for number in range(len(SEQUENCES)):
             self.reserve(stream, 0)
@@ -59,20 +71,21 @@ class Case:
         for kv in self.both:
             own(stream, kv, slot, positions)
 
-    def feed(self, stream, sequences, slots, positions):
+    def feed(self, stream, sequences, slots, positions, tree=0):
         """One forward; logits, features and draft outputs. A row's sequence of -1 is padding."""
         sequences, positions = np.asarray(sequences), np.asarray(positions)
         tokens = SEQUENCES[sequences, positions]
         following = SEQUENCES[sequences, (positions + 1) % LENGTH]
         slots, positions = (np.where(sequences < 0, -1, x) for x in (slots, positions))
-        return self._forwards(len(tokens)).run(stream, tokens, following, slots, positions)
+        return self.forward_of(len(tokens)).run(stream, tokens, following, slots, positions, tree)
 
-    def check(self, stream, sequences, slots, positions):
+    def check(self, stream, sequences, slots, positions, tree=0):
         """Each row of a forward equals its sequence at its position, bit for bit."""
-        result = self.feed(stream, sequences, slots, positions)
+        result = self.feed(stream, sequences, slots, positions, tree)
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):
-            for name, got, wanted in zip(("logits", "features", "draft"), result, self.parts[s],
-                                         strict=True):  # fmt: skip
+            for name, got, wanted in zip(NAMES, result, self.parts[s], strict=True):
+                if name == "draft" and tree != 0:
+                    continue  # an entry is of two tokens, hence of two rows of the tree
                 assert s < 0 or same_bits(got[r], wanted[p]), f"{name} of row {r}"
 
     def check_cache(self, slot, sequence):
@@ -177,3 +190,50 @@ def test_page_size_changes_no_bit(device, stream, tmp_path):
         own(stream, model.kv, 1, LENGTH)
         results.append(forward(stream, model, SEQUENCES[0], 1, range(LENGTH)))
     assert all(same_bits(results[0], result) for result in results[1:])
+
+
+def random_tree(rng):
+    """(sequence, position, path bits) of the nodes of the three ways, parents first."""
+    ways = {(2, p) for p in range(ROOT + 1, LENGTH)} | {(0, p) for p in range(ROOT + 1, LENGTH)}
+    ways |= {(1, p) for p in range(FORK + 1, LENGTH)}
+    nodes, paths, open_ways = [], {}, {0: ROOT, 2: ROOT}
+    while len(nodes) < len(ways):
+        s = int(rng.choice([s for s, p in open_ways.items() if p + 1 < LENGTH]))
+        before = (2 if s == 1 and open_ways[s] == FORK else s, open_ways[s])
+        open_ways[s] += 1
+        paths[s, open_ways[s]] = paths.get(before, 0) | 1 << len(nodes)
+        nodes.append((s, open_ways[s]))
+        if s == 2 and open_ways[s] == FORK:
+            open_ways[1] = FORK
+    return nodes, [paths[node] for node in nodes]
+
+
+def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
+    """Drafts on three ways in one forward, cached in any order, equal one token at a time; once
+    compacted, cache and features are those of the way that was taken."""
+    rng = np.random.default_rng(3)
+    for slot, taken in ((1, 2), (5, 1), (6, 0)):
+        clean.reserve(stream, slot, 64)
+        clean.feed(stream, [taken] * ROOT, slot, range(ROOT))
+        nodes, paths = random_tree(rng)
+        sequences, positions = zip((taken, ROOT), *nodes, strict=True)
+        clean.check(stream, sequences, slot, positions, [0, *paths])
+
+        wanted = [node for node in nodes if taken == node[0] or (taken == 1 and node[1] <= FORK
+                                                                 and node[0] == 2)]
+        wanted.sort(key=lambda node: node[1])
+        width = len(nodes) + 1
+        rows = [0, *(nodes.index(node) + 1 for node in wanted)]
+        result = np.zeros((1, ROUND_ROW.itemsize // 4 + 2 * width), np.int32)
+        result[0, : ROUND_ROW.itemsize // 4].view(ROUND_ROW)[0] = (slot, len(rows), 0, 0, 0, ROOT)
+        result[0, -width:][: len(rows)] = rows
+        model, device = clean.model, clean.model.device
+        features = clean.forward_of(width).results[1]
+        model.layers.compact(
+            StreamLane(stream), model.kv, device.from_host(np.array([slot], np.int32)),
+            device.from_host(result), features, width,
+        )  # fmt: skip
+        stream.synchronize()
+        assert same_bits(cached(model.kv, slot, LENGTH), clean.caches[taken][0])
+        kept = features.to_host()[: len(rows)]
+        assert same_bits(kept, clean.parts[taken][1][ROOT:])

@@ -68,6 +68,8 @@ class TableRound:
         state = self.state.to_host()
         for j, (d, kind) in enumerate(zip(s.drafts, s.kinds, strict=True)):
             state["drafts"][slot, j], state["q_kind"][slot, j] = d, kind
+            state["parent"][slot, j] = s.tree.parent[j + 1]
+            state["path"][slot, j] = s.tree.route(j + 1)
             if kind == ref.POINT:
                 continue
             columns = np.arange(self.vocab) if self.d2t is None else self.d2t
@@ -138,7 +140,8 @@ class TableRound:
         rows = self.ring.row("rows", replay).copy()
         head = ROUND_ROW.itemsize // 4
         fields = rows[:, :head].copy().view(ROUND_ROW)[:, 0]
-        return {name: fields[name] for name in ROUND_ROW.names} | {"tokens": rows[:, head:]}
+        tokens = rows[:, head : head + self.width]
+        return {name: fields[name] for name in ROUND_ROW.names} | {"tokens": tokens}
 
     def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
         """Draw draft j from logits [B, Vd]."""

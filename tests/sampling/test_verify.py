@@ -1,4 +1,4 @@
-"""Chain verification against the reference, and its rules one by one."""
+"""Verification against the reference, and its rules one by one."""
 
 from __future__ import annotations
 
@@ -38,27 +38,36 @@ def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref
 
 
 def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
-    """0..K drafts, most of them likely, some illegal, with q tables near p; of known ids alone."""
-    size = logits.shape[1]
-    for j in range(int(rng.integers(0, K + 1))):
+    """As many drafts as fit or fewer, most of them likely, some illegal, with q tables near p; of
+    known ids alone. Where one token per row decides, they branch, and now and then elsewhere."""
+    most, size = logits.shape[0] - 1, logits.shape[1]
+    branches = slot.filter.greedy or slot.verify == ref.COUPLED or rng.random() < 0.2
+    for _ in range(int(rng.integers(0, most + 1))):
+        last = len(slot.drafts)
+        j = int(rng.integers(0, last + 1)) if branches and rng.random() < 0.5 else last
         q = np.exp(logits[j] + rng.normal(0, 0.7, size)) * (rng.random(size) < 0.8)
         q /= q.sum()
         likely = int(np.argmax(logits[j])) if rng.random() < 0.6 else int(rng.choice(size, p=q))
         d = int(rng.integers(0, size)) if rng.random() < 0.1 else likely
         table = np.where(known, q.astype(np.float32).astype(np.float64), 0.0)
-        ref.keep(slot, d, int(rng.random() < 0.3), table)
+        if slot.tree.child(j, d) is None:
+            ref.keep(slot, d, int(rng.random() < 0.3), table, j)
 
 
-def random_masks(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
-    """Mask rows 0..K: mostly ready or free, sometimes late, stale, dead or failed."""
+def random_masks(
+    rng: np.random.Generator, slot: ref.Slot, most: int = K
+) -> list[ref.MaskRow]:
+    """Mask rows: mostly ready or free, sometimes late, stale, dead or failed."""
     rows = []
-    for j in range(K + 1):
+    for j in range(most + 1):
         legal = rng.random(V) < rng.choice([0.2, 0.7, 1.0])
-        if rng.random() < 0.9 and j < len(slot.drafts):
-            legal[slot.drafts[j]] = True
+        if rng.random() < 0.9:
+            children = [i for i, parent in enumerate(slot.tree.parent) if i and parent == j]
+            legal[[slot.tree.token[i] for i in children]] = True
         state = int(rng.choice([1, 2, 2, 2, 2, 2, 2, 0, 3, 4])) if rng.random() < 0.5 else ref.READY
         epoch = slot.epoch + int(rng.random() < 0.04)
-        position = slot.n + j + int(rng.random() < (0.3 if state == ref.FREE else 0.04))
+        depth = len(slot.tree.path(j)) if j < len(slot.tree.token) else j
+        position = slot.n + depth + int(rng.random() < (0.3 if state == ref.FREE else 0.04))
         if not legal.any() and rng.random() < 0.5:
             legal[:] = True
         more = int(rng.random() < 0.3)
@@ -71,18 +80,18 @@ def test_matches_the_reference_on_random_rounds(make_round, block):
     rng = np.random.default_rng(7)
     slots, limit = 20, 39
     seen = set()
-    for d2t in (None, np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)):
+    for most, d2t in ((9, None), (K, np.sort(rng.choice(V, 29, replace=False)).astype(np.int32))):
         how = {"token_limit": limit, "d2t": d2t, "block": block}
-        r = make_round(slots=slots, draft_length=K, vocab=V, **how)
+        r = make_round(slots=slots, draft_length=most, vocab=V, **how)
         known = np.ones(V, bool) if d2t is None else np.isin(np.arange(V), d2t)
         for _ in range(10 if block == 1 else 3):
-            logits = rng.normal(0, 2, (slots, K + 1, V)).astype(np.float32)
+            logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
             logits[rng.random(logits.shape) < 0.02] = -np.inf
             logits[rng.random(logits.shape[:2]) < 0.01] = np.nan
             states = [random_slot(rng) for _ in range(slots)]
             for s, lg in zip(states, logits, strict=True):
                 add_drafts(rng, s, np.nan_to_num(lg, neginf=-9.0), known)
-            masks = [random_masks(rng, s) for s in states]
+            masks = [random_masks(rng, s, most) for s in states]
             out = r.play(states, logits, masks, rng.permutation(slots))
             seen |= set(zip(out["reason"].tolist(), (out["count"] > 0).tolist(), strict=True))
     wanted = {(reason, True) for reason in (ref.RUNNING, ref.STOP, ref.LENGTH)}
