@@ -57,13 +57,10 @@ extern "C" __global__ void test_drafts(const int* row_slot, int width, int vocab
   float win = weight;
   float lose = fadd(1.0f, -weight);
   if (!per_token && j < end && weight > 0.0f && weight < 1.0f) {
+    const float* p = probs + static_cast<long long>(r) * vocab_size;
     const float* table = tables + static_cast<long long>(j) * draft_vocab;
-    const Left left = {weight,
-                       probs + static_cast<long long>(r) * vocab_size,
-                       slot.q_kind[j] == DRAFT_POINT ? nullptr : table,
-                       slot.drafts[j],
-                       t2d,
-                       draft_vocab};
+    if (slot.q_kind[j] == DRAFT_POINT) table = nullptr;
+    const Left left = {weight, p, table, slot.drafts[j], t2d, draft_vocab};
     u64 sum = 0;
     for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
       const float mass = left(i);

@@ -31,8 +31,8 @@ __device__ __forceinline__ void settle(const Slot& slot, int tested, int vocab_s
   if (j == tested || row_ok[j] != ROW_OK) return;
   const float* p = probs + static_cast<long long>(j) * vocab_size;
   const float* table = tables + static_cast<long long>(j) * draft_vocab;
-  const Left left = {weights[j],     p,   slot.q_kind[j] == DRAFT_POINT ? nullptr : table,
-                     slot.drafts[j], t2d, draft_vocab};
+  if (slot.q_kind[j] == DRAFT_POINT) table = nullptr;
+  const Left left = {weights[j], p, table, slot.drafts[j], t2d, draft_vocab};
   const Noise noise = {slot.seed, slot.n + j + 1,
                        PURPOSE_RESIDUAL | static_cast<u32>(slot.sample) << 8, slot.n};
   int token = draw_column(vocab_size, nullptr, noise, scratch, left);
