@@ -41,6 +41,8 @@ class LlamaConfig:
     tie_word_embeddings : the output head is the embedding matrix.
     dtype : dtype the config names; float32 where it names none.
     eos_ids : end-of-sequence ids named by the config; may be empty.
+    head_norm : queries and keys are normed head by head.
+    num_nextn_predict_layers : modules behind the last layer, that predict tokens further on.
     """
 
     vocab_size: int
@@ -57,6 +59,7 @@ class LlamaConfig:
     dtype: str = "float32"
     eos_ids: tuple[int, ...] = ()
     head_norm: bool = False
+    num_nextn_predict_layers: int = 0
 
     @staticmethod
     def from_dir(path: str | Path) -> LlamaConfig:
@@ -169,6 +172,53 @@ class Eagle3Config(LlamaConfig):
         return ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(LlamaConfig):
+    """Shape of a DFlash block drafter; sizes and rotary embedding are its own layers'.
+
+    Attributes
+    ----------
+    num_target_layers : of the target it was made for.
+    target_layer_ids : OUTPUT ids of the target layers it reads, ascending, the last layer not
+        among them.
+    block_size : most rows of its pass: the last token, and a mask for every draft.
+    mask_token_id : of the target's vocabulary, the embedding of a mask.
+    """
+
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+
+    @staticmethod
+    def from_dir(path: str | Path) -> DFlashConfig:
+        """Read ``config.json`` of a drafter's folder. Raises ConfigError."""
+        fields = Fields.from_file(Path(path) / "config.json")
+        _architecture(fields, {"DFlashDraftModel": "qwen3"})
+        decoder = _decoder(fields, "qwen3")
+        own = fields.section("dflash_config")
+        if own is None:
+            raise ConfigError(f"{fields.where}: dflash_config is missing")
+        for name in own.data.keys() - {"block_size", "mask_token_id", "target_layer_ids"}:
+            own.refuse(name)
+        for name in ("is_causal", "output_multiplier", "final_logit_softcapping",
+                     "input_embedding_scale"):  # fmt: skip
+            fields.refuse(name, False)
+        layers = fields.integer("num_target_layers", low=2, high=MAX_LAYERS)
+        ids = own.integers("target_layer_ids") or ()
+        if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < layers - 1:
+            raise ConfigError(
+                f"{own.where}: target_layer_ids {list(ids)}: ascending ids below the last of "
+                f"{layers} layers are needed"
+            )
+        sized = own if own.get("block_size") is not None else fields
+        return DFlashConfig(
+            **decoder, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
+            block_size=sized.integer("block_size", low=2, high=1 << 10),
+            mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
+        )  # fmt: skip
+
+
 def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
     """The model_type, by the architecture's name where that is given."""
     names, kind = fields.get("architectures"), fields.get("model_type")
@@ -233,6 +283,9 @@ def _decoder(fields: Fields, kind: str = "llama") -> dict[str, Any]:
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "dtype": dtype,
         "eos_ids": fields.integers("eos_token_id") or (),
+        "num_nextn_predict_layers": fields.integer(
+            "num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0
+        ),
     }
 
 

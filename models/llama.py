@@ -95,8 +95,12 @@ def run_layer(
     rows: Rows,
     x: DeviceArray,
     tap: tuple[DeviceArray, int] | None = None,
+    attending: Rows | None = None,
 ) -> None:
-    """Attention over `x` and the MLP, both added to ``scratch.stream``; KV written at `index`."""
+    """Attention over `x` and the MLP, both added to ``scratch.stream``; KV written at `index`.
+
+    Rows attend to positions up to their own, or to those of `attending`.
+    """
     n, heads = rows.count, config.num_attention_heads
     stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
     normed, gate_up, gated = scratch.normed[:n], scratch.gate_up[:n], scratch.gated[:n]
@@ -104,7 +108,7 @@ def run_layer(
     if weights.head_norms is not None:
         layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
     layers.rope_and_store(lane, qkv, turn, rows, kv, index, heads)
-    layers.attention(lane, qkv, rows, kv, index, heads, mixed)
+    layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
     layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")
     layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
     layers.linear(lane, normed, weights.gate_up, gate_up, name="gate, up")
@@ -163,7 +167,9 @@ class LlamaModel:
         self.final_norm = weights.vector("model.norm.weight", hidden)
         tied = config.tie_word_embeddings
         self.lm_head = self.embedding if tied else weights.matrix("lm_head.weight", vocab, hidden)
-        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ())))
+        modules = range(config.num_nextn_predict_layers)  # for a drafter
+        behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
+        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(device, config, max_rows, hidden)
         self._taps: dict[int, int] = {}

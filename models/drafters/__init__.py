@@ -2,13 +2,15 @@
 
 from graft.models.drafters.ahead import Ahead
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom, DraftVocab, TreeShape
+from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.forced import Forced
 from graft.models.drafters.lm import SmallModel
+from graft.models.drafters.mtp import Mtp
 from graft.models.drafters.ngram import NGram
 from graft.models.feed import Feed
 
 __all__ = [
-    "Ahead", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed", "Forced",
-    "NGram", "SmallModel", "TreeShape",
+    "Ahead", "DFlash", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed",
+    "Forced", "Mtp", "NGram", "SmallModel", "TreeShape",
 ]  # fmt: skip

@@ -9,8 +9,10 @@ from graft.cudagraph.errors import OptionError
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
+from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.lm import SmallModel
+from graft.models.drafters.mtp import Mtp
 
 __all__ = ["make_drafter"]
 
@@ -42,7 +44,12 @@ def make_drafter(choice: DrafterChoice, room: DrafterRoom) -> Drafter:
 
 
 def _from_folder(folder: Path, room: DrafterRoom) -> Drafter:
-    """What a checkpoint's tensors say it is: a whole model, or an EAGLE-3 head."""
-    if (folder / "config.json").is_file() and "model.norm.weight" in Checkpoint(folder):
+    """What a checkpoint's tensors say it is."""
+    names = Checkpoint(folder).names if (folder / "config.json").is_file() else ()
+    if any(name.endswith(".eh_proj.weight") for name in names):
+        return Mtp(folder, room)
+    if "hidden_norm.weight" in names:
+        return DFlash(folder, room)
+    if "model.norm.weight" in names:
         return SmallModel.from_dir(folder, room)
     return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), room)

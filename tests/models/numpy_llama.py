@@ -126,3 +126,17 @@ def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.nda
     """Draft logits of outputs."""
     head = w["lm_head.weight"].astype(np.float64)
     return rms_norm(out, w["norm.weight"], config["rms_norm_eps"]) @ head.T
+
+
+def mtp_states(
+    w: Weights, config: dict[str, Any], prefix: str, embedding: np.ndarray, h: np.ndarray,
+    tokens: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """Normed states [E, hidden] of a prediction module: entry i joins h[i] with tokens[i]."""
+    eps, embedded = config["rms_norm_eps"], embedding.astype(np.float64)[tokens]
+    joined = [rms_norm(embedded, w[f"{prefix}.enorm.weight"], eps),
+              rms_norm(h, w[f"{prefix}.hnorm.weight"], eps)]  # fmt: skip
+    x = np.concatenate(joined, -1) @ w[f"{prefix}.eh_proj.weight"].astype(np.float64).T
+    y = rms_norm(x, w[f"{prefix}.input_layernorm.weight"], eps)
+    out = decoder_layer(w, prefix, config, y, x)
+    return rms_norm(out, w[f"{prefix}.shared_head.norm.weight"], eps)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: outputs of NumPy and of the training code, both formats, maps, refusals."""
+"""EAGLE-3 heads: outputs of NumPy and of published code, both formats, maps, refusals."""
 
 import functools
 
@@ -42,9 +42,9 @@ def pair(device, tmp_path, *, form=None, target=None, **options):
 
 
 @pytest.mark.parametrize("form", nets.FORMS)
-def test_draft_steps_equal_the_training_code(device, stream, form):
+def test_draft_steps_equal_published_code(device, stream, form):
     """From every position, an extend over true features and three steps over the head's own
-    outputs give what training unrolled, and the target's features are those it trained on."""
+    outputs give what published training code unrolls, by the features that ours trained on."""
     folder = nets.FIXTURES / "eagle3"
     expected = np.load(folder / "expected.npz")
     model = nets.load_llama(device, folder / "target", form=form)
@@ -185,7 +185,7 @@ def test_damaged_heads_are_refused_by_tensor(device, tmp_path, change, words):
 @pytest.mark.parametrize(
     ("other", "options", "words"),
     [({"vocab_size": 400}, {}, "vocab_size 400"),
-     ({"hidden_size": 64}, {}, "target_hidden_size 64"),
+     ({"hidden_size": 64}, {}, "of hidden_size 64"),
      ({}, {"eagle_config": None}, "3 layers")],
 )  # fmt: skip
 def test_a_head_of_another_target_is_refused(device, tmp_path, other, options, words):

@@ -1,14 +1,19 @@
 """Nothing that a request gets depends on drafts, batch, overlap, transport, or on the others."""
 
+import json
 import random
+import tempfile
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from engine_util import DRAFTER, TARGET, demo_engine, drain, mixed_requests
+from tiny_models import make_tiny_dflash, make_tiny_mtp
 
 from graft.models.drafters import Ahead, NGram
+from graft.models.drafters.load import make_drafter
 from graft.models.request import Request
 
 MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}}
@@ -84,7 +89,25 @@ def check_disturbed(engine, truth, mode, seed):
     return preemptions
 
 
-LOOKUP_AHEAD = partial(Ahead, first=NGram, then=DRAFTER)
+@dataclass(frozen=True)
+class Meaningless:
+    """A drafter of the demo's target with random weights, as an engine asks for it: so many modules
+    of multi-token prediction, or none and a block drafter."""
+
+    modules: int
+
+    def __call__(self, room):
+        config = json.loads((TARGET / "config.json").read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            if self.modules:
+                make_tiny_mtp(Path(folder), config, modules=self.modules)
+            else:
+                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5)
+            return make_drafter(folder, room)
+
+
+AHEAD = partial(Ahead, first=NGram)
+LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless(0)
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
@@ -99,6 +122,10 @@ SHAPES = [
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
+    {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
+    {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
+    {"max_batch_size": 4, "drafter": BLOCK, "draft_length": 4},
 ]
 QUICK = len(SHAPES)
 SHAPES += [
@@ -106,6 +133,12 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
+    {"max_batch_size": 3, "drafter": TARGET, "draft_length": 9, "draft_tree": (2, 5)},
+    {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 2, "draft_legality": "probe"},
+    {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
+    {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
+    {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
 ]
 
 
@@ -123,7 +156,8 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        assert (probes > 0) == (shape.get("draft_legality") == "probe")
+        probed = shape.get("draft_legality") == "probe" or "draft_tree" in shape
+        assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
 @pytest.mark.full

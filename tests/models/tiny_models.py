@@ -205,6 +205,50 @@ def make_tiny_eagle3(
     return result
 
 
+def make_tiny_mtp(
+    folder: Path, target_config: dict[str, Any], *, modules: int, seed: int = 1, own: bool = False
+) -> dict[str, np.ndarray]:
+    """Write random multi-token prediction modules for a target, with or without embeddings and
+    heads of their own; returns their tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
+    shape = target_config["vocab_size"], hidden
+    tensors: dict[str, np.ndarray] = {}
+    for i in range(modules):
+        prefix = f"model.layers.{target_config['num_hidden_layers'] + i}"
+        tensors |= decoder_tensors(target_config, rng, prefix, hidden)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}.{name}.weight"] = norm(rng, hidden)
+        tensors[f"{prefix}.eh_proj.weight"] = matrix(rng, hidden, 2 * hidden)
+        for name in ("embed_tokens", "shared_head.head") if own else ():
+            tensors[f"{prefix}.{name}.weight"] = matrix(rng, *shape)
+    write_json(folder / "config.json", {**target_config, "num_nextn_predict_layers": modules})
+    write_safetensors(folder / "model.safetensors", tensors, "float32")
+    return tensors
+
+
+def make_tiny_dflash(
+    folder: Path, target_config: dict[str, Any], *, layers: tuple[int, ...], block: int,
+    seed: int = 1,
+) -> None:  # fmt: skip
+    """Write a random block drafter of two layers that reads outputs of these target's layers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
+    own = {"block_size": block, "mask_token_id": 3, "target_layer_ids": list(layers)}
+    write_json(folder / "config.json", {
+        **target_config, "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
+        "num_hidden_layers": 2, "num_target_layers": target_config["num_hidden_layers"],
+        "dflash_config": own,
+    })  # fmt: skip
+    tensors = {"fc.weight": matrix(rng, hidden, len(layers) * hidden)}
+    tensors |= {f"{name}.weight": norm(rng, hidden) for name in ("hidden_norm", "norm")}
+    for i in range(2):
+        tensors |= decoder_tensors(target_config, rng, f"layers.{i}", hidden)
+        for name in ("q_norm", "k_norm"):
+            tensors[f"layers.{i}.self_attn.{name}.weight"] = norm(rng, target_config["head_dim"])
+    write_safetensors(folder / "model.safetensors", tensors, "float32")
+
+
 def _speculators(config: dict[str, Any]) -> dict[str, Any]:
     """The nested form of a flat EAGLE-3 config; its layer ids count layer inputs."""
     outer = {

@@ -29,7 +29,7 @@ MUTANTS = [
         Case(3, PLAIN, masked=False)),
     Mutant("one random number for coin and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_COIN"),),
-        Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False), 200_000),  # they share the noise of one id only
+        Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False), 200_000),
     Mutant("one random number for draft and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_DRAFT"),),
         Case(3, PLAIN, masked=False)),

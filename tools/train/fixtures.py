@@ -1,13 +1,17 @@
 """Remake tests/fixtures: tiny random checkpoints and what other implementations make of them.
 
-Run by hand where torch and transformers are installed; graft itself needs neither::
+Run by hand where torch, transformers and published code of drafters (packages dflash 0.1.0 and
+specforge 0.2.0) are installed; graft itself needs none of them::
 
     python tools/train/fixtures.py tests/fixtures
 
 Each Llama folder is what ``save_pretrained`` writes, plus ``expected.npz``: token ids, logits and
 the hidden states that enter each layer, computed in float32 by transformers from the stored
 weights. The ``eagle3`` folder holds a target and a head made by the training code of this
-repository (`nets.py`), with the head's outputs of several draft steps.
+repository (`nets.py`), with the outputs of several draft steps that published training code makes
+of the head, which ours must equal. ``dflash`` is a drafter of
+the target ``eight_layers_bfloat16``, with the logits that its published code makes of that target's
+hidden states at several places, and of a block that the end of the request cuts.
 """
 
 from __future__ import annotations
@@ -93,7 +97,11 @@ def make_eagle3(folder: Path, seed: int) -> None:
         features = torch.cat([streams[i] for i in layers], -1)[:, :-1]
         embedded = target.model.embed_tokens(tokens[:, 1:])
         everywhere = torch.arange(LENGTH - 1)[None]
-        outs = head.unroll(features, embedded, 4, everywhere)
+        ours = head.unroll(features, embedded, 4, everywhere)
+        sized = {**sizes.config(), "draft_vocab_size": 40}
+        outs = unroll_published(head, sized, features, embedded)
+        for j, (own, out) in enumerate(zip(ours, outs, strict=True)):
+            torch.testing.assert_close(own[:, j:], out[:, j:], atol=2e-5, rtol=0)
         logits = [head.lm_head(head.norm(out)) for out in outs]
     of_target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": sizes.layers}
     of_head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
@@ -113,6 +121,64 @@ def make_eagle3(folder: Path, seed: int) -> None:
         outs=torch.cat(outs).numpy(), logits=torch.cat(logits).numpy())
 
 
+def unroll_published(head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor,
+                     embedded: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs of four draft steps; the entry of step j at position i is made of step j - 1's one
+    before it, and of true ones up to i - j."""
+    from specforge.modeling.draft.llama3_eagle import (
+        LlamaForCausalLMEagle3,
+        prepare_decoder_attention_mask,
+    )
+
+    model = LlamaForCausalLMEagle3(transformers.LlamaConfig(**config))
+    model.load_state_dict(head.state_dict(), strict=False)
+    caches: list[list[torch.Tensor]] = [[], []]
+    count, outs = features.shape[1], []
+    mask = prepare_decoder_attention_mask(
+        torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0)
+    hidden = model.project_hidden_states(features)
+    for j in range(4):
+        behind = torch.nn.functional.pad(embedded[:, j:], (0, 0, 0, j))
+        hidden = model.backbone(behind, hidden, caches, mask, torch.arange(count)[None])
+        outs.append(hidden.roll(j, 1))
+    return outs
+
+
+def make_dflash(folder: Path, target: Path, seed: int) -> None:
+    """Save a block drafter and the logits of its blocks behind positions of the target's tokens."""
+    from dflash.model import DFlashDraftModel
+    from transformers import Qwen3Config
+
+    torch.manual_seed(seed)
+    mask, read = 63, [1, 3, 6]
+    own = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
+    config = Qwen3Config(**{
+        **SMALL, "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40, "head_dim": 8,
+        "num_key_value_heads": 2, "num_target_layers": 8, "dflash_config": own, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}})
+    model = DFlashDraftModel(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+        model.save_pretrained(folder)
+        exact = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+        of_target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        known = np.load(target / "expected.npz")
+        tokens = torch.from_numpy(known["tokens"]).long()
+        context = torch.cat([torch.from_numpy(known["inputs"][i + 1])
+                             for i in read], -1)
+        logits = {}
+        for n in (1, 2, 6, 7, 12, 20, 33, 37):
+            width = min(5, LENGTH - n)
+            block = torch.full((width,), mask)
+            block[0] = tokens[n]
+            out = exact(target_hidden=context[None, :n], position_ids=torch.arange(n + width)[None],
+                        noise_embedding=of_target.model.embed_tokens(block)[None])
+            logits[f"logits_{n}"] = of_target.lm_head(out[0, 1:]).numpy()
+    np.savez_compressed(folder / "expected.npz", tokens=known["tokens"], **logits)
+
+
 def main() -> None:
     """Write every fixture below the given folder, replacing what is there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -124,6 +190,8 @@ def main() -> None:
         make_llama(folder / name, seed, *case)
     shutil.rmtree(folder / "eagle3", ignore_errors=True)
     make_eagle3(folder / "eagle3", 5)
+    shutil.rmtree(folder / "dflash", ignore_errors=True)
+    make_dflash(folder / "dflash", folder / "eight_layers_bfloat16", 6)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,153 @@
+"""Multi-token prediction modules (DeepSeek-V3 technical report, section 2.2) as a drafter.
+
+Module j joins h_i of the module before it with the embedding of token i + 1 + j, runs one decoder
+layer at rotary position i, and norms what comes out: its own h_i, from which its head predicts
+token i + 2 + j. The first one's h_i is the target's, behind the final norm; the report leaves that
+open, but the code that comes with DeepSeek's checkpoints and those who serve them do so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.checkpoint import Checkpoint
+from graft.models.config import LlamaConfig
+from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
+from graft.models.errors import DrafterError
+from graft.models.feed import Feed
+from graft.models.llama import DecoderLayer, Scratch, run_layer
+from graft.models.rows import Rows
+from graft.models.weights import Weights
+
+__all__ = ["Mtp"]
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "mtp.cu"
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class _Module:
+    embedding: DeviceArray
+    enorm: DeviceArray
+    hnorm: DeviceArray
+    joined: DeviceArray
+    layer: DecoderLayer
+    norm: DeviceArray
+    head: DeviceArray
+
+
+class Mtp(Drafter):
+    """Drafts a chain: a lone module at every level, its h in the target's stead; else module j at
+    level j, and no more drafts than modules.
+
+    Parameters
+    ----------
+    folder : a config.json of the target's shape with `num_nextn_predict_layers`; and tensors
+        ``model.layers.{n}.*`` of the layers behind the target's: each a decoder layer, ``enorm``,
+        ``hnorm``, ``eh_proj``, ``shared_head.norm``, and ``embed_tokens`` and ``shared_head.head``
+        where they are not the target's, whose own tensors may stand beside these.
+
+    Raises
+    ------
+    CheckpointError, ConfigError
+        Also when the modules were made for another target.
+    """
+
+    def __init__(self, folder: Path, room: DrafterRoom) -> None:
+        config, device, target = LlamaConfig.from_dir(folder), room.device, room.target
+        layers, hidden = config.num_hidden_layers, config.hidden_size
+        check_target(target, vocab_size=config.vocab_size, hidden_size=hidden,
+                     num_hidden_layers=layers)  # fmt: skip
+        weights = Weights(device, Checkpoint(folder))
+
+        def shared(name: str, of_target: DeviceArray) -> DeviceArray:
+            own = name in weights.checkpoint
+            return weights.matrix(name, config.vocab_size, hidden) if own else of_target
+
+        names = [f"model.layers.{layers + j}" for j in range(config.num_nextn_predict_layers)]
+        modules = [_Module(
+            shared(f"{name}.embed_tokens.weight", target.embedding),
+            weights.vector(f"{name}.enorm.weight", hidden),
+            weights.vector(f"{name}.hnorm.weight", hidden),
+            weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
+            DecoderLayer.load(weights, name, config, hidden),
+            weights.vector(f"{name}.shared_head.norm.weight", hidden),
+            shared(f"{name}.shared_head.head.weight", target.lm_head),
+        ) for name in names]  # fmt: skip
+        weights.finish(("model.embed_tokens.", "model.norm.", "lm_head.", "rotary_emb.inv_freq",
+                        *(f"model.layers.{i}." for i in range(layers))))  # fmt: skip
+        self._several = len(modules) > 1
+        drafts = min(room.drafts, len(modules)) if self._several else room.drafts
+        self.shape, self.taps = TreeShape.by_level(drafts), (layers - 1,)
+        self.vocab, self._modules = DraftVocab(config.vocab_size), modules[:drafts]
+        count = len(self._modules)
+        self._kv = room.cache(count, config.num_key_value_heads, config.head_dim, config.dtype)
+        self.caches, self._config, self._target = (self._kv,), config, target
+        self._turn = device.from_host(config.rope.table(self._kv.positions, config.head_dim))
+        self._scratch = Scratch(device, config, room.max_rows, 2 * hidden)
+        self._hidden = device.empty((room.max_rows, hidden), "float32")
+        self._earlier = device.empty((room.max_rows,), "int32")
+        # Of module j: h of every slot's last true token, for the module behind it; and of each row
+        # h of entry n - 1 - j, which goes through the modules behind it level by level.
+        self._carried, self._ends = (device.zeros((count, room.slots, hidden), "float32")
+                                     for _ in range(2))  # fmt: skip
+
+    def prefill(
+        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+    ) -> None:
+        if following is not None:
+            self._absorb(lane, following, features)
+
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+        self._absorb(lane, feed.committed(lane), feed.features, feed.last)
+        return self._predict(lane, feed, 0)
+
+    def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
+        j = level if self._several else 0
+        # Entries n - j .. n - 1 of module j are paired with drafts; those of a lone one go on.
+        for back in reversed(range(max(j, 1))):
+            rows = feed.drafts(lane, level - back, -j)
+            self._run(lane, j, rows, self._ends[back][: feed.batch])
+        return self._predict(lane, feed, j)
+
+    def _absorb(
+        self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
+    ) -> None:
+        """Feed true tokens to every module; row r of module j is entry ``rows.pos[r] - j``."""
+        if features is None:
+            raise DrafterError("MTP modules need features of the target's last layer")
+        target, layers, width = self._target, self._target.layers, self._config.hidden_size
+        n = rows.check(len(self._hidden))
+        hidden, earlier = self._hidden[:n], self._earlier[:n]
+        layers.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
+        for j in range(len(self._modules)):
+            if j:
+                carried = self._carried[j - 1]
+                args = [hidden, rows.slot, rows.pos, earlier, carried, n, len(carried), width]
+                delay = target.device.load(KERNELS)["delay_rows"]
+                lane.kernel(delay, -(-width // _BLOCK), _BLOCK, args, name="delay rows")
+                rows = Rows(rows.token, rows.slot, earlier)
+            self._run(lane, j, rows, hidden)
+            if last is not None:
+                layers.gather(lane, hidden, last, self._ends[j][: len(last)])
+
+    def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
+        """Turn float32[R, hidden], h of the module before, into module j's."""
+        n, module, layers = rows.count, self._modules[j], self._target.layers
+        scratch, eps = self._scratch, self._config.rms_norm_eps
+        stream, normed = scratch.stream[:n], scratch.normed[:n]
+        layers.eagle_input(lane, rows.token, module.embedding, hidden, module.enorm, module.hnorm,
+                           eps, False, scratch.wide[:n], stream)  # fmt: skip
+        layers.linear(lane, scratch.wide[:n], module.joined, stream, name="eh_proj")
+        layers.norm(lane, stream, module.layer.input_norm, eps, normed)
+        run_layer(lane, layers, self._config, module.layer, scratch, self._kv, j, self._turn, rows,
+                  normed)  # fmt: skip
+        layers.norm(lane, stream, module.norm, eps, hidden)
+
+    def _predict(self, lane: Lane, feed: Feed, j: int) -> DeviceArray:
+        ends = self._ends[0][: feed.batch]
+        self._target.layers.linear(lane, ends, self._modules[j].head, feed.logits, name="MTP head")
+        return feed.logits

@@ -1,0 +1,95 @@
+"""Rounds as a drafter sees them: known tokens and features, in slots and rows that change."""
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import nets_util as nets
+import numpy as np
+
+from graft.cudagraph.lanes import StreamLane
+from graft.models.drafters.load import make_drafter
+from graft.models.feed import Feed, RoundScratch
+from graft.sampling.sampler import ROUND_ROW
+from graft.sampling.state import SLOT, SlotState
+
+SLOTS, LENGTH = 3, 40
+
+
+class Rounds:
+    """Loads a folder's drafter and tells it of tokens [SLOTS, LENGTH] round by round.
+
+    Random ones unless given; their features are the target's. Caches are float32.
+    """
+
+    def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None):
+        def cache(layers, *shape):
+            names = ("num_key_value_heads", "head_dim", "dtype")
+            config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
+            return nets.make_cache(device, config, layers, dtype="float32")
+
+        room = SimpleNamespace(device=device, target=target, drafts=drafts, slots=SLOTS,
+                               max_rows=64, cache=cache, tokenizer=None)  # fmt: skip
+        self.device, self.stream, self.lane = device, stream, StreamLane(stream)
+        self.drafter = drafter = make_drafter(folder, room)
+        self.width, vocab = drafter.shape.nodes + 1, target.vocab_size
+        rng = np.random.default_rng(0)
+        self.tokens, self.drafts = (rng.integers(0, vocab, (SLOTS, n)) for n in (LENGTH, drafts))
+        if tokens is not None:
+            self.tokens[:] = tokens
+        target.set_feature_layers(drafter.taps)
+        wide = len(drafter.taps) * target.config.hidden_size
+        self.features = np.zeros((SLOTS, LENGTH, wide), np.float32)
+        for slot in range(SLOTS):
+            for kv in (target.kv, *drafter.caches):
+                nets.own(stream, kv, slot, LENGTH)
+            made = device.zeros((LENGTH, wide), "float32")
+            nets.forward(stream, target, self.tokens[slot], slot, range(LENGTH), made)
+            self.features[slot] = made.to_host()
+        self.state = SlotState(device, SLOTS, vocab)
+        self.slots = np.zeros(SLOTS, SLOT)
+        self.slots["active"], self.slots["limit"] = 1, LENGTH
+        self.slots["draft_len"], self.slots["drafts"][:, :drafts] = drafts, self.drafts
+        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, tree=False, features=wide,
+                                    draft_vocab=drafter.vocab.size)  # fmt: skip
+
+    @property
+    def n(self):
+        """Positions of the last tokens, by slot."""
+        return self.slots["n"]
+
+    def prompt(self, slot: int, chunks: tuple[int, ...]) -> None:
+        """Absorb the prompt that ends with the token at the last of `chunks`."""
+        for begin, end in itertools.pairwise(chunks):
+            rows = nets.make_rows(self.device, self.tokens[slot, begin + 1 : end + 1], slot,
+                                  range(begin, end))  # fmt: skip
+            features = nets.upload(self.device, self.features[slot, begin:end])
+            self.drafter.prefill(self.lane, rows, rows, features)
+        self.n[slot] = chunks[-1]
+
+    def commit(self, batch: list[int], counts: list[int]) -> Feed:
+        """The feed of a round that commits `counts` tokens in the slots of `batch`; -1: padding."""
+        words = ROUND_ROW.itemsize // 4
+        rows = np.full((len(batch), words + self.width), -1, np.int32)
+        features = np.random.default_rng(1).standard_normal(
+            (len(batch), self.width, self.features.shape[2])).astype(np.float32)  # fmt: skip
+        for b, (slot, count) in enumerate(zip(batch, counts, strict=True)):
+            at = np.arange(self.n[slot], self.n[slot] + count)
+            rows[b, :words] = np.array([(slot, count, 0, 0, 0, self.n[slot])], ROUND_ROW).view("i4")
+            rows[b, words:][:count] = self.tokens[slot, at + 1]
+            features[b, :count] = self.features[slot, at]
+            self.n[slot] += count
+            self.slots["last"][slot] = self.tokens[slot, self.n[slot]]
+        self.state.copy_from(self.slots)
+        self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
+        self.scratch.features[: features[..., 0].size].copy_from(
+            features.reshape(-1, features.shape[2]))  # fmt: skip
+        sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
+        return Feed(self.device, len(batch), self.width, self.state, sampler, self.scratch)
+
+    def levels(self, feed: Feed):
+        """Logits [B, vocab] of each level, after start and after each step."""
+        for level in range(len(self.drafter.shape.levels)):
+            made = (self.drafter.step(self.lane, feed, level) if level
+                    else self.drafter.start(self.lane, feed))  # fmt: skip
+            yield level, nets.host(self.stream, made)

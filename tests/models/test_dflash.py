@@ -1,0 +1,83 @@
+"""The block drafter: logits of its published code, and refusals."""
+
+import shutil
+
+import nets_util as nets
+import numpy as np
+import pytest
+from drafter_rounds import Rounds
+from tiny_models import edit_json, write_safetensors
+
+from graft.cudagraph.dtypes import to_float32
+from graft.models.checkpoint import Checkpoint
+from graft.models.drafters import DFlash
+from graft.models.errors import CheckpointError, ConfigError
+
+FOLDER, TARGET = nets.FIXTURES / "dflash", nets.FIXTURES / "eight_layers_bfloat16"
+
+
+@pytest.mark.parametrize("form", nets.FORMS)
+def test_blocks_equal_the_published_code(device, stream, form):
+    """Prompts in chunks and rounds that commit one to five tokens in changing rows: the logits of
+    every draft are those of a block behind the whole context, and of one that the limit cuts."""
+    expected = np.load(FOLDER / "expected.npz")
+    target = nets.load_llama(device, TARGET, form=form, dtype="float32")
+    rounds = Rounds(device, stream, target, FOLDER, 4, expected["tokens"])
+    assert isinstance(rounds.drafter, DFlash) and rounds.width == 5
+    for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
+        rounds.prompt(slot, chunks)
+    for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1]),
+                          ([1, 0], [5, 5])]:  # fmt: skip
+        for level, logits in rounds.levels(rounds.commit(batch, counts)):
+            for b, slot in enumerate(batch):
+                wanted = expected[f"logits_{rounds.n[slot]}"] if slot >= 0 else ()
+                if level < len(wanted):
+                    np.testing.assert_allclose(logits[b], wanted[level], atol=1e-4)
+
+
+def test_fewer_drafts_are_a_shorter_block(device, stream):
+    """The engine's draft_length counts, up to what the block was made for."""
+    target = nets.load_llama(device, TARGET)
+    for drafts, wanted in ((1, 1), (3, 3), (9, 4)):
+        drafter = Rounds(device, stream, target, FOLDER, drafts).drafter
+        assert drafter.shape.nodes == len(drafter.shape.levels) == wanted
+
+
+def of_dflash(**changes):
+    """Changes of a config's dflash_config."""
+    own = {"block_size": 5, "mask_token_id": 63, "target_layer_ids": [1, 3, 6], **changes}
+    return {"dflash_config": {name: value for name, value in own.items() if value is not None}}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "error", "words"),
+    [(lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
+     (lambda t: t.pop("layers.1.self_attn.q_norm.weight"), {}, CheckpointError, "1.*q_norm"),
+     (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
+     (None, {"architectures": ["DFlash2DraftModel"]}, ConfigError, "DFlash2DraftModel"),
+     (None, {"dflash_config": None}, ConfigError, "dflash_config is missing"),
+     (None, {"is_causal": True}, ConfigError, "is_causal = True"),
+     (None, {"final_logit_softcapping": 20.0}, ConfigError, "final_logit_softcapping"),
+     (None, {"layer_types": ["sliding_attention"] * 2}, ConfigError, "layer_types"),
+     (None, {"vocab_size": 65}, ConfigError, "of vocab_size 65; .* is 64"),
+     (None, {"num_target_layers": 9}, ConfigError, "of num_hidden_layers 9; .* is 8"),
+     (None, of_dflash(mask_token_id=64), ConfigError, "mask_token_id is 64"),
+     (None, of_dflash(mask_token_id=None), ConfigError, "mask_token_id is missing"),
+     (None, of_dflash(block_size=1), ConfigError, "block_size is 1"),
+     (None, of_dflash(projector_type="domino"), ConfigError, "projector_type = 'domino'"),
+     *((None, of_dflash(target_layer_ids=ids), ConfigError, "target_layer_ids")
+       for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7]))],
+)  # fmt: skip
+def test_unfit_drafters_are_refused(device, stream, tmp_path, change, fields, error, words):
+    """Missing and leftover tensors, what is not implemented, and drafters of another target."""
+    folder = tmp_path / "drafter"
+    shutil.copytree(FOLDER, folder)
+    if change is not None:
+        checkpoint = Checkpoint(FOLDER)
+        tensors = {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
+        change(tensors)
+        write_safetensors(folder / "model.safetensors", tensors, "float32")
+    edit_json(folder / "config.json", **fields)
+    target = nets.load_llama(device, TARGET)
+    with pytest.raises(error, match=words):
+        Rounds(device, stream, target, folder, 4)

@@ -1,0 +1,87 @@
+"""Multi-token prediction modules: every level of many rounds equals NumPy over whole sequences."""
+
+import nets_util as nets
+import numpy as np
+import numpy_llama
+import pytest
+from drafter_rounds import Rounds
+from tiny_models import edit_json, edit_tensors, llama_config, make_tiny_llama, make_tiny_mtp
+
+from graft.models.drafters import Mtp
+from graft.models.errors import CheckpointError, ConfigError
+
+TARGET = llama_config()
+
+
+def oracle(weights, of_target, tokens, features, drafts, modules):
+    """Logits [vocab] of what follows `tokens` and `drafts`, with features of all tokens but the
+    last: a lone module goes on behind its own states, of several each reads the one before it."""
+    said = np.concatenate([tokens, drafts]).astype(np.int64)
+    norm, table = of_target["model.norm.weight"], of_target["model.embed_tokens.weight"]
+    h = numpy_llama.rms_norm(features[: len(tokens) - 1].astype(np.float64), norm, 1e-5)
+    for level in range(len(drafts) + 1):
+        j = level if modules > 1 else 0
+        prefix = f"model.layers.{3 + j}"
+        own = weights.get(f"{prefix}.embed_tokens.weight", table)
+        following = said[1 + j :][: len(h)]
+        out = numpy_llama.mtp_states(weights, TARGET, prefix, own, h, following)
+        h = out if modules > 1 else np.concatenate([h, out[-1:]])
+    return weights.get(f"{prefix}.shared_head.head.weight", table).astype(np.float64) @ h[-1]
+
+
+@pytest.mark.parametrize("form", nets.FORMS)
+@pytest.mark.parametrize("modules, own", [(1, False), (1, True), (2, False), (4, True)])
+def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own):
+    """Prompts of every length in chunks, rounds that commit one to five tokens in changing rows:
+    each level's logits are those of the whole sequence with the drafts behind it."""
+    of_target = make_tiny_llama(tmp_path / "target")
+    weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=modules, own=own)
+    target = nets.load_llama(device, tmp_path / "target", form=form)
+    rounds = Rounds(device, stream, target, tmp_path / "mtp", 4)
+    assert isinstance(rounds.drafter, Mtp) and rounds.width == (5 if modules == 1 else modules + 1)
+    for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):
+        rounds.prompt(slot, chunks)
+    for batch, counts in [([0, 1, 2], [1, 1, 2]), ([2, -1, 0], [3, 0, 1]), ([0, 2, 1], [1, 2, 1]),
+                          ([1], [rounds.width]), ([2, 1, 0], [1, 2, 3])]:  # fmt: skip
+        for level, logits in rounds.levels(rounds.commit(batch, counts)):
+            for b, slot in enumerate(batch):
+                if slot >= 0:
+                    said = rounds.tokens[slot, : rounds.n[slot] + 1]
+                    wanted = oracle(weights, of_target, said, rounds.features[slot],
+                                    rounds.drafts[slot, :level], modules)  # fmt: skip
+                    np.testing.assert_allclose(logits[b], wanted, atol=1e-4)
+
+
+def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):
+    """One folder holds both: the target leaves the modules alone, and they the target's tensors;
+    fewer drafts than modules load fewer layers of cache."""
+    make_tiny_llama(tmp_path / "both")
+    weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
+    edit_tensors(tmp_path / "both", lambda tensors: tensors.update(weights))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3"):
+        nets.load_llama(device, tmp_path / "both")
+    edit_json(tmp_path / "both" / "config.json", num_nextn_predict_layers=2)
+    target = nets.load_llama(device, tmp_path / "both")
+    drafter = Rounds(device, stream, target, tmp_path / "both", 1).drafter
+    assert drafter.shape.nodes == drafter.caches[0].layers == 1 and drafter.taps == (2,)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "error", "words"),
+    [(lambda t: t.pop("model.layers.3.enorm.weight"), {}, CheckpointError, "3.enorm.weight is mi"),
+     (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
+     (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
+     (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
+     (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
+     (lambda t: None, {"vocab_size": 321}, ConfigError, "of vocab_size 321; .* is 320"),
+     (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "of num_hidden_layers 4")],
+)  # fmt: skip
+def test_unfit_modules_are_refused(device, stream, tmp_path, change, fields, error, words):
+    """Missing and leftover tensors, another count, and modules of another target, by name."""
+    make_tiny_llama(tmp_path / "target")
+    make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)
+    edit_tensors(tmp_path / "mtp", change)
+    edit_json(tmp_path / "mtp" / "config.json", **fields)
+    target = nets.load_llama(device, tmp_path / "target")
+    with pytest.raises(error, match=words):
+        Rounds(device, stream, target, tmp_path / "mtp", 2)
