@@ -445,9 +445,9 @@ def draft(
 ) -> None:  # fmt: skip
     """Draft j of one slot (mask None: drafting without masks); none where drafting stops.
 
-    The answer to a probe is the draft, then the token that the row forces. After a probe without a
-    legal candidate it is the best of the row. Else it is drawn: with the target's own noise for
-    coupled requests, and from a table q that is kept for rejection sampling.
+    The answer to a probe is the draft, then the token that the row forces. Else it is drawn: with
+    the target's own noise for coupled requests and those that are probed, for others from a table q
+    that is kept.
     """
     position = slot.n + j
     if not is_drafting(slot, j):
@@ -467,8 +467,8 @@ def draft(
     legal = inside & mask.allows(vocab_size, token_limit)[np.where(inside, ids, 0)]
     if broken(logits, legal):
         return None
-    coupled = slot.verify == COUPLED
-    if slot.filter.greedy or (probed and state == READY and not coupled):
+    coupled = slot.verify == COUPLED or (probed and not (mask.state == FREE and mask.more))
+    if slot.filter.greedy:
         return keep(slot, int(ids[np.argmax(np.where(legal, logits, -np.inf))]))
     p, q = distribution(logits, legal, slot.filter), np.zeros(vocab_size)
     purpose = NOISE if coupled else DRAFT
@@ -486,7 +486,7 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
         return []
     legal &= logits > -np.inf
     order = [c for c in ranking(logits) if legal[c]]
-    if not slot.filter.greedy and slot.verify == COUPLED:
+    if not slot.filter.greedy:
         kept = distribution(logits, legal, slot.filter)
         scaled = logits.astype(np.float64) / np.float64(np.float32(slot.filter.temperature))
         noise = gumbel(words(slot.seed, slot.n + j, NOISE, np.maximum(ids, 0), slot.sample))
