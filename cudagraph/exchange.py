@@ -31,7 +31,8 @@ class Exchange:
     slots : how many slots.
     drafts : most drafts of a slot; it has one mask row more.
     vocab_size : ids that a mask row covers.
-    candidates : ids that the grammar is asked about per draft.
+    candidates : ids that the grammar is asked about per draft, or per node of a tree that grows.
+    branch, fed : of such a tree: nodes of a level, and of all levels; 1 and 0 for chains.
 
     Attributes
     ----------
@@ -43,6 +44,8 @@ class Exchange:
         What the worker writes and the kernels read.
     committed, drafted, candidates : int32 [slots, ...]; answer : Answer [slots]
         Header words, then ids.
+    legal : uint32 [slots, branch]
+        Of a tree that grows, what follows the answer.
 
     Raises
     ------
@@ -51,12 +54,13 @@ class Exchange:
     """
 
     def __init__(
-        self, context: Context, slots: int, drafts: int, vocab_size: int, candidates: int = 0
-    ) -> None:
-        if drafts > 64:
-            raise OptionError(f"exchange: drafts is {drafts}, at most 64 have a bit each")
+        self, context: Context, slots: int, drafts: int, vocab_size: int, candidates: int = 0,
+        branch: int = 1, fed: int = 0,
+    ) -> None:  # fmt: skip
+        if max(drafts, fed) > 64:
+            raise OptionError(f"exchange: {max(drafts, fed)} drafts, at most 64 have a bit each")
         sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
-                 ("candidates", candidates, 0))  # fmt: skip
+                 ("candidates", candidates, 0), ("branch", branch, 1))  # fmt: skip
         for name, value, low in sizes:
             if value < low:
                 raise OptionError(f"exchange: {name} is {value}, must be at least {low}")
@@ -67,9 +71,9 @@ class Exchange:
         parts = {
             "stamps": rows * stamp.itemsize // 4,
             "committed": head["Committed"] + rows,
-            "drafted": head["Drafted"] + 2 * drafts,
-            "candidate_ids": head["Candidates"] + candidates,
-            "answer": head["Answer"],
+            "drafted": head["Drafted"] + 2 * max(drafts, fed),
+            "candidate_ids": head["Candidates"] + branch * candidates,
+            "answer": head["Answer"] + (branch if branch > 1 else 0),
             "masks": rows * words,
         }
         at, end = {}, 0
@@ -79,6 +83,7 @@ class Exchange:
         layout = np.zeros((), read_struct(HEADER, "ExchangeLayout"))
         for name, value in {
             "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
+            "drafts": max(drafts, fed), "branch": branch,
         }.items() | at.items():  # fmt: skip
             layout[name] = value
         self.layout: Any = layout[()]
@@ -93,7 +98,9 @@ class Exchange:
         self.masks = part("masks").reshape(slots, rows, words)
         self.committed, self.drafted = part("committed"), part("drafted")
         self.candidates = part("candidate_ids")
-        self.answer = part("answer").view(read_struct(HEADER, "Answer"))[:, 0]
+        answer, size = part("answer"), head["Answer"]
+        self.answer = answer[:, :size].view(read_struct(HEADER, "Answer"))[:, 0]
+        self.legal = answer[:, size:].view(np.uint32)
 
     @property
     def host_ptr(self) -> int:

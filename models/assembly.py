@@ -29,6 +29,7 @@ from graft.models.stamps import make_timeline
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SlotState
+from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
 
 #: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
 RING_ENTRIES = 4
@@ -99,7 +100,7 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
         head_dim=dim,
         dtype=dtype,
         slots=options.slots,
-        max_pages_per_slot=-(-length // options.page_size),
+        max_pages_per_slot=-(-(length + options.slack) // options.page_size),
     )
 
 
@@ -127,6 +128,7 @@ def _drafter(
         target,
         tokenizer,
         options.draft_length,
+        options.draft_tree,
         options.slots,
         options.sizes[0],
         _max_rows(options),
@@ -136,6 +138,11 @@ def _drafter(
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
     drafter.shape.check(options.draft_length)
+    if (drafter.shape.branch > 1) != (options.draft_tree is not None):
+        raise OptionError(
+            f"drafter {name}: drafts of the shape {drafter.shape}, and draft_tree is "
+            f"{options.draft_tree}"
+        )
     if drafter.shape.levels and drafter.vocab is None:
         raise OptionError(f"drafter {name}: drafts level by level, and says nothing of its vocab")
     if drafter.taps:
@@ -147,7 +154,8 @@ def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:
     """How this drafter's drafts come to be legal."""
     if drafter is None or not drafter.shape.levels or not options.mask_drafts:
         return Blind
-    return Probe if options.draft_legality == "probe" else Fill
+    probes = options.draft_legality == "probe" or drafter.shape.branch > 1
+    return Probe if probes else Fill
 
 
 def _parts(
@@ -159,7 +167,9 @@ def _parts(
     vocabulary: Vocabulary,
 ) -> RoundParts:
     slots, batch = options.slots, options.max_batch_size
-    drafts = drafter.shape.nodes if drafter else 0
+    shape = drafter.shape if drafter else TreeShape(0)
+    drafts, branch, levels = shape.nodes, shape.branch, len(shape.levels)
+    grows = branch > 1 and levels > 0
     vocab_size = target.config.vocab_size
     legality = _legality(options, drafter)
     vocab = drafter.vocab if drafter else None
@@ -170,7 +180,12 @@ def _parts(
             "others fill no mask rows while they draft"
         )
     candidates = min(CANDIDATES, vocab.size) if legality is Probe and vocab else 0
-    exchange = Exchange(device, slots, drafts, vocab_size, candidates)
+    if grows:
+        fed = (levels - 1) * branch
+        asked = TREE_CANDIDATES if legality is Probe else 0
+        exchange = Exchange(device, slots, drafts, vocab_size, asked, branch, fed)
+    else:
+        exchange = Exchange(device, slots, drafts, vocab_size, candidates)
     state = SlotState(device, slots, vocab_size)
     replay = device.zeros((1,), "int32")
     sampler = Sampler(
@@ -199,6 +214,7 @@ def _parts(
         drafter=drafter,
         legality=legality,
         sampler=sampler,
+        tree=TreeSampler(sampler, branch, levels) if grows else None,
         state=state,
         decoder=decoder,
         exchange=exchange,

@@ -105,14 +105,14 @@ class Engine:
             self._replays,
             Seating(
                 self.options.slots, self.options.max_batch_size, built.caches, built.prefill,
-                built.parts.state, StreamLane(built.stream),
+                built.parts.state, StreamLane(built.stream), self.options.slack,
             ),
             self.rounds,
             self.stats,
             depth=2 if self.options.overlap else 1,
             width=built.parts.width,
             verify=self.options.verify,
-            tree=built.parts.tree,
+            tree=built.parts.branch > 1,
         )  # fmt: skip
         self._ids = itertools.count()
         self._use = OneUser()

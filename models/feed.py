@@ -22,10 +22,10 @@ class RoundScratch:
     """
 
     def __init__(
-        self, device: Device, max_batch: int, width: int, vocab: int, *, tree: bool,
+        self, device: Device, max_batch: int, width: int, vocab: int, *, branch: int,
         features: int, draft_vocab: int,
     ):  # fmt: skip
-        rows = max_batch * width
+        rows, nodes, tree = max_batch * width, max_batch * branch, branch > 1
 
         def ints(*shape: int) -> DeviceArray:
             return device.zeros(shape, "int32")
@@ -34,14 +34,16 @@ class RoundScratch:
         paths = device.zeros((rows,), "uint64") if tree else None
         self.target_rows = Rows(ints(rows), ints(rows), ints(rows), paths)
         self.committed = Rows(ints(rows), ints(rows), ints(rows))
-        self.drafts = Rows(ints(max_batch), ints(max_batch), ints(max_batch))
+        fed = device.zeros((nodes,), "uint64") if tree else None
+        self.drafts = Rows(ints(nodes), ints(nodes), ints(nodes), fed)
+        self.origin = ints(nodes)
         self.last = ints(max_batch)
         self.logits = device.zeros((rows, vocab), "float32")
         self.proposal = ints(max_batch, max(width - 1, 1))
         self.parents = ints(max_batch, max(width - 1, 1)) if tree else None
         # Without a drafter that wants them nobody reads these two.
         self.features = device.zeros((rows, features), "float32") if features else None
-        self.draft_logits = device.zeros((max_batch, max(draft_vocab, 1)), "float32")
+        self.draft_logits = device.zeros((nodes, max(draft_vocab, 1)), "float32")
 
 
 class Feed:
@@ -50,24 +52,28 @@ class Feed:
     Attributes
     ----------
     batch, width : requests per replay, and rows of the target's forward per request (drafts + 1).
+    branch : rows of a level of drafts, per request; 1 in a chain.
     state, sampler : ``Slot`` of every request and ``RoundRow`` of every batch row, for kernels.
     row_slot : int32 [B], slot of each batch row; -1: padding.
     features : float32 [B * width, taps * hidden]; row b * width + j is of position n + j before.
     last : int32 [B], after `committed`: the row that holds a request's last token.
-    logits : float32 [B, Vd], where a drafter may leave its logits.
+    logits : float32 [B * branch, Vd], where a drafter may leave its logits.
+    origin : int32 [B * branch], after `drafts`: the row of the level before that each hangs on.
     proposal : int32 [B, drafts], for drafts that come all at once; -1 for none.
     parents : int32 [B, drafts], of a tree: what each hangs on, 0 for the last token, j for draft j
         of those before it. None: each hangs on the one before.
     """
 
     def __init__(
-        self, device: Device, batch: int, width: int, state: SlotState, sampler: Sampler,
-        scratch: RoundScratch,
+        self, device: Device, batch: int, width: int, branch: int, state: SlotState,
+        sampler: Sampler, scratch: RoundScratch,
     ):  # fmt: skip
         self.device, self.batch, self.width = device, batch, width
         self.state, self.sampler, self.scratch = state, sampler, scratch
         self.row_slot, self.last = scratch.row_slot[:batch], scratch.last[:batch]
-        self.logits, self.proposal = scratch.draft_logits[:batch], scratch.proposal[:batch]
+        self.branch = branch
+        self.logits = scratch.draft_logits[: batch * branch]
+        self.origin, self.proposal = scratch.origin[: batch * branch], scratch.proposal[:batch]
         self.parents = None if scratch.parents is None else scratch.parents[:batch]
         features = scratch.features
         self.features = None if features is None else features[: batch * width]
@@ -84,8 +90,16 @@ class Feed:
         return rows
 
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
-        """Rows [B] of draft `level` (from 1), at position ``n + shift + level - 1``."""
-        rows = self.scratch.drafts.first(self.batch)
+        """Rows of the drafts of `level` (from 1), at position ``n + shift + level - 1``.
+
+        [B], or [B * branch] of a tree, where not every row has a draft; see `origin`.
+        """
+        rows = self.scratch.drafts.first(self.batch * self.branch)
+        if rows.tree is not None:
+            nodes = [*self._reads, self.batch, self.branch, level + 1, shift, rows.token, rows.slot,
+                     rows.pos, rows.tree, self.origin]  # fmt: skip
+            self._launch(lane, "node_rows", nodes, f"nodes {level} rows")
+            return rows
         args = [*self._reads, self.batch, level, shift, rows.token, rows.slot, rows.pos]
         self._launch(lane, "draft_rows", args, f"draft {level} rows")
         return rows

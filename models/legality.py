@@ -24,6 +24,8 @@ from graft.cudagraph.memory import DeviceArray
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.feed import Feed
 from graft.models.stamps import Stamps
+from graft.sampling.sampler import Sampler
+from graft.sampling.tree import TreeSampler
 
 __all__ = ["Blind", "Fill", "Legality", "Probe"]
 
@@ -37,6 +39,7 @@ class Legality:
     model, grammar : the round's lanes.
     stamps : told where the model waits.
     feed : the bucket's rows.
+    draws : what draws the drafts: a chain's, or a tree's.
     levels : how many levels are drafted.
     """
 
@@ -45,10 +48,10 @@ class Legality:
 
     def __init__(
         self, guide: GuidedDecoder, model: GraphLane, grammar: GraphLane, stamps: Stamps,
-        feed: Feed, levels: int,
+        feed: Feed, draws: Sampler | TreeSampler, levels: int,
     ):  # fmt: skip
         self._guide, self._model, self._grammar = guide, model, grammar
-        self._stamps, self._feed, self._levels = stamps, feed, levels
+        self._stamps, self._feed, self._draws, self._levels = stamps, feed, draws, levels
         self._ready: GraphMark
 
     def committed(self) -> None:
@@ -105,13 +108,13 @@ class Fill(Legality):
 
 
 class Probe(Legality):
-    """Draft j is the first of the drafter's candidates that the grammar takes."""
+    """Drafts are the first of the drafter's candidates that the grammar takes."""
 
     masked = True
     commit = "commit"
 
     def before(self, level: int, logits: DeviceArray) -> None:
-        self._feed.sampler.candidates(self._model, logits, self._feed.row_slot, level)
+        self._draws.candidates(self._model, logits, self._feed.row_slot, level)
         self._drafted(level)
         name = f"probe {level}"
         self._ready = self._ask(name, self._guide.draft_work(level), name)

@@ -14,11 +14,12 @@ from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.request import VERIFY_MODES, Limits
+from graft.sampling.state import MAX_DRAFTS
 
 __all__ = ["LEGALITIES", "MAX_DRAFT_LENGTH", "Options"]
 
 LEGALITIES = ("fill", "probe")
-MAX_DRAFT_LENGTH = 16
+MAX_DRAFT_LENGTH = 63
 #: Positions per request unless the user asks for more: caches are reserved for every slot.
 DEFAULT_LENGTH = 4096
 
@@ -50,7 +51,11 @@ class Options:
     Parameters
     ----------
     max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 16, where anything drafts.
+    draft_length : drafts per round, 1 to 63, where anything drafts.
+    draft_tree : (branch, levels) lets drafts branch: a drafter that drafts level by level keeps up
+        to `branch` under a token, 2 to 16, and `levels` of them, and the likeliest `draft_length`
+        of all are verified. Drafts are then probed, whatever `draft_legality` says, and every
+        request is verified with one sample for each, "coupled". None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
@@ -91,6 +96,7 @@ class Options:
 
     max_batch_size: int = 8
     draft_length: int = 3
+    draft_tree: tuple[int, int] | None = None
     max_length: int | None = None
     page_size: int = 16
     pages: int | None = None
@@ -124,6 +130,8 @@ class Options:
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in choices:
                 raise _bad(name, "one of " + ", ".join(map(str, choices)), value)
+        if self.draft_tree is not None:
+            self._check_tree(self.draft_tree)
         _require_number("compile_timeout_s", self.compile_timeout_s, 0)
         if self.grammar_budget_us is not None:
             _require_number("grammar_budget_us", self.grammar_budget_us, 1)
@@ -136,6 +144,29 @@ class Options:
         if self.draft_legality == "probe" and not self.mask_drafts:
             raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
 
+    def _check_tree(self, tree: Any) -> None:
+        wanted = "(branch, levels), a branch from 2 to 16 and a level or more"
+        if not (isinstance(tree, (tuple, list)) and len(tree) == 2):
+            raise _bad("draft_tree", wanted, tree)
+        branch, levels = tree
+        if not (type(branch) is type(levels) is int and 2 <= branch <= 16 and levels >= 1):
+            raise _bad("draft_tree", wanted, tree)
+        if levels > self.draft_length or (levels - 1) * branch > MAX_DRAFTS:
+            raise OptionError(
+                f"draft_tree {tree} has no place: its levels are to be at most draft_length "
+                f"{self.draft_length}, and the nodes of all but the last at most {MAX_DRAFTS}"
+            )
+        if self.forced_drafts:
+            raise OptionError("forced_drafts needs mask rows while drafting, which a tree lacks")
+
+    @property
+    def slack(self) -> int:
+        """Positions beyond its last that a request's drafts use where they branch."""
+        if self.draft_tree is None:
+            return 0
+        branch, levels = self.draft_tree
+        return max(self.draft_length, (levels - 1) * branch)
+
     @property
     def slots(self) -> int:
         """Two per row: a row is taken over while a replay still names its last owner's slot."""
@@ -145,7 +176,7 @@ class Options:
     def positions(self) -> int:
         """Positions that one request may use, once the options are sized."""
         length, pages = self.sizes
-        return min(length, self.page_size * pages)
+        return min(length, self.page_size * pages - self.slack)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -165,7 +196,7 @@ class Options:
         length = min(longest, DEFAULT_LENGTH) if self.max_length is None else self.max_length
         if length > longest:
             raise OptionError(f"max_length {length} is above the model's {longest} positions")
-        every = self.max_batch_size * -(-length // self.page_size)
+        every = self.max_batch_size * -(-(length + self.slack) // self.page_size)
         return replace(self, max_length=length, pages=every if self.pages is None else self.pages)
 
 

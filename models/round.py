@@ -28,6 +28,7 @@ from graft.models.llama import LlamaModel
 from graft.models.stamps import KERNELS, Part, Stamps
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
+from graft.sampling.tree import TreeSampler
 
 _THREADS = 128
 
@@ -41,6 +42,7 @@ class RoundParts:
     drafter: Drafter | None
     legality: type[Legality]
     sampler: Sampler
+    tree: TreeSampler | None
     state: SlotState
     decoder: GuidedDecoder
     exchange: Exchange
@@ -56,15 +58,15 @@ class RoundParts:
         return self.draft_length + 1
 
     @property
-    def tree(self) -> bool:
-        """Whether drafts branch."""
-        return self.drafter is not None and self.drafter.shape.branch > 1
+    def branch(self) -> int:
+        """Most drafts under one token; 1: they are a chain."""
+        return self.drafter.shape.branch if self.drafter else 1
 
     def scratch(self, max_batch: int) -> RoundScratch:
         """Arrays for buckets of up to `max_batch` requests."""
         config, drafter = self.target.config, self.drafter
         return RoundScratch(
-            self.device, max_batch, self.width, config.vocab_size, tree=self.tree,
+            self.device, max_batch, self.width, config.vocab_size, branch=self.branch,
             features=len(drafter.taps) * config.hidden_size if drafter else 0,
             draft_vocab=drafter.vocab.size if drafter and drafter.vocab else 0,
         )  # fmt: skip
@@ -89,7 +91,9 @@ class RoundGraph:
         self.graph = Graph(parts.device, name=f"round of {batch}")
         model, grammar = self.graph.lane("model"), self.graph.lane("grammar")
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
-        feed = Feed(parts.device, batch, parts.width, parts.state, parts.sampler, scratch)
+        feed = Feed(
+            parts.device, batch, parts.width, parts.branch, parts.state, parts.sampler, scratch
+        )
         opening = "open: missing rows"
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
         masks_ready = grammar.record("masks ready")
@@ -102,7 +106,7 @@ class RoundGraph:
         logits = scratch.logits[: batch * parts.width]
         parts.sampler.target(model, logits, feed.row_slot, parts.width)
         parts.sampler.verify(model, feed.row_slot, parts.width, parts.outputs)
-        if parts.tree:
+        if parts.branch > 1:
             parts.target.layers.compact(
                 model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
                 parts.width,
@@ -133,7 +137,8 @@ class RoundGraph:
     ) -> None:
         """Commit what was accepted, and make the drafts of the next round."""
         parts, levels = self.parts, len(drafter.shape.levels)
-        legality = parts.legality(parts.decoder, model, grammar, stamps, feed, levels)
+        draws = parts.tree or parts.sampler
+        legality = parts.legality(parts.decoder, model, grammar, stamps, feed, draws, levels)
         legality.committed()
         if drafter.reads_rows:
             legality.wait_rows()
@@ -146,7 +151,7 @@ class RoundGraph:
             if logits is None:
                 raise DrafterError(f"{type(drafter).__name__}: level {level - 1} has no logits")
             legality.before(level, logits)
-            parts.sampler.draft(model, logits, feed.row_slot, level, legality.masked)
+            draws.draft(model, logits, feed.row_slot, level, legality.masked)
             legality.after(level)
         stamps.end("drafting")
 

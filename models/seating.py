@@ -182,6 +182,7 @@ class Seating:
     caches : every paged cache; a request needs its pages in all of them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
+    slack : positions beyond a request's last for which it has pages: drafts that branch use them.
 
     Attributes
     ----------
@@ -196,8 +197,9 @@ class Seating:
         prompts: Prefill,
         table: SlotState,
         lane: StreamLane,
+        slack: int = 0,
     ):
-        self._rows, self._caches, self._lane = rows, caches, lane
+        self._rows, self._caches, self._lane, self._slack = rows, caches, lane, slack
         self._prompts, self._table = prompts, table
         self.seated: dict[int, Running] = {}
         self._joining: dict[int, _Joining] = {}
@@ -235,7 +237,7 @@ class Seating:
         if self.taken >= self._rows or not self._free:
             return False
         slot, tokens = self._free[0], running.tokens
-        if not self._allocate(slot, running.limit):
+        if not self._allocate(slot, running.limit + self._slack):
             return False
         self._free.pop(0)
         running.slot, running.epoch, running.stalls = slot, next(self._epochs), 0
@@ -283,6 +285,7 @@ class Seating:
             last=joining.last,
             epoch=running.epoch,
             limit=running.limit,
+            room=running.limit + self._slack,
             stop_ids=running.stop_ids,
             **joining.sampling,
         )

@@ -88,7 +88,7 @@ class Sampler:
         2 no legal token, 3 error.
     rows : int32 [max_batch, row words], result of each batch row, see `row_words`.
     q : float32 [S, max(K, 1), max(Vd, 1)], the table that each dense draft was drawn from
-        (draft-vocabulary columns).
+        (draft-vocabulary columns); of a tree, which has none, [S, 1, max(Vd, 1)].
     faults : int32 [1], drafts whose own table gave them probability zero; always 0 unless something
         is broken.
     """
@@ -136,17 +136,18 @@ class Sampler:
         self.row_ok = device.zeros((rows,), "int32")
         self.row_words = row_words(draft_length)
         self.rows = device.zeros((max_batch, self.row_words), "int32")
-        self.q = device.zeros((state.slots, max(draft_length, 1), max(draft_vocab, 1)), "float32")
+        dense = 1 if exchange.layout["branch"] > 1 else max(draft_length, 1)
+        self.q = device.zeros((state.slots, dense, max(draft_vocab, 1)), "float32")
         self.faults = device.zeros((1,), "int32")
         self._replay = replay
-        self._block = row_block(device) if block is None else block
-        self._target = load(device, "target", self._block)["sample_target"]
-        adjust = load(device, "adjust", self._block)
+        self.block = row_block(device) if block is None else block
+        self._target = load(device, "target", self.block)["sample_target"]
+        adjust = load(device, "adjust", self.block)
         self._adjust, self._note = adjust["adjust_logits"], adjust["note_committed"]
-        verify = load(device, "verify", self._block)
+        verify = load(device, "verify", self.block)
         self._verify, self._publish = verify["verify_drafts"], verify["publish_round"]
-        self._draft = load(device, "draft", self._block)["sample_draft"]
-        self._candidates = load(device, "candidates", self._block)["draft_candidates"]
+        self._draft = load(device, "draft", self.block)["sample_draft"]
+        self._candidates = load(device, "candidates", self.block)["draft_candidates"]
         place = load(device, "place", _PLACE_BLOCK)
         self._place, self._forced = place["place_drafts"], place["propose_forced"]
 
@@ -164,9 +165,9 @@ class Sampler:
         reads = [logits, self.vocab_size, self.token_limit, row_slot, width, self.state.array,
                  *self._exchange]  # fmt: skip
         adjusting = [*reads, self.state.tables, self.raw]
-        lane.kernel(self._adjust, batch * width, self._block, adjusting, name="adjust logits")
+        lane.kernel(self._adjust, batch * width, self.block, adjusting, name="adjust logits")
         deciding = [*reads, self.probs, self.target_tok, self.row_ok]
-        lane.kernel(self._target, batch * width, self._block, deciding, name="target rows")
+        lane.kernel(self._target, batch * width, self.block, deciding, name="target rows")
 
     def verify(self, lane: Lane, row_slot: DeviceArray, width: int, out_ring: Ring) -> None:
         """Walk the drafts, commit, write the output entry and publish its stamp.
@@ -180,13 +181,13 @@ class Sampler:
         check_range("output rows", out.shape[0], batch, 1 << 16)
         args = [row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
                 self.target_tok, self.row_ok, self.state.array, self.q, self.q.shape[1],
-                self.faults, *self._exchange, self._replay, self.rows,
+                self.faults, *self.shared, self.rows,
                 self.row_words]  # fmt: skip
-        lane.kernel(self._verify, batch, self._block, args, name="verify")
+        lane.kernel(self._verify, batch, self.block, args, name="verify")
         args = [self.raw, self.vocab_size, row_slot, width, self.state.array, self.rows,
                 self.row_words, self.state.tables, self._replay, told,
                 _layout(out_ring, told)]  # fmt: skip
-        lane.kernel(self._note, batch * width, self._block, args, name="note committed")
+        lane.kernel(self._note, batch * width, self.block, args, name="note committed")
         args = [self.rows, batch, self._replay, out, _layout(out_ring, out), stamp, stamp.stride]
         lane.kernel(self._publish, 1, _PUBLISH_BLOCK, args, name="publish tokens")
 
@@ -202,9 +203,8 @@ class Sampler:
         batch = self._check_draft(draft_logits, row_slot, j)
         probed = masked and self.exchange.layout["candidates"] > 0
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                int(masked), int(probed), *self._drafting(), *self._exchange,
-                self._replay]  # fmt: skip
-        lane.kernel(self._draft, batch, self._block, args, name=f"draft {j}")
+                int(masked), int(probed), *self._drafting(), *self.shared]  # fmt: skip
+        lane.kernel(self._draft, batch, self.block, args, name=f"draft {j}")
 
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
@@ -214,8 +214,8 @@ class Sampler:
             raise OptionError("the exchange was made without candidates")
         batch = self._check_draft(draft_logits, row_slot, j)
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                *self._drafting(), *self._exchange, self._replay]  # fmt: skip
-        lane.kernel(self._candidates, batch, self._block, args, name=f"candidates {j}")
+                *self._drafting(), *self.shared]  # fmt: skip
+        lane.kernel(self._candidates, batch, self.block, args, name=f"candidates {j}")
 
     def place(
         self, lane: Lane, proposal: DeviceArray, row_slot: DeviceArray,
@@ -231,7 +231,7 @@ class Sampler:
             self._check_proposal(parents, row_slot)
         args = [batch, row_slot, proposal, parents, self.draft_length, self.vocab_size,
                 self.state.array,
-                self.rows, self.row_words, *self._exchange, self._replay]  # fmt: skip
+                self.rows, self.row_words, *self.shared]  # fmt: skip
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
@@ -239,6 +239,11 @@ class Sampler:
         batch = self._check_proposal(proposal, row_slot)
         args = [batch, row_slot, self.draft_length, self.state.array, *self._exchange, proposal]
         lane.kernel(self._forced, *self._threads(batch), args, name="forced drafts")
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """Kernel arguments: what is exchanged, and the number of the replay."""
+        return (*self._exchange, self._replay)
 
     @property
     def _exchange(self) -> tuple[object, ...]:

@@ -79,6 +79,7 @@ class SlotState:
         last: int,
         epoch: int,
         limit: int,
+        room: int | None = None,
         stop_ids: Sequence[int] = (),
         seed: int = 0,
         temperature: float = 0.0,
@@ -100,6 +101,7 @@ class SlotState:
         position, last : position of the last prompt token, and that token.
         epoch : generation of the slot; mask rows carry it.
         limit : exclusive end position of the request.
+        room : positions that its caches hold, where drafts that branch need more than `limit`.
         stop_ids : up to 64 ids that end the request.
         seed : 64 bits; any int, taken modulo 2**64.
         temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:
@@ -117,6 +119,8 @@ class SlotState:
         check_range("slot", slot, 0, self.slots - 1)
         check_range("position", position, 0, 2**31 - 2)
         check_range("limit", limit, position + 2, 2**31 - 1)
+        room = limit if room is None else room
+        check_range("room", room, limit, 2**31 - 1)
         check_range("temperature", temperature, 0.0, 1e6)
         check_range("top_k", top_k, 0, 2**31 - 1)
         check_range("top_p", top_p, 0.0, 1.0)
@@ -129,6 +133,7 @@ class SlotState:
         request = np.zeros((), SLOT)
         for name, value in {
             "n": position, "last": last, "active": 1, "epoch": epoch, "limit": limit,
+            "room": room,
             "verify": verify, "sample": sample, "seed": seed % 2**64, "temperature": temperature,
             "top_p": top_p, "min_p": min_p, "top_k": top_k, "stops": len(stop_ids),
             "adjust": _NUMBERS["ADJUST_BIAS"] * adjust.biased

@@ -464,4 +464,60 @@ def record_drafts(
     """What drafting tells the grammar, after every draft; without parents they are a chain."""
     exchange.drafted[slot, : 2 + len(drafts)] = (replay, len(drafts), *drafts)
     hang = range(len(drafts)) if parents is None else parents
-    exchange.drafted[slot, 2 + exchange.drafts :][: len(drafts)] = hang
+    exchange.drafted[slot, 2 + exchange.layout["drafts"] :][: len(drafts)] = hang
+
+
+def children(
+    slot: Slot, position: int, logits: np.ndarray, ids: np.ndarray, token_limit: int,
+    legal: Callable[[int], bool] | None, most: int, branch: int,
+) -> list[tuple[float, int]]:  # fmt: skip
+    """(log probability, id) of the children of a tree's node, best first.
+
+    Of its best `most` ids those that the grammar takes, `branch` at most; their probabilities are
+    those without what was refused on the way. Coupled requests race with the position's noise.
+    """
+    known = (ids >= 0) & (ids < token_limit)
+    if broken(logits, known):
+        return []
+    x = np.where(known & (logits > -np.inf), logits.astype(np.float64), -np.inf)
+    if not slot.filter.greedy:
+        noise = gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
+        x = x / np.float64(np.float32(slot.filter.temperature)) + noise
+    value = x - x.max() - np.log(np.exp(x - x.max()).sum())
+    found, refused = [], 0.0
+    for c in ranking(value)[:most]:
+        if value[c] == -np.inf or len(found) == branch:
+            break
+        if legal is None or legal(int(ids[c])):
+            found.append((float(np.exp(value[c])), int(ids[c])))
+        else:
+            refused += np.exp(value[c])
+    left = max(1 - refused, sum(p for p, _ in found))
+    return [(float(np.log(p / left)), token) for p, token in found]
+
+
+def grow(
+    slot: Slot, branch: int, levels: int, drafts: int, room: int,
+    children_of: Callable[[tuple[int, ...]], list[tuple[float, int]]],
+) -> tuple[Tree, list[int], float]:  # fmt: skip
+    """The tree of drafts that grows from `children_of` the paths, how many were fed by level, and
+    the smallest difference of two scores: one below rounding may be seen otherwise elsewhere.
+
+    The best `branch` of a level are fed, the best `drafts` of all that were seen are kept; of
+    equals the one that was seen earlier. Whatever is kept, its parent is.
+    """
+    seen: list[tuple[float, tuple[int, ...]]] = []
+    fed, feeds = [(0.0, ())], []
+    for level in range(1, levels + 1):
+        first = len(seen)
+        for score, path in fed:
+            seen += [(score + value, (*path, token)) for value, token in children_of(path)]
+        open_ = slot.n + level + 1 < slot.limit and level < levels
+        fed = sorted((s for s in seen[first:] if open_ and s[1][-1] not in slot.stop_ids),
+                     key=lambda s: -s[0])[:branch]  # fmt: skip
+        feeds.append(len(fed))
+    kept = sorted(range(len(seen)), key=lambda i: -seen[i][0])[:drafts]
+    paths = [seen[i][1] for i in sorted(kept)][: max(room - slot.n - 1, 0)]
+    parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
+    gaps = np.diff(np.unique([score for score, _ in seen]))
+    return Tree((slot.last, *(p[-1] for p in paths)), (-1, *parents)), feeds, gaps.min(initial=1)

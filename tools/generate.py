@@ -22,6 +22,14 @@ from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
 
 
+def _tree(text: str) -> tuple[int, int]:
+    """Branch and levels of BRANCHxLEVELS."""
+    branch, _, levels = text.partition("x")
+    if not (branch.isdecimal() and levels.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no BRANCHxLEVELS, such as 4x5")
+    return int(branch), int(levels)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft generate``."""
     models = parser.add_argument_group("models")
@@ -31,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
+    models.add_argument("--draft-tree", type=_tree, metavar="BRANCHxLEVELS",
+                        help="let drafts branch, e.g. 4x5 (default: a chain)")
     models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
                         help="draw drafts under filled mask rows, or have the grammar test the "
                              "drafter's candidates (default fill)")
@@ -98,7 +108,8 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
     if options.no_speculation:
         drafter = None
     return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
-                  draft_length=options.draft_length, mask_drafts=not options.no_draft_mask,
+                  draft_length=options.draft_length,
+                  draft_tree=options.draft_tree, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
                   verify=options.verify, overlap=options.overlap, max_length=options.max_length)
@@ -143,6 +154,7 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "part_share": stats.part_share,
         "exposed_share": stats.exposed_share,
         "options": {"draft_length": engine.options.draft_length,
+                    "draft_tree": engine.options.draft_tree,
                     "mask_drafts": engine.options.mask_drafts,
                     "draft_legality": engine.options.draft_legality,
                     "verify": engine.options.verify,

@@ -32,21 +32,24 @@ struct Committed {
   int count;
 };
 
-// Drafts that follow a slot's committed tokens; `rows - 1` ids follow, and as many parents: the row
-// that each draft hangs on, where row 0 is the last committed token and row j is draft j.
+// Drafts that follow a slot's committed tokens; `drafts` ids follow, and as many parents: the row
+// that each hangs on, where row 0 is the last committed token and row j is draft j. While a tree
+// grows they are the nodes that its drafter is fed; one that is not there has id -1.
 struct Drafted {
   int replay;
   int count;
 };
 
-// Ids that the grammar is to test for draft `draft`, best first; `candidates` ids follow.
+// Ids that the grammar is to test for draft `draft`, best first; `candidates` ids follow. Of a tree
+// `draft` is the level and `count` its nodes, each with as many ids; a node's end at the first -1.
 struct Candidates {
   int replay;
   int draft;
   int count;
 };
 
-// The first legal candidate; -1: none is, and the mask row of the draft was filled.
+// The first legal candidate; -1: none is, and the mask row of the draft was filled. Of a tree
+// `branch` words follow, one for each node: bit i is set if its candidate i is legal.
 struct Answer {
   int replay;
   int draft;
@@ -57,11 +60,13 @@ struct Answer {
 // What the device writes and what the host writes share no cache line.
 struct ExchangeLayout {
   int slots;
-  int stride;  // words from slot to slot
-  int rows;    // mask rows of a slot: one more than its drafts
-  int words;   // of a mask row
-  int candidates;
-  int stamps;  // RowStamp[rows]
+  int stride;      // words from slot to slot
+  int rows;        // mask rows of a slot: one more than its drafts
+  int words;       // of a mask row
+  int candidates;  // of a draft, or of a node of a tree that grows
+  int drafts;      // that the record of drafts has room for
+  int branch;      // nodes of a level; 1: a chain
+  int stamps;      // RowStamp[rows]
   int committed;
   int drafted;
   int candidate_ids;  // Candidates

@@ -24,6 +24,7 @@ struct Slot {
   int active;
   int epoch;  // generation of the slot; its mask rows carry it
   int limit;  // tokens are produced at positions below it
+  int room;   // positions that its pages hold; `limit`, and more for drafts that branch
   int verify;
   int sample;  // index among the samples drawn with one seed
   unsigned long long seed;
@@ -136,7 +137,8 @@ __device__ __forceinline__ int child_of(const Slot& slot, int count, int j, int 
   return 0;
 }
 
-// One thread: draft j of a slot, in its state and in the record that the grammar worker reads.
+// One thread: draft j of a slot, in its state and in the record that the grammar worker reads. A
+// system fence is to follow.
 __device__ __forceinline__ void keep_draft(Slot& slot, int j, int parent, int token, int kind,
                                            int replay, int* exchange, const ExchangeLayout& x,
                                            int index) {
@@ -150,6 +152,5 @@ __device__ __forceinline__ void keep_draft(Slot& slot, int j, int parent, int to
   head->count = j;
   int* ids = reinterpret_cast<int*>(head + 1);
   ids[j - 1] = token;
-  ids[x.rows - 1 + j - 1] = parent;
-  __threadfence_system();
+  ids[x.drafts + j - 1] = parent;
 }

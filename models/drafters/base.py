@@ -42,9 +42,10 @@ class TreeShape:
     branch: int = 1
 
     @staticmethod
-    def chain(drafts: int) -> TreeShape:
-        """A chain whose drafts come one by one."""
-        return TreeShape(drafts, (1,) * drafts)
+    def by_level(drafts: int, tree: tuple[int, int] | None = None) -> TreeShape:
+        """A chain whose drafts come one by one, or a tree of (branch, levels) that grows."""
+        branch, levels = tree or (1, drafts)
+        return TreeShape(drafts, (1, *(branch,) * (levels - 1)), branch)
 
     def check(self, most: int) -> None:
         """Refuse what no round can be built for, or what has more than `most` drafts.
@@ -127,7 +128,7 @@ class Drafter:
         raise DrafterError(f"{type(self).__name__} has no method start")
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Feed the drafts of level ``level - 1``; return the logits of `level`, from 1."""
+        """Feed the drafts of `level`, from 1 on; return their logits, float32 [B * branch, Vd]."""
         raise DrafterError(f"{type(self).__name__} drafts level by level and has no method step")
 
 
@@ -139,6 +140,7 @@ class DrafterRoom:
     ----------
     device, target, tokenizer : of the engine.
     drafts : most drafts per round: what the engine was asked for.
+    tree : branch and levels of a tree to draft, where one was asked for.
     slots, length : requests that have a place, and positions that each may use.
     max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
     cache : makes a paged cache of the engine's shape: layers, kv_heads, head_dim, dtype.
@@ -148,6 +150,7 @@ class DrafterRoom:
     target: LlamaModel
     tokenizer: Tokenizer
     drafts: int
+    tree: tuple[int, int] | None
     slots: int
     length: int
     max_rows: int

@@ -49,7 +49,7 @@ class DFlash(Drafter):
         check_target(target, vocab_size=vocab, hidden_size=hidden,
                      num_hidden_layers=config.num_target_layers)  # fmt: skip
         self._config, self._layers, rank = config, target.layers, config.markov_rank
-        self.shape = TreeShape.chain(min(room.drafts, config.block_size - config.first_row))
+        self.shape = TreeShape.by_level(min(room.drafts, config.block_size - config.first_row))
         self.vocab, rows = DraftVocab(vocab), room.max_rows
         weights = Weights(device, Checkpoint(folder))
         self._embedding, self._head = (

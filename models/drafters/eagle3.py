@@ -145,9 +145,15 @@ class Eagle3Head:
         self.layers.norm(lane, out, self.final_norm, self.config.rms_norm_eps, normed)
         self.layers.linear(lane, normed, self.lm_head, logits, name="draft head")
 
-    def gather(self, lane: Lane, out: DeviceArray, index: DeviceArray) -> DeviceArray:
-        """Rows `index` (int32[B]) of `out`: float32[B, hidden], a view the next gather reuses."""
-        picked = self._picked[: index.shape[0]]
+    def gather(
+        self, lane: Lane, out: DeviceArray, index: DeviceArray, *, again: bool = False
+    ) -> DeviceArray:
+        """Rows `index` (int32[B]) of `out`: float32[B, hidden], a view the next gather reuses.
+
+        `out` may be what a gather returned if this one is `again`, and its view lasts until
+        `entries`.
+        """
+        picked = (self._fused if again else self._picked)[: index.shape[0]]
         self.layers.gather(lane, out, index, picked)
         return picked
 
@@ -163,11 +169,11 @@ class Eagle3Head:
 
 
 class Eagle3(Drafter):
-    """Drafts a chain with an EAGLE-3 head: entries with true features, then its own."""
+    """Drafts with an EAGLE-3 head: entries with true features, then with its own."""
 
-    def __init__(self, head: Eagle3Head, drafts: int) -> None:
+    def __init__(self, head: Eagle3Head, shape: TreeShape) -> None:
         self.head = head
-        self.shape, self.taps = TreeShape.chain(drafts), head.feature_layers
+        self.shape, self.taps = shape, head.feature_layers
         self.vocab = DraftVocab(head.draft_vocab, head.d2t, head.t2d)
         self.caches = (head.kv,)
         self._hidden: DeviceArray | None = None  # of the level written last
@@ -179,7 +185,7 @@ class Eagle3(Drafter):
         head = Eagle3Head(
             room.device, config, Checkpoint(folder), room.target, cache, max_rows=room.max_rows
         )
-        return cls(head, room.drafts)
+        return cls(head, TreeShape.by_level(room.drafts, room.tree))
 
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
@@ -192,13 +198,17 @@ class Eagle3(Drafter):
         return self._predict(lane, feed, self.head.gather(lane, out, feed.last))
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        hidden = self.head.step(lane, feed.drafts(lane, level), _given(self._hidden))
+        rows, hidden = feed.drafts(lane, level), _given(self._hidden)
+        if feed.branch > 1:
+            hidden = self.head.gather(lane, hidden, feed.origin, again=True)
+        hidden = self.head.step(lane, rows, hidden)
         return self._predict(lane, feed, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
         self._hidden = hidden
-        self.head.head(lane, hidden, feed.logits)
-        return feed.logits
+        logits = feed.logits[: hidden.shape[0]]
+        self.head.head(lane, hidden, logits)
+        return logits
 
 
 def _given(array: DeviceArray | None) -> DeviceArray:

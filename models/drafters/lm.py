@@ -19,10 +19,10 @@ __all__ = ["SmallModel"]
 
 
 class SmallModel(Drafter):
-    """Drafts a chain with a Llama of its own cache, fed every token at its own position."""
+    """Drafts with a Llama of its own cache, fed every token at its own position."""
 
-    def __init__(self, model: LlamaModel, drafts: int) -> None:
-        self.model, self.shape = model, TreeShape.chain(drafts)
+    def __init__(self, model: LlamaModel, shape: TreeShape) -> None:
+        self.model, self.shape = model, shape
         self.vocab, self.caches = DraftVocab(model.vocab_size), (model.kv,)
 
     @classmethod
@@ -40,7 +40,7 @@ class SmallModel(Drafter):
         cache = room.cache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
                            config.dtype)  # fmt: skip
         model = LlamaModel(room.device, config, Checkpoint(folder), cache, max_rows=room.max_rows)
-        return cls(model, room.drafts)
+        return cls(model, TreeShape.by_level(room.drafts, room.tree))
 
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
@@ -55,8 +55,9 @@ class SmallModel(Drafter):
         return self._predict(lane, feed, self.model.forward(lane, feed.drafts(lane, level, 1)))
 
     def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
-        self.model.head(lane, hidden, feed.logits)
-        return feed.logits
+        logits = feed.logits[: hidden.shape[0]]
+        self.model.head(lane, hidden, logits)
+        return logits
 
 
 def check_tokens(folder: Path, target: Tokenizer) -> None:

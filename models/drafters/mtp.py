@@ -81,7 +81,7 @@ class Mtp(Drafter):
                         *(f"model.layers.{i}." for i in range(layers))))  # fmt: skip
         self._several = len(modules) > 1
         drafts = min(room.drafts, len(modules)) if self._several else room.drafts
-        self.shape, self.taps = TreeShape.chain(drafts), (layers - 1,)
+        self.shape, self.taps = TreeShape.by_level(drafts), (layers - 1,)
         self.vocab, self._modules = DraftVocab(config.vocab_size), modules[:drafts]
         count = len(self._modules)
         self._kv = room.cache(count, config.num_key_value_heads, config.head_dim, config.dtype)

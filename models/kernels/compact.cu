@@ -1,7 +1,7 @@
-// Behind the verification of a tree: what the accepted drafts left goes where a chain would have it.
-// Token i of a batch row was decided by row from[i] of the tree, whose keys and values are cached
-// from[i] positions behind row 0 and belong i behind it. Rows grow along a path and from[i] >= i, so
-// taken in order nothing is overwritten that is still to be read.
+// Behind the verification of a tree: what the accepted drafts left goes where a chain would have
+// it. Token i of a batch row was decided by row from[i] of the tree, whose keys and values are
+// cached from[i] positions behind row 0 and belong i behind it. Rows grow along a path and from[i]
+// >= i, so taken in order nothing is overwritten that is still to be read.
 #ifndef CACHE
 #define CACHE bf16_t
 #endif

@@ -23,7 +23,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     int s = published ? ring_rows[entry * ring_rows_stride + b] : -1;
     if (s < 0 || s >= slot_count || !slots[s].active) s = -1;
     if (j == 0) row_slot[b] = s;
-    const bool used = s >= 0 && j <= slots[s].draft_len && slots[s].n + j < slots[s].limit;
+    const bool used = s >= 0 && j <= slots[s].draft_len;
     token[r] = !used ? 0 : j == 0 ? slots[s].last : slots[s].drafts[j - 1];
     slot[r] = used ? s : -1;
     pos[r] = used ? slots[s].n + depth_of(slots[s], j) : -1;
@@ -61,6 +61,28 @@ extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, co
     token[b] = used ? slots[s].drafts[j - 1] : 0;
     slot[b] = used ? s : -1;
     pos[b] = used ? position : -1;
+  }
+}
+
+// Lays out the nodes of a tree that its drafter is fed at `level`, from 2 on: row b * branch + f is
+// node f, at position n + shift + level - 2. `origin` is the row of the level before that it hangs
+// on.
+extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
+                                     int row_words, int batch, int branch, int level, int shift,
+                                     int* token, int* slot, int* pos, unsigned long long* tree,
+                                     int* origin) {
+  for (int r = threadIdx.x; r < batch * branch; r += blockDim.x) {
+    const int b = r / branch;
+    const int s = row_slot[b];
+    const int j = (level - 2) * branch + r % branch + 1;
+    const int position = s < 0 ? 0 : slots[s].n + shift + level - 2;
+    const bool used = s >= 0 && round_row(rows, row_words, b)->count > 0 && slots[s].active &&
+                      slots[s].drafts[j - 1] >= 0 && position < slots[s].limit;
+    token[r] = used ? slots[s].drafts[j - 1] : 0;
+    slot[r] = used ? s : -1;
+    pos[r] = used ? position : -1;
+    tree[r] = used ? slots[s].path[j - 1] : 0;
+    origin[r] = !used ? 0 : level == 2 ? b : b * branch + (slots[s].parent[j - 1] - 1) % branch;
   }
 }
 

@@ -62,14 +62,16 @@ void Slot::size_for(const Exchange& exchange) {
   made = std::vector<std::atomic<int32_t>>(rows);
   pending.tokens.resize(rows);
   order.commit.tokens.resize(rows);
-  order.draft.resize(rows - 1);
-  order.parent.resize(rows);
-  order.depth.resize(rows);
-  for (size_t j = 1; j < rows; ++j) {  // a chain, where nothing else is said
+  const size_t nodes = at(exchange.layout.drafts) + 1;
+  order.draft.resize(nodes - 1);
+  order.parent.resize(nodes);
+  order.depth.resize(nodes);
+  for (size_t j = 1; j < nodes; ++j) {  // a chain, where nothing else is said
     order.parent[j] = static_cast<int32_t>(j - 1);
     order.depth[j] = static_cast<int32_t>(j);
   }
-  order.candidate.resize(at(exchange.layout.candidates));
+  order.candidate.resize(at(exchange.layout.candidates * exchange.layout.branch));
+  legal.resize(at(exchange.layout.branch));
 }
 
 void SlotWork::serve(Slot& slot) const noexcept {
@@ -90,6 +92,9 @@ void SlotWork::serve(Slot& slot) const noexcept {
       break;
     case Task::kProbe:
       probe(slot);
+      break;
+    case Task::kGrow:
+      grow(slot);
       break;
   }
 }
@@ -218,6 +223,34 @@ void SlotWork::probe(Slot& slot) const noexcept {
   make_row(slot, order.j - 1);
   slot.answered = !slot.ended;
   slot.answer = -1;
+}
+
+// Of a tree's nodes at a level, which candidates are legal: of each the best `branch`. The nodes
+// that are fed are no rows of the tree to come, so nothing of them is kept.
+void SlotWork::grow(Slot& slot) const noexcept {
+  const Order& order = slot.order;
+  const int branch = exchange_.layout.branch;
+  const int most = exchange_.layout.candidates;
+  for (int f = 0; f < branch && !slot.ended; ++f) {
+    const int32_t* ids = &order.candidate[at(f * most)];
+    slot.legal[at(f)] = 0;
+    if (f >= order.candidates || ids[0] < 0) continue;
+    if (!stand_at(slot, order.j == 1 ? 0 : (order.j - 2) * branch + f + 1)) continue;
+    int found = 0;
+    for (int i = 0; i < most && ids[i] >= 0 && found < branch && !slot.ended; ++i) {
+      slot.tally[count::probes] += 1;
+      if (!accept(slot, ids[i])) continue;
+      ++found;
+      slot.legal[at(f)] |= uint32_t{1} << i;
+      if (slot.matcher->rollback(1, &slot.error) == Answer::kFailed) fail(slot);
+      slot.terminated = false;
+    }
+    slot.tally[count::probe_misses] += found == 0;
+  }
+  stand_at(slot, 0);
+  slot.closed = 0;
+  slot.answered = !slot.ended;
+  slot.answer = order.candidates;
 }
 
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {

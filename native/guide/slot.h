@@ -111,6 +111,7 @@ enum class Task : int32_t {
   kRow0,   // the row after the committed tokens
   kDraft,  // take draft j and make row j
   kProbe,  // find the first legal candidate for draft j
+  kGrow,   // of a tree: find the legal candidates of level j
 };
 
 // Everything an order needs is copied into it: the device may write on while it is served.
@@ -118,12 +119,12 @@ struct Order {
   Commit commit;
   Task task = Task::kNone;
   int j = 0;
-  int drafts = 0;               // v
-  std::vector<int32_t> draft;   // [K] token of node j at j - 1
-  std::vector<int32_t> parent;  // [K + 1] of each node but 0; parent[j] < j
-  std::vector<int32_t> depth;   // [K + 1]
-  int candidates = 0;
-  std::vector<int32_t> candidate;  // [candidates]
+  int drafts = 0;                  // v
+  std::vector<int32_t> draft;      // [K] token of node j at j - 1
+  std::vector<int32_t> parent;     // [K + 1] of each node but 0; parent[j] < j
+  std::vector<int32_t> depth;      // [K + 1]
+  int candidates = 0;              // of a tree: nodes that have some
+  std::vector<int32_t> candidate;  // [candidates], of a tree [branch][candidates]
 };
 
 struct Slot {
@@ -151,6 +152,7 @@ struct Slot {
   int tested = 0;               // drafts that the rows made last are for
   bool answered = false;        // a probe has its answer
   int32_t answer = -1;
+  std::vector<uint32_t> legal;                // [branch] of a tree: legal candidates of each node
   std::array<int32_t, count::kinds> tally{};  // folded into the counters by the step
   ErrorText error;
 
@@ -181,6 +183,7 @@ class SlotWork {
   bool step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
+  void grow(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;
   void follow(Slot& slot) const noexcept;
 

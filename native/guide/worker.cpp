@@ -113,7 +113,11 @@ void Worker::step(const StepRecord& record) noexcept {
   for (const int index : given_) {
     Slot& slot = slots_[at(index)];
     if (slot.busy.load() || !slot.answered) continue;
-    *exchange_.answer(index) = {static_cast<int32_t>(replay_), slot.order.j, slot.answer};
+    ::Answer* answer = exchange_.answer(index);
+    *answer = {static_cast<int32_t>(replay_), slot.order.j, slot.answer};
+    if (slot.order.task == Task::kGrow) {
+      std::copy(slot.legal.begin(), slot.legal.end(), Exchange::ids(answer));
+    }
     slot.answered = false;
   }
 }
@@ -137,8 +141,9 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
     take_drafts(slot, replay_);
     const bool here = slot.drafts_of == replay_;
     if (here && !probing && order.drafts >= order.j) order.task = Task::kDraft;
-    if (here && probing && order.drafts == order.j - 1 && take_candidates(slot)) {
-      order.task = Task::kProbe;
+    const bool tree = exchange_.layout.branch > 1;
+    if (here && probing && (tree || order.drafts == order.j - 1) && take_candidates(slot)) {
+      order.task = tree ? Task::kGrow : Task::kProbe;
     }
   }
   return !slot.ended && (order.task != Task::kNone || order.commit.given);
@@ -263,11 +268,12 @@ void Worker::take_drafts(Slot& slot, int64_t of) noexcept {
   order.drafts = 0;
   if (of == 0 || slot.drafts_of != of || replay_of(drafted->replay) != of) return;
   const int32_t count = drafted->count;
-  if (count < 0 || count > exchange_.drafts()) {
+  const bool growing = order.j > 0 && exchange_.layout.branch > 1;
+  if (count < 0 || count > (growing ? exchange_.layout.drafts : exchange_.drafts())) {
     work_.fail(slot);
     return;
   }
-  const int32_t* parents = Exchange::ids(drafted) + exchange_.drafts();
+  const int32_t* parents = Exchange::ids(drafted) + exchange_.layout.drafts;
   for (int j = 1; j <= count; ++j) {
     const int32_t parent = parents[j - 1];
     if (parent < 0 || parent >= j) {
@@ -285,13 +291,15 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   Candidates* offered = exchange_.candidates(slot.index);
   Order& order = slot.order;
   const int32_t count = offered->count;
+  const int branch = exchange_.layout.branch;
   if (replay_of(offered->replay) != replay_ || offered->draft != order.j) return false;
-  if (count < 0 || count > exchange_.layout.candidates) {
+  if (count < 0 || count > (branch > 1 ? branch : exchange_.layout.candidates)) {
     work_.fail(slot);
     return false;
   }
   order.candidates = count;
-  std::copy_n(Exchange::ids(offered), count, order.candidate.begin());
+  const int32_t ids = branch > 1 ? count * exchange_.layout.candidates : count;
+  std::copy_n(Exchange::ids(offered), ids, order.candidate.begin());
   return true;
 }
 

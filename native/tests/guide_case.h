@@ -299,7 +299,7 @@ class GuidedCase {
       *exchange_.drafted(s) = {replay, j};
       int32_t* ids = guided::Exchange::ids(exchange_.drafted(s));
       ids[j - 1] = token;
-      ids[exchange_.drafts() + j - 1] = j - 1;
+      ids[exchange_.layout.drafts + j - 1] = j - 1;
     }
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
   }

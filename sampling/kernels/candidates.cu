@@ -5,25 +5,8 @@
 // draft is then a point mass and best the likeliest; for coupled verification by weight / E, the
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
-#include "row.cuh"
+#include "best.cuh"
 #include "slot.cuh"
-
-// A thread's columns fall into parts, and it knows the best of each: only the part that a column
-// was taken from is looked through again. One part is enough where a block shares a row.
-constexpr int PARTS = BLOCK == 1 ? 64 : 1;
-
-// The largest (score, smaller column first) below `last` of one part; 0: none is left.
-__device__ inline u64 best_below(const float* score, int first, int size, u64 last) {
-  u64 best = 0;
-  for (int i = first; i < size; i += BLOCK * PARTS) {
-    const int key = order_key(score[i]);
-    if (key <= KEY_NEGATIVE_INFINITY) continue;
-    const u64 packed = (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |
-                       (0xffffffffu - static_cast<u32>(i));
-    if (packed < last && packed > best) best = packed;
-  }
-  return best;
-}
 
 extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab, int token_limit,
                                             const int* d2t, const int* row_slot, int j,
@@ -72,22 +55,14 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
     }
   }
 
-  // The best of what is left, time and again; ties go to the smaller column.
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1);
-  u64 own[PARTS];
-  for (int p = 0; p < PARTS; ++p) own[p] = best_below(score, tid * PARTS + p, draft_vocab, ~0ull);
+  BestFirst order(score, draft_vocab);
   int found = 0;
   for (; found < layout.candidates; ++found) {
-    u64 best = 0;
-    for (int p = 0; p < PARTS; ++p) best = own[p] > best ? own[p] : best;
-    const u64 packed = block_reduce(best, scratch, Max());
-    if (packed == 0) break;
-    for (int p = 0; p < PARTS; ++p) {
-      if (own[p] == packed) own[p] = best_below(score, tid * PARTS + p, draft_vocab, packed);
-    }
-    const int column = static_cast<int>(0xffffffffu - static_cast<u32>(packed));
+    const int column = order.next(scratch);
+    if (column < 0) break;
     if (tid == 0) ids[found] = d2t ? d2t[column] : column;
   }
   if (tid != 0) return;

@@ -36,6 +36,7 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
   if (token >= 0) {
     if (threadIdx.x == 0) {
       keep_draft(slot, j, j - 1, token, DRAFT_POINT, *replay_number, exchange, layout, index);
+      __threadfence_system();
     }
     return;
   }
@@ -74,5 +75,6 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
   if (threadIdx.x == 0) {
     const int id = d2t ? d2t[column] : column;
     keep_draft(slot, j, j - 1, id, kind, *replay_number, exchange, layout, index);
+    __threadfence_system();
   }
 }

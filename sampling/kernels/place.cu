@@ -23,13 +23,16 @@ extern "C" __global__ void place_drafts(int batch, const int* row_slot, const in
     if (token < 0 || token >= vocab_size || hangs_on < 0 || hangs_on >= i) continue;
     const int parent = row_of[hangs_on];
     if (parent < 0 || (parent > 0 && is_stop(slot, slot.drafts[parent - 1]))) continue;
-    row_of[i] = child_of(slot, slot.draft_len, parent, token);
-    if (row_of[i] != 0) continue;
+    const int twin = child_of(slot, slot.draft_len, parent, token);
+    if (twin != 0) row_of[i] = twin;
+    if (twin != 0) continue;
     const int j = slot.draft_len + 1;
-    if (slot.n + j >= slot.limit) return;
-    keep_draft(slot, j, parent, token, DRAFT_POINT, *replay_number, exchange, layout, index);
+    if (slot.n + j >= slot.room) break;
+    if (slot.n + depth_of(slot, parent) + 1 >= slot.limit) continue;
     row_of[i] = j;
+    keep_draft(slot, j, parent, token, DRAFT_POINT, *replay_number, exchange, layout, index);
   }
+  __threadfence_system();
 }
 
 // Proposes the tokens that mask rows 0, 1, .. force; they were made after this replay's commit.

@@ -63,9 +63,9 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
     return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
 
 
-def exchange_for(slots: int, drafts: int, vocab_size: int, candidates: int = 0) -> Exchange:
+def exchange_for(slots: int, drafts: int, vocab_size: int, *more: int) -> Exchange:
     """Exchange memory of the process's device, whose part the tests play."""
-    return Exchange(open_device(), slots, drafts, vocab_size, candidates)
+    return Exchange(open_device(), slots, drafts, vocab_size, *more)
 
 
 class InPython(Matcher):
@@ -189,10 +189,12 @@ class Rig:
     gate: the clock moves on when nobody but slot 0 is at work, so it is late, on any machine.
     """
 
-    def __init__(self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False):
+    def __init__(
+        self, backend, kind="native", *, k=2, slots=1, candidates=0, held=False, tree=(1, 0)
+    ):
         self.backend, self.kind, self.held = backend, kind, held
         self.clock, self.gate = np.zeros(1, np.int64), np.zeros(16, np.int32)
-        self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates)
+        self.exchange = exchange_for(slots, k, backend.vocabulary.size, candidates, *tree)
         options = {"masked_drafts": True, "ring": 4, "threads": 1}
         with budgets_by(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
@@ -211,9 +213,9 @@ class Rig:
         for one in np.atleast_1d(slot):
             ref.record(self.exchange, one, replay, tokens)
 
-    def drafted(self, replay, *tokens, slot=0):
+    def drafted(self, replay, *tokens, slot=0, parents=None):
         for one in np.atleast_1d(slot):
-            ref.record_drafts(self.exchange, one, replay, tokens)
+            ref.record_drafts(self.exchange, one, replay, tokens, parents)
 
     def start(self, replay, requests):
         """Publish a replay, and run its first step."""

@@ -28,7 +28,7 @@ class Rounds:
             config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
             return nets.make_cache(device, config, layers, dtype="float32")
 
-        room = SimpleNamespace(device=device, target=target, drafts=drafts, slots=SLOTS,
+        room = SimpleNamespace(device=device, target=target, drafts=drafts, tree=None, slots=SLOTS,
                                max_rows=64, cache=cache, tokenizer=None)  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.drafter = drafter = make_drafter(folder, room)
@@ -50,7 +50,7 @@ class Rounds:
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"], self.slots["limit"] = 1, LENGTH
         self.slots["draft_len"], self.slots["drafts"][:, :drafts] = drafts, self.drafts
-        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, tree=False, features=wide,
+        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, branch=1, features=wide,
                                     draft_vocab=drafter.vocab.size)  # fmt: skip
 
     @property
@@ -85,7 +85,7 @@ class Rounds:
         self.scratch.features[: features[..., 0].size].copy_from(
             features.reshape(-1, features.shape[2]))  # fmt: skip
         sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
-        return Feed(self.device, len(batch), self.width, self.state, sampler, self.scratch)
+        return Feed(self.device, len(batch), self.width, 1, self.state, sampler, self.scratch)
 
     def levels(self, feed: Feed):
         """Logits [B, vocab] of each level, after start and after each step."""

@@ -123,6 +123,8 @@ SHAPES = [
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
+    {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
+    {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
     {"max_batch_size": 4, "drafter": Meaningless(rank=8), "draft_length": 5},
 ]
@@ -132,6 +134,8 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
+    {"max_batch_size": 3, "drafter": TARGET, "draft_length": 9, "draft_tree": (2, 5)},
+    {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
@@ -154,7 +158,8 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        assert (probes > 0) == (shape.get("draft_legality") == "probe")
+        probed = shape.get("draft_legality") == "probe" or "draft_tree" in shape
+        assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
 @pytest.mark.full

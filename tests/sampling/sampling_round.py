@@ -23,7 +23,7 @@ class TableRound:
     def __init__(
         self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
         token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
-        entries: int = 2, candidates: int = 0,
+        entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
@@ -37,7 +37,9 @@ class TableRound:
             inside = (d2t >= 0) & (d2t < vocab)
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
         self.state = SlotState(device, slots, vocab)
-        exchange = self.exchange = Exchange(device, slots, draft_length, vocab, candidates)
+        exchange = self.exchange = Exchange(
+            device, slots, draft_length, vocab, candidates, branch, fed
+        )
         #: int32 [slots, width, 4]: state, epoch, position, more
         self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)
         self.ring = output_ring(device, entries, slots, draft_length)
@@ -133,7 +135,19 @@ class TableRound:
             count = state["draft_len"][i]
             assert (state["n"][i], state["last"][i], state["active"][i]) == (s.n, s.last, s.active)
             assert tuple(state["drafts"][i, :count]) == s.drafts
+            if count:
+                assert tuple(state["parent"][i, :count]) == s.tree.parent[1:]
+                routes = [s.tree.route(j) for j in range(1, count + 1)]
+                assert state["path"][i, :count].tolist() == routes
             assert tuple(state["q_kind"][i, :count]) == s.kinds
+
+    def take(self, i: int, s: ref.Slot) -> None:
+        """Give the reference's slot the drafts that the kernels made."""
+        state = self.snapshot()
+        count = state["draft_len"][i]
+        drafts, parents = state["drafts"][i, :count].tolist(), state["parent"][i, :count].tolist()
+        s.tree, s.q = ref.Tree((s.last, *drafts), (-1, *parents)), (None,) * count
+        s.kinds = tuple(state["q_kind"][i, :count].tolist())
 
     def results(self, replay: int) -> dict[str, np.ndarray]:
         """Copies of the output entry of a replay: the fields of ROUND_ROW, and tokens."""
@@ -173,5 +187,6 @@ class TableRound:
         state, most = self.state.to_host(), max(self.draft_length, 1)
         names = ("n", "last", "draft_len", "active", "limit")
         return {name: state[name].copy() for name in names} | {
-            name: state[name][:, :most].copy() for name in ("drafts", "q_kind")
+            name: state[name][:, :most].copy()
+            for name in ("drafts", "parent", "path", "q_kind")
         }

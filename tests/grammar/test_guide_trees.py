@@ -1,0 +1,137 @@
+"""Trees of drafts in the guide: rows, fills and legal children against matchers that start anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from guide_util import KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
+from reference_round import DEAD_END, NOT_READY, Tree, bits, chain
+
+both = pytest.mark.parametrize("kind", KINDS)
+NODES = 12
+TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # what random drafts are made of
+
+
+def random_tree(rng: np.random.Generator, start, last: list[int], nodes: int) -> Tree:
+    """A tree whose nodes are mostly legal; no node twice under one parent."""
+    tree = chain(last[-1])
+    while len(tree.token) <= nodes:
+        node = int(rng.integers(len(tree.token)))
+        row = oracle_row(start, [*last, *tree.path(node)])
+        legal = [] if row is None else [t for t in bits(row) if t < 270]
+        token = int(rng.choice(legal if legal and rng.random() < 0.8 else TEXT))
+        if tree.child(node, token) is None:
+            tree = tree.grow(node, token)
+    return tree
+
+
+@both
+@pytest.mark.parametrize("spec", ["regex", "schema", "dead end"])
+def test_each_node_has_the_row_of_its_path(backend, kind, spec):
+    """Rows behind what the grammar refuses or ends are not made, the others once each; and the
+    matcher goes whatever way is taken."""
+    rng, start = np.random.default_rng(1), backend.compile(SPECS[spec]).matcher
+    fills = 0
+    for seed in range(4):
+        rig, said, tree = Rig(backend, kind, k=NODES), [], chain(0)
+        request = rig.request(spec)
+        rig.start(1, [request])
+        for replay in range(1, 8):
+            # Some way down the tree, and a token behind it.
+            path = list(tree.path(int(rng.integers(len(tree.token)))))
+            while path and oracle_row(start, [*said, *path]) is None:
+                path.pop()
+            legal = {t for t in bits(oracle_row(start, [*said, *path])).tolist() if t < 270}
+            legal = [t for t in sorted(legal - {STOP, OTHER_STOP})
+                     if oracle_row(start, [*said, *path, t]).any()]  # fmt: skip
+            if not legal:
+                break
+            taken = [*path, int(rng.choice(legal))]
+            rig.verify(replay, *taken)
+            said += taken
+            tree = random_tree(rng, start, said, int(rng.integers(1, NODES + 1)))
+            rig.drafted(replay, *tree.token[1:], parents=tree.parent[1:])
+            rig.decoder.retire(replay)
+            before = rig.decoder.counters()["fills"]
+            rig.start(replay + 1, [request])
+            states, made = rig.states(), 0
+            for node in range(len(tree.token)):
+                path = tree.path(node)
+                row = oracle_row(start, [*said, *path])
+                if row is None:
+                    assert states[node][0] == NOT_READY
+                    continue
+                made += node > 0  # row 0 was made behind the commit
+                assert states[node][2] == 10 + len(said) + len(path)
+                if row.any():
+                    rig.expect_row([*said, *path], j=node, spec=spec)
+                else:
+                    assert states[node][0] == DEAD_END
+            assert rig.decoder.counters()["fills"] - before == made
+            fills += made
+        counters = rig.decoder.counters()
+        assert counters["desyncs"] == counters["errors"] == 0, seed
+    assert fills > 20
+
+
+@both
+def test_a_level_is_told_which_children_are_legal(backend, kind):
+    """Of each node the first `branch` legal candidates; nodes that are not there have none, and the
+    rows of the drafts that follow are as if nobody had asked."""
+    branch, most = 2, 8
+    rig, [request] = joined(backend, kind, k=5, candidates=most, tree=(branch, 4))
+    compiled, head = backend.compile(SPECS["regex"]), 3
+
+    def ask(replay, level, *nodes):
+        record = rig.exchange.candidates[0]
+        record[:head] = (replay, level, len(nodes))
+        record[head:] = -1
+        for f, ids in enumerate(nodes):
+            record[head + f * most :][: len(ids)] = ids
+        rig.run(rig.drafts[level - 1])
+        assert tuple(rig.exchange.answer[0])[:2] == (replay, level)
+        return rig.exchange.legal[0, : len(nodes)].tolist()
+
+    def wanted(path, ids):
+        found, word = 0, 0
+        for i, token in enumerate(ids):
+            legal = found < branch and oracle_after(path, token)
+            found, word = found + legal, word | legal << i
+        return word
+
+    def oracle_after(path, token):
+        matcher = compiled.matcher()
+        return all(map(matcher.accept, path)) and matcher.accept(token)
+
+    said = [ord("c")]
+    rig.verify(1, *said)
+    first = [ord("x"), 261, ord("a"), ord("b"), ord("c"), STOP]
+    assert ask(1, 1, first) == [wanted(said, first)]
+    assert wanted(said, first) != 0
+    legal = [t for i, t in enumerate(first) if wanted(said, first) >> i & 1]
+    fed = (legal[0], -1)
+    rig.drafted(1, *fed, parents=(0, 0))
+    assert ask(1, 2, first, []) == [wanted([*said, legal[0]], first), 0]
+    rig.drafted(1, *fed, legal[0], ord("Z"), parents=(0, 0, 1, 1))
+    ids = [ord("c"), ord("a")]
+    assert ask(1, 3, ids, ids) == [wanted([*said, legal[0], legal[0]], ids), 0]
+    rig.drafted(1, *legal, parents=(0,) * len(legal))
+    rig.decoder.retire(1)
+    rig.start(2, [request])
+    rig.expect_row(said)
+    for j, token in enumerate(legal, 1):
+        if token != STOP:
+            rig.expect_row([*said, token], j=j)
+    counters = rig.decoder.counters()
+    assert counters["desyncs"] == counters["errors"] == 0 and counters["probes"] > 6
+
+
+@pytest.mark.parametrize("parents", [(0, 2), (0, -1), (1, 0)])
+def test_a_parent_that_cannot_be_fails_the_slot(backend, parents):
+    """A record that no kernel writes ends the request instead of the process."""
+    rig, [request] = joined(backend, k=2)
+    rig.verify(1, ord("c"))
+    rig.drafted(1, ord("c"), ord("c"), parents=parents)
+    rig.decoder.retire(1)
+    rig.start(2, [request])
+    assert rig.decoder.counters()["errors"] == 1

@@ -1,0 +1,256 @@
+"""Trees of drafts that grow level by level, against the reference; and proposals that branch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import reference_round as ref
+from test_verify import random_slot
+
+from graft.cudagraph.errors import OptionError
+from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
+
+V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
+FED = BRANCH * (LEVELS - 1)
+
+
+def noise_of(*key: object) -> np.random.Generator:
+    """A generator that the key alone decides."""
+    return np.random.default_rng(list(hashlib.sha256(repr(key).encode()).digest()))
+
+
+def logits_of(slot: int, path: tuple[int, ...], size: int) -> np.ndarray:
+    """A drafter's logits behind a path; some tie, are -inf, or no numbers."""
+    rng = noise_of("logits", slot, path)
+    logits = rng.normal(0, 3, size).astype(np.float32)
+    if rng.random() < 0.3:
+        logits = np.round(logits)
+    logits[rng.random(size) < 0.1] = -np.inf
+    if rng.random() < 0.03:
+        logits[4] = np.nan
+    return logits
+
+
+def is_legal(slot: int, path: tuple[int, ...], token: int) -> bool:
+    """A grammar: here everything is allowed, there next to nothing."""
+    share = noise_of("share", slot, path).choice([0.02, 0.2, 0.7, 1.0])
+    return bool(noise_of("legal", slot, path, token).random() < share)
+
+
+def fed_paths(state: np.ndarray, level: int) -> list[tuple[int, ...] | None]:
+    """Paths of the nodes that a slot has to be fed at a level."""
+    if level == 1:
+        return [()]
+    rows = range((level - 2) * BRANCH + 1, (level - 1) * BRANCH + 1)
+    found: list[tuple[int, ...] | None] = []
+    for row in rows:
+        path: tuple[int, ...] = ()
+        while row and state["drafts"][row - 1] >= 0:
+            path = (int(state["drafts"][row - 1]), *path)
+            row = int(state["parent"][row - 1])
+        found.append(path or None)
+    return found
+
+
+class Forest:
+    """Trees of all slots of a round: drafters and grammars that numbers decide."""
+
+    def __init__(self, r, rng: np.random.Generator, ids: np.ndarray, probed: bool) -> None:
+        self.r, self.ids, self.probed = r, ids, probed
+        self.number = int(rng.integers(1 << 30))
+        self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
+        self.slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
+        for s in self.slots:
+            s.verify, s.limit = ref.COUPLED, s.limit + 3
+        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
+                for s, f in zip(self.slots, self.free, strict=True)]
+        before, self.order = [s.n for s in self.slots], rng.permutation(SLOTS)
+        logits = rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32)
+        r.play(self.slots, logits, rows, self.order)
+        self.growing = [i for i, s in enumerate(self.slots)
+                        if s.n > before[i] and ref.may_grow(s, 0)]  # fmt: skip
+
+    def logits(self, level: int):
+        """Logits of the nodes that are fed, as the drafter would leave them."""
+        state = self.r.state.to_host()
+        rows = 1 if level == 1 else BRANCH
+        logits = np.zeros((SLOTS, rows, len(self.ids)), np.float32)
+        for i in range(SLOTS):
+            for f, path in enumerate(fed_paths(state[i], level)):
+                if path is not None:
+                    logits[i, f] = logits_of(self.number + i, path, len(self.ids))
+        return self.r.device.from_host(logits[self.order].reshape(-1, len(self.ids)), "float32")
+
+    def answer(self, level: int) -> None:
+        """Answer as a grammar would; who has none, or drafts nothing, is not asked."""
+        exchange, state = self.r.exchange, self.r.state.to_host()
+        for i in range(SLOTS):
+            record = exchange.candidates[i]
+            asked = tuple(record[:2]) == (self.r.replay, level)
+            assert asked == (i in self.growing and not self.free[i])
+            if not asked:
+                continue
+            offered = record[3:].reshape(BRANCH, TREE_CANDIDATES)[: record[2]].tolist()
+            for f, path in enumerate(fed_paths(state[i], level)):
+                found = 0
+                exchange.legal[i, f] = 0
+                for c, token in enumerate(offered[f]):
+                    if token < 0 or found == BRANCH:
+                        break
+                    legal = is_legal(self.number + i, path, token)
+                    found += legal
+                    exchange.legal[i, f] |= legal << c
+            exchange.answer[i] = (self.r.replay, level, BRANCH)
+
+    def reference(self, i: int, limit: int) -> tuple[list[int], bool]:
+        """Gives a slot its tree; how many were fed by level, and whether rounding had no say."""
+        s, number = self.slots[i], self.number + i
+
+        def children_of(path: tuple[int, ...]) -> list[tuple[float, int]]:
+            asks = self.probed and not self.free[i]
+            return ref.children(
+                s, s.n + len(path) + 1, logits_of(number, path, len(self.ids)), self.ids, limit,
+                partial(is_legal, number, path) if asks else None,
+                TREE_CANDIDATES if self.probed else BRANCH, BRANCH,
+            )  # fmt: skip
+
+        s.tree, feeds, gap = ref.grow(s, BRANCH, LEVELS, DRAFTS, s.limit, children_of)
+        s.kinds, s.q = (ref.POINT,) * len(s.drafts), (None,) * len(s.drafts)
+        return feeds, gap > 1e-5
+
+
+@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+@pytest.mark.parametrize("probed", [True, False], ids=["probed", "blind"])
+def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned):
+    """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids."""
+    rng = np.random.default_rng(5)
+    d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
+    ids, limit = np.arange(V) if d2t is None else d2t, V - 2
+    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, token_limit=limit, d2t=d2t,
+                   block=block, candidates=TREE_CANDIDATES if probed else 0, branch=BRANCH,
+                   fed=FED)  # fmt: skip
+    tree, seen = TreeSampler(r.sampler, BRANCH, LEVELS), Counter()
+    for _ in range(3 if block == 1 else 2):
+        forest = Forest(r, rng, ids, probed)
+        for level in range(1, LEVELS + 1):
+            logits = forest.logits(level)
+            if probed:
+                tree.candidates(r.lane, logits, r.row_slot, level)
+                r.stream.synchronize()
+                forest.answer(level)
+            tree.draft(r.lane, logits, r.row_slot, level, masked=probed)
+            r.stream.synchronize()
+        for i in forest.growing:
+            (feeds, clear), s = forest.reference(i, limit), forest.slots[i]
+            seen["clear"] += clear
+            seen["all"] += 1
+            if not clear:
+                r.take(i, s)
+                continue
+            seen["drafts", len(s.drafts)] += 1
+            seen["stops"] += any(t in s.stop_ids for t in s.drafts)
+            seen["narrow"] += any(b < a for a, b in pairwise(feeds))
+        r.compare(forest.slots)
+        for i in forest.growing:
+            s, record = forest.slots[i], r.exchange.drafted[i]
+            count = len(s.drafts)
+            assert tuple(record[: 2 + count]) == (r.replay, count, *s.drafts)
+            assert tuple(record[2 + FED :][:count]) == s.tree.parent[1:]
+    assert seen["clear"] > 0.8 * seen["all"] and seen["stops"] > 1 and seen["narrow"] > 1
+    assert seen["drafts", DRAFTS] > 4
+    assert not probed or sum(seen["drafts", n] for n in range(DRAFTS)) > 2
+
+
+def test_of_equal_nodes_the_earlier_is_better(make_round, block):
+    """Everything is alike: nodes are fed and kept in the order in which they were seen."""
+    r = make_round(slots=1, draft_length=DRAFTS, vocab=8, block=block, branch=BRANCH, fed=FED)
+    tree, slot = TreeSampler(r.sampler, BRANCH, LEVELS), ref.Slot(n=4, tree=ref.chain(1), limit=50)
+    slot.filter = ref.Filter(0.0)
+    r.play([slot], np.zeros((1, 1, 8), np.float32), [[ref.MaskRow(ref.FREE, 1, 4, more=1)]])
+    for level in range(1, LEVELS + 1):
+        up = r.device.zeros((1 if level == 1 else BRANCH, 8), "float32")
+        tree.draft(r.lane, up, r.row_slot, level, masked=False)
+    slot.tree = ref.Tree((slot.last, 0, 1, 2, 0, 1, 2, 0), (-1, 0, 0, 0, 1, 1, 1, 2))
+    slot.kinds, slot.q = (ref.POINT,) * DRAFTS, (None,) * DRAFTS
+    r.compare([slot])
+
+
+def test_a_silent_grammar_leaves_no_drafts(make_round):
+    """Without an answer of this replay and level nothing is legal."""
+    r = make_round(slots=1, draft_length=3, vocab=V, candidates=TREE_CANDIDATES, branch=2, fed=2)
+    tree, slot = TreeSampler(r.sampler, 2, 2), ref.Slot(n=4, tree=ref.chain(1), limit=50)
+    slot.filter = ref.Filter(0.0)
+    r.play([slot], np.zeros((1, 1, V), np.float32), [[ref.MaskRow(ref.FREE, 1, 4)]])
+    r.exchange.legal[:] = 3
+    for level, answer in ((1, (r.replay - 1, 1, 1)), (2, (r.replay, 1, 2))):
+        r.exchange.answer[0] = answer
+        up = r.device.zeros((level, V), "float32")
+        tree.candidates(r.lane, up, r.row_slot, level)
+        tree.draft(r.lane, up, r.row_slot, level, masked=True)
+    r.stream.synchronize()
+    assert r.state.to_host()["draft_len"][0] == 0
+    assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
+
+
+@pytest.mark.parametrize("branch, levels, what", [
+    (1, 2, "branch must be from 2"), (3, 0, "levels must be"), (3, 5, "levels must be"),
+    (2, 3, "branch of the exchange"),
+])  # fmt: skip
+def test_trees_that_cannot_be_are_refused(make_round, branch, levels, what):
+    """Sizes are checked by name."""
+    r = make_round(slots=1, draft_length=4, vocab=V, candidates=TREE_CANDIDATES, branch=3, fed=9)
+    with pytest.raises(OptionError, match=what):
+        TreeSampler(r.sampler, branch, levels)
+
+
+def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
+    """What is left of a proposal: ids, below a node that is one, before the request's end."""
+    rows: dict[int, int] = {0: 0}
+    for i, (token, on) in enumerate(zip(tokens, parents, strict=True), 1):
+        if not 0 <= token < vocab or not 0 <= on < i or on not in rows:
+            continue
+        if not ref.may_grow(slot, rows[on]):
+            continue
+        twin = slot.tree.child(rows[on], token)
+        if twin is None:
+            twin = len(slot.drafts) + 1
+            ref.keep(slot, token, parent=rows[on])
+        rows[i] = twin
+
+
+def test_proposals_may_branch(make_round):
+    """Random trees with what can be no draft in them: the rest is kept, siblings of one id once."""
+    rng = np.random.default_rng(2)
+    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V)
+    seen: Counter = Counter()
+    for _ in range(20):
+        slots = [random_slot(rng, 6, 2) for _ in range(SLOTS)]
+        before = [s.n for s in slots]
+        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=1)] for s in slots]
+        for s in slots:
+            s.limit, s.verify = s.n + int(rng.integers(2, 30)), ref.COUPLED
+        r.play(slots, rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32), rows)
+        tokens = rng.integers(-1, 6, (SLOTS, DRAFTS))
+        tokens[rng.random(tokens.shape) < 0.05] = V
+        parents = rng.integers(0, np.arange(1, DRAFTS + 1), (SLOTS, DRAFTS))
+        parents += rng.choice([-1, 0, 0, 0, 0, 0, 1], parents.shape)
+        up = (r.device.from_host(x.astype(np.int32), "int32") for x in (tokens, parents))
+        proposal, on = up
+        r.sampler.place(r.lane, proposal, r.row_slot, on)
+        r.stream.synchronize()
+        for i, s in enumerate(slots):
+            if s.n > before[i] and s.active:
+                placed(s, tokens[i].tolist(), parents[i].tolist(), V)
+                kept = len(s.drafts)
+                # The last is at n + kept: beyond the room nothing is cached.
+                fits = max(s.limit - s.n - 1, 0)
+                s.tree, s.kinds, s.q = s.tree.first(fits), s.kinds[:fits], s.q[:fits]
+                seen[len(s.drafts)] += 1
+                seen["cut"] += kept > fits
+        r.compare(slots)
+    assert {0, 1, 2, 3, 4, 5} <= set(seen) and seen["cut"] > 3
