@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
@@ -29,7 +31,7 @@ _BLOCK = 64
 
 
 class DFlash(Drafter):
-    """Drafts a chain, all levels from one pass.
+    """Drafts level by level, all levels from one pass.
 
     Parameters
     ----------
@@ -49,8 +51,10 @@ class DFlash(Drafter):
         check_target(target, vocab_size=vocab, hidden_size=hidden,
                      num_hidden_layers=config.num_target_layers)  # fmt: skip
         self._config, self._layers, rank = config, target.layers, config.markov_rank
-        self.shape = TreeShape.by_level(min(room.drafts, config.block_size - config.first_row))
-        self.vocab, rows = DraftVocab(vocab), room.max_rows
+        deepest = config.block_size - config.first_row
+        tree = room.tree and (room.tree[0], min(room.tree[1], deepest))
+        self.shape = TreeShape.by_level(room.drafts if tree else min(room.drafts, deepest), tree)
+        self.vocab, rows, nodes = DraftVocab(vocab), room.max_rows, room.slots * self.shape.branch
         weights = Weights(device, Checkpoint(folder))
         self._embedding, self._head = (
             weights.matrix(name, vocab, hidden) if name in weights.checkpoint else of_target
@@ -70,7 +74,8 @@ class DFlash(Drafter):
         self._turn = device.from_host(config.rope.table(self._kv.positions, dim))
         self._scratch = Scratch(device, config, rows, hidden)
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
-        self._before = device.empty((room.slots, max(rank, 1)), "float32")
+        self._before = device.empty((nodes, max(rank, 1)), "float32")
+        self._row_of = device.from_host(np.arange(nodes, dtype=np.int32) // self.shape.branch)
         self._block = device.zeros((4, rows), "int32")  # token, slot, position, last attended one
         self._block_rows = device.load(KERNELS)["block_rows"]
 
@@ -84,7 +89,7 @@ class DFlash(Drafter):
         self._absorb(lane, feed.committed(lane), feed.features)
         config, layers, scratch, batch = self._config, self._layers, self._scratch, feed.batch
         first, eps = config.first_row * batch, config.rms_norm_eps
-        n = first + self.shape.nodes * batch
+        n = first + len(self.shape.levels) * batch
         block = token, slot, pos, last = [self._block[i][:n] for i in range(4)]
         args = [feed.row_slot, feed.state.array, feed.sampler.rows, feed.sampler.row_words,
                 batch, n // batch, config.mask_token_id, *block]  # fmt: skip
@@ -107,11 +112,15 @@ class DFlash(Drafter):
         return self._level(lane, feed, level, before)
 
     def _level(self, lane: Lane, feed: Feed, level: int, before: DeviceArray | None) -> DeviceArray:
-        """A level's logits, by the tokens before its own."""
+        """A level's logits, by the tokens before its own; of a tree, once for every node."""
         logits = feed.scratch.logits[level * feed.batch : (level + 1) * feed.batch]
+        if level and feed.branch > 1:
+            row_of = self._row_of[: feed.batch * feed.branch]
+            self._layers.gather(lane, logits, row_of, feed.logits, name="nodes' logits")
+            logits = feed.logits
         if self._markov and before is not None:
             w1, w2 = self._markov
-            picked = self._before[: feed.batch]
+            picked = self._before[: logits.shape[0]]
             self._layers.gather(lane, w1, before, picked, name="draft before")
             self._layers.linear(lane, picked, w2, logits, residual=logits, name="markov head")
         return logits

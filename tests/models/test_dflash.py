@@ -34,11 +34,10 @@ def test_blocks_equal_the_published_code(device, stream, form):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1]),
                           ([1, 0], [5, 5])]:  # fmt: skip
-        for level, logits in rounds.levels(rounds.commit(batch, counts)):
-            for b, slot in enumerate(batch):
-                wanted = expected[f"logits_{rounds.n[slot]}"][1:] if slot >= 0 else ()
-                if level < len(wanted):
-                    np.testing.assert_allclose(logits[b], wanted[level], atol=1e-4)
+        for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
+            wanted = expected[f"logits_{rounds.n[slot]}"][1:]
+            if len(down) < len(wanted):
+                np.testing.assert_allclose(logits, wanted[len(down)], atol=1e-4)
 
 
 def test_fewer_drafts_are_a_shorter_block(device, stream):
@@ -68,27 +67,27 @@ def make_dspark(folder, rank):
     return tensors
 
 
-@pytest.mark.parametrize("rank", [0, 6])
-def test_a_dspark_row_also_reads_the_draft_before_it(device, stream, tmp_path, rank):
+@pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
+def test_a_dspark_row_also_reads_the_draft_before_it(device, stream, tmp_path, rank, tree):
     """Every row predicts the token behind it, the first one's before is the last token: logits are
-    those of the published block and w2 w1[token before]."""
+    those of the published block and w2 w1[token before], in a tree every node's."""
     tensors = make_dspark(tmp_path / "dspark", rank)
     expected = np.load(FOLDER / "expected.npz")
     target = nets.load_llama(device, TARGET, dtype="float32")
-    rounds = Rounds(device, stream, target, tmp_path / "dspark", 9, expected["tokens"])
-    assert rounds.width == 6
+    rounds = Rounds(device, stream, target, tmp_path / "dspark", 9, expected["tokens"], tree)
+    levels = len(rounds.drafter.shape.levels)
+    assert levels == (5 if tree is None else min(tree[1], 5))
     rounds.prompt(1, (0, 4, 6))
-    for batch, counts, at in [([0, 1], [2, 1], [2, 7]), ([-1, 1, 0], [0, 5, 4], [-1, 12, 6])]:
-        for level, logits in rounds.levels(rounds.commit(batch, counts)):
-            for b, n in enumerate(at):
-                if n < 0:
-                    continue
-                wanted = expected[f"logits_{n}"][level]
-                if rank:
-                    before = rounds.drafts[batch[b], level - 1] if level else expected["tokens"][n]
-                    w1, w2 = (tensors[f"markov_head.markov_{w}.weight"] for w in ("w1", "w2"))
-                    wanted = wanted + w2 @ w1[before]
-                np.testing.assert_allclose(logits[b], wanted, atol=1e-4)
+    for batch, counts in [([0, 1], [2, 1]), ([-1, 1, 0], [0, 5, 4])]:
+        seen = 0
+        for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
+            wanted = expected[f"logits_{rounds.n[slot]}"][len(down)]
+            if rank:
+                w1, w2 = (tensors[f"markov_head.markov_{w}.weight"] for w in ("w1", "w2"))
+                wanted = wanted + w2 @ w1[[expected["tokens"][rounds.n[slot]], *down][-1]]
+            np.testing.assert_allclose(logits, wanted, atol=1e-4)
+            seen += 1
+        assert seen == 2 * (1 + (levels - 1) * rounds.branch)
 
 
 def of_dflash(**changes):
