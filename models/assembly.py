@@ -139,9 +139,10 @@ def _drafter(
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
     drafter.shape.check(options.draft_length)
-    if (drafter.shape.branch > 1) != (options.draft_tree is not None):
+    shape, asked = drafter.shape, options.draft_tree is not None
+    if (shape.branch > 1) != asked and (asked or shape.levels):
         raise OptionError(
-            f"drafter {name}: drafts of the shape {drafter.shape}, and draft_tree is "
+            f"drafter {name}: drafts of the shape {shape}, and draft_tree is "
             f"{options.draft_tree}"
         )
     if drafter.shape.levels and drafter.vocab is None:

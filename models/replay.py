@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from graft.cudagraph.device import Stream
-from graft.cudagraph.errors import DeviceError, HostWorkError
+from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedRequest
 from graft.models.interrupt import Shield
@@ -161,6 +161,11 @@ class Replays:
     def grammar_error(self, slot: int) -> str:
         """What the grammar backend said when a slot's request failed, or empty."""
         return self._parts.decoder.error(slot)
+
+    def drafter_error(self, seat: Seat) -> GraftError | None:
+        """Why the drafter has ended who sits there, if it has."""
+        drafter = self._parts.drafter
+        return None if drafter is None else drafter.failure(seat.slot, seat.epoch)
 
     def _await(self, replay: int, shield: Shield, progress: Callable[[], int]) -> None:
         known, deadline = progress(), time.monotonic() + ROUND_DEADLINE_S

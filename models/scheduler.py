@@ -260,10 +260,14 @@ class Scheduler:
                 self.stats.count_stale(len(row.tokens))
                 continue
             if row.slot != seat.slot:
-                raise GraftError(
-                    f"row {b} of replay {flight.replay} answered for slot {row.slot}, "
-                    f"not {seat.slot}"
-                )
+                error = self.replays.drafter_error(seat)
+                if error is None:
+                    raise GraftError(
+                        f"row {b} of replay {flight.replay} answered for slot {row.slot}, "
+                        f"not {seat.slot}"
+                    )
+                self.end(seat.running, "error", error, told=True)
+                continue
             self._collect(seat.running, row)
         self.replays.finish()
 

@@ -8,9 +8,11 @@ from graft.models.drafters.forced import Forced
 from graft.models.drafters.lm import SmallModel
 from graft.models.drafters.mtp import Mtp
 from graft.models.drafters.ngram import NGram
+from graft.models.drafters.suffix import Suffix
+from graft.models.drafters.user import UserDrafter
 from graft.models.feed import Feed
 
 __all__ = [
     "Ahead", "DFlash", "DraftVocab", "Drafter", "DrafterChoice", "DrafterRoom", "Eagle3", "Feed",
-    "Forced", "Mtp", "NGram", "SmallModel", "TreeShape",
+    "Forced", "Mtp", "NGram", "SmallModel", "Suffix", "TreeShape", "UserDrafter",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
 from graft.models.drafters.load import make_drafter
+from graft.models.errors import DrafterError
 from graft.models.feed import Feed
 from graft.models.rows import Rows
 
@@ -33,6 +34,8 @@ class Ahead(Drafter):
             raise OptionError(
                 "Ahead: drafts of the first must come all at once, of the second level by level"
             )
+        if self._first.shape.branch > 1:
+            raise OptionError("Ahead: drafts of the first must be a chain")
         if self._first.reads_rows:
             raise OptionError("Ahead: the first reads mask rows, which are made for the second")
         if self._first.shape.nodes != self._then.shape.nodes:
@@ -63,3 +66,6 @@ class Ahead(Drafter):
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         return self._then.step(lane, feed, level)
+
+    def failure(self, slot: int, epoch: int) -> DrafterError | None:
+        return self._first.failure(slot, epoch) or self._then.failure(slot, epoch)

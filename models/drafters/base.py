@@ -131,6 +131,10 @@ class Drafter:
         """Feed the drafts of `level`, from 1 on; return their logits, float32 [B * branch, Vd]."""
         raise DrafterError(f"{type(self).__name__} drafts level by level and has no method step")
 
+    def failure(self, slot: int, epoch: int) -> DrafterError | None:
+        """Why it has ended a request on the device, if it has."""
+        return None
+
 
 @dataclass(frozen=True)
 class DrafterRoom:

@@ -1,67 +1,38 @@
-"""Drafts without a model: what followed the last tokens where they stood before.
-
-Prompt lookup (Saxena, 2023): the longest suffix of a request's tokens that occurs earlier in it,
-and the tokens behind that place. All on the device; the host knows nothing of it.
-"""
+"""Prompt lookup (Saxena, 2023): the n-grams at a request's end, and what followed them before."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
-
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
-from graft.models.feed import Feed
-from graft.models.rows import Rows
+from graft.models.drafters.base import DrafterRoom
+from graft.models.drafters.texts import Texts
 
 __all__ = ["NGram"]
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "ngram.cu"
-_BLOCK = 128
+_VOTES = {"longest": "NONE", "all": "ALL"}
 
 
-class NGram(Drafter):
-    """Drafts from a request's own tokens, or from those of all requests.
+class NGram(Texts):
+    """Drafts what followed the last tokens where they stood before.
 
     Parameters
     ----------
-    longest, shortest : of the suffixes that are looked up, tokens.
-    public : look in the tokens of every slot, those of requests that are over included. A
-        request's drafts then depend on others; its tokens do not, or by rejection their law.
-    oldest : of several places that fit as well, take the earliest; else the latest.
+    longest, shortest, drafts, public, kept, oldest : see `Texts`.
+    match : "longest" follows the one place that fits with most tokens; with "all" every suffix of
+        `shortest` to `longest` tokens is looked up, and each draft is what followed most of them.
 
     Raises
     ------
     OptionError
-        Unless ``1 <= shortest <= longest``.
+        Naming the option that is out of range.
     """
 
-    def __init__(self, room: DrafterRoom, *, longest: int = 4, shortest: int = 1,
-                 public: bool = False, oldest: bool = False):
-        if not 1 <= shortest <= longest:
-            raise OptionError(f"n-grams of {shortest} to {longest} tokens: 1 <= shortest <= "
-                              "longest is needed")
-        self.shape = TreeShape(room.drafts)
-        self._options = (longest, shortest, int(public), int(oldest))
-        self._history = room.device.from_host(np.full((room.slots, room.length), -1, np.int32))
-        self._kernels = room.device.load(KERNELS)
-
-    def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
-    ) -> None:
-        self._note(lane, own)
-
-    def start(self, lane: Lane, feed: Feed) -> None:
-        self._note(lane, feed.committed(lane, shift=1))
-        slots, length = self._history.shape
-        args = [feed.row_slot, feed.state.array, slots, self._history, length, self.shape.nodes,
-                *self._options, feed.proposal]
-        lane.kernel(self._kernels["propose_ngram"], feed.batch, _BLOCK, args, name="n-gram")
-
-    def _note(self, lane: Lane, rows: Rows) -> None:
-        args = [rows.token, rows.slot, rows.pos, rows.count, self._history, self._history.shape[1]]
-        lane.kernel(self._kernels["note_tokens"], -(-rows.count // _BLOCK), _BLOCK, args,
-                    name="note tokens")
+    def __init__(
+        self, room: DrafterRoom, *, longest: int = 4, shortest: int = 1, drafts: int | None = None,
+        public: bool = False, kept: int = 16, oldest: bool = False, match: str = "longest",
+    ):  # fmt: skip
+        if match not in _VOTES:
+            raise OptionError(f"NGram: match must be one of {', '.join(_VOTES)}, got {match!r}")
+        super().__init__(
+            room, longest=longest, shortest=shortest, drafts=drafts, public=public, kept=kept,
+            oldest=oldest, vote=_VOTES[match], factor=1e6, threshold=0.0,
+        )  # fmt: skip

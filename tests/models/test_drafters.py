@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import shutil
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from graft.cudagraph import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
-from graft.models.drafters import Ahead, NGram
+from graft.models.drafters import Ahead, NGram, Suffix
 from graft.models.rows import Rows
 from graft.sampling.state import SLOT
 from graft.tools.demo_prompts import demo_prompts
@@ -81,6 +82,8 @@ class NoIds(Wrong):
         (partial(Ahead, first=NGram, then=NGram), OptionError, "of the second level by level"),
         (partial(Ahead, first=TARGET, then=TARGET), OptionError, "must come all at once"),
         (partial(Ahead, first=wrong(shape=TreeShape(1)), then=TARGET), OptionError, "1 drafts of"),
+        (partial(Ahead, first=wrong(shape=TreeShape(2, branch=2)), then=TARGET), OptionError,
+         "first must be a chain"),
         (partial(Ahead, first=wrong(reads_rows=True), then=TARGET), OptionError, "mask rows"),
         ("graft.tools.examples.own_drafter:Missing", OptionError, "Missing"),
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
@@ -107,55 +110,121 @@ def test_forced_drafts_need_rows_while_drafting(device):
             Engine(TARGET, drafter, forced_drafts=True, max_batch_size=1, **options)
 
 
-def lookup(tokens, drafts, longest, shortest, oldest):
-    """What prompt lookup drafts behind these tokens, said plainly."""
-    n = len(tokens) - 1
-    places = [(fit, -p if oldest else p) for p in range(n) for fit in range(1, longest + 1)
-              if p >= fit - 1 and tokens[p - fit + 1 : p + 1] == tokens[n - fit + 1 :]]
-    if not places or max(places)[0] < shortest:
+def places(texts, own, pattern, drafts):
+    """(own text?, place, text) of a pattern's last token, and the token behind it, wherever there
+    is one; the request's drafts count as text."""
+    for s, text in texts.items():
+        said = text + drafts if s == own else text
+        for i in range(len(said) - len(pattern)):
+            if said[i : i + len(pattern)] == pattern:
+                yield (s == own, i + len(pattern) - 1, s), said[i + len(pattern)]
+
+
+def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, factor=1e6,
+            threshold=0.0):  # fmt: skip
+    """What is drafted behind text `own`, said plainly: what followed the suffixes, by votes of all
+    places or of the one best place (`vote` None)."""
+    suffixes = [texts[own][-k:] for k in range(shortest, min(longest, len(texts[own])) + 1)]
+    suffixes = [suffix for suffix in suffixes if any(places(texts, own, suffix, []))]
+    if not suffixes:
         return []
-    at = abs(max(places)[1])
-    known = list(tokens)
-    for j in range(drafts):
-        known.append(known[at + 1 + j])
-    return known[n + 1 :]
+    most = min(most, int(np.float32(factor) * len(suffixes[-1])))
+    suffixes = suffixes if vote == "all" else suffixes[-1:]
+    drafts, score, only = [], np.float32(1), None
+    while len(drafts) < most:
+        votes, best = Counter(), {}
+        for suffix in suffixes:
+            for (mine, p, s), token in places(texts, own, suffix + drafts, drafts):
+                place = (mine, len(drafts) - p if oldest else p - len(drafts), s)
+                if only in (None, place):
+                    votes[token] += 1
+                    best[token] = max(best.get(token, place), place)
+        if not votes:
+            break
+        choice = max(votes, key=lambda t: (votes[t] if vote else 0, best[t]))
+        only = None if vote else best[choice]
+        score *= np.float32(votes[choice]) / np.float32(votes.total())
+        if vote and score < np.float32(threshold):
+            break
+        drafts.append(choice)
+    return drafts
 
 
-@pytest.mark.parametrize("longest, shortest, oldest", [(4, 1, False), (2, 1, True), (3, 2, False)])
-def test_ngrams_are_looked_up_in_what_was_said(device, stream, longest, shortest, oldest):
-    """The longest suffix that stood before, its place and what followed, also past the end."""
-    slots, length, drafts = 4, 40, 5
-    rng = np.random.default_rng(longest)
-    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=drafts)
-    drafter = NGram(room, longest=longest, shortest=shortest, oldest=oldest)
-    lane = StreamLane(stream)
-    for size in range(1, length - 1):
-        said = rng.integers(0, 3, (slots, size)).astype(np.int32)
-        rows = [device.from_host(np.ascontiguousarray(part.ravel(), np.int32)) for part in
-                (said, np.repeat(np.arange(slots), size), np.tile(np.arange(size), slots))]
-        state = np.zeros(slots, SLOT)
-        state["n"], state["active"] = size - 1, [1, 1, 1, 0]
-        row_slot = device.from_host(np.array([2, 0, -1, 3, 1], np.int32))
-        proposal = device.zeros((5, drafts), "int32")
-        nothing = Rows(*(device.from_host(np.full(1, -1, np.int32)) for _ in range(3)))
+@pytest.mark.parametrize("block", [1, 64])
+@pytest.mark.parametrize("make, options", [
+    (NGram, {"longest": 4, "shortest": 1}),
+    (NGram, {"longest": 2, "shortest": 1, "oldest": True, "drafts": 3}),
+    (NGram, {"longest": 3, "shortest": 2, "public": True, "kept": 3}),
+    (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 0, "oldest": True}),
+    (NGram, {"longest": 4, "shortest": 2, "match": "all"}),
+    (NGram, {"longest": 3, "shortest": 1, "match": "all", "oldest": True, "public": True}),
+    (Suffix, {"longest": 64, "shortest": 1, "factor": 0.75, "threshold": 0.4}),
+    (Suffix, {"longest": 5, "shortest": 2, "threshold": 0.0, "public": True, "kept": 2}),
+    (Suffix, {"longest": 64, "shortest": 1, "factor": 2.0, "public": True, "kept": 4}),
+])  # fmt: skip
+def test_what_was_said_is_looked_up(device, stream, make, options, block):
+    """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
+    slots, length, most = 4, 40, 5
+    rng = np.random.default_rng(len(str(options)))
+    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most,
+                           target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)))
+    drafter, lane = make(room, **options), StreamLane(stream)
+    drafter._block = block
+    plain = {"threshold": 0.1, "factor": 1.0} if make is Suffix else {}
+    plain |= {k: v for k, v in options.items() if k not in ("drafts", "public", "kept", "match")}
+    plain["vote"] = "longest" if make is Suffix else {"all": "all"}.get(options.get("match"))
+    kept, begun, texts = options.get("kept", 16), 0, {}
+
+    def rows(said, slot, begin):
+        return Rows(*(device.from_host(np.asarray(part, np.int32)) for part in (
+            said, [slot] * len(said), range(begin, begin + len(said)))))  # fmt: skip
+
+    for step in range(120):
+        slot = int(rng.integers(slots - 1))  # the last slot stays empty
+        text = texts.get(slot, [])
+        new = not text or len(text) > length - 6 or rng.random() < 0.1
+        said = rng.integers(0, int(rng.integers(1, 5)), rng.integers(1, 20 if new else 5)).tolist()
+        if new and text and kept and options.get("public"):
+            texts[slots + begun % kept] = text
+            begun += 1
+        first = 0 if new else len(text)
+        texts[slot] = [*text[:first], *said]
+        state, half = np.zeros(slots, SLOT), len(said) // 2 if new else 0
+        for s in texts.keys() & set(range(slots)):
+            state[s]["n"], state[s]["active"] = len(texts[s]) - 1, s != slot or step % 7 != 0
+        row_slot = [2, 0, -1, 3, 1]
+        now = rows(said[half:], slot, first + half)
         feed = SimpleNamespace(
-            committed=lambda lane, shift, nothing=nothing: nothing, row_slot=row_slot, batch=5,
-            state=SimpleNamespace(array=device.from_host(state.view(np.int32))), proposal=proposal)
-        drafter.prefill(lane, Rows(*rows), None, None)
+            committed=lambda lane, shift, now=now: now,
+            row_slot=device.from_host(np.array(row_slot, np.int32)), batch=5,
+            state=SimpleNamespace(array=device.from_host(state.view(np.int32))),
+            proposal=device.zeros((5, most), "int32"))  # fmt: skip
+        if half:
+            drafter.prefill(lane, rows(said[:half], slot, 0), None, None)
         drafter.start(lane, feed)
         stream.synchronize()
-        found = [[int(t) for t in itertools.takewhile(lambda t: t >= 0, row)]
-                 for row in proposal.to_host()]
-        wanted = [lookup(said[s].tolist(), drafts, longest, shortest, oldest) if s >= 0 else []
-                  for s in (2, 0, -1, -1, 1)]
-        assert found == wanted, size
+        found = [list(itertools.takewhile(lambda t: t >= 0, row))
+                 for row in feed.proposal.to_host().tolist()]  # fmt: skip
+        shown = texts if options.get("public") else None
+        wanted = [look_up(shown or {s: texts[s]}, s, options.get("drafts", most), **plain)
+                  if s >= 0 and state[s]["active"] else [] for s in row_slot]  # fmt: skip
+        assert found == wanted, (step, texts)
 
 
-def test_ngrams_of_no_length_are_refused(device):
-    """Bounds that leave nothing to look up."""
-    for longest, shortest in ((0, 0), (2, 3)):
-        with pytest.raises(OptionError, match="shortest <= longest"):
-            Engine(TARGET, partial(NGram, longest=longest, shortest=shortest), max_batch_size=1)
+@pytest.mark.parametrize("make, options, words", [
+    (NGram, {"longest": 0, "shortest": 0}, "NGram: longest is 0, must be from 1 to"),
+    (NGram, {"longest": "4"}, "longest is '4'"),
+    (Suffix, {"longest": 2, "shortest": 3}, "Suffix: shortest is 3, must be from 1 to 2"),
+    (NGram, {"drafts": 9}, "drafts is 9, must be from 1 to 3"),
+    (NGram, {"match": "best"}, "match must be one of longest, all, got 'best'"),
+    (NGram, {"kept": -1}, "kept is -1"),
+    (Suffix, {"factor": float("nan")}, "factor is nan"),
+    (Suffix, {"threshold": 1.5}, "threshold is 1.5, must be from 0 to 1"),
+])  # fmt: skip
+def test_options_of_looking_up_are_checked(device, make, options, words):
+    """By name and value, before a round is built."""
+    with pytest.raises(OptionError, match=words):
+        Engine(TARGET, partial(make, **options), max_batch_size=1)
 
 
 def test_a_model_drafts_for_itself_without_a_miss(device):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import pytest
 from engine_util import DRAFTER, TARGET, demo_engine, drain, mixed_requests
 from tiny_models import make_tiny_dflash, make_tiny_mtp
 
-from graft.models.drafters import Ahead, NGram
+from graft.models.drafters import Ahead, NGram, Suffix, UserDrafter
 from graft.models.drafters.load import make_drafter
 from graft.models.request import Request
 
@@ -107,6 +108,17 @@ class Meaningless:
             return make_drafter(folder, room)
 
 
+def repeat(tokens):
+    """Drafts on the host: three tokens from a little before."""
+    return tokens[-9:-6]
+
+
+def branch_off(tokens):
+    """A tree of drafts on the host: two children of the last token, one of the first child."""
+    ids = tokens[-4:-1]
+    return ids, [0, 0, 1][: len(ids)]
+
+
 AHEAD = partial(Ahead, first=NGram)
 LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless()
 SHAPES = [
@@ -121,6 +133,8 @@ SHAPES = [
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
+    {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
     {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
@@ -131,6 +145,10 @@ SHAPES = [
 QUICK = len(SHAPES)
 SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
+    {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 2, "drafter": UserDrafter.of(branch_off, tree=True)},
+    {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
@@ -147,7 +165,8 @@ SHAPES += [
 
 
 @pytest.mark.parametrize("number", [
-    pytest.param(number, id=str(shape), marks=[pytest.mark.full] if number >= QUICK else [])
+    pytest.param(number, id=re.sub(" at 0x[0-9a-f]+", "", str(shape)),
+                 marks=[pytest.mark.full] if number >= QUICK else [])
     for number, shape in enumerate(SHAPES)
 ])  # fmt: skip
 def test_disturbed_requests_get_the_same(truth, number):

@@ -47,8 +47,16 @@ def own_drafter(lines):
     assert 0 < int(with_it[2]) < int(with_it[3]) and without[3] == "0"
 
 
+def host_drafter(lines):
+    with_it, without = (re.fullmatch(r"'(.+)': (\d+) drafts accepted, (\d+) rounds", line)
+                        for line in lines)  # fmt: skip
+    assert with_it and without and with_it[1] == without[1]
+    assert int(with_it[2]) > 0 == int(without[2]) and int(with_it[3]) < int(without[3])
+
+
 CHECKS = {check.__name__: check for check in (
-    graph_with_host_step, mask_logits, matcher_by_hand, engine, own_drafter)}  # fmt: skip
+    graph_with_host_step, mask_logits, matcher_by_hand, engine, own_drafter, host_drafter,
+)}  # fmt: skip
 
 
 def test_each_example_has_a_check():

@@ -1,0 +1,93 @@
+"""Drafts without a model: what followed the last tokens where they stood before.
+
+All on the device; the host knows nothing of it. The texts themselves are searched, by a block of
+threads per request: it takes 4 bytes a token, and finds what a suffix automaton would, whose exact
+counts cost a serial walk of its links for every token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from graft.cudagraph.cstruct import read_numbers
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
+from graft.models.feed import Feed
+from graft.models.rows import Rows
+from graft.sampling.loading import row_block
+
+__all__ = ["Texts"]
+
+_KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "texts.cu"
+_VOTES = read_numbers(_KERNELS)
+_MOST_KEPT, _MOST_LENGTH, _MOST_DRAFTED = 1 << 12, (1 << 26) - 1, 1e6
+
+
+class Texts(Drafter):
+    """Base of `NGram` and `Suffix`: keeps what every slot said, and looks suffixes up in it.
+
+    Parameters
+    ----------
+    longest, shortest : of the suffixes that are looked up, tokens.
+    drafts : most drafts at once; default as many as a round has.
+    public : look in the texts of all requests, also of those that are over. A request's drafts then
+        depend on others; its tokens do not, or by rejection their law.
+    kept : with `public`, requests whose texts are kept once their slot has been given to another;
+        one more takes the place of the oldest. They go with the engine.
+    oldest : of several places that count alike, take the earliest; else the latest. The request's
+        own text comes before others'.
+    vote : "NONE", "ALL" or "LONGEST", see kernels/texts.cu.
+    factor : most drafts per token that fits.
+    threshold : of the product of the drafts' shares, between 0 and 1.
+
+    Raises
+    ------
+    OptionError
+        Naming the option that is out of range.
+    """
+
+    def __init__(
+        self, room: DrafterRoom, *, longest: int, shortest: int, drafts: int | None, public: bool,
+        kept: int, oldest: bool, vote: str, factor: float, threshold: float,
+    ):  # fmt: skip
+        drafts = room.drafts if drafts is None else drafts
+        for option, value, kind, low, high in (
+            ("max_length", room.length, int, 1, _MOST_LENGTH),
+            ("longest", longest, int, 1, _MOST_LENGTH), ("shortest", shortest, int, 1, longest),
+            ("drafts", drafts, int, 1, room.drafts), ("kept", kept, int, 0, _MOST_KEPT),
+            ("factor", factor, int | float, 0, _MOST_DRAFTED),
+            ("threshold", threshold, int | float, 0, 1),
+        ):  # fmt: skip
+            if not isinstance(value, kind) or not low <= value <= high:
+                raise OptionError(
+                    f"{type(self).__name__}: {option} is {value!r}, must be from {low} to {high}"
+                )
+        self.shape, self._slots, self._kept = TreeShape(room.drafts), room.slots, kept * public
+        size = (room.slots + self._kept, room.length)
+        self._texts = room.device.from_host(np.full(size, -1, np.int32))
+        self._begun = room.device.zeros((1,), "int32")
+        self._options = (longest, shortest, int(public), int(oldest), _VOTES[f"VOTE_{vote}"],
+                         drafts, float(factor), float(threshold))  # fmt: skip
+        vocab = 1 if vote == "NONE" else room.target.config.vocab_size
+        self._votes = room.device.zeros((room.slots, vocab), "int32")
+        self._kernels, self._block = room.device.load(_KERNELS), row_block(room.device)
+
+    def prefill(
+        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+    ) -> None:
+        self._note(lane, own)
+
+    def start(self, lane: Lane, feed: Feed) -> None:
+        self._note(lane, feed.committed(lane, shift=1))
+        args = [feed.row_slot, feed.state.array, self._texts, *self._texts.shape, *self._options,
+                self._votes.shape[1], self._votes, self.shape.nodes, feed.proposal]  # fmt: skip
+        lane.kernel(self._kernels["propose_texts"], feed.batch, self._block, args, name="look up")
+
+    def _note(self, lane: Lane, rows: Rows) -> None:
+        args = [rows.token, rows.slot, rows.pos, rows.count, self._texts, self._texts.shape[1],
+                self._slots, self._kept, self._begun]  # fmt: skip
+        lane.kernel(self._kernels["note_tokens"], 1, self._block, args, name="note tokens")
