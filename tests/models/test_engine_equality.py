@@ -213,7 +213,7 @@ def test_two_hundred_requests_get_the_same(mask_drafts: bool) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_probed_drafts(mode: str) -> None:
     """Without filters, drafts are those of filled rows, hence rounds and acceptance; by rejection
-    they are legal point masses. No more rows are filled than verification reads."""
+    they are those of coupled requests. No more rows are filled than verification reads."""
     options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
     requests = [replace(r, seed=1000 + i, **options) for i, r in enumerate(mixed_requests(3))]
     rounds = {}

@@ -29,7 +29,7 @@ def small(make_round) -> TableRound:
     ({"slot": 4}, "slot"), ({"slot": -1}, "slot"), ({"position": -1}, "position"),
     ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
-    ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 2}, "verify"),
+    ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 9}, "verify"),
     ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
 ])  # fmt: skip
 def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
