@@ -81,6 +81,8 @@ class Request:
     min_tokens : tokens before a stop id may come; a grammar that allows nothing but to end wins
         over it, and stop strings do not know of it.
     logprobs : up to 20: have the log probability of every token, and of so many best ids.
+    logprobs_masked : of what bias, penalties and the grammar leave, before temperature and filters;
+        else of the model's own distribution.
     verify : "rejection", "coupled" or "per_token"; None takes the engine's default.
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.
@@ -112,6 +114,7 @@ class Request:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     logprobs: int | None = None
+    logprobs_masked: bool = False
     verify: str | None = None
     stop: Sequence[str] | None = ()
     stop_ids: Sequence[int] | None = ()
@@ -348,6 +351,10 @@ def _check_adjust(request: Request, vocab_size: int, limits: Limits) -> None:
     _real("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
     _real("repetition_penalty", request.repetition_penalty, 0.0, 100.0, open_low=True)
     _integer("min_tokens", request.min_tokens, 0, request.max_tokens or 2**31 - 1)
+    if type(request.logprobs_masked) is not bool:
+        raise RequestError(
+            f"logprobs_masked must be True or False, got {shown(request.logprobs_masked)}"
+        )
     if request.logprobs is not None:
         _integer("logprobs", request.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
     bias = {} if request.logit_bias is None else request.logit_bias

@@ -141,7 +141,8 @@ class SlotState:
             "adjust": _NUMBERS["ADJUST_BIAS"] * adjust.biased
             | _NUMBERS["ADJUST_COUNTS"] * adjust.counted
             | _NUMBERS["ADJUST_STOPS"] * (adjust.earliest > 0)
-            | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None),
+            | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None)
+            | _NUMBERS["ADJUST_MASKED"] * (adjust.logprobs is not None and adjust.masked),
             "earliest": adjust.earliest, "logprobs": adjust.logprobs or 0,
             "presence": adjust.presence, "frequency": adjust.frequency,
             "repetition": adjust.repetition,

@@ -17,6 +17,7 @@
 #define ADJUST_COUNTS 2    // penalties on tokens that were there before
 #define ADJUST_STOPS 4     // no stop id below `earliest`
 #define ADJUST_LOGPROBS 8  // nothing, but they are kept and told
+#define ADJUST_MASKED 16   // kept as they are once adjusted and masked
 
 // One request. Python reads this struct (sampling/state.py) and hands one over, whole, at joining.
 struct Slot {
