@@ -221,9 +221,8 @@ def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     lengths = [len(rows[i][0]) for i in train]
     matrices = [p for n, p in head.named_parameters() if p.ndim == 2 and n != "lm_head.weight"]
     rest = [p for n, p in head.named_parameters() if p.ndim != 2 or n == "lm_head.weight"]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=1.0, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)]
+    optimizers = [torch.optim.AdamW(some, lr=1.0, betas=(0.9, 0.97), weight_decay=decay)
+                  for some, decay in ((matrices, 0.02), (rest, 0.0))]
     spent, step, path = 0.0, 0, args.work / "eagle.pt"
     if path.exists():
         was = torch.load(path)
@@ -241,7 +240,7 @@ def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             share = spent / args.minutes
             rate = args.rate * min(1.0, (step + 1) / 60) * max(0.02, 1 - share)
-            for optimizer, scale in zip(optimizers, (1.0, 0.2), strict=True):
+            for optimizer, scale in zip(optimizers, (1.0, 0.3), strict=True):
                 for group in optimizer.param_groups:
                     group["lr"] = rate * scale
                 optimizer.step()
@@ -256,7 +255,8 @@ def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
                 log(args, stage="eagle", step=step, minutes=spent,
                     loss=sum(losses) / len(losses), acceptance_length=found)
                 losses = []
-                torch.save({"model": head.state_dict(), "scale": scale, "spent": spent, "step": step,
+                torch.save({"model": head.state_dict(), "scale": scale,
+                            "spent": spent, "step": step,
                             "optimizers": [o.state_dict() for o in optimizers]}, path)
 
 
