@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import reference_round as ref
@@ -100,6 +102,34 @@ def test_matches_the_reference_on_random_rounds(make_round, block):
             seen |= set(zip(out["reason"].tolist(), (out["count"] > 0).tolist(), strict=True))
     wanted = {(reason, True) for reason in (ref.RUNNING, ref.STOP, ref.LENGTH)}
     assert wanted | {(ref.RUNNING, False), (ref.DEAD, False), (ref.FAULT, False)} <= seen
+
+
+@pytest.mark.parametrize("pruned", [False, True], ids=["same", "pruned"])
+def test_chains_from_tables_match_the_reference(make_round, block, pruned):
+    """Drafts drawn near the target, points and late rows among them, tested as a whole and one by
+    one: what is accepted, and the token behind it, are the reference's."""
+    rng, most, slots = np.random.default_rng(11), 6, 32
+    ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32) if pruned else np.arange(V)
+    r = make_round(slots=slots, draft_length=most, vocab=V, d2t=ids if pruned else None,
+                   block=block)  # fmt: skip
+    accepted = Counter()
+    for _ in range(4 if block == 1 else 2):
+        logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
+        states, masks = [], []
+        for i in range(slots):
+            verify = ref.PER_TOKEN if rng.random() < 0.3 else ref.REJECTION
+            f, seed = ref.Filter(1.0, int(rng.choice([0, 12]))), int(rng.integers(2**63))
+            s = ref.Slot(9, ref.chain(1), 40, seed=seed, verify=verify, filter=f)
+            for j in range(most):
+                near = (logits[i, j] + rng.normal(0, 0.5, V))[ids].astype(np.float32)
+                answer = int(ids[near.argmax()]) if rng.random() < 0.1 else -1
+                ref.draft(s, j + 1, near, None, V, ids, V, answer=answer)
+            late = int(rng.integers(1, 20))
+            states.append(s)
+            masks.append([ref.MaskRow(ref.NOT_READY if j == late else ref.READY, 1, 9 + j, ALL)
+                          for j in range(most + 1)])  # fmt: skip
+        accepted.update(r.play(states, logits, masks)["accepted"].tolist())
+    assert set(accepted) == set(range(most + 1))
 
 
 # Rules, one by one. Logits make token 10 + j certain after row j.
