@@ -52,10 +52,10 @@ class Options:
     ----------
     max_batch_size : rows of a round, hence most requests that run at once.
     draft_length : drafts per round, 1 to 63, where anything drafts.
-    draft_tree : (branch, levels) lets drafts branch: a drafter that drafts level by level keeps up
-        to `branch` under a token, 2 to 16, and `levels` of them, and the likeliest `draft_length`
-        of all are verified. Drafts are then probed, whatever `draft_legality` says, and every
-        request is verified with one sample for each, "coupled". None: a chain.
+    draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
+        2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
+        that come level by level are then probed, whatever `draft_legality` says, and every request
+        is verified with one sample for each, "coupled". None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.

@@ -133,6 +133,7 @@ SHAPES = [
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 3, "drafter": Suffix, "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
@@ -145,6 +146,7 @@ QUICK = len(SHAPES)
 SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
     {"max_batch_size": 2, "drafter": UserDrafter.of(branch_off, tree=True)},
     {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
@@ -175,7 +177,7 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_legality") == "probe" or "draft_tree" in shape
+        probed = shape.get("draft_legality") == "probe" or engine._parts.tree is not None
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
