@@ -112,7 +112,6 @@ class Engine:
             depth=2 if self.options.overlap else 1,
             width=built.parts.width,
             verify=self.options.verify,
-            tree=built.parts.branch > 1,
         )  # fmt: skip
         self._ids = itertools.count()
         self._use = OneUser()

@@ -54,21 +54,24 @@ class Options:
     draft_length : drafts per round, 1 to 63, where anything drafts.
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
-        that come level by level are then probed, whatever `draft_legality` says, and every request
-        is verified with one sample for each, "coupled". None: a chain.
+        that come level by level are then probed, whatever `draft_legality` says. None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
-        next target forward. A probed draft is a point mass under rejection sampling.
+        next target forward. Probed drafts are verified as coupled.
     forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
         forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
         the token that is the one legal id (with "probe", where no candidate is). Such drafts are
         verified like others, so the distribution of outputs stays what it is; where one id is legal
         they are always accepted.
-    verify : "rejection" or "coupled", for requests that do not say.
+    verify : how the drafts of sampled requests that do not say are tested. "coupled": against the
+        token that the target would draw with the same noise, so that drafts change no token.
+        "rejection": where the drafter's distribution is at hand against that, all drafts of a round
+        together ("block verification"), which accepts more and keeps the distribution; elsewhere as
+        coupled. "per_token": the same, but one draft after the other, as it was first published.
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
         every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.

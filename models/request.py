@@ -17,7 +17,8 @@ from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS
 #: Finish reasons by the device's codes for them.
 DEVICE_REASONS = {code: name.removeprefix("REASON_").lower()
                   for name, code in NUMBERS.items() if name.startswith("REASON_")}  # fmt: skip
-VERIFY_MODES = ("rejection", "coupled")
+#: By their numbers, VERIFY_* of cudagraph/kernels/slot.cuh.
+VERIFY_MODES = ("rejection", "coupled", "per_token")
 MAX_SAMPLES = 128
 
 
@@ -80,7 +81,7 @@ class Request:
     min_tokens : tokens before a stop id may come; a grammar that allows nothing but to end wins
         over it, and stop strings do not know of it.
     logprobs : up to 20: have the log probability of every token, and of so many best ids.
-    verify : "rejection" or "coupled"; None takes the engine's default.
+    verify : "rejection", "coupled" or "per_token"; None takes the engine's default.
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.
     stop_ids : ids that end the output beside the model's own.

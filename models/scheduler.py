@@ -93,7 +93,6 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
-    tree : whether drafts branch; every request is then verified coupled, one sample a node.
     prefill_rows : rows of prompts between two replays.
 
     Attributes
@@ -113,12 +112,11 @@ class Scheduler:
         depth: int,
         width: int,
         verify: str = "rejection",
-        tree: bool = False,
         prefill_rows: int = PREFILL_ROWS_PER_ROUND,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
         self.depth, self._width, self._verify = depth, width, verify
-        self._prefill_rows, self._tree = prefill_rows, tree
+        self._prefill_rows = prefill_rows
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
@@ -217,9 +215,7 @@ class Scheduler:
             "top_k": request.top_k,
             "top_p": float(request.top_p),
             "min_p": float(request.min_p),
-            "verify": VERIFY_MODES.index(
-                "coupled" if self._tree else request.verify or self._verify
-            ),
+            "verify": VERIFY_MODES.index(request.verify or self._verify),
             "adjust": replace(running.adjust, output=running.output.tokens),
         }
         joined = self.seating.join(running, **sampling)

@@ -3,6 +3,9 @@
 from graft.sampling.adjust import Adjust
 from graft.sampling.mask import MaskApply
 from graft.sampling.sampler import Sampler, output_ring
-from graft.sampling.state import COUPLED, REJECTION, SlotState
+from graft.sampling.state import COUPLED, PER_TOKEN, REJECTION, SlotState
 
-__all__ = ["COUPLED", "Adjust", "MaskApply", "REJECTION", "Sampler", "SlotState", "output_ring"]
+__all__ = [
+    "COUPLED", "Adjust", "MaskApply", "PER_TOKEN", "REJECTION", "Sampler", "SlotState",
+    "output_ring",
+]  # fmt: skip

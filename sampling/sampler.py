@@ -139,9 +139,12 @@ class Sampler:
         dense = 1 if exchange.layout["branch"] > 1 else max(draft_length, 1)
         self.q = device.zeros((state.slots, dense, max(draft_vocab, 1)), "float32")
         self.faults = device.zeros((1,), "int32")
+        self._weights = device.zeros((rows,), "float32")
+        self._passed = device.zeros((rows,), "int32")
         self._replay = replay
         self.block = row_block(device) if block is None else block
         self._target = load(device, "target", self.block)["sample_target"]
+        self._test = load(device, "block", self.block)["test_drafts"]
         adjust = load(device, "adjust", self.block)
         self._adjust, self._note = adjust["adjust_logits"], adjust["note_committed"]
         verify = load(device, "verify", self.block)
@@ -179,10 +182,13 @@ class Sampler:
         out, told, stamp = (out_ring.field(name) for name in ("rows", "logprobs", "stamp"))
         check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
         check_range("output rows", out.shape[0], batch, 1 << 16)
-        args = [row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
-                self.target_tok, self.row_ok, self.state.array, self.q, self.q.shape[1],
-                self.faults, *self.shared, self.rows,
-                self.row_words]  # fmt: skip
+        reads = [row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
+                 self.row_ok, self.state.array, self.q, self.q.shape[1],
+                 self._weights, self._passed]  # fmt: skip
+        if self.draft_vocab > 0 and width > 1:
+            args = [*reads, self.faults]
+            lane.kernel(self._test, batch * width, self.block, args, name="test drafts")
+        args = [*reads, self.target_tok, *self.shared, self.rows, self.row_words]
         lane.kernel(self._verify, batch, self.block, args, name="verify")
         args = [self.raw, self.vocab_size, row_slot, width, self.state.array, self.rows,
                 self.row_words, self.state.tables, self._replay, told,

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_DRAFTS",
     "MAX_LOGPROBS",
     "MAX_STOP_IDS",
+    "PER_TOKEN",
     "REJECTION",
     "SLOT",
     "SlotState",
@@ -33,6 +34,7 @@ _NUMBERS = read_numbers(_HEADER)
 MAX_STOP_IDS, MAX_DRAFTS = _NUMBERS["MAX_STOP_IDS"], _NUMBERS["MAX_DRAFTS"]
 MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
 REJECTION, COUPLED = _NUMBERS["VERIFY_REJECTION"], _NUMBERS["VERIFY_COUPLED"]
+PER_TOKEN = _NUMBERS["VERIFY_PER_TOKEN"]
 #: ``struct Slot`` of cudagraph/kernels/slot.cuh, where its fields are explained.
 SLOT = read_struct(_HEADER, "Slot")
 #: ``struct Logprobs`` of the same.
@@ -106,7 +108,7 @@ class SlotState:
         seed : 64 bits; any int, taken modulo 2**64.
         temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:
             top_k 0, top_p 1, min_p 0.
-        verify : ``REJECTION`` or ``COUPLED``.
+        verify : ``REJECTION``, ``COUPLED`` or ``PER_TOKEN``.
         sample : index among the samples drawn with this seed, 0 <= sample < 2**24.
         adjust : bias, penalties and log probabilities; its table follows in pinned memory that this
             slot keeps, so a slot is joined again only when an earlier join is over.
@@ -125,7 +127,7 @@ class SlotState:
         check_range("top_k", top_k, 0, 2**31 - 1)
         check_range("top_p", top_p, 0.0, 1.0)
         check_range("min_p", min_p, 0.0, 1.0)
-        check_range("verify", verify, REJECTION, COUPLED)
+        check_range("verify", verify, REJECTION, PER_TOKEN)
         check_range("sample", sample, 0, 2**24 - 1)
         check_range("logprobs", adjust.logprobs or 0, 0, min(MAX_LOGPROBS, self.vocab_size))
         if len(stop_ids) > MAX_STOP_IDS:

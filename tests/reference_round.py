@@ -17,6 +17,7 @@ argmax(log p + Gumbel), one request at a time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ Bool = NDArray[np.bool_]
 NOISE, DRAFT, COIN, RESIDUAL = 0, 1, 2, 3  # purposes of random numbers
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)  # states of a mask row
 RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # why a request ended
-REJECTION, COUPLED = 0, 1  # how sampled drafts are tested
+REJECTION, COUPLED, PER_TOKEN = 0, 1, 2  # how sampled drafts are tested
 DENSE, POINT = 0, 1  # what a draft was drawn from: a table q, or nothing
 
 
@@ -46,10 +47,12 @@ def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.stack(c, axis=-1).astype(np.uint32)
 
 
-def words(seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0) -> np.ndarray:
-    """Random word of each id for one (seed, position, purpose)."""
+def words(
+    seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0, turn: int = 0
+) -> np.ndarray:
+    """Random word of each id for one (seed, position, purpose) and turn, the `n` of a round."""
     ids = np.asarray(ids)
-    parts = np.broadcast_arrays(position, purpose | sample << 8, ids // 4, 0)
+    parts = np.broadcast_arrays(position, purpose | sample << 8, ids // 4, turn)
     counter = np.stack(parts, axis=-1).astype(np.uint32)
     key = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
     drawn = philox4x32_10(counter, np.broadcast_to(key, (*ids.shape, 2)))
@@ -67,21 +70,21 @@ def gumbel(word: np.ndarray) -> F64:
     return -np.log(-np.log1p(-v))
 
 
-def coin(seed: int, position: int, sample: int = 0) -> float:
+def coin(seed: int, position: int, sample: int, turn: int) -> float:
     """Uniform of the acceptance test of a position."""
-    return float(uniform(words(seed, position, COIN, np.array([0]), sample))[0])
+    return float(uniform(words(seed, position, COIN, np.array([0]), sample, turn))[0])
 
 
 def draw(
     weights: F64, seed: int, position: int, purpose: int, ids: np.ndarray | None = None,
-    sample: int = 0,
+    sample: int = 0, turn: int = 0,
 ) -> int:  # fmt: skip
     """argmax(log weight + Gumbel by id), ties to the smaller column; -1 if all weights are 0."""
     weights = np.asarray(weights, np.float64)
     if not (weights > 0).any():
         return -1
     ids = np.arange(weights.size) if ids is None else ids
-    noise = gumbel(words(seed, position, purpose, ids, sample))
+    noise = gumbel(words(seed, position, purpose, ids, sample, turn))
     with np.errstate(divide="ignore"):
         scores = np.where(weights > 0, np.log(np.maximum(weights, 0)) + noise, -np.inf)
     return int(np.argmax(scores))
@@ -271,6 +274,8 @@ def walk(
                 reason = {DEAD_END: DEAD, ERROR: FAULT}.get(state, RUNNING)
             break
         token, child = decide(node, position, allowed)
+        if token < 0:
+            break
         tokens.append(token)
         accepted += child is not None
         if token in slot.stop_ids:
@@ -321,10 +326,13 @@ def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: Bool) -> np.ndarr
 def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
     """One round of one slot: logits [width, V] and mask rows by node; the slot moves on.
 
-    Greedy and coupled requests want one token per node, drawn with the noise of its position, and
-    go where it leads; exact on any tree. Rejection sampling tests the draft of a chain.
+    Every node wants a token and the walk goes where it leads: of greedy and coupled requests one
+    drawn with the noise of its position, exact on any tree. So do all others whose drafts are
+    points, for a test against p(d) is no better. Where a draft of a chain was drawn from a table,
+    they test the chain.
     """
     tree = slot.tree.first(len(logits) - 1)
+    most = len(tree.token) - 1
 
     def row(node: int, position: int) -> tuple[int, Any]:
         state = masks[node].counts_as(slot, position)
@@ -334,17 +342,24 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         x = adjusted(slot, node, logits[node], legal)
         return broken(x, legal) or state, (x, legal)
 
+    chosen: list[int] = []  # by testing; nothing is known of later nodes
+    drawn = DENSE in slot.kinds[:most] and tree.parent == tuple(range(-1, most))
+    testing = drawn and not slot.filter.greedy and slot.verify != COUPLED
+    if testing:
+        rows = [row(j, slot.n + j) for j in range(most)]
+        usable = itertools.takewhile(lambda row: row[0] in (FREE, READY), rows)
+        chosen = _tested(slot, [distribution(*row[1], slot.filter) for row in usable])
+
     def decide(node: int, position: int, row: tuple[Any, Bool]) -> tuple[int, int | None]:
         x, legal = row
         if slot.filter.greedy:
             token = int(np.argmax(np.where(legal, x, -np.inf)))
-            return token, tree.child(node, token)
-        p = distribution(x, legal, slot.filter)
-        if slot.verify == COUPLED or node + 1 == len(tree.token):
+        elif not testing or node == most:
+            p = distribution(x, legal, slot.filter)
             token = draw(p, slot.seed, position, NOISE, sample=slot.sample)
-            return token, tree.child(node, token)
-        token, accepted = _tested(slot, node, p, position)
-        return token, node + 1 if accepted else None
+        else:
+            token = chosen[node] if node < len(chosen) else -1
+        return token, tree.child(node, token)
 
     outcome = walk(slot, row, decide, tree)
     commit(slot, outcome)
@@ -359,22 +374,50 @@ def broken(logits: np.ndarray, legal: Bool) -> int:
     return 0 if (seen > -np.inf).any() else DEAD_END
 
 
-def _tested(slot: Slot, j: int, p: F64, position: int) -> tuple[int, bool]:
-    """Draft j of a chain if it is accepted, else the token in its place; and whether it was.
+def block_chances(
+    drafts: Sequence[int], p: Sequence[F64], q: Sequence[F64]
+) -> tuple[list[float], list[float]]:
+    """Weights P and chances h of stopping behind 0, 1, .. drafts, where draft i came from q[i].
 
-    Accepted iff u q(d) < p(d), else from max(p - q, 0); a point draft has q(d) = 1. Where nothing
-    is left of p, from p.
+    Block verification (Sun et al., ICLR 2025, arXiv 2403.10444): the last i whose coin is below
+    h[i] is the number of accepted drafts, a failure before it does not count; the token behind
+    them comes from max(P[i] p[i] - q[i], 0).
     """
-    d = slot.drafts[j]
-    known = 0 <= d < p.size
-    q = np.asarray(np.arange(p.size) == d, float) if slot.kinds[j] == POINT else slot.q[j]
-    qd, pd = (q[d], p[d]) if known else (0.0, 0.0)
-    if qd > 0 and coin(slot.seed, position, slot.sample) * qd < pd:
-        return d, True
-    token = draw(np.maximum(p - q, 0.0), slot.seed, position, RESIDUAL, sample=slot.sample)
-    if token < 0:
-        token = draw(p, slot.seed, position, RESIDUAL, sample=slot.sample)
-    return token, False
+    weight, chance = [1.0], []
+    for i, d in enumerate(drafts):
+        left = np.maximum(weight[i] * p[i] - q[i], 0.0).sum()
+        chance.append(1.0 if weight[i] >= 1 else left / (left + 1 - weight[i]))
+        known = 0 <= d < p[i].size and q[i][d] > 0
+        weight.append(min(1.0, weight[i] * p[i][d] / q[i][d]) if known else 0.0)
+    return weight, [*chance, weight[-1]]
+
+
+def _tested(slot: Slot, p: list[F64]) -> list[int]:
+    """What the first drafts of a chain are tested to, against the laws of their rows: the accepted
+    drafts and the token in place of a refused one.
+
+    A point has the table that knows of nothing else. `PER_TOKEN` accepts each iff u q(d) < p(d) and
+    ends at the first that fails (Leviathan et al., 2023). Where nothing is left of p, from p.
+    """
+    drafts = slot.drafts[: len(p)]
+    q = [np.asarray(np.arange(law.size) == d, float) if kind == POINT else table
+         for law, d, kind, table in zip(p, drafts, slot.kinds, slot.q, strict=False)]  # fmt: skip
+    u = [coin(slot.seed, slot.n + i, slot.sample, slot.n) for i in range(1, len(p) + 1)]
+    weight, chance = block_chances(drafts, p, q)
+    if slot.verify == PER_TOKEN:
+        alone = [block_chances([d], [a], [b])[0][1] for d, a, b in zip(drafts, p, q, strict=True)]
+        accepted = [*(x < c for x, c in zip(u, alone, strict=True)), False].index(False)
+        weight = [1.0] * (len(p) + 1)
+    else:
+        accepted = max([0, *(i for i, x in enumerate(u, 1) if x < chance[i])])
+    if accepted == len(p):
+        return list(drafts)
+    left, position = weight[accepted] * p[accepted] - q[accepted], slot.n + accepted + 1
+    for weights in (np.maximum(left, 0.0), p[accepted]):
+        token = draw(weights, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
+        if token >= 0:
+            break
+    return [*drafts[:accepted], token]
 
 
 def may_grow(slot: Slot, node: int) -> bool:
@@ -402,9 +445,9 @@ def draft(
 ) -> None:  # fmt: skip
     """Draft j of one slot (mask None: drafting without masks); none where drafting stops.
 
-    The answer to a probe is the draft, then the token that the row forces. After a probe without a
-    legal candidate it is the best of the row. Else it is drawn: with the target's own noise for
-    coupled requests, and from a table q that is kept for rejection sampling.
+    The answer to a probe is the draft, then the token that the row forces. Else it is drawn: with
+    the target's own noise for coupled requests and those that are probed, for others from a table q
+    that is kept.
     """
     position = slot.n + j
     if not is_drafting(slot, j):
@@ -424,12 +467,13 @@ def draft(
     legal = inside & mask.allows(vocab_size, token_limit)[np.where(inside, ids, 0)]
     if broken(logits, legal):
         return None
-    coupled = slot.verify == COUPLED
-    if slot.filter.greedy or (probed and state == READY and not coupled):
+    coupled = slot.verify == COUPLED or (probed and not (mask.state == FREE and mask.more))
+    if slot.filter.greedy:
         return keep(slot, int(ids[np.argmax(np.where(legal, logits, -np.inf))]))
     p, q = distribution(logits, legal, slot.filter), np.zeros(vocab_size)
     purpose = NOISE if coupled else DRAFT
-    column = draw(p, slot.seed, position, purpose, ids=ids, sample=slot.sample)
+    turn = 0 if coupled else slot.n
+    column = draw(p, slot.seed, position, purpose, ids=ids, sample=slot.sample, turn=turn)
     q[ids[legal]] = p[legal]
     return keep(slot, int(ids[column]), POINT if coupled else DENSE, q)
 
@@ -442,7 +486,7 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
         return []
     legal &= logits > -np.inf
     order = [c for c in ranking(logits) if legal[c]]
-    if not slot.filter.greedy and slot.verify == COUPLED:
+    if not slot.filter.greedy:
         kept = distribution(logits, legal, slot.filter)
         scaled = logits.astype(np.float64) / np.float64(np.float32(slot.filter.temperature))
         noise = gumbel(words(slot.seed, slot.n + j, NOISE, np.maximum(ids, 0), slot.sample))

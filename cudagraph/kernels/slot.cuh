@@ -6,8 +6,10 @@
 
 #define VERIFY_REJECTION 0
 #define VERIFY_COUPLED 1
+#define VERIFY_PER_TOKEN 2
 #define DRAFT_DENSE 0  // drawn from the stored table q
 #define DRAFT_POINT 1  // point mass: argmax, forced, n-gram
+#define GREEDY_TEMPERATURE 1e-5f
 #define MAX_STOP_IDS 64
 #define MAX_DRAFTS 64
 #define MAX_LOGPROBS 20
@@ -111,6 +113,19 @@ __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {
   bool found = false;
   for (int i = 0; i < slot.stops; ++i) found = found || slot.stop_ids[i] == token;
   return found;
+}
+
+// Whether the first `count` drafts are tested: a chain of which some draft was drawn from a table.
+// (It is the prefix that says so: what stands before the first of them was not drawn.) Else each
+// row has a token of its own, which for points accepts as much as a test would.
+__device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
+  bool chain = slot.verify != VERIFY_COUPLED && slot.temperature >= GREEDY_TEMPERATURE;
+  bool drawn = false;
+  for (int j = 0; j < count; ++j) {
+    chain = chain && slot.parent[j] == j;
+    drawn = drawn || slot.q_kind[j] == DRAFT_DENSE;
+  }
+  return chain && drawn;
 }
 
 // Whether draft j (from 1) is to be made: decided by the prefix, never by what would be drawn.

@@ -25,7 +25,7 @@ class Ahead(Drafter):
     Raises
     ------
     OptionError
-        Unless they do, as many of either; or they read different layers of the target.
+        Unless they do, chains and as many of either; or they read different layers of the target.
     """
 
     def __init__(self, room: DrafterRoom, first: DrafterChoice, then: DrafterChoice):
@@ -34,8 +34,8 @@ class Ahead(Drafter):
             raise OptionError(
                 "Ahead: drafts of the first must come all at once, of the second level by level"
             )
-        if self._first.shape.branch > 1:
-            raise OptionError("Ahead: drafts of the first must be a chain")
+        if self._first.shape.branch > 1 or self._then.shape.branch > 1:
+            raise OptionError("Ahead: drafts of both must be chains; no tree grows behind others'")
         if self._first.reads_rows:
             raise OptionError("Ahead: the first reads mask rows, which are made for the second")
         if self._first.shape.nodes != self._then.shape.nodes:

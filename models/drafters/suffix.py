@@ -25,7 +25,7 @@ class Suffix(Texts):
     """
 
     def __init__(
-        self, room: DrafterRoom, *, longest: int = 64, shortest: int = 1, drafts: int | None = None,
+        self, room: DrafterRoom, *, longest: int = 24, shortest: int = 1, drafts: int | None = None,
         public: bool = False, kept: int = 16, factor: float = 1.0, threshold: float = 0.1,
     ):  # fmt: skip
         super().__init__(

@@ -21,6 +21,7 @@ namespace stress {
 namespace guided = graft::guide;
 
 constexpr int kVocab = 70, kStop = 0, kMostDrafts = 4, kMostCandidates = 3, kGuidedSlots = 6;
+constexpr int kBranch = 2;
 using Path = std::vector<uint32_t>;  // a state, and those before it
 
 inline uint32_t blend(uint32_t a, uint32_t b) {
@@ -120,6 +121,8 @@ struct Stay {
   int32_t n, limit;
   Path path;
   std::vector<int32_t> drafts;
+  std::vector<int32_t> parents;  // of the drafts, row numbers
+  std::vector<Path> paths;       // of the rows, while a tree grows
   bool active = true;
   HashMatcher matcher;
   std::atomic<bool> over{false};
@@ -128,7 +131,9 @@ struct Stay {
 struct GuidedSetting {
   int drafts, threads, candidates;
   int64_t budget_ns;
-  bool masked, forced;
+  bool masked, forced, tree;
+
+  bool grows() const { return tree && candidates > 0; }
 };
 
 class GuidedCase {
@@ -139,7 +144,8 @@ class GuidedCase {
         memory_(kGuidedSlots * 6 * kPart),
         exchange_{memory_.data(),
                   {kGuidedSlots, 6 * kPart, setting.drafts + 1, (kVocab + 31) / 32,
-                   setting.candidates, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart, 5 * kPart},
+                   setting.candidates, kBranch * kMostDrafts, setting.grows() ? kBranch : 1, 0,
+                   kPart, 2 * kPart, 3 * kPart, 4 * kPart, 5 * kPart},
                   kVocab},
         worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
@@ -213,7 +219,11 @@ class GuidedCase {
       }
       if (exchange_.drafts() > 0) step(guided::Step::kCommit, 0);
       for (int j = 1; j <= exchange_.drafts(); ++j) {
-        draw(plan, moved, j, static_cast<int32_t>(replay));
+        if (setting_.grows()) {
+          grow(plan, moved, j, static_cast<int32_t>(replay));
+        } else {
+          draw(plan, moved, j, static_cast<int32_t>(replay));
+        }
       }
       for (Stay* stay : plan) {
         if (stay != nullptr && !stay->active) stay->over.store(true);
@@ -224,10 +234,10 @@ class GuidedCase {
 
   int32_t any(int32_t below) { return static_cast<int32_t>(random_device_() % below); }
 
-  // A token that row j allows after `path`, if the row is ready; -1: it is not.
-  int32_t legal(const Stay& stay, int s, int j, const Path& path) {
+  // A token that row j, at a depth, allows after `path`, if the row is ready; -1: it is not.
+  int32_t legal(const Stay& stay, int s, int j, int depth, const Path& path) {
     const RowStamp& stamp = *exchange_.stamp(s, j);
-    if (stamp.state != ROW_READY || stamp.epoch != stay.epoch || stamp.position != stay.n + j) {
+    if (stamp.state != ROW_READY || stamp.epoch != stay.epoch || stamp.position != stay.n + depth) {
       return -1;
     }
     std::vector<int32_t> tokens;
@@ -244,15 +254,21 @@ class GuidedCase {
   // Accepts some of the drafts, and a token behind them. Returns whether drafting goes on.
   bool verify(Stay& stay, int s, int32_t replay) {
     std::vector<int32_t> tokens;
-    for (size_t j = 0; stay.n + static_cast<int32_t>(j) + 1 < stay.limit; ++j) {
-      int32_t token = legal(stay, s, static_cast<int>(j), stay.path);
+    int row = 0;
+    for (int depth = 0; stay.n + depth + 1 < stay.limit; ++depth) {
+      int32_t token = legal(stay, s, row, depth, stay.path);
       if (token < 0) break;
-      const bool accepts =
-          j < stay.drafts.size() && may_follow(stay.path, stay.drafts[j]) && any(4) != 0;
-      if (accepts) token = stay.drafts[j];
+      int child = row + 1;
+      const int drafts = static_cast<int>(stay.drafts.size());
+      const auto fits = [&](int c) {
+        return stay.parents[c - 1] == row && may_follow(stay.path, stay.drafts[c - 1]);
+      };
+      while (child <= drafts && !(fits(child) && any(4) != 0)) ++child;
+      if (child <= drafts) token = stay.drafts[child - 1];
       tokens.push_back(token);
       stay.path = followed(std::move(stay.path), token);
-      if (!accepts || token == kStop) break;
+      if (child > drafts || token == kStop) break;
+      row = child;
     }
     Committed* committed = exchange_.committed(s);
     *committed = {replay, static_cast<int32_t>(tokens.size())};
@@ -261,6 +277,8 @@ class GuidedCase {
     *exchange_.drafted(s) = {replay, 0};
     stay.n += static_cast<int32_t>(tokens.size());
     stay.drafts.clear();
+    stay.parents.clear();
+    stay.paths.assign(1, stay.path);
     stay.active = tokens.back() != kStop && stay.n + 1 < stay.limit;
     return stay.active;
   }
@@ -285,7 +303,7 @@ class GuidedCase {
       Path path = stay.path;
       for (const int32_t draft : stay.drafts) path = followed(std::move(path), draft);
       const Answer& answer = *exchange_.answer(s);
-      int32_t token = legal(stay, s, j - 1, path);
+      int32_t token = legal(stay, s, j - 1, j - 1, path);
       if (probing && answer.replay == replay && answer.draft == j && answer.id >= 0) {
         WANT(may_follow(path, answer.id));
         token = answer.id;
@@ -295,13 +313,87 @@ class GuidedCase {
       if (token < 0 && setting_.masked) continue;
       if (!setting_.masked && !chained) token = rubbish();
       if (token < 0) continue;
+      const bool branches = setting_.tree && !setting_.masked && !chained;
       stay.drafts.push_back(token);
-      *exchange_.drafted(s) = {replay, j};
-      int32_t* ids = guided::Exchange::ids(exchange_.drafted(s));
-      ids[j - 1] = token;
-      ids[exchange_.layout.drafts + j - 1] = j - 1;
+      stay.parents.push_back(branches ? any(j) : j - 1);
+      tell(stay, s, replay);
     }
     if (!probing && setting_.masked && j < exchange_.drafts()) step(guided::Step::kDraft, j);
+  }
+
+  // The drafts of a slot, or while a tree grows what is fed.
+  void tell(const Stay& stay, int s, int32_t replay) {
+    Drafted* drafted = exchange_.drafted(s);
+    *drafted = {replay, static_cast<int32_t>(stay.drafts.size())};
+    int32_t* ids = guided::Exchange::ids(drafted);
+    std::copy(stay.drafts.begin(), stay.drafts.end(), ids);
+    std::copy(stay.parents.begin(), stay.parents.end(), ids + exchange_.layout.drafts);
+  }
+
+  // A level of trees: asks for the legal children of what is fed, and feeds some of them; at the
+  // last level some of the nodes that were fed, with their parents, become the drafts.
+  void grow(const Plan& plan, const bool* moved, int level, int32_t replay) {
+    const int most = exchange_.layout.candidates;
+    const int count = level == 1 ? 1 : kBranch;
+    const auto row_of = [&](int f) { return level == 1 ? 0 : (level - 2) * kBranch + f + 1; };
+    for (int s = 0; s < kGuidedSlots; ++s) {
+      if (!moved[s]) continue;
+      Candidates* offered = exchange_.candidates(s);
+      *offered = {replay, level, count};
+      int32_t* ids = guided::Exchange::ids(offered);
+      for (int i = 0; i < count * most; ++i) ids[i] = rubbish();
+      for (int f = 0; f < count; ++f) {
+        if (plan[s]->paths[row_of(f)].empty()) ids[f * most] = -1;
+      }
+    }
+    step(guided::Step::kDraft, level);
+    for (int s = 0; s < kGuidedSlots; ++s) {
+      if (!moved[s]) continue;
+      Stay& stay = *plan[s];
+      const Answer& answer = *exchange_.answer(s);
+      const bool answered = answer.replay == replay && answer.draft == level;
+      const int32_t* ids = guided::Exchange::ids(exchange_.candidates(s));
+      const int32_t* legal = guided::Exchange::ids(exchange_.answer(s));
+      std::vector<std::pair<int32_t, int32_t>> children;  // parent's row and token
+      for (int f = 0; f < count && answered; ++f) {
+        const int row = row_of(f);
+        int found = 0;
+        for (int i = 0; i < most && ids[f * most + i] >= 0 && found < kBranch; ++i) {
+          const int32_t token = ids[f * most + i];
+          const bool may = may_follow(stay.paths[row], token);
+          WANT((static_cast<uint32_t>(legal[f]) >> i & 1u) == may);
+          found += may;
+          if (may && token != kStop) children.emplace_back(row, token);
+        }
+      }
+      if (level < exchange_.drafts()) {
+        for (int f = 0; f < kBranch; ++f) {
+          const int at = any(static_cast<int32_t>(children.size()) + 1) - 1;
+          stay.drafts.push_back(at < 0 ? -1 : children[at].second);
+          stay.parents.push_back(at < 0 ? 0 : children[at].first);
+          stay.paths.push_back(
+              at < 0 ? Path() : followed(stay.paths[children[at].first], children[at].second));
+        }
+      } else {
+        keep_some(stay);
+      }
+      tell(stay, s, replay);
+    }
+  }
+
+  void keep_some(Stay& stay) {
+    std::vector<int32_t> drafts, parents, row_of(stay.drafts.size() + 1, -1);
+    row_of[0] = 0;
+    for (size_t j = 1; j <= stay.drafts.size(); ++j) {
+      const int32_t parent = row_of[stay.parents[j - 1]];
+      const bool full = static_cast<int>(drafts.size()) == exchange_.drafts();
+      if (stay.drafts[j - 1] < 0 || parent < 0 || full || any(3) == 0) continue;
+      drafts.push_back(stay.drafts[j - 1]);
+      parents.push_back(parent);
+      row_of[j] = static_cast<int32_t>(drafts.size());
+    }
+    stay.drafts = std::move(drafts);
+    stay.parents = std::move(parents);
   }
 
   int32_t rubbish() { return any(kVocab + 2) - 1; }
@@ -329,7 +421,8 @@ inline int guide(unsigned seed, int cases) {
         random() % 2 == 0 ? 0 : 20'000 + static_cast<int64_t>(random() % 200'000);
     const int threads = 1 + static_cast<int>(random() % 4);
     const bool masked = candidates > 0 || random() % 2 == 0;
-    const GuidedSetting setting{drafts, threads, candidates, budget, masked, random() % 2 == 0};
+    const bool forces = random() % 2 == 0, tree = random() % 2 == 0;
+    const GuidedSetting setting{drafts, threads, candidates, budget, masked, forces, tree};
     GuidedCase one(static_cast<uint32_t>(random()), setting);
     one.run(40);
     late += one.count(guided::count::late_rows);

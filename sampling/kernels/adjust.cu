@@ -134,7 +134,7 @@ extern "C" __global__ void note_committed(const float* raw, int vocab_size, cons
         sum += fixed_point(exp_nonpositive(fadd(kept.logits[c], -best)));
       }
       sum = block_reduce(sum, scratch, Sum());
-      log_sum = log_positive(fmul(static_cast<float>(sum), 2.8421709430404007e-14f));
+      log_sum = log_positive(from_fixed_point(sum));
       if (leader) told->logprob = fadd(fadd(kept.logits[token], -best), -log_sum);
     }
     if (leader && k < slot.logprobs) {

@@ -1,8 +1,7 @@
 // The ids a drafter would like best for draft j, in order, for the grammar to test one by one.
 //
 // One block per batch row; acts on the slots that sample_draft acts on. Without a mask in hand the
-// order is that of the draw to come: by logit for greedy requests and for rejection sampling, whose
-// draft is then a point mass and best the likeliest; for coupled verification by weight / E, the
+// order is that of the draw to come: by logit for greedy requests, for others by weight / E, the
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
 #include "best.cuh"
@@ -31,7 +30,7 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)
                    : row_best<false, true>(row, score, scratch, &best_column, &best_logit);
   if (status != ROW_OK) return;
-  if (slot.temperature >= GREEDY_TEMPERATURE && slot.verify == VERIFY_COUPLED) {
+  if (slot.temperature >= GREEDY_TEMPERATURE) {
     const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
     status = d2t ? row_distribution<true>(row, filter, score, scratch)
                  : row_distribution<false>(row, filter, score, scratch);

@@ -5,11 +5,11 @@
 // stamp, stop id, limit, dead end of the pruned vocabulary, broken logits), never on what would be
 // drawn.
 //
-// Where candidates were probed, the slot's answer is the first legal one: it is the draft, as a
-// point mass. With -1 none was legal and row j - 1 was filled: the best of the row is the draft, a
-// point mass too. Requests without a grammar are not probed and draw from q. Where the row says
-// that the grammar forces a token, that is the draft, whatever the drafter thinks and whether its
-// vocabulary has it or not.
+// Drafts of a request whose candidates are probed are points, drawn like those of coupled requests
+// by the race that the target's own draw runs: the slot's answer is the first legal candidate. With
+// -1 none was legal and row j - 1 was filled: the draft is drawn under it. Requests without a
+// grammar are not probed and draw from q. Where the row says that the grammar forces a token, that
+// is the draft, whatever the drafter thinks and whether its vocabulary has it or not.
 #include "row.cuh"
 #include "slot.cuh"
 
@@ -54,9 +54,10 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
 
   int column = -1;
   int kind = DRAFT_POINT;
-  const bool coupled = slot.verify == VERIFY_COUPLED;
-  const bool best = probed && state == ROW_READY && !coupled;
-  if (slot.temperature < GREEDY_TEMPERATURE || best) {
+  const RowStamp* first = stamp_of(exchange, layout, index, 0);
+  const bool coupled =
+      slot.verify == VERIFY_COUPLED || (probed && !is_unconstrained(first, slot.epoch));
+  if (slot.temperature < GREEDY_TEMPERATURE) {
     float best_logit;
     const int status = d2t ? row_best<true, false>(row, nullptr, scratch, &column, &best_logit)
                            : row_best<false, false>(row, nullptr, scratch, &column, &best_logit);
@@ -68,7 +69,8 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
                            : row_distribution<false>(row, filter, table, scratch);
     if (status != ROW_OK) return;
     const u32 purpose = coupled ? PURPOSE_NOISE : PURPOSE_DRAFT;
-    const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8};
+    const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8,
+                         coupled ? 0 : slot.n};
     column = draw_column(draft_vocab, d2t, noise, scratch, [table](int i) { return table[i]; });
     kind = coupled ? DRAFT_POINT : DRAFT_DENSE;
   }

@@ -3,8 +3,13 @@
 //
 // One stream per request: key = the 64-bit request seed (low word, high word). A draw is named, not
 // consumed: counter = (absolute position of the token being decided, purpose | sample index << 8,
-// id div 4, 0), and the word used is id mod 4; scalar draws use id 0. So the number a draw sees
-// depends on the request and on what is being decided, never on batch, round or draft length.
+// id div 4, turn), and the word used is id mod 4; scalar draws use id 0. So the number a draw sees
+// depends on the request and on what is being decided, never on batch, bucket or page.
+//
+// The turn is 0 for NOISE and TARGET, which decide a position once. Draws of DRAFT, COIN and
+// RESIDUAL carry the position of the last token when the round began: block verification looks at
+// all of them before it chooses where to stop, so where it stops says something about those behind,
+// and the next round must not see them again.
 //
 // exp and log: every product and sum is rounded on its own (no contraction), and division is IEEE,
 // so that a GPU, the soft device and NumPy return the same bits: sampled tokens then agree
@@ -107,6 +112,7 @@ struct Noise {
   unsigned long long seed;
   int position;
   unsigned int purpose;  // purpose | sample index << 8
+  int turn = 0;
 };
 
 __device__ __forceinline__ Words4 noise_words(const Noise& noise, unsigned int id_group) {
@@ -114,7 +120,7 @@ __device__ __forceinline__ Words4 noise_words(const Noise& noise, unsigned int i
   counter.x[0] = static_cast<unsigned int>(noise.position);
   counter.x[1] = noise.purpose;
   counter.x[2] = id_group;
-  counter.x[3] = 0u;
+  counter.x[3] = static_cast<unsigned int>(noise.turn);
   return philox4x32_10(counter, static_cast<unsigned int>(noise.seed),
                        static_cast<unsigned int>(noise.seed >> 32));
 }

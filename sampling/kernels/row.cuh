@@ -75,7 +75,6 @@ __device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) 
 #define ROW_NO_TOKEN 2
 #define ROW_BAD_LOGIT 3
 
-#define GREEDY_TEMPERATURE 1e-5f
 #define KEY_POSITIVE_INFINITY 0x7f800000
 #define KEY_NEGATIVE_INFINITY static_cast<int>(0x807fffffu)
 
@@ -197,6 +196,10 @@ __device__ __forceinline__ u64 fixed_point(float weight) {
   return static_cast<u64>(static_cast<long long>(weight * 35184372088832.0f));
 }
 
+__device__ __forceinline__ float from_fixed_point(u64 sum) {
+  return fmul(static_cast<float>(sum), 2.8421709430404007e-14f);
+}
+
 __device__ __forceinline__ u64 weight_sum(const float* work, int size, Scratch& scratch) {
   u64 sum = 0;
   for (int i = static_cast<int>(threadIdx.x); i < size; i += BLOCK) sum += fixed_point(work[i]);
@@ -289,7 +292,7 @@ __device__ __forceinline__ int row_distribution(const Row& row, const Filter& fi
     for (int i = tid; i < row.size; i += BLOCK) work[i] = work[i] < bound ? 0.0f : work[i];
   }
   const u64 sum = weight_sum(work, row.size, scratch);
-  const float total = fmul(static_cast<float>(sum), 2.8421709430404007e-14f);
+  const float total = from_fixed_point(sum);
   for (int i = tid; i < row.size; i += BLOCK) work[i] = fdiv(work[i], total);
   block_sync();
   return ROW_OK;

@@ -1,4 +1,4 @@
-// Target rows: mask, filters, distribution, and the token that greedy or coupled decoding wants.
+// Target rows: mask, filters, distribution, and the token of rows whose drafts are not tested.
 //
 // One block per row r = b * width + j. Row j of batch row b holds the logits after row j of slot
 // row_slot[b], which stands at position n + depth, and decides the next one under mask row j. Rows
@@ -47,7 +47,8 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
     float* work = probs + static_cast<long long>(r) * vocab_size;
     const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
     status = row_distribution<false>(row, filter, work, scratch);
-    if (status == ROW_OK && slot.verify == VERIFY_COUPLED) {
+    const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+    if (status == ROW_OK && (j == most || !is_testing(slot, most))) {
       const Noise noise = {slot.seed, position + 1,
                            PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
       token = draw_column(vocab_size, nullptr, noise, scratch, [work](int i) { return work[i]; });

@@ -95,7 +95,7 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
     if (score[i] > minus_infinity) sum += fixed_point(fdiv(score[i], most));
   }
   sum = block_reduce(sum, scratch, Sum());
-  const float log_sum = log_positive(fmul(static_cast<float>(sum), 2.8421709430404007e-14f));
+  const float log_sum = log_positive(from_fixed_point(sum));
 
   BestFirst order(score, draft_vocab);
   for (int c = 0; c < seen.candidates; ++c) {

@@ -64,9 +64,13 @@ class Interleaving:
         self.depth = rng.choice((1, 2, 2, 2, 3))
         self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
         slots = self.rows + rng.randrange(self.rows + 1)
-        toy = self.toy = ToyDevice(rng, slots, self.k, self.k > 0 and rng.random() < 0.7)
-        length = 32
-        pages = rng.randint(length // PAGE, self.rows * length // PAGE + 4)
+        masked, branches = self.k > 0 and rng.random() < 0.7, rng.random() < 0.5
+        slack = 0
+        if self.k > 1 and branches and not masked:
+            slack = self.k = self.k + 3
+        toy = self.toy = ToyDevice(rng, slots, self.k, masked, slack > 0)
+        length = 32 + slack
+        pages = rng.randint(-(-length // PAGE), self.rows * length // PAGE + 4)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
         toy.exchange = exchange_for(slots, self.k, VOCAB)
         width, batch, entries = self.k + 1, self.rows, self.depth + 1
@@ -87,7 +91,7 @@ class Interleaving:
         stream: Any = toy
         self.scheduler = Scheduler(
             Replays(parts, stream),
-            Seating(slots, self.rows, toy.caches, toy, toy, None),
+            Seating(slots, self.rows, toy.caches, toy, toy, None, slack),
             {size: self._graph(size) for size in {1, self.rows}},
             EngineStats(draft_length=self.k),
             depth=self.depth,

@@ -81,6 +81,9 @@ class ToyCache(PagedKV):
         pages = self.table[slot, : -(-end // PAGE)]
         return self.memory[pages].reshape(-1)[:end].tolist()
 
+    def at(self, slot: int, position: int) -> int:
+        return int(self.memory[self.table[slot, position // PAGE], position % PAGE])
+
 
 class ToyDevice:
     """Slots, pages, one queue of replays, and the side work that joins and leaves slots.
@@ -88,8 +91,10 @@ class ToyDevice:
     Who makes one sets `caches`, `exchange`, the rings `inputs` and `outputs`, and `decoder`.
     """
 
-    def __init__(self, rng: random.Random, slots: int, draft_length: int, masked: bool):
-        self.rng, self.k, self.masked = rng, draft_length, masked
+    def __init__(
+        self, rng: random.Random, slots: int, draft_length: int, masked: bool, branches: bool
+    ):
+        self.rng, self.k, self.masked, self.branches = rng, draft_length, masked, branches
         self.slots = [ref.Slot(n=0, tree=ref.chain(0), limit=0, active=False) for _ in range(slots)]
         self.prompts: list[list[int]] = [[] for _ in range(slots)]  # pinned, one per slot
         self.unread: set[int] = set()  # slots whose prompt no copy has read
@@ -202,7 +207,7 @@ class ToyDevice:
         if self.k:
             graph["commit"] = ("publish",)
             graph["draft 1"] = ("publish", "commit") if self.masked else ("publish",)
-        for j in range(2, self.k + 1):
+        for j in range(2, self.k + 1 if not self.branches else 2):
             graph[f"draft {j}"] = (f"draft {j - 1}",)
             if self.masked:
                 graph[f"fill {j - 1}"] = (f"draft {j - 1}",)
@@ -243,11 +248,12 @@ class ToyDevice:
                 continue
             s = self.slots[slot]
             for j, token in enumerate(s.tree.token):
-                if s.n + j < s.limit:
-                    for cache in self.caches:
-                        cache.write(slot, s.n + j, token)
-                    context = self.caches[j % len(self.caches)].read(slot, s.n + j + 1)
-                    replay.contexts[b, j] = context_of(context)
+                for cache in self.caches:
+                    cache.write(slot, s.n + j, token)
+                cache = self.caches[j % len(self.caches)]
+                route = s.tree.route(j)
+                way = [cache.at(slot, s.n + i + 1) for i in range(j) if route >> i & 1]
+                replay.contexts[b, j] = context_of([*cache.read(slot, s.n + 1), *way])
 
     def _row(self, slot: int, j: int, position: int) -> tuple[int, tuple[int, ...]]:
         """State of a mask row and the ids it allows."""
@@ -269,7 +275,7 @@ class ToyDevice:
             )  # fmt: skip
 
     def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
-        s = self.slots[slot]
+        s, n, way = self.slots[slot], self.slots[slot].n, []
 
         def row(node: int, position: int) -> tuple[int, tuple[int, ...]]:
             state, legal = self._row(slot, node, position)
@@ -279,11 +285,15 @@ class ToyDevice:
             return state, legal
 
         def decide(node: int, position: int, legal: tuple[int, ...]) -> tuple[int, int | None]:
+            way.append(node)
             token = choose(replay.contexts[b, node], s.seed, legal)
             return token, s.tree.child(node, token)
 
         outcome = ref.walk(s, row, decide)
         ref.commit(s, outcome)
+        for cache in self.caches:
+            for i, node in enumerate(way):
+                cache.write(slot, n + i, cache.at(slot, n + node))
         return outcome
 
     def _publish(self, replay: Replay) -> None:
@@ -307,7 +317,21 @@ class ToyDevice:
             if h % 100 >= self.agreement:
                 token = legal[(h >> 8) % len(legal)]
             ref.keep(s, token)
-            ref.record_drafts(self.exchange, slot, replay.number, s.drafts)
+            if self.branches:
+                self._branch_off(slot)
+            ref.record_drafts(self.exchange, slot, replay.number, s.drafts, s.tree.parent[1:])
+
+    def _branch_off(self, slot: int) -> None:
+        """More drafts, each somewhere in the tree."""
+        s = self.slots[slot]
+        for _ in range(self.rng.randrange(self.k)):
+            node = self.rng.randrange(len(s.tree.token))
+            context = context_of([*self.caches[0].read(slot, s.n + 1), *s.tree.path(node)])
+            token = choose(context, s.seed, ALL_IDS)
+            if mix(context, 77) % 100 >= self.agreement or s.tree.child(node, token) is not None:
+                token = self.rng.randrange(VOCAB)
+            if ref.may_grow(s, node) and s.tree.child(node, token) is None:
+                ref.keep(s, token, parent=node)
 
 
 class TickingRing(Ring):
@@ -342,9 +366,12 @@ class TickingDecoder(GuidedDecoder):
     """The real decoder; a snapshot may be retired only when its replay is over."""
 
     toy: ToyDevice
+    kept: list[Any] | None = None  # what mutants would let go of while it is in use
 
     def publish(self, replay: int, requests: Any) -> None:
         self.toy.tick()
+        if self.kept is not None:
+            self.kept.extend(requests)
         super().publish(replay, requests)
         self.toy.tick()
 

@@ -93,9 +93,10 @@ def check_disturbed(engine, truth, mode, seed):
 @dataclass(frozen=True)
 class Meaningless:
     """A drafter of the demo's target with random weights, as an engine asks for it: so many modules
-    of multi-token prediction, or none and a block drafter."""
+    of multi-token prediction, or none and a block drafter, of DSpark given a rank."""
 
-    modules: int
+    modules: int = 0
+    rank: int = 0
 
     def __call__(self, room):
         config = json.loads((TARGET / "config.json").read_text())
@@ -103,7 +104,7 @@ class Meaningless:
             if self.modules:
                 make_tiny_mtp(Path(folder), config, modules=self.modules)
             else:
-                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5)
+                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5, rank=self.rank)
             return make_drafter(folder, room)
 
 
@@ -119,7 +120,7 @@ def branch_off(tokens):
 
 
 AHEAD = partial(Ahead, first=NGram)
-LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless(0)
+LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless()
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
@@ -140,7 +141,7 @@ SHAPES = [
     {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
     {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
-    {"max_batch_size": 4, "drafter": BLOCK, "draft_length": 4},
+    {"max_batch_size": 4, "drafter": Meaningless(rank=8), "draft_length": 5},
 ]
 QUICK = len(SHAPES)
 SHAPES += [
@@ -158,6 +159,9 @@ SHAPES += [
     {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(rank=8))},
+    {"max_batch_size": 2, "drafter": Meaningless(rank=8), "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "drafter": Meaningless(1), "draft_length": 8, "draft_tree": (2, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
 ]
 
@@ -211,7 +215,7 @@ def test_two_hundred_requests_get_the_same(mask_drafts: bool) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
 def test_probed_drafts(mode: str) -> None:
     """Without filters, drafts are those of filled rows, hence rounds and acceptance; by rejection
-    they are legal point masses. No more rows are filled than verification reads."""
+    they are those of coupled requests. No more rows are filled than verification reads."""
     options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
     requests = [replace(r, seed=1000 + i, **options) for i, r in enumerate(mixed_requests(3))]
     rounds = {}

@@ -49,6 +49,14 @@ def make_table(seed: int, *, d2t: np.ndarray | None = None, contrast: float = 1.
     return Table(target.astype(np.float32), drafter.astype(np.float32), legal, d2t)
 
 
+def sharp_table(seed: int) -> Table:
+    """Tables of four tokens with probabilities far apart."""
+    rng, legal = np.random.default_rng(seed), np.arange(V) < 4
+    both = np.full((2, V, V, V), -30.0, np.float32)
+    both[..., legal] = np.log(rng.dirichlet([0.3] * 4, (2, V, V)))
+    return Table(both[0], both[1], np.broadcast_to(legal, (V, V, V)))
+
+
 @dataclass(frozen=True)
 class Case:
     """One cell of the matrix of settings."""
@@ -64,6 +72,7 @@ class Case:
     forced: str = ""  # rows force tokens: "beside" a drafter's drafts, or "alone"
     late: bool = False  # mask rows of some prefixes are never ready while verifying
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
+    sharp: bool = False  # four tokens, and a drafter far from the target
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
@@ -86,17 +95,25 @@ COVERING = [
     Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
     Case(2, PLAIN, masked=True, late=True),
     Case(3, PLAIN, probe=True, pruned=True),
+    Case(3, PLAIN, forced="beside"),
+    Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
+    Case(4, PLAIN, masked=False, sharp=True),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal
 PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 
 
+def table_of(case: Case) -> Table:
+    """The case's model."""
+    return sharp_table(5) if case.sharp else make_table(17, d2t=PRUNED if case.pruned else None)
+
+
 def run_case(
     device: Device, stream: Stream, case: Case, samples: int, seed: int, slots: int = 1024
 ) -> np.ndarray:
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
-    table = make_table(17, d2t=PRUNED if case.pruned else None)
+    table = table_of(case)
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
                    d2t=table.d2t, candidates=PROBED if case.probe else 0)  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
@@ -274,7 +291,7 @@ def wrong_twice(
     device: Device, stream: Stream, case: Case, samples: int, run: Callable = run_case
 ) -> tuple[bool, list[float]]:
     """Whether the case misses its law at p < .001 on two independent sets of seeds."""
-    table = make_table(17, d2t=PRUNED if case.pruned else None)
+    table = table_of(case)
     values: list[float] = []
     for seed in (1, 2):
         values.append(smallest_p(run(device, stream, case, samples, seed), table, case))

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
+import reference_round as ref
 from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 from graft.sampling import loading, sampler
@@ -28,21 +29,31 @@ MUTANTS = [
         Case(3, PLAIN, masked=False)),
     Mutant("one random number for coin and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_COIN"),),
-        Case(3, PLAIN, masked=False), 200_000),  # they share the noise of one id only
+        Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False), 200_000),
     Mutant("one random number for draft and residual", "philox.cuh",
         (("#define PURPOSE_RESIDUAL 3u", "#define PURPOSE_RESIDUAL PURPOSE_DRAFT"),),
         Case(3, PLAIN, masked=False)),
+    Mutant("random numbers by position alone, as if nothing had been looked at", "philox.cuh",
+        (("static_cast<unsigned int>(noise.turn)", "0u"),),
+        Case(4, PLAIN, masked=False, sharp=True)),
+    Mutant("the first draft that fails ends the chain", "verify.cu",
+        (("} else if (slot.verify == VERIFY_PER_TOKEN) {", "} else {"),),
+        Case(4, PLAIN, masked=False, sharp=True)),
+    Mutant("what is left of p, not of P p", "verify.cu",
+        (("const Left left = {weights[j], p,", "const Left left = {1.0f, p,"),),
+        Case(4, PLAIN, masked=False, sharp=True)),
+    Mutant("end of a chain as if it went on", "block.cu",
+        (("float win = weight;", "float win = fmul(weight, weight);"),),
+        Case(4, PLAIN, masked=False, sharp=True)),
     Mutant("refused draft not removed from p", "verify.cu",
-        (("walk.draw = DRAW_RESIDUAL;", "walk.draw = DRAW_TARGET;"),),
+        (("scratch, left);", "scratch, [p](int i) { return p[i]; });"),),
         Case(1, PLAIN, masked=False)),
-    Mutant("refused point draft not removed from p", "verify.cu",
-        (("walk.draw = DRAW_WITHOUT;", "walk.draw = DRAW_TARGET;"),),
-        Case(3, NUCLEUS, point=True, masked=False)),
+    Mutant("refused point draft not removed from p", "left.cuh",
+        ((" || (!q && id == draft)", ""),),
+        Case(3, PLAIN, forced="beside")),
     Mutant("illegal draft cut instead of refused", "verify.cu",
-        (("const bool known = d >= 0 && d < vocab_size;",
-          "const bool known = d >= 0 && d < vocab_size;\n"
-          "      if (rejection && !(probs[static_cast<long long>(r) * vocab_size + d] > 0.0f)) {\n"
-          "        walk.draw = DRAW_TARGET;\n        break;\n      }"),),
+        (("scratch, left);",
+          "scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });"),),
         Case(1, PLAIN, masked=False)),
     Mutant("mask row off by one", "target.cu",
         (("mask_of(exchange, layout, index, j)",
@@ -68,21 +79,16 @@ MUTANTS = [
           "    row_distribution<false>(row, filter, table, scratch);")),
         Case(2, PLAIN, masked=True, late=True)),
     Mutant("bonus after a stop id", "verify.cu",
-        (("if (is_stop(slot, d)) {",
-          "if (is_stop(slot, d) && false) {"),
-         ("if (is_stop(slot, tokens[count - 1])) {",
-          "bool stopped = false;\n"
-          "    for (int i = 0; i < count; ++i) {\n"
-          "      stopped = stopped || is_stop(slot, tokens[i]);\n    }\n"
-          "    if (stopped) {")),
+        (("while (j > 0 && reason == REASON_NONE);", "while (j > 0 && reason != REASON_LENGTH);"),),
         Case(2, NUCLEUS, masked=True, stop_ids=(3, 6))),
 ]  # fmt: skip
 
 
 #: Kernels that a mutated file changes; the others are taken as they are.
 USED_BY = {
-    "philox.cuh": {"verify", "draft"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
-    "target.cu": {"target"}, "draft.cu": {"draft"},
+    "philox.cuh": {"verify", "draft", "block"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
+    "left.cuh": {"verify", "block"}, "block.cu": {"block"}, "target.cu": {"target"},
+    "draft.cu": {"draft"},
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def small(make_round) -> TableRound:
     ({"slot": 4}, "slot"), ({"slot": -1}, "slot"), ({"position": -1}, "position"),
     ({"limit": 6}, "limit"), ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"), ({"top_k": -1}, "top_k"),
-    ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 2}, "verify"),
+    ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"), ({"verify": 9}, "verify"),
     ({"stop_ids": tuple(range(65))}, "64 stop ids"), ({"sample": 1 << 24}, "sample"),
 ])  # fmt: skip
 def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
@@ -103,12 +103,12 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
         ({"draft_vocab": 41}, OptionError, "draft_vocab"),
         ({"replay": device.zeros((2,), "int32")}, ShapeError, "replay"),
         (exchange(slots=3), OptionError, "exchange slots"),
-        (exchange(drafts=65), OptionError, "draft_length"),
         (exchange(candidates=65), OptionError, "candidates"),
     ):
         with pytest.raises(error, match=word):
             make(**change)
-    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1}):
+    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1},
+                  {"drafts": 65}, {"branch": 0}):
         with pytest.raises(OptionError, match=next(iter(sizes))):
             exchange(**sizes)
     for slots, drafts, word in ((4, 1, "words of an output row"), (3, 2, "output rows")):

@@ -192,7 +192,7 @@ def test_a_silent_grammar_leaves_no_drafts(make_round):
         up = r.device.zeros((level, V), "float32")
         tree.candidates(r.lane, up, r.row_slot, level)
         tree.draft(r.lane, up, r.row_slot, level, masked=True)
-    r.stream.synchronize()
+        r.stream.synchronize()
     assert r.state.to_host()["draft_len"][0] == 0
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
 

@@ -1,0 +1,178 @@
+"""The law of whole requests, every outcome of every draw counted: no statistics, no random numbers.
+
+A round of the reference is run once for each way its coins and draws can fall. Rounds draw anew, so
+their laws multiply; that they do is what `test_distribution` is for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import reference_round as ref
+
+V, DRAFTS, LENGTH = 3, 3, 4
+PLAIN, GREEDY = ref.Filter(1.0), ref.Filter(0.0)
+
+
+class Chance:
+    """Stands for `reference_round.coin` and `draw`: says how they fall, and how likely that is."""
+
+    def __init__(self) -> None:
+        self.path: list[int] = []
+
+    def fall(self, chances: list[float]) -> int:
+        """One of the things that can happen with these chances."""
+        open_ = [i for i, chance in enumerate(chances) if chance > 0]
+        if self.depth == len(self.path):
+            self.path.append(0)
+            self.left.append(0)
+        self.left[self.depth] = len(open_) - 1
+        i = open_[self.path[self.depth]]
+        self.depth += 1
+        self.probability *= chances[i]
+        return i
+
+    def every(self, run: Callable[[], object]) -> Iterator[tuple[object, float]]:
+        """Results of ``run`` and their probabilities, over all that can happen."""
+        self.path, self.left = [], []
+        while True:
+            self.depth, self.probability = 0, 1.0
+            result = run()
+            yield result, self.probability
+            while self.path and self.path[-1] == self.left[-1]:
+                self.path.pop()
+                self.left.pop()
+            if not self.path:
+                return
+            self.path[-1] += 1
+
+    def coin(self, *name: object) -> Chance:
+        return self
+
+    def __lt__(self, chance: float) -> bool:
+        return self.fall([1.0 - chance, chance]) == 1
+
+    def draw(self, weights: np.ndarray, *name: object, **more: object) -> int:
+        total = float(np.sum(weights))
+        return self.fall(list(np.asarray(weights) / total)) if total > 0 else -1
+
+
+@dataclass
+class World:
+    """A target and a drafter that look at the last token; what is legal after it."""
+
+    target: np.ndarray
+    drafter: np.ndarray
+    legal: np.ndarray
+    kinds: str = "ddd"  # of drafts: d(rawn) or p(oint)
+    masked: bool = True
+    late: bool = False  # rows behind some tokens are not ready while verifying
+
+    @staticmethod
+    def random(seed: int, **more: object) -> World:
+        rng = np.random.default_rng(seed)
+        legal = rng.random((V, V)) < 0.75
+        legal[np.arange(V), (np.arange(V) + seed) % V] = True
+        tables = (np.log(rng.dirichlet([0.5] * V, V)).astype(np.float32) for _ in range(2))
+        return World(*tables, legal, **more)
+
+    def row(self, slot: ref.Slot, j: int, token: int, verifying: bool = True) -> ref.MaskRow:
+        late = verifying and self.late and j > 0 and (token + slot.n) % 2 == 0
+        state = ref.NOT_READY if late else ref.READY
+        return ref.MaskRow(state, slot.epoch, slot.n + j, self.legal[token])
+
+    def round(self, slot: ref.Slot) -> tuple[tuple[int, ...], int]:
+        """Draft and verify: the tokens, and the drafts among them."""
+        for j in range(1, DRAFTS + 1):
+            last = slot.tree.token[-1]
+            mask = self.row(slot, j - 1, last, verifying=False) if self.masked else None
+            answer = (2 * last + j) % V if self.kinds[j - 1] == "p" else -1
+            ref.draft(slot, j, self.drafter[last], mask, V, None, V, answer=answer)
+        tokens = [*slot.tree.token, *[0] * DRAFTS][: DRAFTS + 1]
+        rows = [self.row(slot, j, token) for j, token in enumerate(tokens)]
+        outcome = ref.verify(slot, self.target[tokens], rows, V)
+        return outcome.tokens, outcome.accepted
+
+
+START = ref.Slot(n=7, tree=ref.chain(1), limit=8 + LENGTH)
+
+
+def law_of_rounds(chance: Chance, world: World, start: ref.Slot) -> tuple[dict, float]:
+    """Law of a request's tokens, and the drafts that its first round accepts in the mean."""
+    laws: dict[tuple[int, int], list] = {}
+
+    def rounds(n: int, last: int) -> list:
+        if (n, last) not in laws:
+            def run() -> tuple[tuple[int, ...], int, bool]:
+                slot = replace(start, n=n, tree=ref.chain(last))
+                return (*world.round(slot), slot.active)
+
+            found: dict = defaultdict(float)
+            for result, probability in chance.every(run):
+                found[result] += probability
+            laws[n, last] = list(found.items())
+        return laws[n, last]
+
+    def law(n: int, last: int) -> dict:
+        total: dict = defaultdict(float)
+        for (tokens, _, active), probability in rounds(n, last):
+            behind = law(n + len(tokens), tokens[-1]) if active else {(): 1.0}
+            for more, p in behind.items():
+                total[tokens + more] += probability * p
+        return total
+
+    mean = sum(accepted * p for (_, accepted, _), p in rounds(start.n, start.last))
+    return law(start.n, start.last), mean
+
+
+def law_of_target(world: World, start: ref.Slot) -> dict:
+    """What the tokens are without drafts."""
+    total: dict = defaultdict(float)
+    for tokens in itertools.product(range(V), repeat=LENGTH):
+        probability, last, kept = 1.0, start.last, []
+        for token in tokens:
+            p = ref.distribution(world.target[last], world.legal[last], start.filter)
+            probability, last = probability * p[token], token
+            kept.append(token)
+            if token in start.stop_ids:
+                probability /= V ** (LENGTH - len(kept))  # told once for all that might follow
+                break
+        if probability > 0:
+            total[tuple(kept)] += probability
+    return total
+
+
+WORLDS = {
+    "masked": {}, "blind": {"masked": False}, "late": {"late": True},
+    "mixed": {"kinds": "pdd"}, "mixed, blind": {"kinds": "dpd", "masked": False},
+    "mixed, late": {"kinds": "ddp", "masked": False, "late": True}, "points": {"kinds": "ppp"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
+@pytest.mark.parametrize("how", WORLDS)
+def test_the_law_of_a_request_is_the_targets(monkeypatch, how, stop_ids):
+    """To 1e-12, over rounds; block verification accepts no less than the test of each draft, and
+    more where one was drawn behind another."""
+    chance = Chance()
+    monkeypatch.setattr(ref, "coin", chance.coin)
+    monkeypatch.setattr(ref, "draw", chance.draw)
+    gain = 0.0
+    for seed in range(3):
+        world = World.random(seed, **WORLDS[how])
+        means = []
+        for verify in (ref.REJECTION, ref.PER_TOKEN):
+            start = replace(START, verify=verify, stop_ids=stop_ids)
+            found, mean = law_of_rounds(chance, world, start)
+            wanted = law_of_target(world, start)
+            assert found.keys() == wanted.keys()
+            assert max(abs(found[t] - wanted[t]) for t in wanted) < 1e-12
+            means.append(mean)
+        assert means[0] > means[1] - 1e-12
+        gain += means[0] - means[1]
+    assert (gain > 1e-3) == (how != "points")
