@@ -241,19 +241,22 @@ def test_probed_drafts(mode: str) -> None:
 
 
 def test_overlap_keeps_rejection_sampling(truth) -> None:
-    """Overlap moves no round boundary, so even rejection sampling draws the same tokens."""
+    """Neither overlap nor composition moves a round's boundary, so even rejection sampling draws
+    the same tokens; in two, a graph ends with verification and with each step that is waited for.
+    """
     requests = workload(temperature=0.9, verify="rejection")
     outputs = []
-    for overlap in (True, False):
-        with settled(demo_engine(max_batch_size=4, overlap=overlap)) as engine:
+    for graphs, options in ((1, {}), (1, {"overlap": False}), (5, {"composition": "two"})):
+        with settled(demo_engine(max_batch_size=4, **options)) as engine:
             outputs.append([answer(o) for o in engine.generate(requests)])
-    assert outputs[0] == outputs[1]
+            assert {len(one.graphs) for one in engine.rounds.values()} == {graphs}
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_rounds_are_launched_ahead() -> None:
     """In mid-generation one round is still unread when a step returns; without overlap none is."""
-    for overlap, ahead in ((True, 1), (False, 0)):
-        with demo_engine(max_batch_size=2, overlap=overlap) as engine:
+    for options, ahead in (({}, 1), ({"overlap": False}, 0), ({"composition": "two"}, 0)):
+        with demo_engine(max_batch_size=2, **options) as engine:
             for seed in range(2):
                 engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
             for _ in range(3):
