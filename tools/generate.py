@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="draft what the grammar forces; outputs stay the same")
     models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
                         help="launch a round before the last one was read (default: yes)")
+    models.add_argument("--composition", choices=("one", "two"), default="one",
+                        help="graphs of a round; two: the drafter has its own, to compare")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
     models.add_argument("--max-length", type=int, metavar="N",
                         help="positions of a request, prompt and output (default: the model's, at "
@@ -114,7 +116,8 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   draft_tree=options.draft_tree, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
-                  verify=options.verify, overlap=options.overlap, max_length=options.max_length)
+                  verify=options.verify, overlap=options.overlap, composition=options.composition,
+                  max_length=options.max_length)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
@@ -160,7 +163,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
                     "mask_drafts": engine.options.mask_drafts,
                     "draft_legality": engine.options.draft_legality,
                     "verify": engine.options.verify,
-                    "overlap": engine.options.overlap},
+                    "overlap": engine.options.overlap,
+                    "composition": engine.options.composition},
     }
 
 
