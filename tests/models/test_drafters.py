@@ -106,7 +106,7 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
 
 def test_what_is_ahead_is_no_tree(device):
     """Nobody drafts behind the ends of a tree that was looked up."""
-    with pytest.raises(OptionError, match="drafts of the first must be a chain"):
+    with pytest.raises(OptionError, match="must be chains"):
         Engine(TARGET, partial(Ahead, first=NGram, then=TARGET), draft_tree=(2, 2))
 
 
