@@ -1,7 +1,7 @@
-"""How many drafts a round makes and tests: as many as bring most tokens per second.
+"""How many drafts a round tests and makes: as many as bring most tokens per second.
 
-The length is chosen before a round is launched, from rounds that have been read: never from the
-drafts that it may cut. So outputs keep their distribution whatever is chosen.
+That is chosen from rounds that were read, never from the drafts that it may cut. So outputs keep
+their distribution.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 __all__ = ["DraftBudget", "ladder"]
 
 LOG = logging.getLogger("graft")
-#: Of the averages: what stays of the old value. FIRST: chance of a draft before any was tested.
+#: What an average keeps of its old value, and a draft's chance before any was tested.
 DECAY, FIRST = 0.8, 0.7
 #: Rounds of a bucket between two choices, and how much better another length must be.
 HOLD, GAIN = 8, 1.05
-#: The last PROBE rounds of every PERIOD have another length than the chosen one.
+#: The last PROBE rounds of every PERIOD try another length than the chosen one.
 PERIOD, PROBE = 64, 4
 
 
@@ -34,22 +34,19 @@ class DraftBudget:
     """Chooses the draft length of each round.
 
     With K drafts a request's round is expected to bring ``1 + s_1 + .. + s_K`` tokens, where s_j is
-    the product of the chances of drafts 1 to j to be accepted if those before were. A chance is an
+    the product of the chances that drafts 1 to j are accepted if those before are. A chance is an
     exponential average over the request's rounds, which begins with that of all requests; a draft
-    that was not made counts as refused. That length is chosen whose rounds bring most tokens of all
-    requests per time.
+    that was not made counts as refused. Where drafts branch, fewer are another tree: each length
+    has chances of its own, and j is the depth.
 
-    The times are exponential averages over live rounds, since no profile knows how the grammar, long
-    contexts and drafters on the host delay them. A length that has not run counts what an idle
-    replay takes, scaled as those are that have.
-
-    Where drafts branch, K of them are no beginning of a larger tree: every length has chances of
-    its own, s_j for the depth j.
+    Times are exponential averages of live rounds: no profile knows how grammars, long contexts and
+    drafters on the host delay them. A length that has not run yet takes as long as an idle replay,
+    scaled like those that have.
 
     Parameters
     ----------
-    lengths : those there are graphs for, ascending; of a lone one nothing is measured.
-    levels : most drafts that one round can have accepted.
+    lengths : those there are graphs for, ascending; with a lone one nothing is measured.
+    levels : most drafts that a round can have accepted.
     branches : whether drafts branch.
     """
 
@@ -66,7 +63,7 @@ class DraftBudget:
         self._told = False
 
     def took(self, size: int, length: int, ns: int, idle: bool) -> None:
-        """Take the nanoseconds of a replay of bucket `size`, over by now; idle: nobody sat in it."""
+        """Take the time of a replay of bucket `size` that is over; idle: nobody sat in it."""
         key = size, length
         if idle:
             self._idle[key] = min(max(ns, 1), self._idle.get(key, ns))
@@ -74,14 +71,8 @@ class DraftBudget:
             self._live[key] = DECAY * self._live.get(key, ns) + (1 - DECAY) * ns
 
     def brought(self, request: object, made: int, length: int, accepted: int) -> None:
-        """Take how many drafts of a round were accepted.
-
-        Parameters
-        ----------
-        request : whose; anything that can be referred to weakly.
-        made : length of the round that made its drafts; 0 if none did.
-        length : of this round.
-        """
+        """Take how many drafts of a request were accepted in a round of this length; one of length
+        `made` had made them, or none had: 0."""
         if len(self.lengths) == 1 or (self._branches and made != length):
             return
         at = self.lengths.index(length)
@@ -113,8 +104,8 @@ class DraftBudget:
         self._chosen[size] = best
         if self.lengths[best] == 0 and not self._told:
             self._told = True
-            LOG.info("drafts do not pay in rounds of %d: they go on without, and try now and then "
-                     "(said once; stats.rounds_by_length counts)", size)  # fmt: skip
+            LOG.info("drafts do not pay in rounds of %d: these go on without, and try now and then "
+                     "(told once; see stats.rounds_by_length)", size)  # fmt: skip
 
     def rates(self, size: int, requests: Sequence[object]) -> list[float]:
         """Tokens per nanosecond that rounds of each length are expected to bring."""

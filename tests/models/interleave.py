@@ -124,7 +124,7 @@ class Interleaving:
 
     def _graph(self, rows: int, k: int) -> Any:
         launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
-        return SimpleNamespace(exec=launch, timed=(), drafts=k)
+        return SimpleNamespace(execs=[launch], timed=(), drafts=k)
 
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
