@@ -23,17 +23,20 @@ MAX_DRAFT_LENGTH = 63
 #: Positions per request unless the user asks for more: caches are reserved for every slot.
 DEFAULT_LENGTH = 4096
 
-#: Whole numbers: lowest and highest value, and whether None is one more.
-_WHOLE = {
-    "max_batch_size": (1, 4096, False),
-    "draft_length": (1, MAX_DRAFT_LENGTH, False),
-    "max_length": (2, 2**31 - 2, True),
-    "page_size": (1, 1 << 16, False),
-    "pages": (1, 2**31 - 2, True),
-    "grammar_threads": (1, 1024, True),
-    "grammar_cache_bytes": (0, 2**62, False),
-    "compile_threads": (1, 256, False),
-    "ordinal": (0, 1023, True),
+#: Most drafts of a chain and of a tree where nobody says how many.
+_AUTO_CHAIN, _AUTO_TREE = 7, 31
+
+#: Whole numbers: lowest and highest value, and what else there is.
+_WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
+    "max_batch_size": (1, 4096),
+    "draft_length": (1, MAX_DRAFT_LENGTH, "auto"),
+    "max_length": (2, 2**31 - 2, None),
+    "page_size": (1, 1 << 16),
+    "pages": (1, 2**31 - 2, None),
+    "grammar_threads": (1, 1024, None),
+    "grammar_cache_bytes": (0, 2**62),
+    "compile_threads": (1, 256),
+    "ordinal": (0, 1023, None),
 }
 _SWITCHES = ("mask_drafts", "forced_drafts", "overlap")
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -52,7 +55,10 @@ class Options:
     Parameters
     ----------
     max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 63, where anything drafts.
+    draft_length : drafts per round, 1 to 63, where anything drafts. "auto": none to 7, or to 31
+        where they branch, in each round as many as promise most tokens per second, see
+        `DraftBudget`. Greedy and coupled outputs are the same whatever it is; rejection sampling is
+        reproducible only with equal lengths, hence not with "auto".
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
         that come level by level are then probed, whatever `draft_legality` says. None: a chain.
@@ -104,7 +110,7 @@ class Options:
     """
 
     max_batch_size: int = 8
-    draft_length: int = 3
+    draft_length: int | str = 3
     draft_tree: tuple[int, int] | None = None
     max_length: int | None = None
     page_size: int = 16
@@ -127,12 +133,13 @@ class Options:
     ordinal: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, optional) in _WHOLE.items():
+        for name, (low, high, *others) in _WHOLE.items():
             value = getattr(self, name)
-            if value is None and optional:
+            if value in others:
                 continue
             if type(value) is not int or not low <= value <= high:
-                raise _bad(name, f"a whole number from {low} to {high}", value)
+                numbers = f"a whole number from {low} to {high}"
+                raise _bad(name, " or ".join([numbers, *map(repr, others)]), value)
         for name in _SWITCHES:
             if type(getattr(self, name)) is not bool:
                 raise _bad(name, "True or False", getattr(self, name))
@@ -161,13 +168,20 @@ class Options:
         branch, levels = tree
         if not (type(branch) is type(levels) is int and 2 <= branch <= 16 and levels >= 1):
             raise _bad("draft_tree", wanted, tree)
-        if levels > self.draft_length or (levels - 1) * branch > MAX_DRAFTS:
+        if levels > self.most_drafts or (levels - 1) * branch > MAX_DRAFTS:
             raise OptionError(
                 f"draft_tree {tree} has no place: its levels are to be at most draft_length "
-                f"{self.draft_length}, and the nodes of all but the last at most {MAX_DRAFTS}"
+                f"{self.most_drafts}, and the nodes of all but the last at most {MAX_DRAFTS}"
             )
         if self.forced_drafts:
             raise OptionError("forced_drafts needs mask rows while drafting, which a tree lacks")
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a round."""
+        if isinstance(self.draft_length, int):
+            return self.draft_length
+        return _AUTO_TREE if self.draft_tree else _AUTO_CHAIN
 
     @property
     def slack(self) -> int:
@@ -175,7 +189,7 @@ class Options:
         if self.draft_tree is None:
             return 0
         branch, levels = self.draft_tree
-        return max(self.draft_length, (levels - 1) * branch)
+        return max(self.most_drafts, (levels - 1) * branch)
 
     @property
     def slots(self) -> int:

@@ -20,6 +20,7 @@ from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedRequest
+from graft.models.budget import DraftBudget
 from graft.models.interrupt import Shield
 from graft.models.request import Logprob
 from graft.models.round import RoundGraph, RoundParts
@@ -91,6 +92,7 @@ class Replays:
     ----------
     parts : rings, snapshots and timeline.
     stream : where replays run.
+    budget : told how long each took.
 
     Attributes
     ----------
@@ -100,8 +102,8 @@ class Replays:
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
     """
 
-    def __init__(self, parts: RoundParts, stream: Stream):
-        self._parts, self._stream = parts, stream
+    def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
+        self._parts, self._stream, self._budget = parts, stream, budget
         self.number = 0
         self.retired = 0
         self.unread: deque[Flight] = deque()
@@ -288,7 +290,9 @@ class Replays:
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
-            stats.round_ns += max(stamps) - stamps[0]
+            ns, graph = max(stamps) - stamps[0], flight.graph
+            stats.round_ns += ns
+            self._budget.took(graph.batch, graph.drafts, ns, idle=not flight.seats)
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
             if start > 0 and end > 0:
                 stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start

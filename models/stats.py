@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ class EngineStats:
 
     Attributes
     ----------
-    rounds : replays that carried at least one request.
+    rounds, rounds_by_length : replays that carried at least one request; by the most drafts that
+        each could test and make.
     joins : how often a request joined.
     row_rounds : (request, round) pairs; `stalls` of them committed nothing.
     stale_rows, surplus_tokens : rows read after their request had left, and the tokens they
@@ -30,6 +32,7 @@ class EngineStats:
 
     draft_length: int = 0
     rounds: int = 0
+    rounds_by_length: Counter[int] = field(default_factory=Counter)
     joins: int = 0
     row_rounds: int = 0
     stalls: int = 0

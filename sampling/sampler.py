@@ -225,19 +225,20 @@ class Sampler:
 
     def place(
         self, lane: Lane, proposal: DeviceArray, row_slot: DeviceArray,
-        parents: DeviceArray | None = None,
+        parents: DeviceArray | None = None, most: int | None = None,
     ) -> None:  # fmt: skip
         """Take drafts that came all at once, as point masses, for slots as in ``draft``.
 
         Target ids, int32 [B, K]; what is no id is left out. `parents`, alike, say what each hangs
         on: 0 is the last token, j the proposal's j-th id; without them each hangs on the last.
+        The first `most` of what is left are taken, K by default.
         """
         batch = self._check_proposal(proposal, row_slot)
         if parents is not None:
             self._check_proposal(parents, row_slot)
-        args = [batch, row_slot, proposal, parents, self.draft_length, self.vocab_size,
-                self.state.array,
-                self.rows, self.row_words, *self.shared]  # fmt: skip
+        most = self.draft_length if most is None else most
+        args = [batch, row_slot, proposal, parents, self.draft_length, most, self.vocab_size,
+                self.state.array, self.rows, self.row_words, *self.shared]  # fmt: skip
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,14 @@ class TreeSampler:
         )  # fmt: skip
         kernels = load(device, "tree", sampler.block)
         self._candidates, self._grow = kernels["tree_candidates"], kernels["tree_grow"]
+
+    def of(self, nodes: int) -> TreeSampler:
+        """The same, of at most so many drafts, hence levels; it shares its arrays."""
+        check_range("nodes", nodes, 1, self._sampler.draft_length)
+        fewer = copy(self)
+        fewer._levels, fewer._seen = min(self._levels, nodes), self._seen.copy()
+        fewer._seen["nodes"], fewer._seen["levels"] = nodes, fewer._levels
+        return fewer
 
     def candidates(
         self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int

@@ -85,8 +85,10 @@ class DFlash(Drafter):
         if following is not None:
             self._absorb(lane, following, features)
 
-    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._absorb(lane, feed.committed(lane), feed.features)
+        if feed.width == 1:
+            return None
         config, layers, scratch, batch = self._config, self._layers, self._scratch, feed.batch
         first, eps = config.first_row * batch, config.rms_norm_eps
         n = first + len(self.shape.levels) * batch

@@ -89,6 +89,8 @@ class Texts(Drafter):
 
     def start(self, lane: Lane, feed: Feed) -> None:
         self._note(lane, feed.committed(lane, shift=1))
+        if feed.width == 1:
+            return
         args = [feed.row_slot, feed.state.array, self._texts, *self._texts.shape, *self._options,
                 self._votes.shape[1], self._votes, self.shape.nodes, feed.proposal,
                 feed.parents]  # fmt: skip

@@ -5,9 +5,9 @@
 #include "slot.cuh"
 
 extern "C" __global__ void place_drafts(int batch, const int* row_slot, const int* proposal,
-                                        const int* parents, int most_drafts, int vocab_size,
-                                        Slot* slots, const RoundRow* rows, int row_words,
-                                        int* exchange, const ExchangeLayout layout,
+                                        const int* parents, int columns, int most_drafts,
+                                        int vocab_size, Slot* slots, const RoundRow* rows,
+                                        int row_words, int* exchange, const ExchangeLayout layout,
                                         const int* replay_number) {
   const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= batch || row_slot[b] < 0) return;
@@ -16,9 +16,9 @@ extern "C" __global__ void place_drafts(int batch, const int* row_slot, const in
   if (!is_drafting(slot, *round_row(rows, row_words, b), 1)) return;
   int row_of[MAX_DRAFTS + 1];  // of each that is proposed; -1: left out
   row_of[0] = 0;
-  for (int i = 1; i <= most_drafts; ++i) {
-    const int token = proposal[b * most_drafts + i - 1];
-    const int hangs_on = parents == nullptr ? i - 1 : parents[b * most_drafts + i - 1];
+  for (int i = 1; i <= columns; ++i) {
+    const int token = proposal[b * columns + i - 1];
+    const int hangs_on = parents == nullptr ? i - 1 : parents[b * columns + i - 1];
     row_of[i] = -1;
     if (token < 0 || token >= vocab_size || hangs_on < 0 || hangs_on >= i) continue;
     const int parent = row_of[hangs_on];
@@ -27,7 +27,7 @@ extern "C" __global__ void place_drafts(int batch, const int* row_slot, const in
     if (twin != 0) row_of[i] = twin;
     if (twin != 0) continue;
     const int j = slot.draft_len + 1;
-    if (slot.n + j >= slot.room) break;
+    if (j > most_drafts || slot.n + j >= slot.room) break;
     if (slot.n + depth_of(slot, parent) + 1 >= slot.limit) continue;
     row_of[i] = j;
     keep_draft(slot, j, parent, token, DRAFT_POINT, *replay_number, exchange, layout, index);

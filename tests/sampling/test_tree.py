@@ -109,7 +109,7 @@ class Forest:
                     exchange.legal[i, f] |= legal << c
             exchange.answer[i] = (self.r.replay, level, BRANCH)
 
-    def reference(self, i: int, limit: int) -> tuple[list[int], bool]:
+    def reference(self, i: int, limit: int, nodes: int) -> tuple[list[int], bool]:
         """Gives a slot its tree; how many were fed by level, and whether rounding had no say."""
         s, number = self.slots[i], self.number + i
 
@@ -121,7 +121,8 @@ class Forest:
                 TREE_CANDIDATES if self.probed else BRANCH, BRANCH,
             )  # fmt: skip
 
-        s.tree, feeds, gap = ref.grow(s, BRANCH, LEVELS, DRAFTS, s.limit, children_of)
+        levels = min(LEVELS, nodes)
+        s.tree, feeds, gap = ref.grow(s, BRANCH, levels, nodes, s.limit, children_of)
         s.kinds, s.q = (ref.POINT,) * len(s.drafts), (None,) * len(s.drafts)
         return feeds, gap > 1e-5
 
@@ -129,17 +130,18 @@ class Forest:
 @pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
 @pytest.mark.parametrize("probed", [True, False], ids=["probed", "blind"])
 def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned):
-    """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids."""
+    """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; also
+    where fewer drafts are wanted."""
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
     ids, limit = np.arange(V) if d2t is None else d2t, V - 2
     r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, token_limit=limit, d2t=d2t,
                    block=block, candidates=TREE_CANDIDATES if probed else 0, branch=BRANCH,
                    fed=FED)  # fmt: skip
-    tree, seen = TreeSampler(r.sampler, BRANCH, LEVELS), Counter()
-    for _ in range(3 if block == 1 else 2):
-        forest = Forest(r, rng, ids, probed)
-        for level in range(1, LEVELS + 1):
+    whole, seen = TreeSampler(r.sampler, BRANCH, LEVELS), Counter()
+    for nodes in (2, *(DRAFTS,) * (3 if block == 1 else 2)):
+        forest, tree = Forest(r, rng, ids, probed), whole.of(nodes)
+        for level in range(1, min(LEVELS, nodes) + 1):
             logits = forest.logits(level)
             if probed:
                 tree.candidates(r.lane, logits, r.row_slot, level)
@@ -148,7 +150,7 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned):
             tree.draft(r.lane, logits, r.row_slot, level, masked=probed)
             r.stream.synchronize()
         for i in forest.growing:
-            (feeds, clear), s = forest.reference(i, limit), forest.slots[i]
+            (feeds, clear), s = forest.reference(i, limit, nodes), forest.slots[i]
             seen["clear"] += clear
             seen["all"] += 1
             if not clear:
@@ -244,7 +246,8 @@ def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) ->
 
 
 def test_proposals_may_branch(make_round):
-    """Random trees with what can be no draft in them: the rest is kept, siblings of one id once."""
+    """Random trees with what can be no draft in them: the rest is kept, siblings of one id once, as
+    many as are wanted."""
     rng = np.random.default_rng(2)
     r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V)
     seen: Counter = Counter()
@@ -261,14 +264,15 @@ def test_proposals_may_branch(make_round):
         parents += rng.choice([-1, 0, 0, 0, 0, 0, 1], parents.shape)
         up = (r.device.from_host(x.astype(np.int32), "int32") for x in (tokens, parents))
         proposal, on = up
-        r.sampler.place(r.lane, proposal, r.row_slot, on)
+        most = int(rng.integers(DRAFTS + 1))
+        r.sampler.place(r.lane, proposal, r.row_slot, on, most)
         r.stream.synchronize()
         for i, s in enumerate(slots):
             if s.n > before[i] and s.active:
                 placed(s, tokens[i].tolist(), parents[i].tolist(), V)
                 kept = len(s.drafts)
                 # The last is at n + kept: beyond the room nothing is cached.
-                fits = max(s.limit - s.n - 1, 0)
+                fits = min(max(s.limit - s.n - 1, 0), most)
                 s.tree, s.kinds, s.q = s.tree.first(fits), s.kinds[:fits], s.q[:fits]
                 seen[len(s.drafts)] += 1
                 seen["cut"] += kept > fits
