@@ -95,6 +95,7 @@ class Replays:
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
+    on_row : told what each row that was read brought, and who sat there.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream):
@@ -105,6 +106,7 @@ class Replays:
         self._tails: deque[Flight] = deque()  # read, not retired
         self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[Flight, list[int]], None] | None = None
+        self.on_row: Callable[[Seat, RowResult], None] | None = None
 
     def launch(self, graph: RoundGraph, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -211,6 +213,8 @@ class Replays:
             for token in told:
                 top = zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True)
                 result.logprobs.append(Logprob(float(token["logprob"]), tuple(top)[:most]))
+        if self.on_row is not None:
+            self.on_row(flight.seats[b], result)
         return result
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
 
 
-def _tree(text: str) -> tuple[int, int]:
+def read_tree(text: str) -> tuple[int, int]:
     """Branch and levels of BRANCHxLEVELS."""
     branch, _, levels = text.partition("x")
     if not (branch.isdecimal() and levels.isdecimal()):
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
-    models.add_argument("--draft-tree", type=_tree, metavar="BRANCHxLEVELS",
+    models.add_argument("--draft-tree", type=read_tree, metavar="BRANCHxLEVELS",
                         help="let drafts branch, e.g. 4x5 (default: a chain)")
     models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
                         help="draw drafts under filled mask rows, or have the grammar test the "

@@ -23,6 +23,7 @@ from graft.grammar.statement import GrammarSpec
 from graft.models.request import Output
 from graft.tools import demo, demo_tasks
 from graft.tools.bench import demo_evaluation as evaluate_demo
+from graft.tools.bench.estimate import estimate_mean
 from graft.tools.demo_prompts import demo_prompts, llm_prompts
 from graft.tools.train import tasks as train_tasks
 from graft.tools.validity import is_valid
@@ -321,7 +322,7 @@ def test_the_interval_covers_its_mean_as_often_as_it_says():
     rng = random.Random(5)
     covered = 0
     for _ in range(1000):
-        found = evaluate_demo.interval([rng.gauss(0.3, 2.0) for _ in range(200)])
+        found = estimate_mean([rng.gauss(0.3, 2.0) for _ in range(200)])
         covered += found["low"] <= 0.3 <= found["high"]
     assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / 1000) < covered / 1000 < 0.98
 
