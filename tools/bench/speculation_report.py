@@ -38,7 +38,7 @@ def interval(of: dict[str, Any], form: str = ".2f") -> str:
 
 def label(one: dict[str, Any], *, drafts: bool = True) -> str:
     """Drafter, legality and shape of a cell."""
-    shape = f"{one['length']} drafts" if one["length"] and drafts else None
+    shape = f"{one['length']} drafts" if drafts and one["length"] else None
     return " ".join(filter(None, (one["drafter"], one["legality"], shape, one.get("tree"))))
 
 
@@ -75,9 +75,10 @@ def tables(found: dict[str, Any]) -> str:
                    interval(one, "+.3f"), one["n"]) for one in found["differences"]]  # fmt: skip
         said.append(f"tokens a round, differences prompt by prompt\n{table(apart, left=2)}")
     chains = [("", "verify", "T", "batch", "drafts", "rows", "us", "tokens/s", "measured", "")]
-    chains += [(label(one), one["verify"], one["temperature"], one["batch"], at["length"],
-                at["rows"], number(at["round_us"], ".0f"), number(at["tokens_a_second"], ".0f"),
-                f"{at['measured']:.0f}", "best" if at["length"] == one["best"] else "")
+    chains += [(label(one, drafts=False), one["verify"], one["temperature"], one["batch"],
+                at["length"], at["rows"], number(at["round_us"], ".0f"),
+                number(at["tokens_a_second"], ".0f"), number(at["measured"], ".0f"),
+                "best" if at["length"] == one["best"] else "")
                for one in found["costs"] for at in one["lengths"]]  # fmt: skip
     said.append("chains: time of a full round, and tokens a second by it and by survival, without "
                 f"prompts and host; as measured, with them\n{table(chains)}")
