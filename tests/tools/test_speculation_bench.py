@@ -16,6 +16,7 @@ import pytest
 
 from graft.models.engine import Engine
 from graft.models.request import Request
+from graft.models.stats import EngineStats
 from graft.tools.bench import speculation
 from graft.tools.bench.chart import chart, ticks
 from graft.tools.bench.estimate import estimate, estimate_mean, student95
@@ -68,6 +69,10 @@ def test_depths_are_counted_up_to_the_first_refusal():
     assert speculation.by_depth(rows, 4) == ([4, 3, 2, 1], [3, 3, 1, 1])
     tree = [Row(3, 6, 2), Row(2, 6, 1)]  # six drafts, two levels
     assert speculation.by_depth(tree, 2) == ([2, 2], [2, 1])
+    stats = EngineStats(draft_length=2)
+    for row in tree:
+        stats.count_row(*row)
+    assert (stats.tested, stats.accepted) == ([2, 2], [2, 1])
     found = speculation.lengths({0: rows[:3], 1: rows[3:]})
     assert found["acceptance_length"] == {
         "mean": 3.0, "low": None, "high": None, "n": 2, "variance": pytest.approx(8 / 3)}
@@ -173,6 +178,8 @@ def test_prompts_of_a_file_have_kinds_and_what_cannot_be_measured_is_refused(tmp
              "--trees", "--out", str(tmp_path)]
     assert speculation.main([*quick, "--drafters", "no.such:Drafter"]) == 2
     assert "drafter no.such:Drafter was measured in no way" in capsys.readouterr().err
+    assert speculation.main([*quick, "--max-length", "4"]) == 2
+    assert "request 0 refused" in capsys.readouterr().err
     assert speculation.main([*quick, "--batches", "0"]) == 2
     with pytest.raises(speculation.OptionError, match="eagle is the demo model's own"):
         speculation.choose("ngram+eagle", None)

@@ -53,13 +53,13 @@ def chart(title: str, note: str, across: str, up: str,
         text((left + right) / 2, high - 12, across, "middle"),
         text(16, (top + bottom) / 2, up, "middle",
              f' transform="rotate(-90 16 {(top + bottom) / 2:.1f})"'),
-        f'<path d="M{left},{top:.1f} V{bottom:.1f} H{right}" fill="none" stroke="black"/>',
     ]
     parts += [text(place(x, 0)[0], bottom + 18, f"{x:g}", "middle") for x in axes[0]]
     for y in axes[1]:
         at = place(0, y)[1]
         parts.append(text(left - 8, at + 4, f"{y:g}", "end"))
         parts.append(f'<path d="M{left},{at:.1f} H{right}" stroke="#e5e7eb"/>')
+    parts.append(f'<path d="M{left},{top} V{bottom} H{right}" fill="none" stroke="black"/>')
     for number, (name, line) in enumerate(series.items()):
         colour, dash = COLOURS[number % len(COLOURS)], 4 * (number // len(COLOURS))
         placed = [place(*point) for point in line]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from graft.cudagraph.errors import OptionError
-from graft.models.drafters import Ahead, DrafterChoice, NGram, Suffix, TreeShape
+from graft.models.drafters import Ahead, DrafterChoice, NGram, Suffix
 from graft.models.engine import Engine
 from graft.models.options import LEGALITIES
 from graft.models.replay import Flight, RowResult, Seat
@@ -264,9 +264,8 @@ def legality_of(engine: Engine) -> str | None:
 def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple[str, Asked]],
             options: argparse.Namespace) -> list[dict[str, Any]]:  # fmt: skip
     """The cells of an engine, each played in turn with the same without speculation."""
-    made, cells = next(iter(engine.rounds.values())).parts.drafter, []
-    shape = made.shape if made else TreeShape(0)
-    tree = f"{shape.branch}x{len(shape.levels) or '?'}" if shape.branch > 1 else None
+    parts, cells = next(iter(engine.rounds.values())).parts, []
+    tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
     asked = [one.for_engine(engine) for _, one in prompts]
     engine.generate([replace(one, id=None, max_tokens=1) for one in asked])  # compiles grammars
     for temperature, batch in itertools.product(options.temperatures, options.batches):
@@ -274,7 +273,7 @@ def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple
             "greedy" if temperature < GREEDY else "coupled" if tree else mode: mode
             for mode in options.verify
         }
-        for label, mode in modes.items() if made else [(None, options.verify[0])]:
+        for label, mode in modes.items() if parts.drafter else [(None, options.verify[0])]:
             requests = [
                 replace(asked[i % len(asked)], id=str(i), seed=i, temperature=temperature,
                         verify=mode, max_tokens=options.max_tokens)
@@ -284,9 +283,9 @@ def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple
             for _ in range(options.repeats):
                 beside.add(plain, requests, batch)
                 played.add(engine, requests, batch)
-            key = drafter, legality_of(engine), shape.nodes, tree, label, temperature, batch
+            key = drafter, legality_of(engine), parts.draft_length, tree, label, temperature, batch
             cells.append(dict(zip(KEYS, key, strict=True)) | cell(
-                played, beside, [kind for kind, _ in prompts], len(shape.levels) or shape.nodes))
+                played, beside, [kind for kind, _ in prompts], parts.depth))
     return cells
 
 
