@@ -36,7 +36,8 @@ from graft.tools.report import program
 def grow(matcher: Matcher, future: Sequence[int], nodes: int, depth: int,
          rng: np.random.Generator) -> tuple[list[int], list[int]]:  # fmt: skip
     """Ids and parents of a tree: the document's next tokens, legal ids, and some that are not."""
-    ids, parents, paths = list[int](), list[int](), [[]]
+    ids, parents = list[int](), list[int]()
+    paths: list[list[int]] = [[]]
     row = np.zeros(matcher.compiled.backend.vocabulary.words, np.int32)
     size, stops = matcher.size, set(matcher.stop_ids)
     while len(ids) < nodes:
