@@ -99,7 +99,7 @@ class Engine:
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
         self.rounds: dict[tuple[int, int], RoundGraph] = {}
-        self.stats = EngineStats(draft_length=built.parts.draft_length)
+        self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_before = 0
         self._scheduler = Scheduler(
             self._replays,
@@ -350,7 +350,7 @@ class Engine:
         """Begin counting anew."""
         self._require_working()
         self._forced_before = self._parts.decoder.counters()["forced_tokens"]
-        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.draft_length)
+        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.depth)
 
     def settle(self) -> None:
         """Wait until the device is idle and take back what finished requests held.

@@ -100,6 +100,7 @@ class Replays:
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
+    on_row : told what each row that was read brought, and who sat there.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
@@ -111,6 +112,7 @@ class Replays:
         self._behind: deque[GraphExec] = deque()  # graphs of the last round, yet to be launched
         self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[Flight, list[int]], None] | None = None
+        self.on_row: Callable[[Seat, RowResult], None] | None = None
 
     def launch(self, graph: RoundGraph, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -232,6 +234,8 @@ class Replays:
                 top = tuple(zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True))
                 legal = tuple(pair for pair in top[:most] if pair[1] > -math.inf)
                 result.logprobs.append(Logprob(float(token["logprob"]), legal))
+        if self.on_row is not None:
+            self.on_row(flight.seats[b], result)
         return result
 
     def finish(self) -> None:

@@ -67,6 +67,11 @@ class RoundParts:
         """Most drafts under one token; 1: they are a chain."""
         return self.drafter.shape.branch if self.drafter else 1
 
+    @property
+    def depth(self) -> int:
+        """Most drafts that a round can accept: those of a chain, or levels of a tree that grows."""
+        return (len(self.drafter.shape.levels) or self.draft_length) if self.drafter else 0
+
     def scratch(self, max_batch: int) -> RoundScratch:
         """Arrays for buckets of up to `max_batch` requests."""
         config, drafter = self.target.config, self.drafter

@@ -21,7 +21,8 @@ class EngineStats:
         brought, which were discarded: what it costs to launch a round before reading the last.
     preemptions : times a request was preempted.
     tokens : tokens committed by rounds.
-    tested, accepted : per draft position, how often a draft was tested and accepted.
+    tested, accepted : per draft position, or level of a tree, how often a draft was tested and
+        accepted.
     forced_tokens : drafts that the grammar forced and verification accepted; brought up to date at
         the end of `generate` and by `Engine.counters`.
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
@@ -62,7 +63,7 @@ class EngineStats:
             self.speculated_rounds += 1
             self.speculated_tokens += count
         # A walk tests one draft more than it accepts, unless it ran out of drafts.
-        for j in range(min(tested, accepted + 1)):
+        for j in range(min(tested, accepted + 1, self.draft_length)):
             self.tested[j] += 1
             self.accepted[j] += j < accepted
 

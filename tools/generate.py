@@ -27,7 +27,7 @@ def _length(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def _tree(text: str) -> tuple[int, int]:
+def read_tree(text: str) -> tuple[int, int]:
     """Branch and levels of BRANCHxLEVELS."""
     branch, _, levels = text.partition("x")
     if not (branch.isdecimal() and levels.isdecimal()):
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="drafts per round, or as many as pay (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
-    models.add_argument("--draft-tree", type=_tree, metavar="BRANCHxLEVELS",
+    models.add_argument("--draft-tree", type=read_tree, metavar="BRANCHxLEVELS",
                         help="let drafts branch, e.g. 4x5 (default: a chain)")
     models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
                         help="draw drafts under filled mask rows, or have the grammar test the "
