@@ -105,7 +105,7 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 
 def _max_rows(options: Options) -> int:
-    branch, _ = options.draft_tree or (1, 0)
+    branch = options.tree.branch if options.tree else 1
     return max(options.max_batch_size * max(options.draft_length + 1, branch), PREFILL_ROWS + 1)
 
 
@@ -129,7 +129,7 @@ def _drafter(
         target,
         tokenizer,
         options.draft_length,
-        options.draft_tree,
+        options.tree,
         options.slots,
         options.sizes[0],
         _max_rows(options),
@@ -216,7 +216,7 @@ def _parts(
         drafter=drafter,
         legality=legality,
         sampler=sampler,
-        tree=TreeSampler(sampler, branch, levels) if grows else None,
+        tree=TreeSampler(sampler, branch, levels, shape.paths) if grows else None,
         state=state,
         decoder=decoder,
         exchange=exchange,
