@@ -76,6 +76,8 @@ class Options:
         "rejection": where the drafter's distribution is at hand against that, all drafts of a round
         together ("block verification"), which accepts more and keeps the distribution; elsewhere as
         coupled. "per_token": the same, but one draft after the other, as it was first published.
+        "relaxed": as coupled, but drafts that are likely enough pass (`Request.relaxed`), so that
+        outputs are those of no model (`Output.exact`).
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
         every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.

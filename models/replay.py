@@ -7,6 +7,7 @@ published.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -226,8 +227,9 @@ class Replays:
         if most is not None:
             told = outputs.row("logprobs", replay)[b].view(LOGPROBS)[:count]
             for token in told:
-                top = zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True)
-                result.logprobs.append(Logprob(float(token["logprob"]), tuple(top)[:most]))
+                top = tuple(zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True))
+                legal = tuple(pair for pair in top[:most] if pair[1] > -math.inf)
+                result.logprobs.append(Logprob(float(token["logprob"]), legal))
         return result
 
     def finish(self) -> None:

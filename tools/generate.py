@@ -83,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-tokens", type=int, default=0, help="tokens before a stop id")
     sampling.add_argument("--logprobs", type=int, metavar="N",
                           help="with --json, log probabilities of tokens and of the N best")
+    sampling.add_argument("--logprobs-masked", action="store_true",
+                          help="of what bias, penalties and the grammar leave")
     sampling.add_argument("--stop", action="append", default=[], help="stop string; may repeat")
     sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
 

@@ -106,12 +106,18 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
 
 
 def test_ranks_are_for_levels(device):
-    """What was looked up has no ranks; a chain of modules is no tree, nor are ranks of others."""
+    """What was looked up has no ranks, and a shape's are those of its levels."""
     with pytest.raises(OptionError, match=r"Suffix: draft_tree is to be \(branch, levels\)"):
         Engine(TARGET, Suffix, draft_tree=[(0,), (1,)])
     shape = TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,)))
     with pytest.raises(OptionError, match="no round verifies drafts of the shape"):
         shape.check(8)
+
+
+def test_what_is_ahead_is_no_tree(device):
+    """Nobody drafts behind the ends of a tree that was looked up."""
+    with pytest.raises(OptionError, match="must be chains"):
+        Engine(TARGET, partial(Ahead, first=NGram, then=TARGET), draft_tree=(2, 2))
 
 
 def test_forced_drafts_need_rows_while_drafting(device):
