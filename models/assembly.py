@@ -110,7 +110,7 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 
 def _max_rows(options: Options) -> int:
-    branch, _ = options.draft_tree or (1, 0)
+    branch = options.tree.branch if options.tree else 1
     return max(options.max_batch_size * max(options.most_drafts + 1, branch), PREFILL_ROWS + 1)
 
 
@@ -134,7 +134,7 @@ def _drafter(
         target,
         tokenizer,
         options.most_drafts,
-        options.draft_tree,
+        options.tree,
         options.slots,
         options.sizes[0],
         _max_rows(options),
@@ -221,7 +221,7 @@ def _parts(
         drafter=drafter,
         legality=legality,
         sampler=sampler,
-        tree=TreeSampler(sampler, branch, levels) if grows else None,
+        tree=TreeSampler(sampler, branch, levels, shape.paths) if grows else None,
         state=state,
         decoder=decoder,
         exchange=exchange,

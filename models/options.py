@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.state import MAX_DRAFTS
+from graft.sampling.tree import TreePlan
 
 __all__ = ["LEGALITIES", "MAX_DRAFT_LENGTH", "Options"]
 
@@ -61,7 +62,9 @@ class Options:
         reproducible only with equal lengths, hence not with "auto".
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
-        that come level by level are then probed, whatever `draft_legality` says. None: a chain.
+        that come level by level are then probed, whatever `draft_legality` says. Or the paths of a
+        tree whose shape is given: (0,) and (2,) are the likeliest draft and the third, (0, 1) what
+        is second behind the first. None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
@@ -111,7 +114,7 @@ class Options:
 
     max_batch_size: int = 8
     draft_length: int | str = 3
-    draft_tree: tuple[int, int] | None = None
+    draft_tree: tuple[int, int] | Sequence[tuple[int, ...]] | None = None
     max_length: int | None = None
     page_size: int = 16
     pages: int | None = None
@@ -147,8 +150,8 @@ class Options:
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in choices:
                 raise _bad(name, "one of " + ", ".join(map(str, choices)), value)
-        if self.draft_tree is not None:
-            self._check_tree(self.draft_tree)
+        if self.tree is not None:
+            self._check_tree(self.tree)
         _require_number("compile_timeout_s", self.compile_timeout_s, 0)
         if self.grammar_budget_us is not None:
             _require_number("grammar_budget_us", self.grammar_budget_us, 1)
@@ -161,18 +164,16 @@ class Options:
         if self.draft_legality == "probe" and not self.mask_drafts:
             raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
 
-    def _check_tree(self, tree: Any) -> None:
-        wanted = "(branch, levels), a branch from 2 to 16 and a level or more"
-        if not (isinstance(tree, (tuple, list)) and len(tree) == 2):
-            raise _bad("draft_tree", wanted, tree)
-        branch, levels = tree
-        if not (type(branch) is type(levels) is int and 2 <= branch <= 16 and levels >= 1):
-            raise _bad("draft_tree", wanted, tree)
-        if levels > self.most_drafts or (levels - 1) * branch > MAX_DRAFTS:
+    def _check_tree(self, tree: TreePlan) -> None:
+        most = max(tree.levels, len(tree.paths))
+        if most > self.most_drafts or (tree.levels - 1) * tree.branch > MAX_DRAFTS:
             raise OptionError(
-                f"draft_tree {tree} has no place: its levels are to be at most draft_length "
-                f"{self.most_drafts}, and the nodes of all but the last at most {MAX_DRAFTS}"
+                f"draft_tree {self.draft_tree} has no place: levels and paths are to be at most "
+                f"draft_length {self.most_drafts}, and nodes before the last level, of which each "
+                f"has room for {tree.branch}, {MAX_DRAFTS}"
             )
+        if tree.paths and self.draft_length == "auto":
+            raise OptionError("draft_length 'auto' has no say in a draft_tree whose shape is given")
         if self.forced_drafts:
             raise OptionError("forced_drafts needs mask rows while drafting, which a tree lacks")
 
@@ -184,12 +185,15 @@ class Options:
         return _AUTO_TREE if self.draft_tree else _AUTO_CHAIN
 
     @property
+    def tree(self) -> TreePlan | None:
+        """What `draft_tree` asks for."""
+        return None if self.draft_tree is None else TreePlan.of(self.draft_tree)
+
+    @property
     def slack(self) -> int:
         """Positions beyond its last that a request's drafts use where they branch."""
-        if self.draft_tree is None:
-            return 0
-        branch, levels = self.draft_tree
-        return max(self.most_drafts, (levels - 1) * branch)
+        plan = self.tree
+        return 0 if plan is None else max(self.most_drafts, (plan.levels - 1) * plan.branch)
 
     @property
     def slots(self) -> int:

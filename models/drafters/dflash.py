@@ -52,7 +52,7 @@ class DFlash(Drafter):
                      num_hidden_layers=config.num_target_layers)  # fmt: skip
         self._config, self._layers, rank = config, target.layers, config.markov_rank
         deepest = config.block_size - config.first_row
-        tree = room.tree and (room.tree[0], min(room.tree[1], deepest))
+        tree = room.tree and room.tree._replace(levels=min(room.tree.levels, deepest))
         self.shape = TreeShape.by_level(room.drafts if tree else min(room.drafts, deepest), tree)
         self.vocab, rows, nodes = DraftVocab(vocab), room.max_rows, room.slots * self.shape.branch
         weights = Weights(device, Checkpoint(folder))

@@ -142,6 +142,7 @@ def wandering(lengths, seed):
 
 AHEAD = partial(Ahead, first=NGram)
 LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless()
+RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
@@ -157,6 +158,7 @@ SHAPES = [
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
     {"max_batch_size": 3, "drafter": Suffix, "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
@@ -174,6 +176,8 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
     {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 9, "draft_tree": RANKS},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS, "mask_drafts": False},
     {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
     {"max_batch_size": 4, "composition": "two", "draft_legality": "probe", "draft_length": 5},
     {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
