@@ -58,7 +58,7 @@ class Exchange:
         branch: int = 1, fed: int = 0,
     ) -> None:  # fmt: skip
         if max(drafts, fed) > 64:
-            raise OptionError(f"exchange: {max(drafts, fed)} drafts, at most 64 have a bit each")
+            raise OptionError(f"exchange: drafts is {max(drafts, fed)}, at most 64 have a bit each")
         sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
                  ("candidates", candidates, 0), ("branch", branch, 1))  # fmt: skip
         for name, value, low in sizes:

@@ -105,7 +105,8 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 
 def _max_rows(options: Options) -> int:
-    return max(options.max_batch_size * (options.draft_length + 1), PREFILL_ROWS + 1)
+    branch, _ = options.draft_tree or (1, 0)
+    return max(options.max_batch_size * max(options.draft_length + 1, branch), PREFILL_ROWS + 1)
 
 
 def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:
@@ -224,4 +225,6 @@ def _parts(
         timeline=make_timeline(device, RING_ENTRIES, drafts),
         replay=replay,
         draft_length=drafts,
+        depth=levels or (options.draft_tree or (branch, drafts))[1],
+        composition=options.composition,
     )

@@ -129,9 +129,10 @@ class Eagle3Config(LlamaConfig):
             for extra in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
                 source.refuse(extra, False)
             source.refuse("num_aux_hidden_states", 3)
-        if (layers := decoder.get("num_hidden_layers", 1)) != 1:
+        named = speculators or "LlamaForCausalLMEagle3" in (fields.get("architectures") or ())
+        if (layers := decoder.get("num_hidden_layers", 1)) != 1 and not named:
             raise ConfigError(
-                f"{decoder.where}: num_hidden_layers = {layers!r}: an EAGLE-3 head has one layer; "
+                f"{decoder.where}: num_hidden_layers = {layers!r}, and no architecture of a head: "
                 "this looks like a target model, not like a drafter"
             )
         layer = _decoder(decoder)
@@ -174,33 +175,41 @@ class Eagle3Config(LlamaConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LlamaConfig):
-    """Shape of a DFlash block drafter; sizes and rotary embedding are its own layers'.
+    """Shape of a block drafter, DFlash or DSpark; sizes and rotary embedding are its own layers'.
 
     Attributes
     ----------
     num_target_layers : of the target it was made for.
     target_layer_ids : OUTPUT ids of the target layers it reads, ascending, the last layer not
         among them.
-    block_size : most rows of its pass: the last token, and a mask for every draft.
+    block_size : most rows of its pass: the last token, and masks.
     mask_token_id : of the target's vocabulary, the embedding of a mask.
+    first_row : that predicts a draft: 1, or 0 for DSpark.
+    markov_rank : of what DSpark adds to logits by the draft before; 0: nothing.
     """
 
     num_target_layers: int
     target_layer_ids: tuple[int, ...]
     block_size: int
     mask_token_id: int
+    first_row: int
+    markov_rank: int
 
     @staticmethod
     def from_dir(path: str | Path) -> DFlashConfig:
         """Read ``config.json`` of a drafter's folder. Raises ConfigError."""
         fields = Fields.from_file(Path(path) / "config.json")
-        _architecture(fields, {"DFlashDraftModel": "qwen3"})
-        decoder = _decoder(fields, "qwen3")
-        own = fields.section("dflash_config")
-        if own is None:
+        _architecture(fields, dict.fromkeys(("DFlashDraftModel", "Qwen3DSparkModel"), "qwen3"))
+        decoder, own = _decoder(fields, "qwen3"), fields.section("dflash_config")
+        spark = fields.get("architectures") == ["Qwen3DSparkModel"]
+        if spark:
+            own = fields
+            fields.refuse("markov_head_type", "vanilla")
+        elif own is None:
             raise ConfigError(f"{fields.where}: dflash_config is missing")
-        for name in own.data.keys() - {"block_size", "mask_token_id", "target_layer_ids"}:
-            own.refuse(name)
+        else:
+            for name in own.data.keys() - {"block_size", "mask_token_id", "target_layer_ids"}:
+                own.refuse(name)
         for name in ("is_causal", "output_multiplier", "final_logit_softcapping",
                      "input_embedding_scale"):  # fmt: skip
             fields.refuse(name, False)
@@ -216,6 +225,8 @@ class DFlashConfig(LlamaConfig):
             **decoder, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
             block_size=sized.integer("block_size", low=2, high=1 << 10),
             mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
+            first_row=int(not spark),
+            markov_rank=fields.integer("markov_rank", low=0, high=MAX_WIDTH, default=0),
         )  # fmt: skip
 
 

@@ -1,14 +1,17 @@
-"""DFlash (arXiv 2602.06036): a block drafter, whose one pass gives the logits of all drafts.
+"""Block drafters: one pass gives the logits of all drafts. DFlash (arXiv 2602.06036), and DSpark
+(arXiv 2607.05147), which adds to a row's logits what the draft before it makes likely.
 
-What it knows of a committed position is c = norm(fc [outputs of some layers of the target]), which
-becomes keys and values of each of its layers by the very projections that make those of the block:
-the last token and masks behind it. The block's rows attend to all of that and to one another.
-Row j predicts the token at its own position, by the target's head.
+What they know of a committed position is c = norm(fc [outputs of some layers of the target]), which
+becomes keys and values of each layer by the very projections that make those of the block: the last
+token and masks behind it. The block's rows attend to all of that and to one another. A row of
+DFlash predicts the token at its own position, the first one none; one of DSpark the token behind.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import numpy as np
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
@@ -28,12 +31,13 @@ _BLOCK = 64
 
 
 class DFlash(Drafter):
-    """Drafts a chain, all levels from one pass; the draft of a level reads no other draft.
+    """Drafts level by level, all levels from one pass.
 
     Parameters
     ----------
     folder : config.json and tensors as published: ``fc``, ``hidden_norm``, ``layers.{i}.*`` and
-        ``norm``; embedding and head are the target's.
+        ``norm``; ``embed_tokens`` and ``lm_head``, else the target's; and for DSpark
+        ``markov_head.*``. A confidence head is not used.
 
     Raises
     ------
@@ -43,26 +47,37 @@ class DFlash(Drafter):
 
     def __init__(self, folder: Path, room: DrafterRoom) -> None:
         config, device, target = DFlashConfig.from_dir(folder), room.device, room.target
-        check_target(target, vocab_size=config.vocab_size, hidden_size=config.hidden_size,
+        hidden, vocab, self.taps = config.hidden_size, config.vocab_size, config.target_layer_ids
+        check_target(target, vocab_size=vocab, hidden_size=hidden,
                      num_hidden_layers=config.num_target_layers)  # fmt: skip
-        hidden, self.taps = config.hidden_size, config.target_layer_ids
-        self._config, self._target, self._layers = config, target, target.layers
-        self.shape = TreeShape.by_level(min(room.drafts, config.block_size - 1))
-        self.vocab = DraftVocab(config.vocab_size)
+        self._config, self._layers, rank = config, target.layers, config.markov_rank
+        deepest = config.block_size - config.first_row
+        tree = room.tree and (room.tree[0], min(room.tree[1], deepest))
+        self.shape = TreeShape.by_level(room.drafts if tree else min(room.drafts, deepest), tree)
+        self.vocab, rows, nodes = DraftVocab(vocab), room.max_rows, room.slots * self.shape.branch
         weights = Weights(device, Checkpoint(folder))
+        self._embedding, self._head = (
+            weights.matrix(name, vocab, hidden) if name in weights.checkpoint else of_target
+            for name, of_target in (("embed_tokens.weight", target.embedding),
+                                    ("lm_head.weight", target.lm_head)))  # fmt: skip
         self._fc = weights.matrix("fc.weight", hidden, len(self.taps) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
         self._decoder = [DecoderLayer.load(weights, f"layers.{i}", config, hidden)
                          for i in range(config.num_hidden_layers)]  # fmt: skip
         self._norm = weights.vector("norm.weight", hidden)
-        weights.finish(("rotary_emb.inv_freq",))
+        self._markov = [weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)
+                        for name in ("w1", "w2")] if rank else []  # fmt: skip
+        weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads, dim = config.num_key_value_heads, config.head_dim
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
-        self.caches, rows = (self._kv,), room.max_rows
+        self.caches = (self._kv,)
         self._turn = device.from_host(config.rope.table(self._kv.positions, dim))
         self._scratch = Scratch(device, config, rows, hidden)
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
+        self._before = device.empty((nodes, max(rank, 1)), "float32")
+        self._row_of = device.from_host(np.arange(nodes, dtype=np.int32) // self.shape.branch)
         self._block = device.zeros((4, rows), "int32")  # token, slot, position, last attended one
+        self._block_rows = device.load(KERNELS)["block_rows"]
 
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
@@ -72,33 +87,48 @@ class DFlash(Drafter):
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray:
         self._absorb(lane, feed.committed(lane), feed.features)
-        config, layers, scratch = self._config, self._layers, self._scratch
-        n, eps = feed.batch * feed.width, config.rms_norm_eps
+        config, layers, scratch, batch = self._config, self._layers, self._scratch, feed.batch
+        first, eps = config.first_row * batch, config.rms_norm_eps
+        n = first + len(self.shape.levels) * batch
         block = token, slot, pos, last = [self._block[i][:n] for i in range(4)]
         args = [feed.row_slot, feed.state.array, feed.sampler.rows, feed.sampler.row_words,
-                feed.batch, feed.width, config.mask_token_id, *block]  # fmt: skip
-        kernel = self._target.device.load(KERNELS)["block_rows"]
-        lane.kernel(kernel, -(-n // _BLOCK), _BLOCK, args, name="block rows")
+                batch, n // batch, config.mask_token_id, *block]  # fmt: skip
+        lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
         stream, normed = scratch.stream[:n], scratch.normed[:n]
-        layers.gather(lane, self._target.embedding, token, stream, name="embed")
+        layers.gather(lane, self._embedding, token, stream, name="embed")
         rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
         for i, weights in enumerate(self._decoder):
             layers.norm(lane, stream, weights.input_norm, eps, normed)
             run_layer(lane, layers, config, weights, scratch, self._kv, i, self._turn, rows,
                       normed, attending=attending)  # fmt: skip
         layers.norm(lane, stream, self._norm, eps, normed)
-        # The target's logits have been read: theirs is the place for those of as many rows less B.
-        logits = feed.scratch.logits[: n - feed.batch]
-        layers.linear(lane, normed[feed.batch :], self._target.lm_head, logits, name="lm head")
-        return self.step(lane, feed, 0)
+        # The target's logits, of more rows, have been read: here is their place.
+        logits = feed.scratch.logits[: n - first]
+        layers.linear(lane, normed[first:], self._head, logits, name="draft head")
+        return self._level(lane, feed, 0, token[:batch])
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        return feed.scratch.logits[level * feed.batch : (level + 1) * feed.batch]
+        before = feed.drafts(lane, level).token if self._markov else None
+        return self._level(lane, feed, level, before)
+
+    def _level(self, lane: Lane, feed: Feed, level: int, before: DeviceArray | None) -> DeviceArray:
+        """A level's logits, by the tokens before its own; of a tree, once for every node."""
+        logits = feed.scratch.logits[level * feed.batch : (level + 1) * feed.batch]
+        if level and feed.branch > 1:
+            row_of = self._row_of[: feed.batch * feed.branch]
+            self._layers.gather(lane, logits, row_of, feed.logits, name="nodes' logits")
+            logits = feed.logits
+        if self._markov and before is not None:
+            w1, w2 = self._markov
+            picked = self._before[: logits.shape[0]]
+            self._layers.gather(lane, w1, before, picked, name="draft before")
+            self._layers.linear(lane, picked, w2, logits, residual=logits, name="markov head")
+        return logits
 
     def _absorb(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
         """Write keys and values of committed positions."""
         if features is None:
-            raise DrafterError("DFlash needs features of the target")
+            raise DrafterError("a block drafter needs features of the target")
         config, layers, scratch = self._config, self._layers, self._scratch
         n, queries = rows.check(self._block.shape[1]), config.num_attention_heads * config.head_dim
         stream, context, kv = scratch.stream[:n], scratch.normed[:n], self._context_kv[:n]

@@ -40,8 +40,8 @@ class _Module:
 
 
 class Mtp(Drafter):
-    """Drafts a chain: a lone module at every level, its h in the target's stead; else module j at
-    level j, and no more drafts than modules.
+    """Drafts level by level: a lone module at every level, its h in the target's stead; else
+    module j at level j of a chain, and no more drafts than modules.
 
     Parameters
     ----------
@@ -81,8 +81,9 @@ class Mtp(Drafter):
                         *(f"model.layers.{i}." for i in range(layers))))  # fmt: skip
         self._several = len(modules) > 1
         drafts = min(room.drafts, len(modules)) if self._several else room.drafts
-        self.shape, self.taps = TreeShape.by_level(drafts), (layers - 1,)
-        self.vocab, self._modules = DraftVocab(config.vocab_size), modules[:drafts]
+        self.shape = TreeShape.by_level(drafts, None if self._several else room.tree)
+        self.taps, self.vocab = (layers - 1,), DraftVocab(config.vocab_size)
+        self._modules = modules[:drafts]
         count = len(self._modules)
         self._kv = room.cache(count, config.num_key_value_heads, config.head_dim, config.dtype)
         self.caches, self._config, self._target = (self._kv,), config, target
@@ -92,8 +93,9 @@ class Mtp(Drafter):
         self._earlier = device.empty((room.max_rows,), "int32")
         # Of module j: h of every slot's last true token, for the module behind it; and of each row
         # h of entry n - 1 - j, which goes through the modules behind it level by level.
-        self._carried, self._ends = (device.zeros((count, room.slots, hidden), "float32")
-                                     for _ in range(2))  # fmt: skip
+        self._carried, self._ends = (
+            device.zeros((count, room.slots * self.shape.branch, hidden), "float32")
+            for _ in range(2))  # fmt: skip
 
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
@@ -103,15 +105,23 @@ class Mtp(Drafter):
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray:
         self._absorb(lane, feed.committed(lane), feed.features, feed.last)
-        return self._predict(lane, feed, 0)
+        return self._predict(lane, feed, 0, self._ends[0][: feed.batch])
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
+        if feed.branch > 1:
+            both = self._ends[0], self._hidden
+            before, ends = both if level % 2 else both[::-1]
+            rows = feed.drafts(lane, level)
+            ends = ends[: rows.count]
+            self._target.layers.gather(lane, before, feed.origin, ends)
+            self._run(lane, 0, rows, ends)
+            return self._predict(lane, feed, 0, ends)
         j = level if self._several else 0
         # Entries n - j .. n - 1 of module j are paired with drafts; those of a lone one go on.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._ends[back][: feed.batch])
-        return self._predict(lane, feed, j)
+        return self._predict(lane, feed, j, self._ends[0][: feed.batch])
 
     def _absorb(
         self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
@@ -147,7 +157,7 @@ class Mtp(Drafter):
                   normed)  # fmt: skip
         layers.norm(lane, stream, module.norm, eps, hidden)
 
-    def _predict(self, lane: Lane, feed: Feed, j: int) -> DeviceArray:
-        ends = self._ends[0][: feed.batch]
-        self._target.layers.linear(lane, ends, self._modules[j].head, feed.logits, name="MTP head")
-        return feed.logits
+    def _predict(self, lane: Lane, feed: Feed, j: int, ends: DeviceArray) -> DeviceArray:
+        logits = feed.logits[: ends.shape[0]]
+        self._target.layers.linear(lane, ends, self._modules[j].head, logits, name="MTP head")
+        return logits

@@ -22,19 +22,22 @@ class Rounds:
     Random ones unless given; their features are the target's. Caches are float32.
     """
 
-    def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None):
+    def __init__(
+        self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None
+    ):  # fmt: skip
         def cache(layers, *shape):
             names = ("num_key_value_heads", "head_dim", "dtype")
             config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
             return nets.make_cache(device, config, layers, dtype="float32")
 
-        room = SimpleNamespace(device=device, target=target, drafts=drafts, tree=None, slots=SLOTS,
+        room = SimpleNamespace(device=device, target=target, drafts=drafts, tree=tree, slots=SLOTS,
                                max_rows=64, cache=cache, tokenizer=None)  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.drafter = drafter = make_drafter(folder, room)
         self.width, vocab = drafter.shape.nodes + 1, target.vocab_size
+        self.branch = drafter.shape.branch
         rng = np.random.default_rng(0)
-        self.tokens, self.drafts = (rng.integers(0, vocab, (SLOTS, n)) for n in (LENGTH, drafts))
+        self.tokens, self.drafts = (rng.integers(0, vocab, (SLOTS, n)) for n in (LENGTH, 24))
         if tokens is not None:
             self.tokens[:] = tokens
         target.set_feature_layers(drafter.taps)
@@ -42,16 +45,23 @@ class Rounds:
         self.features = np.zeros((SLOTS, LENGTH, wide), np.float32)
         for slot in range(SLOTS):
             for kv in (target.kv, *drafter.caches):
-                nets.own(stream, kv, slot, LENGTH)
+                nets.own(stream, kv, slot, LENGTH + 24)
             made = device.zeros((LENGTH, wide), "float32")
             nets.forward(stream, target, self.tokens[slot], slot, range(LENGTH), made)
             self.features[slot] = made.to_host()
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"], self.slots["limit"] = 1, LENGTH
-        self.slots["draft_len"], self.slots["drafts"][:, :drafts] = drafts, self.drafts
-        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, branch=1, features=wide,
-                                    draft_vocab=drafter.vocab.size)  # fmt: skip
+        self.slots["draft_len"], self.slots["drafts"][:, :24] = 24, self.drafts
+        for slot in range(SLOTS):
+            for j in range(24):  # in a tree, on some node of the level before
+                level, branch = j // self.branch, self.branch
+                hangs_on = level and int((level - 1) * branch + rng.integers(branch) + 1)
+                above = int(self.slots["path"][slot, hangs_on - 1]) if hangs_on else 0
+                self.slots["parent"][slot, j] = hangs_on
+                self.slots["path"][slot, j] = above | 1 << j
+        self.scratch = RoundScratch(device, SLOTS, self.width, vocab, branch=self.branch,
+                                    features=wide, draft_vocab=drafter.vocab.size)  # fmt: skip
 
     @property
     def n(self):
@@ -85,11 +95,19 @@ class Rounds:
         self.scratch.features[: features[..., 0].size].copy_from(
             features.reshape(-1, features.shape[2]))  # fmt: skip
         sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
-        return Feed(self.device, len(batch), self.width, 1, self.state, sampler, self.scratch)
+        return Feed(self.device, len(batch), self.width, self.branch, self.state, sampler,
+                    self.scratch)  # fmt: skip
 
     def levels(self, feed: Feed):
-        """Logits [B, vocab] of each level, after start and after each step."""
+        """Every level's logits, [vocab] each: slot, tokens down to its node, and they."""
         for level in range(len(self.drafter.shape.levels)):
             made = (self.drafter.step(self.lane, feed, level) if level
                     else self.drafter.start(self.lane, feed))  # fmt: skip
-            yield level, nets.host(self.stream, made)
+            made = nets.host(self.stream, made)
+            nodes = len(made) // feed.batch
+            for r, logits in enumerate(made):
+                slot = feed.row_slot.to_host()[r // nodes]
+                path = int(self.slots["path"][slot, (level - 1) * nodes + r % nodes])
+                down = [self.drafts[slot, j] for j in range(24) if path >> j & 1]
+                if slot >= 0:
+                    yield slot, down if level else [], logits

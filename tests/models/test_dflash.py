@@ -1,4 +1,4 @@
-"""The block drafter: logits of its published code, and refusals."""
+"""Block drafters: logits of their published code, and refusals."""
 
 import shutil
 
@@ -16,6 +16,12 @@ from graft.models.errors import CheckpointError, ConfigError
 FOLDER, TARGET = nets.FIXTURES / "dflash", nets.FIXTURES / "eight_layers_bfloat16"
 
 
+def read(folder):
+    """A checkpoint's tensors as float32."""
+    checkpoint = Checkpoint(folder)
+    return {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
+
+
 @pytest.mark.parametrize("form", nets.FORMS)
 def test_blocks_equal_the_published_code(device, stream, form):
     """Prompts in chunks and rounds that commit one to five tokens in changing rows: the logits of
@@ -28,11 +34,10 @@ def test_blocks_equal_the_published_code(device, stream, form):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1]),
                           ([1, 0], [5, 5])]:  # fmt: skip
-        for level, logits in rounds.levels(rounds.commit(batch, counts)):
-            for b, slot in enumerate(batch):
-                wanted = expected[f"logits_{rounds.n[slot]}"] if slot >= 0 else ()
-                if level < len(wanted):
-                    np.testing.assert_allclose(logits[b], wanted[level], atol=1e-4)
+        for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
+            wanted = expected[f"logits_{rounds.n[slot]}"][1:]
+            if len(down) < len(wanted):
+                np.testing.assert_allclose(logits, wanted[len(down)], atol=1e-4)
 
 
 def test_fewer_drafts_are_a_shorter_block(device, stream):
@@ -41,6 +46,48 @@ def test_fewer_drafts_are_a_shorter_block(device, stream):
     for drafts, wanted in ((1, 1), (3, 3), (9, 4)):
         drafter = Rounds(device, stream, target, FOLDER, drafts).drafter
         assert drafter.shape.nodes == len(drafter.shape.levels) == wanted
+
+
+def make_dspark(folder, rank):
+    """The fixture as DSpark's published checkpoints are laid out, with a random head beside it;
+    returns the tensors."""
+    shutil.copytree(FOLDER, folder)
+    edit_json(folder / "config.json", **of_dflash()["dflash_config"], dflash_config=None,
+              architectures=["Qwen3DSparkModel"], markov_rank=rank, markov_head_type="vanilla",
+              num_anchors=512, enable_confidence_head=True)  # fmt: skip
+    target, rng = read(TARGET), np.random.default_rng(3)
+    tensors = {
+        **read(FOLDER), "embed_tokens.weight": target["model.embed_tokens.weight"],
+        "lm_head.weight": target["lm_head.weight"],
+        "confidence_head.proj.weight": np.zeros((1, 24 + rank), np.float32),
+        **{f"markov_head.markov_{name}.weight": rng.standard_normal((64, rank)).astype(np.float32)
+           for name in ("w1", "w2") if rank},
+    }  # fmt: skip
+    write_safetensors(folder / "model.safetensors", tensors, "float32")
+    return tensors
+
+
+@pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
+def test_a_dspark_row_also_reads_the_draft_before_it(device, stream, tmp_path, rank, tree):
+    """Every row predicts the token behind it, the first one's before is the last token: logits are
+    those of the published block and w2 w1[token before], in a tree every node's."""
+    tensors = make_dspark(tmp_path / "dspark", rank)
+    expected = np.load(FOLDER / "expected.npz")
+    target = nets.load_llama(device, TARGET, dtype="float32")
+    rounds = Rounds(device, stream, target, tmp_path / "dspark", 9, expected["tokens"], tree)
+    levels = len(rounds.drafter.shape.levels)
+    assert levels == (5 if tree is None else min(tree[1], 5))
+    rounds.prompt(1, (0, 4, 6))
+    for batch, counts in [([0, 1], [2, 1]), ([-1, 1, 0], [0, 5, 4])]:
+        seen = 0
+        for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
+            wanted = expected[f"logits_{rounds.n[slot]}"][len(down)]
+            if rank:
+                w1, w2 = (tensors[f"markov_head.markov_{w}.weight"] for w in ("w1", "w2"))
+                wanted = wanted + w2 @ w1[[expected["tokens"][rounds.n[slot]], *down][-1]]
+            np.testing.assert_allclose(logits, wanted, atol=1e-4)
+            seen += 1
+        assert seen == 2 * (1 + (levels - 1) * rounds.branch)
 
 
 def of_dflash(**changes):
@@ -61,6 +108,8 @@ def of_dflash(**changes):
      (None, {"layer_types": ["sliding_attention"] * 2}, ConfigError, "layer_types"),
      (None, {"vocab_size": 65}, ConfigError, "of vocab_size 65; .* is 64"),
      (None, {"num_target_layers": 9}, ConfigError, "of num_hidden_layers 9; .* is 8"),
+     (None, {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"}, ConfigError,
+      "markov_head_type = 'rnn'"),
      (None, of_dflash(mask_token_id=64), ConfigError, "mask_token_id is 64"),
      (None, of_dflash(mask_token_id=None), ConfigError, "mask_token_id is missing"),
      (None, of_dflash(block_size=1), ConfigError, "block_size is 1"),
@@ -73,8 +122,7 @@ def test_unfit_drafters_are_refused(device, stream, tmp_path, change, fields, er
     folder = tmp_path / "drafter"
     shutil.copytree(FOLDER, folder)
     if change is not None:
-        checkpoint = Checkpoint(FOLDER)
-        tensors = {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
+        tensors = read(FOLDER)
         change(tensors)
         write_safetensors(folder / "model.safetensors", tensors, "float32")
     edit_json(folder / "config.json", **fields)

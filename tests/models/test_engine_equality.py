@@ -93,9 +93,10 @@ def check_disturbed(engine, truth, mode, seed):
 @dataclass(frozen=True)
 class Meaningless:
     """A drafter of the demo's target with random weights, as an engine asks for it: so many modules
-    of multi-token prediction, or none and a block drafter."""
+    of multi-token prediction, or none and a block drafter, of DSpark given a rank."""
 
-    modules: int
+    modules: int = 0
+    rank: int = 0
 
     def __call__(self, room):
         config = json.loads((TARGET / "config.json").read_text())
@@ -103,7 +104,7 @@ class Meaningless:
             if self.modules:
                 make_tiny_mtp(Path(folder), config, modules=self.modules)
             else:
-                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5)
+                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5, rank=self.rank)
             return make_drafter(folder, room)
 
 
@@ -119,7 +120,7 @@ def branch_off(tokens):
 
 
 AHEAD = partial(Ahead, first=NGram)
-LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless(0)
+LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless()
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
@@ -131,21 +132,30 @@ SHAPES = [
     {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "composition": "two"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 3, "drafter": Suffix, "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
     {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
     {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
-    {"max_batch_size": 4, "drafter": BLOCK, "draft_length": 4},
+    {"max_batch_size": 4, "drafter": Meaningless(rank=8), "draft_length": 5},
 ]
 QUICK = len(SHAPES)
 SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
+    {"max_batch_size": 4, "composition": "two", "draft_legality": "probe", "draft_length": 5},
+    {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "composition": "two", "draft_length": 7, "draft_tree": (3, 3)},
+    {"max_batch_size": 3, "composition": "two", "speculation": False, "forced_drafts": True},
+    {"max_batch_size": 3, "composition": "two", "drafter": LOOKUP_AHEAD, "draft_length": 4},
     {"max_batch_size": 2, "drafter": UserDrafter.of(branch_off, tree=True)},
     {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
@@ -156,6 +166,9 @@ SHAPES += [
     {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(rank=8))},
+    {"max_batch_size": 2, "drafter": Meaningless(rank=8), "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "drafter": Meaningless(1), "draft_length": 8, "draft_tree": (2, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
 ]
 
@@ -175,7 +188,7 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_legality") == "probe" or "draft_tree" in shape
+        probed = shape.get("draft_legality") == "probe" or engine._parts.tree is not None
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
@@ -228,19 +241,22 @@ def test_probed_drafts(mode: str) -> None:
 
 
 def test_overlap_keeps_rejection_sampling(truth) -> None:
-    """Overlap moves no round boundary, so even rejection sampling draws the same tokens."""
+    """Neither overlap nor composition moves a round's boundary, so even rejection sampling draws
+    the same tokens; in two, a graph ends with verification and with each step that is waited for.
+    """
     requests = workload(temperature=0.9, verify="rejection")
     outputs = []
-    for overlap in (True, False):
-        with settled(demo_engine(max_batch_size=4, overlap=overlap)) as engine:
+    for graphs, options in ((1, {}), (1, {"overlap": False}), (5, {"composition": "two"})):
+        with settled(demo_engine(max_batch_size=4, **options)) as engine:
             outputs.append([answer(o) for o in engine.generate(requests)])
-    assert outputs[0] == outputs[1]
+            assert {len(one.graphs) for one in engine.rounds.values()} == {graphs}
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_rounds_are_launched_ahead() -> None:
     """In mid-generation one round is still unread when a step returns; without overlap none is."""
-    for overlap, ahead in ((True, 1), (False, 0)):
-        with demo_engine(max_batch_size=2, overlap=overlap) as engine:
+    for options, ahead in (({}, 1), ({"overlap": False}, 0), ({"composition": "two"}, 0)):
+        with demo_engine(max_batch_size=2, **options) as engine:
             for seed in range(2):
                 engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
             for _ in range(3):

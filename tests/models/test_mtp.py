@@ -30,26 +30,26 @@ def oracle(weights, of_target, tokens, features, drafts, modules):
 
 
 @pytest.mark.parametrize("form", nets.FORMS)
-@pytest.mark.parametrize("modules, own", [(1, False), (1, True), (2, False), (4, True)])
-def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own):
+@pytest.mark.parametrize("modules, own, tree", [
+    (1, False, None), (1, True, None), (2, False, None), (4, True, None), (1, True, (3, 4)),
+])  # fmt: skip
+def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own, tree):
     """Prompts of every length in chunks, rounds that commit one to five tokens in changing rows:
-    each level's logits are those of the whole sequence with the drafts behind it."""
+    each level's logits, and those of each node of a tree, are those of the whole sequence with the
+    drafts behind it."""
     of_target = make_tiny_llama(tmp_path / "target")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=modules, own=own)
     target = nets.load_llama(device, tmp_path / "target", form=form)
-    rounds = Rounds(device, stream, target, tmp_path / "mtp", 4)
+    rounds = Rounds(device, stream, target, tmp_path / "mtp", 4, tree=tree)
     assert isinstance(rounds.drafter, Mtp) and rounds.width == (5 if modules == 1 else modules + 1)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 1, 2]), ([2, -1, 0], [3, 0, 1]), ([0, 2, 1], [1, 2, 1]),
                           ([1], [rounds.width]), ([2, 1, 0], [1, 2, 3])]:  # fmt: skip
-        for level, logits in rounds.levels(rounds.commit(batch, counts)):
-            for b, slot in enumerate(batch):
-                if slot >= 0:
-                    said = rounds.tokens[slot, : rounds.n[slot] + 1]
-                    wanted = oracle(weights, of_target, said, rounds.features[slot],
-                                    rounds.drafts[slot, :level], modules)  # fmt: skip
-                    np.testing.assert_allclose(logits[b], wanted, atol=1e-4)
+        for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
+            said = rounds.tokens[slot, : rounds.n[slot] + 1]
+            wanted = oracle(weights, of_target, said, rounds.features[slot], down, modules)
+            np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
 def test_a_target_may_stand_beside_its_modules(device, stream, tmp_path):

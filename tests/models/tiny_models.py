@@ -184,6 +184,8 @@ def make_tiny_eagle3(
     of_target = config.get("target_hidden_size", hidden)
     prefix = "midlayer" if names == "official" else "layers.0"
     tensors = decoder_tensors(config, rng, prefix, 2 * hidden)
+    for i in range(1, config["num_hidden_layers"]):
+        tensors |= decoder_tensors(config, rng, f"layers.{i}", hidden)
     tensors |= {
         f"{prefix}.hidden_norm.weight": norm(rng, hidden),
         "norm.weight": norm(rng, hidden),
@@ -229,19 +231,24 @@ def make_tiny_mtp(
 
 def make_tiny_dflash(
     folder: Path, target_config: dict[str, Any], *, layers: tuple[int, ...], block: int,
-    seed: int = 1,
+    rank: int = 0, seed: int = 1,
 ) -> None:  # fmt: skip
-    """Write a random block drafter of two layers that reads outputs of these target's layers."""
+    """Write a random block drafter of two layers that reads outputs of these target's layers: a
+    DFlash one, or given a rank one of DSpark."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, hidden = np.random.default_rng(seed), target_config["hidden_size"]
     own = {"block_size": block, "mask_token_id": 3, "target_layer_ids": list(layers)}
     write_json(folder / "config.json", {
-        **target_config, "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
-        "num_hidden_layers": 2, "num_target_layers": target_config["num_hidden_layers"],
-        "dflash_config": own,
+        **target_config, "model_type": "qwen3", "num_hidden_layers": 2,
+        "num_target_layers": target_config["num_hidden_layers"], "markov_rank": rank,
+        "architectures": ["Qwen3DSparkModel" if rank else "DFlashDraftModel"],
+        **(own if rank else {"dflash_config": own}),
     })  # fmt: skip
     tensors = {"fc.weight": matrix(rng, hidden, len(layers) * hidden)}
     tensors |= {f"{name}.weight": norm(rng, hidden) for name in ("hidden_norm", "norm")}
+    for name in ("w1", "w2") if rank else ():
+        vocab = target_config["vocab_size"]
+        tensors[f"markov_head.markov_{name}.weight"] = matrix(rng, vocab, rank)
     for i in range(2):
         tensors |= decoder_tensors(target_config, rng, f"layers.{i}", hidden)
         for name in ("q_norm", "k_norm"):

@@ -103,12 +103,12 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
         ({"draft_vocab": 41}, OptionError, "draft_vocab"),
         ({"replay": device.zeros((2,), "int32")}, ShapeError, "replay"),
         (exchange(slots=3), OptionError, "exchange slots"),
-        (exchange(drafts=65), OptionError, "draft_length"),
         (exchange(candidates=65), OptionError, "candidates"),
     ):
         with pytest.raises(error, match=word):
             make(**change)
-    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1}):
+    for sizes in ({"slots": 0}, {"drafts": -1}, {"vocab_size": 0}, {"candidates": -1},
+                  {"drafts": 65}, {"branch": 0}):
         with pytest.raises(OptionError, match=next(iter(sizes))):
             exchange(**sizes)
     for slots, drafts, word in ((4, 1, "words of an output row"), (3, 2, "output rows")):

