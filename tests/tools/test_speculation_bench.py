@@ -87,7 +87,8 @@ def cell(**told: Any) -> dict[str, Any]:
 
 def test_differences_are_of_cells_that_differ_in_one_thing():
     """Masked against blind, a tree against chains of as many drafts, one verification and other."""
-    cells = [cell(), cell(legality="blind", by_prompt=[1.0, 2.5]), cell(length=2),
+    cells = [cell(), cell(length="auto"), cell(length="auto", legality="blind"),
+             cell(legality="blind", by_prompt=[1.0, 2.5]), cell(length=2),
              cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]), cell(drafter="e"),
              cell(verify="coupled", temperature=1.0), cell(verify="rejection", temperature=1.0)]
     found = {one["of"]: (one["mean"], one["length"], one["temperature"])

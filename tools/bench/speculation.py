@@ -149,14 +149,15 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     way to verify minus another. Of masked chains, filled or probed, a tree meets either.
     """
     found = []
-    for one, other in itertools.permutations(cells, 2):
+    chosen = [cell for cell in cells if cell["length"] != "auto"]  # else by the clock
+    for one, other in itertools.permutations(chosen, 2):
         same = {key for key in KEYS if one[key] == other[key]}
         masked = [cell["legality"] not in (None, "blind") for cell in (one, other)]
         if masked == [True, True]:
             same.add("legality")
         apart = set(KEYS) - same
         if not ((apart == {"legality"} and masked[0])
-                or (apart == {"tree"} and other["tree"] is None and one["length"] != "auto")
+                or (apart == {"tree"} and other["tree"] is None)
                 or (apart == {"verify"} and one["verify"] < other["verify"])):  # fmt: skip
             continue
         key, pairs = apart.pop(), zip(one["by_prompt"], other["by_prompt"], strict=True)
