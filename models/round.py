@@ -23,7 +23,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.errors import DrafterError
 from graft.models.feed import Feed, RoundScratch
-from graft.models.legality import Legality
+from graft.models.legality import Legality, Walk
 from graft.models.llama import LlamaModel
 from graft.models.stamps import KERNELS, Part, Stamps
 from graft.sampling.sampler import Sampler
@@ -145,6 +145,9 @@ class RoundGraph:
         logits = drafter.start(model, feed)
         if drafter.proposes:
             parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents)
+        if isinstance(legality, Walk):
+            legality.walk(drafter.all_levels(feed))
+            levels = 0 if parts.branch > 1 else levels
         for level in range(1, levels + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)

@@ -17,6 +17,7 @@ argmax(log p + Gumbel), one request at a time.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -565,3 +566,39 @@ def grow(
     parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
     gaps = np.diff(np.unique([score for score, _ in seen]))
     return Tree((slot.last, *(p[-1] for p in paths)), (-1, *parents)), feeds, gaps.min(initial=1)
+
+
+def legal_tree(
+    last: int, levels: Sequence[Sequence[tuple[int, float]]], branch: int, drafts: int, tests: int,
+    legal: Callable[[tuple[int, ...], int], bool], ended: Callable[[tuple[int, ...]], bool],
+) -> Tree:  # fmt: skip
+    """The likeliest legal drafts that so many tests find, when each level brings (id, share) at
+    once; at most `branch` under one, none under what has ended.
+
+    A node is as likely as its parent times the token's share in what is left of the level there:
+    without what was refused before it. The next token of each node waits, and the likeliest is
+    tested; of equals that of the earlier node.
+    """
+    tree, score, left, waiting = chain(last), [1.0], [1.0], []
+
+    def wait(node: int, c: int) -> None:
+        path = tree.path(node)
+        here = levels[len(path)] if len(path) < len(levels) else ()
+        if c < len(here) and tree.parent.count(node) < branch and not ended(path):
+            share = here[c][1]
+            chance = share / left[node] if share < left[node] else 1.0
+            heapq.heappush(waiting, (-score[node] * chance, node, c))
+
+    wait(0, 0)
+    while waiting and len(tree.token) <= drafts and tests:
+        tests -= 1
+        chance, node, c = heapq.heappop(waiting)
+        path = tree.path(node)
+        token, share = levels[len(path)][c]
+        if legal(path, token):
+            tree, score, left = tree.grow(node, token), [*score, -chance], [*left, 1.0]
+            wait(len(tree.token) - 1, 0)
+        else:
+            left[node] -= share
+        wait(node, c + 1)
+    return tree

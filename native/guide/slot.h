@@ -18,6 +18,8 @@
 
 namespace graft::guide {
 
+constexpr int kMostNodes = 65;  // `closed` has a bit for each draft
+
 inline size_t at(int index) { return static_cast<size_t>(index); }
 
 // The guide's view of the pinned memory that it shares with the device: exchange.h states what lies
@@ -112,6 +114,7 @@ enum class Task : int32_t {
   kDraft,  // take draft j and make row j
   kProbe,  // find the first legal candidate for draft j
   kGrow,   // of a tree: find the legal candidates of level j
+  kWalk,   // find legal drafts among the candidates of all levels
 };
 
 // Everything an order needs is copied into it: the device may write on while it is served.
@@ -123,8 +126,9 @@ struct Order {
   std::vector<int32_t> draft;      // [K] token of node j at j - 1
   std::vector<int32_t> parent;     // [K + 1] of each node but 0; parent[j] < j
   std::vector<int32_t> depth;      // [K + 1]
-  int candidates = 0;              // of a tree: nodes that have some
-  std::vector<int32_t> candidate;  // [candidates], of a tree [branch][candidates]
+  int candidates = 0;              // of a tree: nodes that have some; of all levels: levels
+  std::vector<int32_t> candidate;  // [candidates], of a tree or all levels [..][candidates]
+  std::vector<float> share;        // of those of all levels: how likely each is
 };
 
 struct Slot {
@@ -135,7 +139,8 @@ struct Slot {
   bool joined = false;
   int32_t epoch = 0;
   int32_t n = 0;                     // position of the last committed token
-  NativeMatcher* matcher = nullptr;  // borrowed; used under a snapshot that names it, or while busy
+  // Borrowed; used under a snapshot that names it, or while busy. Null: nothing is refused.
+  NativeMatcher* matcher = nullptr;
   int64_t applied = 0;               // last replay whose commit was considered
   int64_t drafts_of = 0;             // replay whose drafts follow the present state; 0: none
   Commit pending;                    // committed while the slot was busy
@@ -184,6 +189,7 @@ class SlotWork {
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
   void grow(Slot& slot) const noexcept;
+  void walk(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;
   void follow(Slot& slot) const noexcept;
 
