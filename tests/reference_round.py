@@ -495,6 +495,20 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
     return [int(ids[c]) for c in order]
 
 
+def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
+    """How likely each legal id is in the draw of draft j: for sampled requests its part of all
+    p / E, where the largest wins."""
+    legal = (ids >= 0) & (ids < limit) & (logits > -np.inf)
+    if broken(logits, legal):
+        return {}
+    plain = Filter(1.0) if slot.filter.greedy else slot.filter
+    part = distribution(logits, legal, plain)
+    if not slot.filter.greedy:
+        noise = words(slot.seed, slot.n + j, NOISE, np.maximum(ids, 0), slot.sample)
+        part = part * np.exp(gumbel(noise))
+    return dict(zip(ids.tolist(), (part / part.sum()).tolist(), strict=True))
+
+
 def record(exchange: Any, slot: int, replay: int, tokens: Sequence[int]) -> None:
     """What verification tells the grammar: the tokens, and after some that there are no drafts."""
     exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)

@@ -141,6 +141,8 @@ SHAPES = [
     {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
     {"max_batch_size": 4, "drafter": Meaningless(rank=8), "draft_length": 5},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "forced_drafts": True},
 ]
 QUICK = len(SHAPES)
 SHAPES += [
@@ -161,6 +163,9 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": Meaningless(rank=8), "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": Meaningless(1), "draft_length": 8, "draft_tree": (2, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
+    {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 20, "draft_tree": (4, 4),
+     "grammar_transport": "mailbox", "grammar_threads": 2, "grammar_budget_us": 20.0},
 ]
 
 
