@@ -61,7 +61,8 @@ class Exchange:
         if max(drafts, fed) > 64:
             raise OptionError(f"exchange: drafts is {max(drafts, fed)}, at most 64 have a bit each")
         sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
-                 ("candidates", candidates, 0), ("branch", branch, 1), ("levels", levels, 0))  # fmt: skip
+                 ("candidates", candidates, 0), ("branch", branch, 1),
+                 ("levels", levels, 0))  # fmt: skip
         for name, value, low in sizes:
             if value < low:
                 raise OptionError(f"exchange: {name} is {value}, must be at least {low}")

@@ -323,7 +323,7 @@ void SlotWork::walk(Slot& slot) const noexcept {
 
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
-  if (slot.matcher == nullptr) return true;
+  if (slot.matcher == nullptr) return true;  // there is no grammar
   slot.tally[count::accepts] += 1;
   Answer answer = slot.matcher->accept(token, &slot.error);
   if (answer == Answer::kNo) return false;

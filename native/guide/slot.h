@@ -139,8 +139,7 @@ struct Slot {
   bool joined = false;
   int32_t epoch = 0;
   int32_t n = 0;                     // position of the last committed token
-  // Borrowed; used under a snapshot that names it, or while busy. Null: nothing is refused.
-  NativeMatcher* matcher = nullptr;
+  NativeMatcher* matcher = nullptr;  // borrowed; used under a snapshot that names it, or while busy
   int64_t applied = 0;               // last replay whose commit was considered
   int64_t drafts_of = 0;             // replay whose drafts follow the present state; 0: none
   Commit pending;                    // committed while the slot was busy

@@ -40,8 +40,7 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
                    token_limit, d2t};
   // There is no table, for the draft is a point: its room holds the scores.
-  float* score =
-      q + (static_cast<long long>(index) * most_drafts + j - 1 + level) * draft_vocab;
+  float* score = q + (static_cast<long long>(index) * most_drafts + j - 1 + level) * draft_vocab;
   int best_column;
   float best_logit;
   int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)

@@ -236,6 +236,18 @@ def test_probed_drafts(mode: str) -> None:
     assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
 
 
+@pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
+def test_the_grammar_joins_once_a_round(tree) -> None:
+    """Whatever a block drafter's levels are, it is asked once, and drafts nothing illegal."""
+    options = {"drafter": BLOCK, "draft_length": 4, "draft_legality": "probe", "draft_tree": tree}
+    with settled(demo_engine(max_batch_size=3, **options)) as engine:
+        engine.generate(mixed_requests(3, max_tokens=30))
+        engine.settle()
+        grammar = engine.counters()["grammar"]
+    assert grammar["draft_calls"] == grammar["replays"] == grammar["commit_calls"]
+    assert grammar["probes"] > grammar["refused_drafts"] == 0
+
+
 def test_overlap_keeps_rejection_sampling(truth) -> None:
     """Overlap moves no round boundary, so even rejection sampling draws the same tokens."""
     requests = workload(temperature=0.9, verify="rejection")
