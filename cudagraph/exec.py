@@ -220,6 +220,15 @@ class GraphExec:
             self._check((code, api))
         return bool(code != NOT_READY)
 
+    def finished(self, timeout_s: float | None = None) -> bool:
+        """Wait for what was launched before the call; False where it takes longer."""
+        self._require_open()
+        enter("cuEventQuery")
+        finished, code = self._native.wait(timeout_s)
+        if finished:
+            self._check((code, "cuEventQuery"))
+        return bool(finished)
+
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait for what was launched before the call, and raise what host steps raised.
 
@@ -267,14 +276,10 @@ class GraphExec:
             _native.flush(1.0)
 
     def _wait(self, timeout_s: float | None) -> None:
-        self._require_open()
-        enter("cuEventQuery")
-        finished, code = self._native.wait(timeout_s)
-        if not finished:
+        if not self.finished(timeout_s):
             raise DeadlineError(
                 f"graph {self.name!r} was busy for {timeout_s:g} s{describe_running()}"
             )
-        self._check((code, "cuEventQuery"))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ from graft.models.errors import (
     TokenizerError,
 )
 from graft.models.options import Options
-from graft.models.request import Event, Limits, Logprob, Output, Request
+from graft.models.request import Event, Limits, Logprob, Output, Relaxed, Request
 
 __all__ = [
     "CheckpointError",
@@ -40,6 +40,7 @@ __all__ = [
     "Options",
     "Output",
     "QueueFullError",
+    "Relaxed",
     "Request",
     "RequestError",
     "TokenizerError",

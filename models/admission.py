@@ -90,6 +90,7 @@ class Admission:
                 repetition=float(request.repetition_penalty),
                 earliest=request.min_tokens and len(prompt) + min(request.min_tokens, max_tokens),
                 logprobs=request.logprobs,
+                masked=request.logprobs_masked,
                 prompt=prompt,
             ),
         )

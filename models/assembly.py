@@ -229,4 +229,5 @@ def _parts(
         timeline=make_timeline(device, RING_ENTRIES, drafts),
         replay=replay,
         draft_length=drafts,
+        composition=options.composition,
     )

@@ -129,9 +129,10 @@ class Eagle3Config(LlamaConfig):
             for extra in ("norm_output", "fc_norm", "norm_before_fc", "bias"):
                 source.refuse(extra, False)
             source.refuse("num_aux_hidden_states", 3)
-        if (layers := decoder.get("num_hidden_layers", 1)) != 1:
+        named = speculators or "LlamaForCausalLMEagle3" in (fields.get("architectures") or ())
+        if (layers := decoder.get("num_hidden_layers", 1)) != 1 and not named:
             raise ConfigError(
-                f"{decoder.where}: num_hidden_layers = {layers!r}: an EAGLE-3 head has one layer; "
+                f"{decoder.where}: num_hidden_layers = {layers!r}, and no architecture of a head: "
                 "this looks like a target model, not like a drafter"
             )
         layer = _decoder(decoder)

@@ -109,7 +109,7 @@ class Engine:
             ),
             self.rounds,
             self.stats,
-            depth=2 if self.options.overlap else 1,
+            depth=2 if self.options.overlap and self.options.composition == "one" else 1,
             width=built.parts.width,
             verify=self.options.verify,
         )  # fmt: skip

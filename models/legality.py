@@ -22,6 +22,8 @@ drafters whose logits are all there at once: the grammar joins once a round, for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from graft.cudagraph.graph import GraphLane, GraphMark
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.memory import DeviceArray
@@ -41,6 +43,7 @@ class Legality:
     ----------
     guide : makes the grammar's steps.
     model, grammar : the round's lanes.
+    wait : lets the model's lane wait for a mark.
     stamps : told where the model waits.
     feed : the bucket's rows.
     draws : what draws the drafts: a chain's, or a tree's.
@@ -51,10 +54,11 @@ class Legality:
     commit = "commit, fill row 0"
 
     def __init__(
-        self, guide: GuidedDecoder, model: GraphLane, grammar: GraphLane, stamps: Stamps,
-        feed: Feed, draws: Sampler | TreeSampler, levels: int,
+        self, guide: GuidedDecoder, model: GraphLane, grammar: GraphLane,
+        wait: Callable[[GraphMark], None], stamps: Stamps, feed: Feed,
+        draws: Sampler | TreeSampler, levels: int,
     ):  # fmt: skip
-        self._guide, self._model, self._grammar = guide, model, grammar
+        self._guide, self._model, self._grammar, self._let_wait = guide, model, grammar, wait
         self._stamps, self._feed, self._draws, self._levels = stamps, feed, draws, levels
         self._ready: GraphMark
 
@@ -80,7 +84,7 @@ class Legality:
         return self._grammar.record(f"{mark}: done")
 
     def _wait(self, part: str, step: str) -> None:
-        self._model.wait(self._ready)
+        self._let_wait(self._ready)
         self._stamps.end(part, step)
 
     def _drafted(self, level: int) -> None:

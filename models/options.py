@@ -39,6 +39,7 @@ _SWITCHES = ("mask_drafts", "forced_drafts", "overlap")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_legality": LEGALITIES,
     "verify": VERIFY_MODES,
+    "composition": ("one", "two"),
     "grammar_transport": TRANSPORTS,
     "device": (None, "auto", "cuda", "soft"),
 }
@@ -52,9 +53,9 @@ class Options:
     ----------
     max_batch_size : rows of a round, hence most requests that run at once.
     draft_length : drafts per round, 1 to 63, where anything drafts.
-    draft_tree : (branch, levels) lets drafts branch: a drafter that drafts level by level keeps up
-        to `branch` under a token, 2 to 16, and `levels` of them, and the likeliest `draft_length`
-        of all are verified. Drafts are then probed, whatever `draft_legality` says. None: a chain.
+    draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
+        2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
+        that come level by level are then probed, whatever `draft_legality` says. None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
@@ -73,6 +74,8 @@ class Options:
         "rejection": where the drafter's distribution is at hand against that, all drafts of a round
         together ("block verification"), which accepts more and keeps the distribution; elsewhere as
         coupled. "per_token": the same, but one draft after the other, as it was first published.
+        "relaxed": as coupled, but drafts that are likely enough pass (`Request.relaxed`), so that
+        outputs are those of no model (`Output.exact`).
     grammar_backend : "auto", "xgrammar", "llguidance", or a callable that makes a `GrammarBackend`
         for a `Vocabulary`; for grammars that do not name their backend themselves. "auto" gives
         every JSON schema to a backend that enforces all of it, rewritten if need be, or refuses it.
@@ -86,6 +89,9 @@ class Options:
         was late (`counters()["grammar"]["late_rows"]`). None: a step waits for all.
     overlap : two rounds in flight; False launches a round when the last one was read. Outputs of
         greedy and coupled requests are the same either way.
+    composition : "one": a round is one graph. "two": the drafter has graphs of its own, which the
+        host launches behind verification and behind each grammar step that they wait for, with no
+        overlap; slower, to measure what one graph gains. Outputs are the same.
     limits : what one request may cost the host, and how many may wait.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
         seconds that one may take in its process, whatever its backend.
@@ -113,6 +119,7 @@ class Options:
     grammar_threads: int | None = None
     grammar_budget_us: float | None = 5000.0
     overlap: bool = True
+    composition: str = "one"
     limits: Limits = field(default_factory=Limits)
     compile_threads: int = 2
     compile_timeout_s: float = 30.0

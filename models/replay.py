@@ -7,14 +7,17 @@ published.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from graft.cudagraph.device import Stream
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
+from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedRequest
 from graft.models.interrupt import Shield
@@ -103,6 +106,7 @@ class Replays:
         self.retired = 0
         self.unread: deque[Flight] = deque()
         self._tails: deque[Flight] = deque()  # read, not retired
+        self._behind: deque[GraphExec] = deque()  # graphs of the last round, yet to be launched
         self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[Flight, list[int]], None] | None = None
 
@@ -131,12 +135,15 @@ class Replays:
         flight = Flight(replay, graph, self._launches[id(graph)], seats)
         self.unread.append(flight)
         with self._numbered(flight):
-            graph.exec.launch(self._stream)
+            graph.execs[0].launch(self._stream)
+        self._behind.extend(graph.execs[1:])
 
     def wait(
         self, stats: EngineStats, shield: Shield, progress: Callable[[], int] = lambda: 0
     ) -> Flight:
         """Wait until the oldest unread replay's results are published, and return it.
+
+        Of a round in several graphs the others are launched then, each when the one before is over.
 
         Parameters
         ----------
@@ -154,8 +161,14 @@ class Replays:
         self._await(self.unread[0].replay, shield, progress)
         flight = self.unread[0]
         self._retire(flight.replay - 1, stats)
-        with self._numbered(flight):
-            flight.graph.exec.check()
+        self._check(flight)
+        while self._behind:
+            graph = self._behind.popleft()
+            with self._numbered(flight):
+                graph.launch(self._stream)
+            if self._behind:
+                self._await(flight.replay, shield, progress, graph)
+                self._check(flight)
         return flight
 
     def grammar_error(self, slot: int) -> str:
@@ -167,10 +180,15 @@ class Replays:
         drafter = self._parts.drafter
         return None if drafter is None else drafter.failure(seat.slot, seat.epoch)
 
-    def _await(self, replay: int, shield: Shield, progress: Callable[[], int]) -> None:
+    def _await(
+        self, replay: int, shield: Shield, progress: Callable[[], int],
+        graph: GraphExec | None = None,
+    ) -> None:  # fmt: skip
+        """Wait until a replay has published its results, or one of its graphs is over."""
         known, deadline = progress(), time.monotonic() + ROUND_DEADLINE_S
         shield.check()
-        while not self._parts.outputs.stamped(replay, POLL_S):
+        over = graph.finished if graph else partial(self._parts.outputs.stamped, replay)
+        while not over(POLL_S):
             self._stream.query()  # a faulted device says so here
             done, now = progress(), time.monotonic()
             if done != known:
@@ -209,8 +227,9 @@ class Replays:
         if most is not None:
             told = outputs.row("logprobs", replay)[b].view(LOGPROBS)[:count]
             for token in told:
-                top = zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True)
-                result.logprobs.append(Logprob(float(token["logprob"]), tuple(top)[:most]))
+                top = tuple(zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True))
+                legal = tuple(pair for pair in top[:most] if pair[1] > -math.inf)
+                result.logprobs.append(Logprob(float(token["logprob"]), legal))
         return result
 
     def finish(self) -> None:
@@ -240,6 +259,7 @@ class Replays:
                 self._parts.decoder.retire(flight.replay)
             self._tails.clear()
             self.unread.clear()
+            self._behind.clear()
             self.retired = self.number
 
     def close(self) -> None:
@@ -253,8 +273,13 @@ class Replays:
             self._parts.decoder.retire(flight.replay)
             self.retired = flight.replay
             self._time_parts(flight, stats)
-            with self._numbered(flight):
-                flight.graph.exec.check()
+            self._check(flight)
+
+    def _check(self, flight: Flight) -> None:
+        """Raise what a host step of its graphs raised, in this replay or one before."""
+        with self._numbered(flight):
+            for graph in flight.graph.execs:
+                graph.check()
 
     def _time_parts(self, flight: Flight, stats: EngineStats) -> None:
         timeline, replay = self._parts.timeline, flight.replay

@@ -12,13 +12,13 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import NUMBERS
 from graft.grammar.statement import GrammarSpec
 from graft.models.errors import RequestError
-from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS
+from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS, Relaxed
 
 #: Finish reasons by the device's codes for them.
 DEVICE_REASONS = {code: name.removeprefix("REASON_").lower()
                   for name, code in NUMBERS.items() if name.startswith("REASON_")}  # fmt: skip
 #: By their numbers, VERIFY_* of cudagraph/kernels/slot.cuh.
-VERIFY_MODES = ("rejection", "coupled", "per_token")
+VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
 MAX_SAMPLES = 128
 
 
@@ -81,7 +81,10 @@ class Request:
     min_tokens : tokens before a stop id may come; a grammar that allows nothing but to end wins
         over it, and stop strings do not know of it.
     logprobs : up to 20: have the log probability of every token, and of so many best ids.
-    verify : "rejection", "coupled" or "per_token"; None takes the engine's default.
+    logprobs_masked : of what bias, penalties and the grammar leave, before temperature and filters;
+        else of the model's own distribution.
+    verify : "rejection", "coupled", "per_token" or "relaxed"; None takes the engine's default.
+    relaxed : when verification by "relaxed" accepts a draft.
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.
     stop_ids : ids that end the output beside the model's own.
@@ -112,7 +115,9 @@ class Request:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     logprobs: int | None = None
+    logprobs_masked: bool = False
     verify: str | None = None
+    relaxed: Relaxed = field(default_factory=Relaxed)
     stop: Sequence[str] | None = ()
     stop_ids: Sequence[int] | None = ()
     special_tokens: bool = True
@@ -163,6 +168,7 @@ class Output:
     finished : ended by itself: a stop id, and for a guided request a terminated grammar.
     seed, sample : what a request must say to get the same again.
     logprobs : of every token, in order; None unless asked for.
+    exact : False where drafts were accepted that were not the target's own tokens ("relaxed").
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
     preempted : times it lost its slot and went on later.
@@ -180,6 +186,7 @@ class Output:
     seed: int = 0
     sample: int = 0
     logprobs: list[Logprob] | None = None
+    exact: bool = True
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -312,6 +319,12 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
         _integer("seed", request.seed, 0, 2**64 - 1)
     if request.verify is not None and request.verify not in VERIFY_MODES:
         raise RequestError(f"verify must be one of {VERIFY_MODES}, got {shown(request.verify)}")
+    relaxed = request.relaxed
+    if not isinstance(relaxed, Relaxed):
+        raise RequestError(f"relaxed must be a Relaxed, got {shown(relaxed)}")
+    _integer("relaxed.top_k", relaxed.top_k, 1, 2**31 - 1)
+    _real("relaxed.delta", relaxed.delta, 0.0, 1.0)
+    check_ids("relaxed.until", () if relaxed.until is None else (relaxed.until,), vocab_size)
     if not isinstance(request.special_tokens, bool):
         raise RequestError(
             f"special_tokens must be True or False, got {shown(request.special_tokens)}"
@@ -348,6 +361,10 @@ def _check_adjust(request: Request, vocab_size: int, limits: Limits) -> None:
     _real("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
     _real("repetition_penalty", request.repetition_penalty, 0.0, 100.0, open_low=True)
     _integer("min_tokens", request.min_tokens, 0, request.max_tokens or 2**31 - 1)
+    if type(request.logprobs_masked) is not bool:
+        raise RequestError(
+            f"logprobs_masked must be True or False, got {shown(request.logprobs_masked)}"
+        )
     if request.logprobs is not None:
         _integer("logprobs", request.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
     bias = {} if request.logit_bias is None else request.logit_bias

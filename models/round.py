@@ -8,6 +8,10 @@ Two lanes meet at marks::
 `open` fills what the rows of this round still lack, beside the target forward: the row behind the
 drafts made last round, or all rows where drafting filled none. What follows verification is drawn
 in `legality`.
+
+Composed in two, for comparison, a round's graph ends with verification; the drafter has graphs of
+its own, one more for each grammar step that it waits for, and the host launches every one of them
+when the one before is over.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ class RoundParts:
     timeline: PinnedSlots
     replay: DeviceArray
     draft_length: int
+    composition: str
 
     @property
     def width(self) -> int:
@@ -73,7 +78,7 @@ class RoundParts:
 
 
 class RoundGraph:
-    """The graph of one batch bucket: built once, replayed every round.
+    """The graphs of one batch bucket: built once, replayed every round, one behind the other.
 
     Parameters
     ----------
@@ -83,13 +88,14 @@ class RoundGraph:
 
     Attributes
     ----------
+    graphs, execs : one, unless the round is composed in two.
     timed : the parts of its timeline.
     """
 
     def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int):
         self.parts, self.batch = parts, batch
-        self.graph = Graph(parts.device, name=f"round of {batch}")
-        model, grammar = self.graph.lane("model"), self.graph.lane("grammar")
+        self.graphs = [Graph(parts.device, name=f"round of {batch}")]
+        model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
         feed = Feed(
             parts.device, batch, parts.width, parts.branch, parts.state, parts.sampler, scratch
@@ -115,7 +121,7 @@ class RoundGraph:
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
-        self.exec: GraphExec = self.graph.instantiate()
+        self.execs: tuple[GraphExec, ...] = tuple(graph.instantiate() for graph in self.graphs)
 
     def _begin(self, lane: GraphLane, scratch: RoundScratch) -> None:
         p, rows = self.parts, scratch.target_rows
@@ -137,8 +143,12 @@ class RoundGraph:
     ) -> None:
         """Commit what was accepted, and make the drafts of the next round."""
         parts, levels = self.parts, len(drafter.shape.levels)
-        draws = parts.tree or parts.sampler
-        legality = parts.legality(parts.decoder, model, grammar, stamps, feed, draws, levels)
+        draws, wait = parts.tree or parts.sampler, model.wait
+        if parts.composition == "two":
+            wait = self._cut
+            self._cut()
+            stamps.end("host")
+        legality = parts.legality(parts.decoder, model, grammar, wait, stamps, feed, draws, levels)
         legality.committed()
         if drafter.reads_rows:
             legality.wait_rows()
@@ -158,7 +168,14 @@ class RoundGraph:
             legality.after(level)
         stamps.end("drafting")
 
+    def _cut(self, mark: object = None) -> None:
+        """End a graph; the lanes go on in the next, which is launched behind all marks of this."""
+        self.graphs.append(Graph(self.parts.device, f"{self.graphs[0].name} ({len(self.graphs)})"))
+        for lane in self._lanes:
+            lane.graph = self.graphs[-1].lane(lane.name).graph
+
     def close(self) -> None:
-        """Drop the executable and the definition."""
-        self.exec.close()
-        self.graph.close()
+        """Drop the executables and the definitions."""
+        for executable, graph in zip(self.execs, self.graphs, strict=True):
+            executable.close()
+            graph.close()

@@ -207,23 +207,28 @@ class Scheduler:
         return self._join(running)
 
     def _join(self, running: Running) -> bool:
-        request = running.request
+        request, output = running.request, running.output
+        verify = request.verify or self._verify
+        output.exact = verify != "relaxed"
+        if not output.exact and request.relaxed.until in output.tokens:
+            verify = "coupled"
         sampling: dict[str, Any] = {
-            "seed": running.output.seed,
+            "seed": output.seed,
             "sample": request.sample,
             "temperature": float(request.temperature),
             "top_k": request.top_k,
             "top_p": float(request.top_p),
             "min_p": float(request.min_p),
-            "verify": VERIFY_MODES.index(request.verify or self._verify),
-            "adjust": replace(running.adjust, output=running.output.tokens),
+            "verify": VERIFY_MODES.index(verify),
+            "relaxed": request.relaxed,
+            "adjust": replace(running.adjust, output=output.tokens),
         }
         joined = self.seating.join(running, **sampling)
         if joined:
             del self.waiting[running.id]
             running.place = -1
-            if running.output.queue_s is None:
-                running.output.queue_s = running.age_s
+            if output.queue_s is None:
+                output.queue_s = running.age_s
             self.stats.joins += 1
         return joined
 

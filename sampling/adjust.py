@@ -37,6 +37,7 @@ class Adjust:
     presence, frequency, repetition : off at 0, 0 and 1.
     earliest : lowest position of a stop id.
     logprobs : best ids whose log probabilities are told with every token's; None tells none.
+    masked : they are those of the logits once adjusted and masked, not of what the model gave.
     prompt, output : ids known when the request joins its slot.
     """
 
@@ -48,6 +49,7 @@ class Adjust:
     repetition: float = 1.0
     earliest: int = 0
     logprobs: int | None = None
+    masked: bool = False
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
 

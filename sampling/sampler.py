@@ -84,8 +84,8 @@ class Sampler:
         temperature >= 1e-5) of the last call.
     raw : float32 [max_batch * (K+1), V], the logits of rows whose request asks for log
         probabilities, as the model gave them.
-    target_tok, row_ok : int32 [max_batch * (K+1)], greedy or coupled token; 1 usable, 0 not ready,
-        2 no legal token, 3 error.
+    target_tok, row_ok : int32 [max_batch * (K+1)], the token of each row, -1 where `verify` is to
+        find it by tests; 1 usable, 0 not ready, 2 no legal token, 3 error.
     rows : int32 [max_batch, row words], result of each batch row, see `row_words`.
     q : float32 [S, max(K, 1), max(Vd, 1)], the table that each dense draft was drawn from
         (draft-vocabulary columns); of a tree, which has none, [S, 1, max(Vd, 1)].
@@ -174,7 +174,7 @@ class Sampler:
         lane.kernel(self._target, batch * width, self.block, deciding, name="target rows")
 
     def verify(self, lane: Lane, row_slot: DeviceArray, width: int, out_ring: Ring) -> None:
-        """Walk the drafts, commit, write the output entry and publish its stamp.
+        """Test and walk the drafts, commit, write the output entry and publish its stamp.
 
         `out_ring` was made by `output_ring`; its entry ``replay % entries`` is written.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ __all__ = [
     "MAX_STOP_IDS",
     "PER_TOKEN",
     "REJECTION",
+    "RELAXED",
+    "Relaxed",
     "SLOT",
     "SlotState",
 ]
@@ -34,11 +37,30 @@ _NUMBERS = read_numbers(_HEADER)
 MAX_STOP_IDS, MAX_DRAFTS = _NUMBERS["MAX_STOP_IDS"], _NUMBERS["MAX_DRAFTS"]
 MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
 REJECTION, COUPLED = _NUMBERS["VERIFY_REJECTION"], _NUMBERS["VERIFY_COUPLED"]
-PER_TOKEN = _NUMBERS["VERIFY_PER_TOKEN"]
+PER_TOKEN, RELAXED = _NUMBERS["VERIFY_PER_TOKEN"], _NUMBERS["VERIFY_RELAXED"]
 #: ``struct Slot`` of cudagraph/kernels/slot.cuh, where its fields are explained.
 SLOT = read_struct(_HEADER, "Slot")
 #: ``struct Logprobs`` of the same.
 LOGPROBS = read_struct(_HEADER, "Logprobs")
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """When a draft is accepted that is not the target's own token. The output is then not exact.
+
+    Probabilities are the target's, masked and filtered; for greedy requests masked, at temperature
+    1. Drafts are accepted among the ids that a grammar allows and no others.
+
+    Parameters
+    ----------
+    top_k : it is among so many best ids.
+    delta : its probability is at most so far below the best id's.
+    until : id behind which nothing is relaxed, such as the end of a reasoning section.
+    """
+
+    top_k: int = 10
+    delta: float = 0.6
+    until: int | None = None
 
 
 class SlotState:
@@ -90,6 +112,7 @@ class SlotState:
         min_p: float = 0.0,
         verify: int = REJECTION,
         sample: int = 0,
+        relaxed: Relaxed = Relaxed(),
         adjust: Adjust = NOTHING,
     ) -> None:
         """Give a slot to a request: active, without drafts.
@@ -108,8 +131,9 @@ class SlotState:
         seed : 64 bits; any int, taken modulo 2**64.
         temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:
             top_k 0, top_p 1, min_p 0.
-        verify : ``REJECTION``, ``COUPLED`` or ``PER_TOKEN``.
+        verify : ``REJECTION``, ``COUPLED``, ``PER_TOKEN`` or ``RELAXED``.
         sample : index among the samples drawn with this seed, 0 <= sample < 2**24.
+        relaxed : of a ``RELAXED`` request.
         adjust : bias, penalties and log probabilities; its table follows in pinned memory that this
             slot keeps, so a slot is joined again only when an earlier join is over.
 
@@ -127,8 +151,10 @@ class SlotState:
         check_range("top_k", top_k, 0, 2**31 - 1)
         check_range("top_p", top_p, 0.0, 1.0)
         check_range("min_p", min_p, 0.0, 1.0)
-        check_range("verify", verify, REJECTION, PER_TOKEN)
+        check_range("verify", verify, REJECTION, RELAXED)
         check_range("sample", sample, 0, 2**24 - 1)
+        check_range("relaxed.top_k", relaxed.top_k, 1, 2**31 - 1)
+        check_range("relaxed.delta", relaxed.delta, 0.0, 1.0)
         check_range("logprobs", adjust.logprobs or 0, 0, min(MAX_LOGPROBS, self.vocab_size))
         if len(stop_ids) > MAX_STOP_IDS:
             raise OptionError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
@@ -141,10 +167,13 @@ class SlotState:
             "adjust": _NUMBERS["ADJUST_BIAS"] * adjust.biased
             | _NUMBERS["ADJUST_COUNTS"] * adjust.counted
             | _NUMBERS["ADJUST_STOPS"] * (adjust.earliest > 0)
-            | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None),
+            | _NUMBERS["ADJUST_LOGPROBS"] * (adjust.logprobs is not None)
+            | _NUMBERS["ADJUST_MASKED"] * (adjust.logprobs is not None and adjust.masked),
             "earliest": adjust.earliest, "logprobs": adjust.logprobs or 0,
             "presence": adjust.presence, "frequency": adjust.frequency,
             "repetition": adjust.repetition,
+            "relaxed_k": relaxed.top_k, "relaxed_delta": relaxed.delta,
+            "relaxed_until": -1 if relaxed.until is None else relaxed.until,
         }.items():  # fmt: skip
             request[name] = value
         request["stop_ids"][: len(stop_ids)] = stop_ids

@@ -31,7 +31,7 @@ Bool = NDArray[np.bool_]
 NOISE, DRAFT, COIN, RESIDUAL = 0, 1, 2, 3  # purposes of random numbers
 NOT_READY, FREE, READY, DEAD_END, ERROR = range(5)  # states of a mask row
 RUNNING, STOP, LENGTH, DEAD, FAULT = range(5)  # why a request ended
-REJECTION, COUPLED, PER_TOKEN = 0, 1, 2  # how sampled drafts are tested
+REJECTION, COUPLED, PER_TOKEN, RELAXED = range(4)  # how sampled drafts are tested
 DENSE, POINT = 0, 1  # what a draft was drawn from: a table q, or nothing
 
 
@@ -192,6 +192,7 @@ class Slot:
     kinds: tuple[int, ...] = ()  # of the drafts
     q: tuple[Any, ...] = field(default=(), repr=False)  # of the drafts, over target ids
     adjust: Any = None  # fields of graft.sampling.Adjust
+    relaxed: Any = None  # fields of graft.sampling.Relaxed
 
     @property
     def last(self) -> int:
@@ -345,7 +346,7 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
 
     chosen: list[int] = []  # by testing; nothing is known of later nodes
     drawn = DENSE in slot.kinds[:most] and tree.parent == tuple(range(-1, most))
-    testing = drawn and not slot.filter.greedy and slot.verify != COUPLED
+    testing = drawn and not slot.filter.greedy and slot.verify in (REJECTION, PER_TOKEN)
     if testing:
         rows = [row(j, slot.n + j) for j in range(most)]
         usable = itertools.takewhile(lambda row: row[0] in (FREE, READY), rows)
@@ -360,11 +361,23 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
             token = draw(p, slot.seed, position, NOISE, sample=slot.sample)
         else:
             token = chosen[node] if node < len(chosen) else -1
+        if slot.verify == RELAXED and slot.relaxed.until not in tree.path(node):
+            p = distribution(x, legal, Filter() if slot.filter.greedy else slot.filter)
+            token = _relaxed(slot.relaxed, tree, node, p, token)
         return token, tree.child(node, token)
 
     outcome = walk(slot, row, decide, tree)
     commit(slot, outcome)
+    if slot.verify == RELAXED and slot.relaxed.until in outcome.tokens:
+        slot.verify = COUPLED
     return outcome
+
+
+def _relaxed(how: Any, tree: Tree, node: int, p: F64, token: int) -> int:
+    """The likeliest child that is likely enough, unless one holds the token; else the token."""
+    children = [tree.token[j] for j, parent in enumerate(tree.parent) if parent == node]
+    good = [d for d in ranking(p)[: how.top_k] if p[d] > 0 and p[d] >= p.max() - how.delta]
+    return next((int(d) for d in good if d in children and token not in children), token)
 
 
 def broken(logits: np.ndarray, legal: Bool) -> int:
@@ -468,7 +481,8 @@ def draft(
     legal = inside & mask.allows(vocab_size, token_limit)[np.where(inside, ids, 0)]
     if broken(logits, legal):
         return None
-    coupled = slot.verify == COUPLED or (probed and not (mask.state == FREE and mask.more))
+    free = mask.state == FREE and mask.more
+    coupled = slot.verify in (COUPLED, RELAXED) or (probed and not free)
     if slot.filter.greedy:
         return keep(slot, int(ids[np.argmax(np.where(legal, logits, -np.inf))]))
     p, q = distribution(logits, legal, slot.filter), np.zeros(vocab_size)

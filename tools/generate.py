@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="draft what the grammar forces; outputs stay the same")
     models.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True,
                         help="launch a round before the last one was read (default: yes)")
+    models.add_argument("--composition", choices=("one", "two"), default="one",
+                        help="graphs of a round; two: the drafter has its own, to compare")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
     models.add_argument("--max-length", type=int, metavar="N",
                         help="positions of a request, prompt and output (default: the model's, at "
@@ -81,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-tokens", type=int, default=0, help="tokens before a stop id")
     sampling.add_argument("--logprobs", type=int, metavar="N",
                           help="with --json, log probabilities of tokens and of the N best")
+    sampling.add_argument("--logprobs-masked", action="store_true",
+                          help="of what bias, penalties and the grammar leave")
     sampling.add_argument("--stop", action="append", default=[], help="stop string; may repeat")
     sampling.add_argument("--verify", choices=VERIFY_MODES, default="rejection")
 
@@ -112,7 +116,8 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   draft_tree=options.draft_tree, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
-                  verify=options.verify, overlap=options.overlap, max_length=options.max_length)
+                  verify=options.verify, overlap=options.overlap, composition=options.composition,
+                  max_length=options.max_length)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
@@ -158,7 +163,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
                     "mask_drafts": engine.options.mask_drafts,
                     "draft_legality": engine.options.draft_legality,
                     "verify": engine.options.verify,
-                    "overlap": engine.options.overlap},
+                    "overlap": engine.options.overlap,
+                    "composition": engine.options.composition},
     }
 
 

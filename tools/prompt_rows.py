@@ -19,7 +19,8 @@ from graft.tools.validity import is_valid
 
 #: Fields of a row that go into the request as they are, and those that say how to make its prompt.
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "n", "presence_penalty",
-            "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs", "verify")
+            "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs",
+            "logprobs_masked", "verify")
 PASSED = ("prompt", "messages", "tokens", *SAMPLING, "seed", "stop", "stop_ids", "logit_bias",
           "allowed_ids", "banned_ids")
 MAKING = ("raw", "tools", "variables")

@@ -7,6 +7,7 @@
 #define VERIFY_REJECTION 0
 #define VERIFY_COUPLED 1
 #define VERIFY_PER_TOKEN 2
+#define VERIFY_RELAXED 3
 #define DRAFT_DENSE 0  // drawn from the stored table q
 #define DRAFT_POINT 1  // point mass: argmax, forced, n-gram
 #define GREEDY_TEMPERATURE 1e-5f
@@ -17,6 +18,7 @@
 #define ADJUST_COUNTS 2    // penalties on tokens that were there before
 #define ADJUST_STOPS 4     // no stop id below `earliest`
 #define ADJUST_LOGPROBS 8  // nothing, but they are kept and told
+#define ADJUST_MASKED 16   // kept as they are once adjusted and masked
 
 // One request. Python reads this struct (sampling/state.py) and hands one over, whole, at joining.
 struct Slot {
@@ -48,6 +50,9 @@ struct Slot {
   float presence;
   float frequency;
   float repetition;
+  int relaxed_k;  // VERIFY_RELAXED: see sampling/kernels/target.cu
+  float relaxed_delta;
+  int relaxed_until;  // id behind which the request is coupled; -1: none
 };
 
 // What a request is told of a committed token: its log probability, and the best ids and theirs.
@@ -115,11 +120,16 @@ __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {
   return found;
 }
 
+// Whether each row has a token of its own in any case, and drafts are drawn with its noise.
+__device__ __forceinline__ bool is_coupled(const Slot& slot) {
+  return slot.verify == VERIFY_COUPLED || slot.verify == VERIFY_RELAXED;
+}
+
 // Whether the first `count` drafts are tested: a chain of which some draft was drawn from a table.
 // (It is the prefix that says so: what stands before the first of them was not drawn.) Else each
 // row has a token of its own, which for points accepts as much as a test would.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
-  bool chain = slot.verify != VERIFY_COUPLED && slot.temperature >= GREEDY_TEMPERATURE;
+  bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool drawn = false;
   for (int j = 0; j < count; ++j) {
     chain = chain && slot.parent[j] == j;

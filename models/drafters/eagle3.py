@@ -1,4 +1,4 @@
-"""EAGLE-3 draft head (Li et al., 2025): one decoder layer over [embedding, feature].
+"""EAGLE-3 draft head (Li et al., 2025): a decoder layer over [embedding, feature], or several.
 
 Entry i pairs the target's feature of token i with the embedding of token i + 1, at rotary position
 i; its output predicts token i + 2 and is the feature of the next draft step.
@@ -39,7 +39,7 @@ class Eagle3Head:
     checkpoint : official names (``midlayer.*``) or those of converted ones (``layers.0.*``).
     target : gives the embedding where the head has none of its own, and the output head where the
         head has none and the vocabulary is not pruned.
-    kv : one layer, the head's shape.
+    kv : the head's shape.
     max_rows : most rows of one call.
 
     Attributes
@@ -65,7 +65,7 @@ class Eagle3Head:
         max_rows: int,
     ) -> None:
         check_target(target, vocab_size=config.vocab_size, hidden_size=config.target_hidden_size)
-        check_cache(config, kv, 1)
+        check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
         self.device, self.config, self.target, self.kv = device, config, target, kv
@@ -84,7 +84,9 @@ class Eagle3Head:
         hidden, vocab, draft = config.hidden_size, config.vocab_size, config.draft_vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
-        self.layer = DecoderLayer.load(weights, prefix, config, 2 * hidden)
+        self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden)]
+        self.decoder += [DecoderLayer.load(weights, f"layers.{i}", config, hidden)
+                         for i in range(1, config.num_hidden_layers)]  # fmt: skip
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)
         shared = hidden == self.target.config.hidden_size
@@ -159,12 +161,16 @@ class Eagle3Head:
 
     def _run(self, lane: Lane, rows: Rows, hidden: DeviceArray) -> DeviceArray:
         n, scratch, config = rows.count, self.scratch, self.config
-        stream, wide = scratch.stream[:n], scratch.wide[:n]
+        stream, x, first = scratch.stream[:n], scratch.wide[:n], self.decoder[0]
         self.layers.eagle_input(
-            lane, rows.token, self.embedding, hidden, self.layer.input_norm, self.hidden_norm,
-            config.rms_norm_eps, config.norm_before_residual, wide, stream,
+            lane, rows.token, self.embedding, hidden, first.input_norm, self.hidden_norm,
+            config.rms_norm_eps, config.norm_before_residual, x, stream,
         )  # fmt: skip
-        run_layer(lane, self.layers, config, self.layer, scratch, self.kv, 0, self.turn, rows, wide)
+        for i, layer in enumerate(self.decoder):
+            if i > 0:
+                x = scratch.normed[:n]
+                self.layers.norm(lane, stream, layer.input_norm, config.rms_norm_eps, x)
+            run_layer(lane, self.layers, config, layer, scratch, self.kv, i, self.turn, rows, x)
         return stream
 
 
@@ -181,7 +187,8 @@ class Eagle3(Drafter):
     @classmethod
     def from_dir(cls, folder: Path, config: Eagle3Config, room: DrafterRoom) -> Eagle3:
         """Load a checkpoint's head; raises as `Eagle3Head`."""
-        cache = room.cache(1, config.num_key_value_heads, config.head_dim, config.dtype)
+        cache = room.cache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
+                           config.dtype)  # fmt: skip
         head = Eagle3Head(
             room.device, config, Checkpoint(folder), room.target, cache, max_rows=room.max_rows
         )

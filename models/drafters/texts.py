@@ -30,6 +30,10 @@ _MOST_KEPT, _MOST_LENGTH, _MOST_DRAFTED = 1 << 12, (1 << 26) - 1, 1e6
 class Texts(Drafter):
     """Base of `NGram` and `Suffix`: keeps what every slot said, and looks suffixes up in it.
 
+    Of a tree every node is looked up, with the drafts down to it behind the suffix. Where places
+    vote, the drafts are those of the greatest products of shares; else the best places are followed
+    one behind the other.
+
     Parameters
     ----------
     longest, shortest : of the suffixes that are looked up, tokens.
@@ -66,13 +70,15 @@ class Texts(Drafter):
                 raise OptionError(
                     f"{type(self).__name__}: {option} is {value!r}, must be from {low} to {high}"
                 )
-        self.shape, self._slots, self._kept = TreeShape(room.drafts), room.slots, kept * public
+        branch, levels = room.tree or (1, room.drafts)
+        self.shape, self._slots = TreeShape(room.drafts, branch=branch), room.slots
+        self._kept = kept * public
         size = (room.slots + self._kept, room.length)
         self._texts = room.device.from_host(np.full(size, -1, np.int32))
         self._begun = room.device.zeros((1,), "int32")
         self._options = (longest, shortest, int(public), int(oldest), _VOTES[f"VOTE_{vote}"],
-                         drafts, float(factor), float(threshold))  # fmt: skip
-        vocab = 1 if vote == "NONE" else room.target.config.vocab_size
+                         drafts, float(factor), float(threshold), branch, levels)  # fmt: skip
+        vocab = 1 if vote == "NONE" and branch == 1 else room.target.config.vocab_size
         self._votes = room.device.zeros((room.slots, vocab), "int32")
         self._kernels, self._block = room.device.load(_KERNELS), row_block(room.device)
 
@@ -84,7 +90,8 @@ class Texts(Drafter):
     def start(self, lane: Lane, feed: Feed) -> None:
         self._note(lane, feed.committed(lane, shift=1))
         args = [feed.row_slot, feed.state.array, self._texts, *self._texts.shape, *self._options,
-                self._votes.shape[1], self._votes, self.shape.nodes, feed.proposal]  # fmt: skip
+                self._votes.shape[1], self._votes, self.shape.nodes, feed.proposal,
+                feed.parents]  # fmt: skip
         lane.kernel(self._kernels["propose_texts"], feed.batch, self._block, args, name="look up")
 
     def _note(self, lane: Lane, rows: Rows) -> None:

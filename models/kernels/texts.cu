@@ -100,80 +100,132 @@ struct Lookup {
   }
 };
 
-// Drafts at most `drafts` tokens, and `factor` times as many as fit, in a row of `width` that ends
-// at its first -1. With votes each draft is the token behind most of the places that vote, and the
-// last is the one before the product of the drafts' shares of the votes falls below `threshold`.
-// `votes_of` is zero, int32 [slots, vocabulary], and is left so. One block per batch row.
+// A draft, or what may become one.
+struct Continuation {
+  int token;
+  int parent;  // the draft that it hangs on, from 1; 0: the last token
+  int depth;
+  bool alone;  // no other place has a say in what follows
+  float score;
+  unsigned long long rank;  // of the place that is followed
+};
+
+// The drafts so far, and behind them what may be the next of them, best first; `most` in all.
+struct Found {
+  int drafts;
+  int most;
+  int end;
+  Continuation all[MAX_DRAFTS];
+
+  __device__ void add(const Continuation& added) {
+    int i = end < most ? end++ : most;
+    const auto is_before = [](const Continuation& a, const Continuation& b) {
+      return a.score > b.score || (a.score == b.score && a.rank > b.rank);
+    };
+    for (; i > drafts && is_before(added, all[i - 1]); --i) {
+      if (i < most) all[i] = all[i - 1];
+    }
+    if (i < most) all[i] = added;
+  }
+};
+
+// Drafts at most `drafts` tokens, and `factor` times as many as fit, in a row of `width` whose rest
+// is -1: a tree of `branch` children and `levels`, that of best score first. With votes a child's
+// share is that of the votes of the places it follows, and its score the product of the shares down
+// to it, which is `threshold` or more; without, places come as they rank. `votes_of` is zero,
+// int32 [slots, vocabulary], and is left so. One block per batch row.
 extern "C" __global__ void propose_texts(const int* row_slot, const Slot* slots, const int* texts,
                                          int text_count, int length, int longest, int shortest,
                                          int everywhere, int oldest, int vote, int drafts,
-                                         float factor, float threshold, int vocab, int* votes_of,
-                                         int width, int* proposal) {
+                                         float factor, float threshold, int branch, int levels,
+                                         int vocab, int* votes_of, int width, int* proposal,
+                                         int* parents) {
   __shared__ unsigned long long best;
-  __shared__ int voters, votes, going;
+  __shared__ int voters, votes;
+  __shared__ int path[MAX_DRAFTS];
+  __shared__ Found found;
+  const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
-  const bool leader = threadIdx.x == 0;
+  const bool leader = tid == 0;
   const int self = row_slot[b];
-  int* drafted = proposal + b * width;
-  if (leader) {
-    drafted[0] = -1;
-    best = 0;
-  }
+  for (int i = tid; i < width; i += static_cast<int>(blockDim.x)) proposal[b * width + i] = -1;
+  if (leader) best = 0;
   if (self < 0 || !slots[self].active) return;
   int* counts = votes_of + static_cast<long long>(self) * vocab;
   const Lookup look = {texts,         text_count,      length,      self,
-                       slots[self].n, everywhere != 0, oldest != 0, drafted};
+                       slots[self].n, everywhere != 0, oldest != 0, path};
   __syncthreads();
   look.places(longest, shortest, 0,
-              [&](int s, int p, int found) { atomicMax(&best, look.rank(found, s, p)); });
+              [&](int s, int p, int fit) { atomicMax(&best, look.rank(fit, s, p)); });
   __syncthreads();
   const unsigned long long fitting = best;
   if (fitting == 0) return;
-  const int fit = Lookup::ranked_first(fitting);
-  const float scaled = factor * static_cast<float>(fit);
-  const int most = scaled < static_cast<float>(drafts) ? static_cast<int>(scaled) : drafts;
-  const int high = vote == VOTE_LONGEST ? fit : longest;
-  const int low = vote == VOTE_LONGEST ? fit : shortest;
-
-  unsigned long long place = fitting;
-  float score = 1.0f;
-  int j = 0;
-  while (vote != VOTE_NONE && j < most) {
-    __syncthreads();
-    if (leader) {
-      best = 0;
-      voters = votes = 0;
-    }
-    __syncthreads();
-    look.places(high, low, j, [&](int s, int p, int found) {
-      atomicAdd(counts + look.behind(s, p, j), found - low + 1);
-      atomicAdd(&votes, found - low + 1);
-      atomicAdd(&voters, 1);
-    });
-    __syncthreads();
-    look.places(high, low, j, [&](int s, int p, int found) {
-      atomicMax(&best, look.rank(counts[look.behind(s, p, j)], s, p));
-    });
-    __syncthreads();
-    look.places(high, low, j, [&](int s, int p, int found) { counts[look.behind(s, p, j)] = 0; });
-    if (leader) {
-      score *= static_cast<float>(Lookup::ranked_first(best)) / static_cast<float>(votes);
-      going = voters > 1 && score >= threshold;
-      if (going) drafted[j] = look.behind(Lookup::ranked_text(best), look.ranked_place(best), j);
-    }
-    __syncthreads();
-    place = best;
-    if (voters == 1) break;  // nobody else has a say from here on
-    if (!going) {
-      if (leader) drafted[j] = -1;
-      return;
-    }
-    ++j;
+  const int best_fit = Lookup::ranked_first(fitting);
+  const int high = vote == VOTE_LONGEST ? best_fit : longest;
+  const int low = vote == VOTE_LONGEST ? best_fit : shortest;
+  if (leader) {
+    const float scaled = factor * static_cast<float>(best_fit);
+    found.drafts = found.end = 0;
+    found.most = scaled < static_cast<float>(drafts) ? static_cast<int>(scaled) : drafts;
   }
-  if (!leader) return;
-  for (; j < most; ++j) {
-    drafted[j] = look.behind(Lookup::ranked_text(place), look.ranked_place(place), j);
-    if (drafted[j] < 0) return;
+  Continuation node = {-1, 0, 0, vote == VOTE_NONE && branch == 1, 1.0f, fitting};
+  while (true) {
+    __syncthreads();
+    const int row = found.drafts;
+    if (node.depth == levels) {
+      // no children
+    } else if (node.alone) {
+      if (leader) {
+        node.token =
+            look.behind(Lookup::ranked_text(node.rank), look.ranked_place(node.rank), node.depth);
+        node.parent = row;
+        ++node.depth;
+        if (node.token >= 0) found.add(node);
+      }
+    } else {
+      if (leader) voters = votes = 0;
+      __syncthreads();
+      look.places(high, low, node.depth, [&](int s, int p, int fit) {
+        atomicAdd(counts + look.behind(s, p, node.depth), fit - low + 1);
+        atomicAdd(&votes, fit - low + 1);
+        atomicAdd(&voters, 1);
+      });
+      for (int child = 0; child < branch; ++child) {
+        __syncthreads();
+        if (leader) best = 0;
+        __syncthreads();
+        look.places(high, low, node.depth, [&](int s, int p, int fit) {
+          const int count = counts[look.behind(s, p, node.depth)];
+          if (count > 0) atomicMax(&best, look.rank(vote == VOTE_NONE ? fit : count, s, p));
+        });
+        __syncthreads();
+        if (best == 0) break;
+        if (!leader) continue;
+        const int token =
+            look.behind(Lookup::ranked_text(best), look.ranked_place(best), node.depth);
+        const float share = static_cast<float>(counts[token]) / static_cast<float>(votes);
+        const float score = vote == VOTE_NONE ? 1.0f : node.score * share;
+        counts[token] = 0;
+        if (score >= threshold) {
+          found.add({token, row, node.depth + 1, voters == 1, score, best});
+        }
+      }
+      __syncthreads();
+      look.places(high, low, node.depth,
+                  [&](int s, int p, int) { counts[look.behind(s, p, node.depth)] = 0; });
+    }
+    __syncthreads();
+    if (found.drafts == found.end) break;
+    node = found.all[found.drafts];
+    __syncthreads();  // everybody has read it
+    if (!leader) continue;
+    ++found.drafts;
+    for (int i = found.drafts; i > 0; i = found.all[i - 1].parent) {
+      path[found.all[i - 1].depth - 1] = found.all[i - 1].token;
+    }
   }
-  if (most < width) drafted[most] = -1;
+  for (int i = tid; i < found.drafts; i += static_cast<int>(blockDim.x)) {
+    proposal[b * width + i] = found.all[i].token;
+    if (parents != nullptr) parents[b * width + i] = found.all[i].parent;
+  }
 }

@@ -45,7 +45,7 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
   const int tid = static_cast<int>(threadIdx.x);
   const long long first = static_cast<long long>(r) * vocab_size;
   float* x = logits + first;
-  if (slot.adjust & ADJUST_LOGPROBS) {
+  if ((slot.adjust & (ADJUST_LOGPROBS | ADJUST_MASKED)) == ADJUST_LOGPROBS) {
     for (int i = tid; i < vocab_size; i += BLOCK) raw[first + i] = x[i];
   }
   if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
@@ -71,11 +71,11 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
     }
     block_sync();
   }
+  const int state = stamped_state(stamp_of(exchange, layout, index, j), slot.epoch, position);
+  const u32* mask = state == ROW_READY ? mask_of(exchange, layout, index, j) : nullptr;
+  const Row row = {x, vocab_size, mask, token_limit, nullptr};
   if (position + 1 < slot.earliest) {
     // Stop ids stay where there is nothing else, as where a grammar is done.
-    const int state = stamped_state(stamp_of(exchange, layout, index, j), slot.epoch, position);
-    const u32* mask = state == ROW_READY ? mask_of(exchange, layout, index, j) : nullptr;
-    const Row row = {x, vocab_size, mask, token_limit, nullptr};
     u64 other = 0;
     for (int i = tid; i < vocab_size && other == 0; i += BLOCK) {
       const u32 word = legal_word<false>(row, i & ~31);
@@ -84,6 +84,13 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
     other = block_reduce(other, scratch, Max());
     for (int s = tid; s < slot.stops && other != 0; s += BLOCK) {
       if (slot.stop_ids[s] < vocab_size) x[slot.stop_ids[s]] = MINUS_INFINITY;
+    }
+  }
+  if (slot.adjust & ADJUST_MASKED) {
+    block_sync();
+    for (int i = tid; i < vocab_size; i += BLOCK) {
+      raw[first + i] =
+          legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
     }
   }
 }

@@ -55,8 +55,7 @@ extern "C" __global__ void sample_draft(const float* logits, int draft_vocab, in
   int column = -1;
   int kind = DRAFT_POINT;
   const RowStamp* first = stamp_of(exchange, layout, index, 0);
-  const bool coupled =
-      slot.verify == VERIFY_COUPLED || (probed && !is_unconstrained(first, slot.epoch));
+  const bool coupled = is_coupled(slot) || (probed && !is_unconstrained(first, slot.epoch));
   if (slot.temperature < GREEDY_TEMPERATURE) {
     float best_logit;
     const int status = d2t ? row_best<true, false>(row, nullptr, scratch, &column, &best_logit)

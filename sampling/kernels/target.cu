@@ -7,6 +7,40 @@
 #include "row.cuh"
 #include "slot.cuh"
 
+// Relaxed acceptance, which is not exact: a draft is as good as the row's token if its probability
+// is among the best `relaxed_k` and at most `relaxed_delta` below the best. The likeliest such
+// draft under row j, else `token`, which is the target's own. `p` is masked, so no draft is
+// accepted that a grammar forbids.
+__device__ inline int relaxed_token(const Slot& slot, int most, int j, const float* p,
+                                    int vocab_size, int token, Scratch& scratch) {
+  bool strict = child_of(slot, most, j, token) > 0;
+  for (int i = 0; i < j; ++i) {
+    strict = strict || ((path_of(slot, j) >> i & 1) && slot.drafts[i] == slot.relaxed_until);
+  }
+  if (strict) return token;
+  u64 top = 0;  // positive floats are ordered as their bits
+  for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
+    top = __float_as_uint(p[i]) > top ? __float_as_uint(p[i]) : top;
+  }
+  top = block_reduce(top, scratch, Max());
+  const float bound = fadd(__uint_as_float(static_cast<u32>(top)), -slot.relaxed_delta);
+  float best = 0.0f;
+  for (int c = j + 1; c <= most; ++c) {
+    const int d = slot.drafts[c - 1];
+    if (slot.parent[c - 1] != j || d < 0 || d >= vocab_size) continue;
+    if (!(p[d] > best) || p[d] < bound) continue;
+    u64 better = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
+      better += p[i] > p[d] || (p[i] == p[d] && i < d);
+    }
+    better = block_reduce(better, scratch, Sum());
+    if (better >= static_cast<u64>(slot.relaxed_k)) continue;
+    best = p[d];
+    token = d;
+  }
+  return token;
+}
+
 extern "C" __global__ void sample_target(const float* logits, int vocab_size, int token_limit,
                                          const int* row_slot, int width, const Slot* slots,
                                          const int* exchange, const ExchangeLayout layout,
@@ -40,19 +74,26 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
 
   int status;
   int token = -1;
+  float* work = probs + static_cast<long long>(r) * vocab_size;
+  const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const bool relaxed = slot.verify == VERIFY_RELAXED && j < most;
   if (slot.temperature < GREEDY_TEMPERATURE) {
     float best_logit;
     status = row_best<false, false>(row, nullptr, scratch, &token, &best_logit);
+    if (status == ROW_OK && relaxed) {
+      row_distribution<false>(row, {1.0f, 0, 1.0f, 0.0f}, work, scratch);
+    }
   } else {
-    float* work = probs + static_cast<long long>(r) * vocab_size;
     const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
     status = row_distribution<false>(row, filter, work, scratch);
-    const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
     if (status == ROW_OK && (j == most || !is_testing(slot, most))) {
       const Noise noise = {slot.seed, position + 1,
                            PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
       token = draw_column(vocab_size, nullptr, noise, scratch, [work](int i) { return work[i]; });
     }
+  }
+  if (status == ROW_OK && relaxed) {
+    token = relaxed_token(slot, most, j, work, vocab_size, token, scratch);
   }
   if (leader) {
     target_tok[r] = token;

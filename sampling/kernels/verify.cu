@@ -96,6 +96,7 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
     }
     decided_by[count] = j;
     tokens[count++] = token;
+    if (slot.verify == VERIFY_RELAXED && token == slot.relaxed_until) slot.verify = VERIFY_COUPLED;
     if (is_stop(slot, token)) {
       reason = REASON_STOP;
     } else if (position + count + 1 >= slot.limit) {

@@ -111,5 +111,5 @@ def test_outputs_are_the_same_with_and_without_forced_drafts(pytestconfig, sampl
 
 def test_more_drafts_than_a_round_has_are_refused():
     """By the option's range, before anything runs."""
-    with pytest.raises(OptionError, match="from 1 to 16"):
-        demo_engine(forced_drafts=True, speculation=False, draft_length=17)
+    with pytest.raises(OptionError, match="from 1 to 63"):
+        demo_engine(forced_drafts=True, speculation=False, draft_length=64)

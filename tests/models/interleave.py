@@ -109,7 +109,7 @@ class Interleaving:
 
     def _graph(self, rows: int) -> Any:
         launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows), check=lambda: None)
-        return SimpleNamespace(exec=launch, timed=())
+        return SimpleNamespace(execs=[launch], timed=())
 
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""

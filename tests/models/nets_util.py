@@ -63,7 +63,7 @@ def load_eagle3(
 ) -> Eagle3Head:
     """A draft head with a cache of its own, shaped like its target's."""
     config = Eagle3Config.from_dir(folder)
-    kv = make_cache(device, config, 1, **cache)
+    kv = make_cache(device, config, config.num_hidden_layers, **cache)
     head = Eagle3Head(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
     target.set_feature_layers(head.feature_layers)
     return head

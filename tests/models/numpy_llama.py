@@ -107,7 +107,7 @@ def llama_logits(w: Weights, config: dict[str, Any], tokens: np.ndarray) -> np.n
 
 def eagle3_outputs(
     w: Weights, config: dict[str, Any], embedding: np.ndarray, features: np.ndarray,
-    next_tokens: np.ndarray, prefix: str = "midlayer",
+    next_tokens: np.ndarray, prefix: str = "midlayer", layers: int = 1,
 ) -> np.ndarray:  # fmt: skip
     """Outputs [E, hidden] of entries 0..E-1, before the final norm.
 
@@ -118,8 +118,11 @@ def eagle3_outputs(
     normed = rms_norm(g, w[f"{prefix}.hidden_norm.weight"], eps)
     embedded = embedding.astype(np.float64)[next_tokens]
     x = np.concatenate([rms_norm(embedded, w[f"{prefix}.input_layernorm.weight"], eps), normed], -1)
-    residual = normed if config.get("norm_before_residual") else g
-    return decoder_layer(w, prefix, config, x, residual)
+    out = decoder_layer(w, prefix, config, x, normed if config.get("norm_before_residual") else g)
+    for i in range(1, layers):
+        x = rms_norm(out, w[f"layers.{i}.input_layernorm.weight"], eps)
+        out = decoder_layer(w, f"layers.{i}", config, x, out)
+    return out
 
 
 def eagle3_logits(w: Weights, config: dict[str, Any], out: np.ndarray) -> np.ndarray:

@@ -154,7 +154,7 @@ def test_both_formats_of_a_head_give_one_config(tmp_path):
 def test_a_target_in_the_drafters_place_is_told(tmp_path):
     """The folder of a whole model is no head, and the error says which of the two it looks like."""
     make_tiny_llama(tmp_path)
-    with pytest.raises(ConfigError, match=r"num_hidden_layers = 3: .* looks like a target"):
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 3, .* looks like a target"):
         Eagle3Config.from_dir(tmp_path)
 
 
@@ -184,7 +184,7 @@ def test_feature_layers_beyond_the_target_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("norm_output", True), ("norm_before_fc", True), ("fc_norm", True), ("bias", True),
-     ("num_hidden_layers", 2), ("num_aux_hidden_states", 5), ("draft_vocab_size", 0),
+     ("num_hidden_layers", 0), ("num_aux_hidden_states", 5), ("draft_vocab_size", 0),
      ("draft_vocab_size", 100000), ("architectures", ["EagleLlamaForCausalLM"]),
      ("target_hidden_size", -1), ("norm_before_residual", "true"),
      *(("eagle_config", {LAYERS: ids})

@@ -1,7 +1,6 @@
 """The drafter protocol: a drafter is one file, and what does not keep to it is refused by name."""
 
 import inspect
-import itertools
 import json
 import shutil
 from collections import Counter
@@ -105,6 +104,12 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
     assert (output.drafted, output.reason) == (0, "stop")
 
 
+def test_what_is_ahead_is_no_tree(device):
+    """Nobody drafts behind the ends of a tree that was looked up."""
+    with pytest.raises(OptionError, match="must be chains"):
+        Engine(TARGET, partial(Ahead, first=NGram, then=TARGET), draft_tree=(2, 2))
+
+
 def test_forced_drafts_need_rows_while_drafting(device):
     """Beside a drafter that fills no mask rows they could never be found."""
     for drafter, options in ((wrong(), {}), (DRAFTER, {"mask_drafts": False})):
@@ -123,33 +128,38 @@ def places(texts, own, pattern, drafts):
 
 
 def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, factor=1e6,
-            threshold=0.0):  # fmt: skip
-    """What is drafted behind text `own`, said plainly: what followed the suffixes, by votes of all
-    places or of the one best place (`vote` None)."""
+            threshold=0.0, tree=None):  # fmt: skip
+    """(id, parent) of what is drafted behind text `own`, said plainly: what followed the suffixes,
+    by votes of all places or of the best places themselves (`vote` None), the best first."""
+    branch, levels = tree or (1, most)
     suffixes = [texts[own][-k:] for k in range(shortest, min(longest, len(texts[own])) + 1)]
     suffixes = [suffix for suffix in suffixes if any(places(texts, own, suffix, []))]
     if not suffixes:
         return []
     most = min(most, int(np.float32(factor) * len(suffixes[-1])))
-    suffixes = suffixes if vote == "all" else suffixes[-1:]
-    drafts, score, only = [], np.float32(1), None
-    while len(drafts) < most:
+    suffixes = suffixes[-1:] if vote == "longest" else suffixes
+    drafts, coming, path, score, only = [], [], [], np.float32(1), None
+    while True:
         votes, best = Counter(), {}
-        for suffix in suffixes:
-            for (mine, p, s), token in places(texts, own, suffix + drafts, drafts):
-                place = (mine, len(drafts) - p if oldest else p - len(drafts), s)
+        for suffix in suffixes if len(path) < levels else ():
+            for (mine, p, s), token in places(texts, own, suffix + path, path):
+                place = (mine, len(path) - p if oldest else p - len(path), s)
                 if only in (None, place):
                     votes[token] += 1
-                    best[token] = max(best.get(token, place), place)
-        if not votes:
-            break
-        choice = max(votes, key=lambda t: (votes[t] if vote else 0, best[t]))
-        only = None if vote else best[choice]
-        score *= np.float32(votes[choice]) / np.float32(votes.total())
-        if vote and score < np.float32(threshold):
-            break
-        drafts.append(choice)
-    return drafts
+                    rank = (0 if vote else len(suffix), place)
+                    best[token] = max(best.get(token, rank), rank)
+        if vote:
+            best = {token: (votes[token], place) for token, (_, place) in best.items()}
+        for token in sorted(votes, key=best.get)[-branch:]:
+            share = np.float32(votes[token]) / np.float32(votes.total() if vote else votes[token])
+            if score * share >= np.float32(threshold):
+                coming.append((score * share, best[token], len(drafts), [*path, token]))
+        if not coming or len(drafts) == most:
+            return drafts
+        coming.sort()
+        score, (_, place), parent, path = coming.pop()
+        only = place if not vote and branch == 1 else None
+        drafts.append((path[-1], parent))
 
 
 @pytest.mark.parametrize("block", [1, 64])
@@ -163,14 +173,22 @@ def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, fac
     (Suffix, {"longest": 64, "shortest": 1, "factor": 0.75, "threshold": 0.4}),
     (Suffix, {"longest": 5, "shortest": 2, "threshold": 0.0, "public": True, "kept": 2}),
     (Suffix, {"longest": 64, "shortest": 1, "factor": 2.0, "public": True, "kept": 4}),
+    (NGram, {"longest": 4, "shortest": 1, "tree": (2, 3)}),
+    (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 3, "tree": (4, 7)}),
+    (NGram, {"longest": 3, "shortest": 2, "match": "all", "oldest": True, "tree": (3, 2)}),
+    (Suffix, {"longest": 64, "shortest": 1, "threshold": 0.0, "tree": (2, 4)}),
+    (Suffix, {"longest": 4, "shortest": 1, "factor": 3.0, "public": True, "kept": 2,
+              "tree": (3, 9)}),
 ])  # fmt: skip
 def test_what_was_said_is_looked_up(device, stream, make, options, block):
     """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
-    slots, length, most = 4, 40, 5
+    slots, length, tree = 4, 40, options.get("tree")
+    most = 9 if tree else 5
     rng = np.random.default_rng(len(str(options)))
-    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most,
+    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most, tree=tree,
                            target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)))
-    drafter, lane = make(room, **options), StreamLane(stream)
+    drafter = make(room, **{k: v for k, v in options.items() if k != "tree"})
+    lane = StreamLane(stream)
     drafter._block = block
     plain = {"threshold": 0.1, "factor": 1.0} if make is Suffix else {}
     plain |= {k: v for k, v in options.items() if k not in ("drafts", "public", "kept", "match")}
@@ -200,13 +218,16 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
             committed=lambda lane, shift, now=now: now,
             row_slot=device.from_host(np.array(row_slot, np.int32)), batch=5,
             state=SimpleNamespace(array=device.from_host(state.view(np.int32))),
-            proposal=device.zeros((5, most), "int32"))  # fmt: skip
+            proposal=device.zeros((5, most), "int32"),
+            parents=device.zeros((5, most), "int32") if tree else None)  # fmt: skip
         if half:
             drafter.prefill(lane, rows(said[:half], slot, 0), None, None)
         drafter.start(lane, feed)
         stream.synchronize()
-        found = [list(itertools.takewhile(lambda t: t >= 0, row))
-                 for row in feed.proposal.to_host().tolist()]  # fmt: skip
+        ids = feed.proposal.to_host()
+        parents = feed.parents.to_host() if tree else np.tile(np.arange(most), (5, 1))
+        found = [[pair for pair in zip(*row, strict=True) if pair[0] >= 0]
+                 for row in zip(ids.tolist(), parents.tolist(), strict=True)]  # fmt: skip
         shown = texts if options.get("public") else None
         wanted = [look_up(shown or {s: texts[s]}, s, options.get("drafts", most), **plain)
                   if s >= 0 and state[s]["active"] else [] for s in row_slot]  # fmt: skip

@@ -72,6 +72,7 @@ HEADS = {
     "official": {}, "speculators": {"names": "speculators"},
     "feature normed": {"norm_before_residual": True, "own_embedding": True},
     "speculators, feature normed": {"names": "speculators", "norm_before_residual": True},
+    "three layers": {"num_hidden_layers": 3, "names": "speculators"},
     "rotary base is not its target's": {"target": {"rope_theta": 500000.0}},
     "narrower than its target": {"hidden_size": 32, "target_hidden_size": 48,
                                  "own_embedding": True},
@@ -92,7 +93,8 @@ def test_entries_equal_numpy(device, stream, tmp_path, form, options):
     table = weights.get("embed_tokens.weight", target_weights["model.embed_tokens.weight"])
     config = {**TARGET, **options}
     prefix = "layers.0" if "names" in options else "midlayer"
-    wanted = numpy_llama.eagle3_outputs(weights, config, table, features, tokens, prefix=prefix)
+    wanted = numpy_llama.eagle3_outputs(weights, config, table, features, tokens, prefix=prefix,
+                                         layers=options.get("num_hidden_layers", 1))  # fmt: skip
     np.testing.assert_allclose(out, wanted, atol=3e-5)
     logits = numpy_llama.eagle3_logits(weights, config, wanted)
     np.testing.assert_allclose(draft_logits(stream, drafter, out), logits, atol=5e-5)

@@ -132,8 +132,10 @@ SHAPES = [
     {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "composition": "two"},
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 3, "drafter": Suffix, "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
@@ -148,7 +150,14 @@ QUICK = len(SHAPES)
 SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
+    {"max_batch_size": 4, "composition": "two", "draft_legality": "probe", "draft_length": 5},
+    {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "composition": "two", "draft_length": 7, "draft_tree": (3, 3)},
+    {"max_batch_size": 3, "composition": "two", "speculation": False, "forced_drafts": True},
+    {"max_batch_size": 3, "composition": "two", "drafter": LOOKUP_AHEAD, "draft_length": 4},
     {"max_batch_size": 2, "drafter": UserDrafter.of(branch_off, tree=True)},
     {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
@@ -184,7 +193,7 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_legality") == "probe" or "draft_tree" in shape
+        probed = shape.get("draft_legality") == "probe" or engine._parts.tree is not None
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
@@ -249,19 +258,22 @@ def test_the_grammar_joins_once_a_round(tree) -> None:
 
 
 def test_overlap_keeps_rejection_sampling(truth) -> None:
-    """Overlap moves no round boundary, so even rejection sampling draws the same tokens."""
+    """Neither overlap nor composition moves a round's boundary, so even rejection sampling draws
+    the same tokens; in two, a graph ends with verification and with each step that is waited for.
+    """
     requests = workload(temperature=0.9, verify="rejection")
     outputs = []
-    for overlap in (True, False):
-        with settled(demo_engine(max_batch_size=4, overlap=overlap)) as engine:
+    for graphs, options in ((1, {}), (1, {"overlap": False}), (5, {"composition": "two"})):
+        with settled(demo_engine(max_batch_size=4, **options)) as engine:
             outputs.append([answer(o) for o in engine.generate(requests)])
-    assert outputs[0] == outputs[1]
+            assert {len(one.graphs) for one in engine.rounds.values()} == {graphs}
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_rounds_are_launched_ahead() -> None:
     """In mid-generation one round is still unread when a step returns; without overlap none is."""
-    for overlap, ahead in ((True, 1), (False, 0)):
-        with demo_engine(max_batch_size=2, overlap=overlap) as engine:
+    for options, ahead in (({}, 1), ({"overlap": False}, 0), ({"composition": "two"}, 0)):
+        with demo_engine(max_batch_size=2, **options) as engine:
             for seed in range(2):
                 engine.submit(Request(tokens=[300, 301, 302 + seed], max_tokens=40))
             for _ in range(3):

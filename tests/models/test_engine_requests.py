@@ -5,9 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from engine_util import mixed_requests
+from engine_util import mixed_requests, outputs
 
-from graft.models.request import Request
+from graft.models.request import Relaxed, Request
 from graft.models.text import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
 
@@ -42,6 +42,7 @@ WRONG = {
     "allowed_ids": ([-1], []), "banned_ids": ([0.5], 5, [1] * 10**6),
     "presence_penalty": (2.5,), "frequency_penalty": (float("nan"),), "repetition_penalty": (0.0,),
     "min_tokens": (161,), "logprobs": (21,), "n": (0, 129), "sample": (-1,),
+    "relaxed": (0.5, Relaxed(top_k=0), Relaxed(delta=1.5), Relaxed(until=10**6)),
 }  # fmt: skip
 #: And such that show with others: other prompts, no grammar, nothing that is left.
 BAD = [
@@ -70,6 +71,34 @@ def test_what_is_no_request_is_refused_and_none_is_nothing(engine):
     good = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
     refused, served = engine.generate([{"prompt": "x"}, good])
     assert "must be a Request" in (refused.error or "") and served.reason == "stop"
+
+
+def test_relaxed_requests(engine):
+    """They accept what others refuse, obey their grammar and say that they are not exact. Relaxed
+    up to their first token, which no draft can be, they are as others, also when preempted."""
+    requests = [
+        replace(r, temperature=1.2, verify="coupled", seed=i, id=str(i))
+        for i, r in enumerate(mixed_requests(6))
+    ]
+    plain = engine.generate(requests)
+    relaxed = [replace(r, verify="relaxed", relaxed=Relaxed(10**6, 1.0)) for r in requests]
+    loose = engine.generate(relaxed)
+    assert all(o.exact for o in plain) and not any(o.exact for o in loose)
+    assert {o.reason for o in loose} <= {"stop", "length"}
+    shares = [sum(o.accepted for o in those) / sum(o.drafted for o in those)
+              for those in (plain, loose)]  # fmt: skip
+    assert shares[0] < 0.9 < shares[1]
+    assert not engine.counters()["grammar"]["desyncs"]
+
+    for request, output in zip(relaxed, plain, strict=True):
+        engine.submit(replace(request, relaxed=Relaxed(10**6, 1.0, until=output.tokens[0])))
+    done, preempted = {}, 0
+    while engine.busy:
+        done |= outputs(engine.step())
+        if len(done) == preempted:
+            preempted += any(engine.preempt(o.id) for o in plain if o.id not in done)
+    assert preempted
+    assert [done[o.id].tokens for o in plain] == [o.tokens for o in plain]
 
 
 def test_max_tokens_is_a_length_ending(engine):

@@ -16,7 +16,7 @@ from graft.grammar.decoder import GuidedDecoder
 def test_no_host_node_where_another_transport_is_asked_for(transport):
     """Requests and waits take the place of the driver's host functions, in every bucket."""
     with demo_engine(max_batch_size=2, grammar_transport=transport) as engine:
-        kinds = {node.kind for graph in engine.rounds.values() for node in graph.graph.nodes}
+        kinds = {node.kind for one in engine.rounds.values() for node in one.graphs[0].nodes}
     assert {"request", "wait"} <= kinds and "host" not in kinds
 
 

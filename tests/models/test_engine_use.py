@@ -216,8 +216,8 @@ def test_a_driver_error_while_a_request_joins(call, nth, monkeypatch):
     assert live() == before
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
-def test_a_failed_round_is_told_once(monkeypatch, overlap):
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"composition": "two"}], ids=str)
+def test_a_failed_round_is_told_once(monkeypatch, options):
     """The step that meets it raises it; later ones say that the engine has failed; none hangs."""
     ran = itertools.count(1)
 
@@ -228,7 +228,7 @@ def test_a_failed_round_is_told_once(monkeypatch, overlap):
 
     plain = GuidedDecoder.commit_work
     monkeypatch.setattr(GuidedDecoder, "commit_work", lambda self: PythonWork(burn, plain(self)))
-    engine = demo_engine(max_batch_size=2, grammar_transport="native", overlap=overlap)
+    engine = demo_engine(max_batch_size=2, grammar_transport="native", **options)
     for request in mixed_requests(2):
         engine.submit(request)
     with pytest.raises(HostWorkError, match=r"in replay 7: RuntimeError: .* on fire") as caught:

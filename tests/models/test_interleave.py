@@ -81,7 +81,7 @@ MUTANTS = {
         GuidedDecoder, "publish", "r.epoch", "1"),
     "stale row applied by the host": (Seat, "stale", "return ", "return False and "),
     "results read before they are published": (
-        Replays, "_await", "not self._parts.outputs.stamped(replay, POLL_S)", "False"),
+        Replays, "_await", "not over(POLL_S)", "False"),
     "newest replay read first": (Replays, "row", "self.unread[0]", "self.unread[-1]"),
     "snapshot retired while its replay runs": (
         Replays, "wait", "self._retire(flight.replay - 1, stats)",

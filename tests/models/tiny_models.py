@@ -184,6 +184,8 @@ def make_tiny_eagle3(
     of_target = config.get("target_hidden_size", hidden)
     prefix = "midlayer" if names == "official" else "layers.0"
     tensors = decoder_tensors(config, rng, prefix, 2 * hidden)
+    for i in range(1, config["num_hidden_layers"]):
+        tensors |= decoder_tensors(config, rng, f"layers.{i}", hidden)
     tensors |= {
         f"{prefix}.hidden_norm.weight": norm(rng, hidden),
         "norm.weight": norm(rng, hidden),

@@ -14,7 +14,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.sampling.adjust import NOTHING
 from graft.sampling.sampler import ROUND_ROW, Sampler, output_ring
-from graft.sampling.state import SlotState
+from graft.sampling.state import Relaxed, SlotState
 
 
 class TableRound:
@@ -64,7 +64,7 @@ class TableRound:
             self.lane, slot, position=s.n, last=s.last, epoch=s.epoch, limit=s.limit,
             stop_ids=s.stop_ids, seed=s.seed, temperature=s.filter.temperature,
             top_k=s.filter.top_k, top_p=s.filter.top_p, min_p=s.filter.min_p, verify=s.verify,
-            sample=s.sample, adjust=s.adjust or NOTHING,
+            sample=s.sample, adjust=s.adjust or NOTHING, relaxed=s.relaxed or Relaxed(),
         )  # fmt: skip
         self.stream.synchronize()
         state = self.state.to_host()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import reference_round as ref
 from sampling_round import TableRound
+
+from graft.sampling.state import Relaxed
 
 V, K = 41, 3
 GREEDY, SAMPLED = ref.Filter(0.0), ref.Filter(1.0)
@@ -31,9 +35,11 @@ def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref
     n = int(rng.integers(3, 200))
     return ref.Slot(
         n=n, tree=ref.chain(int(rng.integers(vocab))), limit=n + int(rng.integers(2, 9)),
-        seed=int(rng.integers(2**63)), filter=random_filter(rng), verify=int(rng.integers(3)),
+        seed=int(rng.integers(2**63)), filter=random_filter(rng), verify=int(rng.integers(4)),
         epoch=int(rng.integers(1, 5)), sample=int(rng.choice([0, 0, 7])),
         stop_ids=tuple(rng.choice(vocab, rng.integers(0, stops + 1), replace=False).tolist()),
+        relaxed=Relaxed(int(rng.choice([1, 2, 40])), float(rng.choice([0.0, 0.2, 1.0])),
+                        int(rng.integers(vocab))),
     )  # fmt: skip
 
 
@@ -96,6 +102,34 @@ def test_matches_the_reference_on_random_rounds(make_round, block):
             seen |= set(zip(out["reason"].tolist(), (out["count"] > 0).tolist(), strict=True))
     wanted = {(reason, True) for reason in (ref.RUNNING, ref.STOP, ref.LENGTH)}
     assert wanted | {(ref.RUNNING, False), (ref.DEAD, False), (ref.FAULT, False)} <= seen
+
+
+@pytest.mark.parametrize("pruned", [False, True], ids=["same", "pruned"])
+def test_chains_from_tables_match_the_reference(make_round, block, pruned):
+    """Drafts drawn near the target, points and late rows among them, tested as a whole and one by
+    one: what is accepted, and the token behind it, are the reference's."""
+    rng, most, slots = np.random.default_rng(11), 6, 32
+    ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32) if pruned else np.arange(V)
+    r = make_round(slots=slots, draft_length=most, vocab=V, d2t=ids if pruned else None,
+                   block=block)  # fmt: skip
+    accepted = Counter()
+    for _ in range(4 if block == 1 else 2):
+        logits = rng.normal(0, 2, (slots, most + 1, V)).astype(np.float32)
+        states, masks = [], []
+        for i in range(slots):
+            verify = ref.PER_TOKEN if rng.random() < 0.3 else ref.REJECTION
+            f, seed = ref.Filter(1.0, int(rng.choice([0, 12]))), int(rng.integers(2**63))
+            s = ref.Slot(9, ref.chain(1), 40, seed=seed, verify=verify, filter=f)
+            for j in range(most):
+                near = (logits[i, j] + rng.normal(0, 0.5, V))[ids].astype(np.float32)
+                answer = int(ids[near.argmax()]) if rng.random() < 0.1 else -1
+                ref.draft(s, j + 1, near, None, V, ids, V, answer=answer)
+            late = int(rng.integers(1, 20))
+            states.append(s)
+            masks.append([ref.MaskRow(ref.NOT_READY if j == late else ref.READY, 1, 9 + j, ALL)
+                          for j in range(most + 1)])  # fmt: skip
+        accepted.update(r.play(states, logits, masks)["accepted"].tolist())
+    assert set(accepted) == set(range(most + 1))
 
 
 # Rules, one by one. Logits make token 10 + j certain after row j.
@@ -243,6 +277,35 @@ def test_tables_that_do_not_fit_their_drafts(small):
         slot = slot_of(SAMPLED, drafts, ref.DENSE, q=q)
         assert one(small, slot, rows_of(slot)) == ([10], 0, 0)
     assert small.sampler.faults.to_host()[0] == 3
+
+
+#: With probabilities .5, .3, .15, .05 of ids 10 .. 13: how, an illegal id, drafts; what comes.
+LIKELY = {
+    "second best": (Relaxed(2, 0.21), -1, (11, 11), ([11, 11, 10], 2)),
+    "not among the best": (Relaxed(1, 1.0), -1, (11, 11), ([10], 0)),
+    "too far below the best": (Relaxed(9, 0.19), -1, (11, 10), ([10], 0)),
+    "among what is legal": (Relaxed(2, 0.31), 10, (12, 11), ([12, 11, 11], 2)),
+    "illegal": (Relaxed(40, 1.0), 10, (10, 11), ([11], 0)),
+    "no token": (Relaxed(40, 1.0), -1, (V, 11), ([10], 0)),
+    "behind the end": (Relaxed(2, 0.21, until=11), -1, (11, 11), ([11, 10], 1)),
+    "exact to the end": (Relaxed(2, 0.21, until=10), -1, (10, 11), ([10, 10], 1)),
+}  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("name", LIKELY)
+def test_relaxed_acceptance(small, f, name):
+    """A draft passes among the best ids near the best one, of those that are legal, up to the end
+    of what is relaxed; what passes greedily passes when sampling. Then the request is coupled."""
+    how, illegal, drafts, expected = LIKELY[name]
+    logits = np.full((K + 1, V), -30.0, np.float32)
+    logits[:, 10:14] = np.log([0.5, 0.3, 0.15, 0.05])
+    slot = slot_of(f, drafts, verify=ref.RELAXED, relaxed=how)
+    out = small.play([slot], logits[None], [rows_of(slot, legal=np.arange(V) != illegal)])
+    tokens, accepted = out["tokens"][0, : out["count"][0]].tolist(), int(out["accepted"][0])
+    assert (tokens, accepted) == expected or (f is SAMPLED and accepted >= expected[1])
+    ended = how.until in tokens
+    assert small.state.to_host()["verify"][0] == (ref.COUPLED if ended else ref.RELAXED)
 
 
 def test_padding_rows_and_unused_entries_are_marked(make_round):

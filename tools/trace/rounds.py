@@ -47,7 +47,8 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """
     engine.settle()  # rounds launched before the block do not belong to it
     if engine.device.kind == "soft":
-        watched = {one.exec: one.graph for one in engine.rounds.values()}
+        watched = {exe: graph for one in engine.rounds.values()
+                   for exe, graph in zip(one.execs, one.graphs, strict=True)}
         with record(engine.device, watched) as trace:
             yield trace
             engine.settle()

@@ -205,19 +205,24 @@ def batches(count: int, lengths: list[int], tokens: int, rng: random.Random) -> 
 def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """Cross-entropy with the target's distribution on the draft vocabulary, step by step."""
     saved = torch.load(args.work / "features.pt")
-    rows, features = saved["rows"], saved["features"]
-    embed = load_target(args.model).model.embed_tokens.weight.detach()
+    rows, features, target = saved["rows"], saved["features"], load_target(args.model).model
+    embed = target.embed_tokens.weight.detach()
+    # A few columns of the streams are a thousand times the others: the head learns on what is left
+    # once each is divided by its size, and `export` takes that into `fc`.
+    scale = features_size(features)
+    for feature in features:
+        feature[:, : len(scale)] /= scale
     kept = draft_vocabulary(rows, args.draft_vocab, int(tokenizer.token_to_id(END) or 0))
     head = Eagle3(replace(SIZES, inner=args.inner), kept)
     head.lm_head.weight.data.copy_(embed[head.kept()])
+    head.norm.weight.data.copy_(target.norm.weight)
     held = list(range(0, len(rows), 40))
     train = [i for i in range(len(rows)) if i % 40]
     lengths = [len(rows[i][0]) for i in train]
     matrices = [p for n, p in head.named_parameters() if p.ndim == 2 and n != "lm_head.weight"]
     rest = [p for n, p in head.named_parameters() if p.ndim != 2 or n == "lm_head.weight"]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=1.0, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)]
+    optimizers = [torch.optim.AdamW(some, lr=1.0, betas=(0.9, 0.97), weight_decay=decay)
+                  for some, decay in ((matrices, 0.02), (rest, 0.0))]
     spent, step, path = 0.0, 0, args.work / "eagle.pt"
     if path.exists():
         was = torch.load(path)
@@ -235,7 +240,7 @@ def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             share = spent / args.minutes
             rate = args.rate * min(1.0, (step + 1) / 60) * max(0.02, 1 - share)
-            for optimizer, scale in zip(optimizers, (1.0, 0.2), strict=True):
+            for optimizer, scale in zip(optimizers, (1.0, 0.3), strict=True):
                 for group in optimizer.param_groups:
                     group["lr"] = rate * scale
                 optimizer.step()
@@ -250,8 +255,15 @@ def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
                 log(args, stage="eagle", step=step, minutes=spent,
                     loss=sum(losses) / len(losses), acceptance_length=found)
                 losses = []
-                torch.save({"model": head.state_dict(), "spent": spent, "step": step,
+                torch.save({"model": head.state_dict(), "scale": scale,
+                            "spent": spent, "step": step,
                             "optimizers": [o.state_dict() for o in optimizers]}, path)
+
+
+def features_size(features: list[Tensor]) -> Tensor:
+    """Root of the mean square of every column that the head reads, of some rows."""
+    some = torch.cat([feature[:, : 3 * SIZES.hidden].float() for feature in features[::20]])
+    return some.square().mean(0).sqrt()
 
 
 def padded(rows: list[tuple[list[int], int]], features: list[Tensor]) -> tuple[Tensor, Tensor,
@@ -320,7 +332,9 @@ def log(args: argparse.Namespace, **row: Any) -> None:
 
 def export(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """The head as graft's loader reads it, in bfloat16, with its training's log."""
-    head = torch.load(args.work / "eagle.pt")["model"]
+    was = torch.load(args.work / "eagle.pt")
+    head = was["model"]
+    head["fc.weight"] = head["fc.weight"] / was["scale"]
     args.out.mkdir(parents=True, exist_ok=True)
     save_file({name: (value.bfloat16() if value.is_floating_point() else value).contiguous()
                for name, value in head.items()}, args.out / "model.safetensors",
