@@ -258,10 +258,11 @@ void SlotWork::grow(Slot& slot) const noexcept {
   slot.answer = order.candidates;
 }
 
-// The likeliest legal drafts, at most `branch` under one. How likely a node is, is the product of
-// the shares of the tokens down to it: each of what its level likes, less what was refused there.
-// Under every node the next candidate waits; the likeliest of these, of equals that of the earlier
-// node, is tested. The number of tests is bounded; the matcher is where it was afterwards.
+// The likeliest legal drafts, at most `branch` under one (as DDTree, arXiv 2604.12989, of all). How
+// likely a node is, is the product of the shares of the tokens down to it: each of what its level
+// likes, less what was refused there. Under every node the next candidate waits; the likeliest of
+// these, of equals that of the earlier node, is tested. The number of tests is bounded; the matcher
+// is back at the committed tokens afterwards.
 void SlotWork::walk(Slot& slot) const noexcept {
   struct Node {
     double score, left = 1.0;  // left: of the shares below it
