@@ -193,7 +193,7 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_legality") == "probe" or engine._parts.tree is not None
+        probed = shape.get("draft_legality") == "probe" or engine._parts.decoder.probes
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
