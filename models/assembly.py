@@ -14,6 +14,7 @@ from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.budget import DraftBudget, ladder
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.drafters import DrafterChoice, Forced
@@ -42,6 +43,7 @@ class Assembly:
 
     stream: Stream
     parts: RoundParts
+    budget: DraftBudget
     prefill: Prefill
     caches: tuple[PagedKV, ...]
     compiler: GrammarService
@@ -86,7 +88,10 @@ def assemble(
         stream = device.stream("rounds")
         undo.pop_all()
     caches = (target.kv, *(made.caches if made else ()))
-    return Assembly(stream, parts, prefill, caches, compiler)
+    shape = made.shape if made else TreeShape(0)
+    lengths = ladder(shape.nodes) if options.draft_length == "auto" else [shape.nodes]
+    budget = DraftBudget(lengths, len(shape.levels) or shape.nodes, branches=shape.branch > 1)
+    return Assembly(stream, parts, budget, prefill, caches, compiler)
 
 
 def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):
@@ -105,8 +110,8 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 
 def _max_rows(options: Options) -> int:
-    branch, _ = options.draft_tree or (1, 0)
-    return max(options.max_batch_size * max(options.draft_length + 1, branch), PREFILL_ROWS + 1)
+    branch = options.tree.branch if options.tree else 1
+    return max(options.max_batch_size * max(options.most_drafts + 1, branch), PREFILL_ROWS + 1)
 
 
 def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:
@@ -123,13 +128,13 @@ def _drafter(
 ) -> Drafter | None:  # fmt: skip
     """What drafts, told to the target; None decodes without speculation."""
     if choice is None:
-        return Forced(options.draft_length) if options.forced_drafts else None
+        return Forced(options.most_drafts) if options.forced_drafts else None
     room = DrafterRoom(
         device,
         target,
         tokenizer,
-        options.draft_length,
-        options.draft_tree,
+        options.most_drafts,
+        options.tree,
         options.slots,
         options.sizes[0],
         _max_rows(options),
@@ -138,7 +143,7 @@ def _drafter(
     name, drafter = str(choice), make_drafter(choice, room)
     if not isinstance(getattr(drafter, "shape", None), TreeShape):
         raise OptionError(f"drafter {name}: says nothing of its shape")
-    drafter.shape.check(options.draft_length)
+    drafter.shape.check(options.most_drafts)
     shape, asked = drafter.shape, options.draft_tree is not None
     if (shape.branch > 1) != asked and (asked or shape.levels):
         raise OptionError(
@@ -159,7 +164,7 @@ def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:
     probes = options.draft_legality == "probe" or drafter.shape.branch > 1
     if not probes:
         return Fill
-    return Walk if drafter.at_once else Probe
+    return Walk if drafter.at_once and not drafter.shape.paths else Probe
 
 
 def _parts(
@@ -220,7 +225,7 @@ def _parts(
         drafter=drafter,
         legality=legality,
         sampler=sampler,
-        tree=TreeSampler(sampler, branch, levels) if grows else None,
+        tree=TreeSampler(sampler, branch, levels, shape.paths) if grows else None,
         state=state,
         decoder=decoder,
         exchange=exchange,

@@ -97,9 +97,9 @@ class Engine:
         built = assemble(self.device, self.options, folder, drafter, config, tokenizer)
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
-        self._replays = Replays(built.parts, built.stream)
-        self.rounds: dict[int, RoundGraph] = {}
-        self.stats = EngineStats(draft_length=built.parts.draft_length)
+        self._replays = Replays(built.parts, built.stream, built.budget)
+        self.rounds: dict[tuple[int, int], RoundGraph] = {}
+        self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_before = 0
         self._scheduler = Scheduler(
             self._replays,
@@ -109,6 +109,7 @@ class Engine:
             ),
             self.rounds,
             self.stats,
+            built.budget,
             depth=2 if self.options.overlap and self.options.composition == "one" else 1,
             width=built.parts.width,
             verify=self.options.verify,
@@ -126,13 +127,16 @@ class Engine:
             raise
 
     def _build_rounds(self) -> None:
-        """One graph per bucket, and one idle replay each: what loads lazily is loaded now."""
+        """One graph per bucket and draft length, and idle replays of each: what loads lazily is
+        loaded by the first, and the others tell the budget how long it takes."""
         scratch = self._parts.scratch(self.options.max_batch_size)
-        for size in buckets(self.options.max_batch_size):
-            self.rounds[size] = RoundGraph(self._parts, scratch, size)
-            self._replays.launch(self.rounds[size], [])
-            self._replays.wait(self.stats, Shield())
-            self._replays.finish()
+        lengths = self._built.budget.lengths
+        for key in itertools.product(buckets(self.options.max_batch_size), lengths):
+            self.rounds[key] = RoundGraph(self._parts, scratch, *key)
+            for _ in range(1 if len(lengths) == 1 else 3):
+                self._replays.launch(self.rounds[key], [])
+                self._replays.wait(self.stats, Shield())
+                self._replays.finish()
         self._replays.settle(self.stats)
 
     # Requests ---------------------------------------------------------------------------------
@@ -346,7 +350,7 @@ class Engine:
         """Begin counting anew."""
         self._require_working()
         self._forced_before = self._parts.decoder.counters()["forced_tokens"]
-        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.draft_length)
+        self.stats = self._scheduler.stats = EngineStats(draft_length=self._parts.depth)
 
     def settle(self) -> None:
         """Wait until the device is idle and take back what finished requests held.

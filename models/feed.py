@@ -51,7 +51,8 @@ class Feed:
 
     Attributes
     ----------
-    batch, width : requests per replay, and rows of the target's forward per request (drafts + 1).
+    batch, width : requests per replay, and rows of the target's forward per request; of the next
+        round too no more than width - 1 drafts are wanted, which with 1 are none.
     branch : rows of a level of drafts, per request; 1 in a chain.
     state, sampler : ``Slot`` of every request and ``RoundRow`` of every batch row, for kernels.
     row_slot : int32 [B], slot of each batch row; -1: padding.

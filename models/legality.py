@@ -135,8 +135,8 @@ class Walk(Legality):
     masked = True
     commit = "commit"
 
-    def walk(self, logits: DeviceArray) -> None:
-        """Make the drafts from logits float32 [levels * B, Vd], a level's rows together.
+    def walk(self, logits: DeviceArray, most: int) -> None:
+        """Make `most` drafts of logits float32 [levels * B, Vd], a level's rows together.
 
         Of a chain those of requests without a grammar are left to be drawn, level by level.
         """
@@ -145,4 +145,4 @@ class Walk(Legality):
         self._stamps.end("drafter extend")
         self._ready = self._ask("walk", self._guide.draft_work(1), "walk")
         self._wait("wait for drafts", "walk")
-        sampler.place(self._model, None, row_slot)
+        sampler.place(self._model, None, row_slot, most=most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.state import MAX_DRAFTS
+from graft.sampling.tree import TreePlan
 
 __all__ = ["LEGALITIES", "MAX_DRAFT_LENGTH", "Options"]
 
@@ -23,17 +24,20 @@ MAX_DRAFT_LENGTH = 63
 #: Positions per request unless the user asks for more: caches are reserved for every slot.
 DEFAULT_LENGTH = 4096
 
-#: Whole numbers: lowest and highest value, and whether None is one more.
-_WHOLE = {
-    "max_batch_size": (1, 4096, False),
-    "draft_length": (1, MAX_DRAFT_LENGTH, False),
-    "max_length": (2, 2**31 - 2, True),
-    "page_size": (1, 1 << 16, False),
-    "pages": (1, 2**31 - 2, True),
-    "grammar_threads": (1, 1024, True),
-    "grammar_cache_bytes": (0, 2**62, False),
-    "compile_threads": (1, 256, False),
-    "ordinal": (0, 1023, True),
+#: Most drafts of a chain and of a tree where nobody says how many.
+_AUTO_CHAIN, _AUTO_TREE = 7, 31
+
+#: Whole numbers: lowest and highest value, and what else there is.
+_WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
+    "max_batch_size": (1, 4096),
+    "draft_length": (1, MAX_DRAFT_LENGTH, "auto"),
+    "max_length": (2, 2**31 - 2, None),
+    "page_size": (1, 1 << 16),
+    "pages": (1, 2**31 - 2, None),
+    "grammar_threads": (1, 1024, None),
+    "grammar_cache_bytes": (0, 2**62),
+    "compile_threads": (1, 256),
+    "ordinal": (0, 1023, None),
 }
 _SWITCHES = ("mask_drafts", "forced_drafts", "overlap")
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -52,10 +56,15 @@ class Options:
     Parameters
     ----------
     max_batch_size : rows of a round, hence most requests that run at once.
-    draft_length : drafts per round, 1 to 63, where anything drafts.
+    draft_length : drafts per round, 1 to 63, where anything drafts. "auto": none to 7, or to 31
+        where they branch, in each round as many as promise most tokens per second, see
+        `DraftBudget`. Greedy and coupled outputs are the same whatever it is; rejection sampling is
+        reproducible only with equal lengths, hence not with "auto".
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
-        that come level by level are then probed, whatever `draft_legality` says. None: a chain.
+        that come level by level are then probed, whatever `draft_legality` says. Or the paths of a
+        tree whose shape is given: (0,) and (2,) are the likeliest draft and the third, (0, 1) what
+        is second behind the first. None: a chain.
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
@@ -105,8 +114,8 @@ class Options:
     """
 
     max_batch_size: int = 8
-    draft_length: int = 3
-    draft_tree: tuple[int, int] | None = None
+    draft_length: int | str = 3
+    draft_tree: tuple[int, int] | Sequence[tuple[int, ...]] | None = None
     max_length: int | None = None
     page_size: int = 16
     pages: int | None = None
@@ -128,12 +137,13 @@ class Options:
     ordinal: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, optional) in _WHOLE.items():
+        for name, (low, high, *others) in _WHOLE.items():
             value = getattr(self, name)
-            if value is None and optional:
+            if value in others:
                 continue
             if type(value) is not int or not low <= value <= high:
-                raise _bad(name, f"a whole number from {low} to {high}", value)
+                numbers = f"a whole number from {low} to {high}"
+                raise _bad(name, " or ".join([numbers, *map(repr, others)]), value)
         for name in _SWITCHES:
             if type(getattr(self, name)) is not bool:
                 raise _bad(name, "True or False", getattr(self, name))
@@ -141,8 +151,8 @@ class Options:
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in choices:
                 raise _bad(name, "one of " + ", ".join(map(str, choices)), value)
-        if self.draft_tree is not None:
-            self._check_tree(self.draft_tree)
+        if self.tree is not None:
+            self._check_tree(self.tree)
         _require_number("compile_timeout_s", self.compile_timeout_s, 0)
         if self.grammar_budget_us is not None:
             _require_number("grammar_budget_us", self.grammar_budget_us, 1)
@@ -155,28 +165,36 @@ class Options:
         if self.draft_legality == "probe" and not self.mask_drafts:
             raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
 
-    def _check_tree(self, tree: Any) -> None:
-        wanted = "(branch, levels), a branch from 2 to 16 and a level or more"
-        if not (isinstance(tree, (tuple, list)) and len(tree) == 2):
-            raise _bad("draft_tree", wanted, tree)
-        branch, levels = tree
-        if not (type(branch) is type(levels) is int and 2 <= branch <= 16 and levels >= 1):
-            raise _bad("draft_tree", wanted, tree)
-        if levels > self.draft_length or (levels - 1) * branch > MAX_DRAFTS:
+    def _check_tree(self, tree: TreePlan) -> None:
+        most = max(tree.levels, len(tree.paths))
+        if most > self.most_drafts or (tree.levels - 1) * tree.branch > MAX_DRAFTS:
             raise OptionError(
-                f"draft_tree {tree} has no place: its levels are to be at most draft_length "
-                f"{self.draft_length}, and the nodes of all but the last at most {MAX_DRAFTS}"
+                f"draft_tree {self.draft_tree} has no place: levels and paths are to be at most "
+                f"draft_length {self.most_drafts}, and nodes before the last level, of which each "
+                f"has room for {tree.branch}, {MAX_DRAFTS}"
             )
+        if tree.paths and self.draft_length == "auto":
+            raise OptionError("draft_length 'auto' has no say in a draft_tree whose shape is given")
         if self.forced_drafts:
             raise OptionError("forced_drafts needs mask rows while drafting, which a tree lacks")
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of a round."""
+        if isinstance(self.draft_length, int):
+            return self.draft_length
+        return _AUTO_TREE if self.draft_tree else _AUTO_CHAIN
+
+    @property
+    def tree(self) -> TreePlan | None:
+        """What `draft_tree` asks for."""
+        return None if self.draft_tree is None else TreePlan.of(self.draft_tree)
+
+    @property
     def slack(self) -> int:
         """Positions beyond its last that a request's drafts use where they branch."""
-        if self.draft_tree is None:
-            return 0
-        branch, levels = self.draft_tree
-        return max(self.draft_length, (levels - 1) * branch)
+        plan = self.tree
+        return 0 if plan is None else max(self.most_drafts, (plan.levels - 1) * plan.branch)
 
     @property
     def slots(self) -> int:

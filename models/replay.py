@@ -20,6 +20,7 @@ from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
 from graft.grammar.decoder import GuidedRequest
+from graft.models.budget import DraftBudget
 from graft.models.interrupt import Shield
 from graft.models.request import Logprob
 from graft.models.round import RoundGraph, RoundParts
@@ -91,6 +92,7 @@ class Replays:
     ----------
     parts : rings, snapshots and timeline.
     stream : where replays run.
+    budget : told how long each took.
 
     Attributes
     ----------
@@ -98,10 +100,11 @@ class Replays:
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
+    on_row : told what each row that was read brought, and who sat there.
     """
 
-    def __init__(self, parts: RoundParts, stream: Stream):
-        self._parts, self._stream = parts, stream
+    def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
+        self._parts, self._stream, self._budget = parts, stream, budget
         self.number = 0
         self.retired = 0
         self.unread: deque[Flight] = deque()
@@ -109,6 +112,7 @@ class Replays:
         self._behind: deque[GraphExec] = deque()  # graphs of the last round, yet to be launched
         self._launches: Counter[int] = Counter()  # by the id() of a graph
         self.on_parts: Callable[[Flight, list[int]], None] | None = None
+        self.on_row: Callable[[Seat, RowResult], None] | None = None
 
     def launch(self, graph: RoundGraph, rows: Sequence[Running]) -> None:
         """Publish who sits in which row, and launch one replay.
@@ -230,6 +234,8 @@ class Replays:
                 top = tuple(zip(token["ids"].tolist(), token["logprobs"].tolist(), strict=True))
                 legal = tuple(pair for pair in top[:most] if pair[1] > -math.inf)
                 result.logprobs.append(Logprob(float(token["logprob"]), legal))
+        if self.on_row is not None:
+            self.on_row(flight.seats[b], result)
         return result
 
     def finish(self) -> None:
@@ -288,7 +294,9 @@ class Replays:
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
-            stats.round_ns += max(stamps) - stamps[0]
+            ns, graph = max(stamps) - stamps[0], flight.graph
+            stats.round_ns += ns
+            self._budget.took(graph.batch, graph.drafts, ns, idle=not flight.seats)
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
             if start > 0 and end > 0:
                 stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start

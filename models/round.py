@@ -67,6 +67,11 @@ class RoundParts:
         """Most drafts under one token; 1: they are a chain."""
         return self.drafter.shape.branch if self.drafter else 1
 
+    @property
+    def depth(self) -> int:
+        """Most drafts that a round can accept: those of a chain, or levels of a tree that grows."""
+        return (len(self.drafter.shape.levels) or self.draft_length) if self.drafter else 0
+
     def scratch(self, max_batch: int) -> RoundScratch:
         """Arrays for buckets of up to `max_batch` requests."""
         config, drafter = self.target.config, self.drafter
@@ -78,13 +83,16 @@ class RoundParts:
 
 
 class RoundGraph:
-    """The graphs of one batch bucket: built once, replayed every round, one behind the other.
+    """The graphs of one batch bucket and draft length: built once, replayed every round, one behind
+    the other.
 
     Parameters
     ----------
     parts : what the round is made of.
     scratch : row-indexed arrays, at least `batch` requests wide.
     batch : the bucket: requests (padding rows included) per replay.
+    drafts : most drafts that it tests, and that it makes for the next round; with 0 the drafter
+        only takes in what was committed.
 
     Attributes
     ----------
@@ -92,30 +100,30 @@ class RoundGraph:
     timed : the parts of its timeline.
     """
 
-    def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int):
-        self.parts, self.batch = parts, batch
-        self.graphs = [Graph(parts.device, name=f"round of {batch}")]
+    def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int):
+        self.parts, self.batch, self.drafts = parts, batch, drafts
+        self.graphs = [Graph(parts.device, name=f"round of {batch}, {drafts} drafts")]
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
         feed = Feed(
-            parts.device, batch, parts.width, parts.branch, parts.state, parts.sampler, scratch
+            parts.device, batch, drafts + 1, parts.branch, parts.state, parts.sampler, scratch
         )
         opening = "open: missing rows"
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
         masks_ready = grammar.record("masks ready")
-        self._begin(model, scratch)
+        self._begin(model, feed)
         stamps.begin()
         self._target(model, feed)
         stamps.end("target forward")
         model.wait(masks_ready)
         stamps.end("wait for masks", opening)
-        logits = scratch.logits[: batch * parts.width]
-        parts.sampler.target(model, logits, feed.row_slot, parts.width)
-        parts.sampler.verify(model, feed.row_slot, parts.width, parts.outputs)
-        if parts.branch > 1:
+        logits = scratch.logits[: batch * feed.width]
+        parts.sampler.target(model, logits, feed.row_slot, feed.width)
+        parts.sampler.verify(model, feed.row_slot, feed.width, parts.outputs)
+        if parts.branch > 1 and drafts > 1:
             parts.target.layers.compact(
                 model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
-                parts.width,
+                feed.width,
             )  # fmt: skip
         stamps.end("verify")
         if parts.drafter is not None:
@@ -123,18 +131,18 @@ class RoundGraph:
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
         self.execs: tuple[GraphExec, ...] = tuple(graph.instantiate() for graph in self.graphs)
 
-    def _begin(self, lane: GraphLane, scratch: RoundScratch) -> None:
-        p, rows = self.parts, scratch.target_rows
+    def _begin(self, lane: GraphLane, feed: Feed) -> None:
+        p, rows = self.parts, feed.scratch.target_rows
         ring_rows, stamp = p.inputs.field("slot"), p.inputs.stamp
         args = [
             p.replay, ring_rows, ring_rows.stride, stamp, stamp.stride, p.inputs.entries,
-            p.state.array, p.state.slots, self.batch, p.width,
-            scratch.row_slot, rows.token, rows.slot, rows.pos, rows.tree,
+            p.state.array, p.state.slots, self.batch, feed.width,
+            feed.row_slot, rows.token, rows.slot, rows.pos, rows.tree,
         ]  # fmt: skip
         lane.kernel(p.device.load(KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:
-        p, count, scratch = self.parts, self.batch * self.parts.width, feed.scratch
+        p, count, scratch = self.parts, self.batch * feed.width, feed.scratch
         hidden = p.target.forward(lane, scratch.target_rows.first(count), feed.features)
         p.target.head(lane, hidden, scratch.logits[:count])
 
@@ -142,21 +150,22 @@ class RoundGraph:
         self, model: GraphLane, grammar: GraphLane, stamps: Stamps, feed: Feed, drafter: Drafter
     ) -> None:
         """Commit what was accepted, and make the drafts of the next round."""
-        parts, levels = self.parts, len(drafter.shape.levels)
-        draws, wait = parts.tree or parts.sampler, model.wait
+        parts, levels = self.parts, min(len(drafter.shape.levels), self.drafts)
+        draws = parts.tree.of(self.drafts) if parts.tree and levels else parts.sampler
+        wait = model.wait
         if parts.composition == "two":
             wait = self._cut
             self._cut()
             stamps.end("host")
         legality = parts.legality(parts.decoder, model, grammar, wait, stamps, feed, draws, levels)
         legality.committed()
-        if drafter.reads_rows:
+        if drafter.reads_rows and self.drafts:
             legality.wait_rows()
         logits = drafter.start(model, feed)
-        if drafter.proposes:
-            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents)
-        if isinstance(legality, Walk):
-            legality.walk(drafter.all_levels(feed))
+        if drafter.proposes and self.drafts:
+            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.drafts)
+        if isinstance(legality, Walk) and levels:
+            legality.walk(drafter.all_levels(feed)[: levels * self.batch], self.drafts)
             levels = 0 if parts.branch > 1 else levels
         for level in range(1, levels + 1):
             if level > 1:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
+from graft.models.budget import DraftBudget
 from graft.models.errors import RequestTimeoutError
 from graft.models.interrupt import Shield
 from graft.models.replay import Replays, RowResult
@@ -88,8 +89,9 @@ class Scheduler:
     Parameters
     ----------
     replays, seating : what is launched, and who sits where.
-    rounds : graphs by the number of rows they hold; the smallest that fits is launched.
+    rounds : graphs by the number of rows they hold, and of drafts.
     stats : counters; may be exchanged for fresh ones at any time.
+    budget : chooses the drafts of every round; its rows are the fewest that suffice.
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
@@ -106,8 +108,9 @@ class Scheduler:
         self,
         replays: Replays,
         seating: Seating,
-        rounds: Mapping[int, RoundGraph],
+        rounds: Mapping[tuple[int, int], RoundGraph],
         stats: EngineStats,
+        budget: DraftBudget,
         *,
         depth: int,
         width: int,
@@ -115,7 +118,7 @@ class Scheduler:
         prefill_rows: int = PREFILL_ROWS_PER_ROUND,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
-        self.depth, self._width, self._verify = depth, width, verify
+        self.budget, self.depth, self._width, self._verify = budget, depth, width, verify
         self._prefill_rows = prefill_rows
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
@@ -241,9 +244,11 @@ class Scheduler:
         ahead = (len(self.replays.unread) + 1) * self._width
         for running in rows:
             self.seating.check_reserve(running, ahead)
-        size = next(s for s in sorted(self.rounds) if s >= len(rows))
+        size = min(size for size, _ in self.rounds if size >= len(rows))
+        drafts = self.budget.choose(size, rows)
         self.stats.rounds += 1
-        self.replays.launch(self.rounds[size], rows)
+        self.stats.rounds_by_length[drafts] += 1
+        self.replays.launch(self.rounds[size, drafts], rows)
         return True
 
     def read(self, shield: Shield) -> None:
@@ -269,10 +274,10 @@ class Scheduler:
                     )
                 self.end(seat.running, "error", error, told=True)
                 continue
-            self._collect(seat.running, row)
+            self._collect(seat.running, row, flight.graph.drafts)
         self.replays.finish()
 
-    def _collect(self, running: Running, row: RowResult) -> None:
+    def _collect(self, running: Running, row: RowResult, drafts: int) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
         tokens, output = row.tokens, running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
@@ -282,6 +287,8 @@ class Scheduler:
             running.stalled_at = running.stalled_at if running.stalls else time.monotonic()
             running.stalls += 1
         if tokens:
+            self.budget.brought(running, running.drafts, drafts, row.accepted)
+            running.drafts = drafts
             if output.first_token_s is None:
                 output.first_token_s = running.age_s
             output.rounds += 1

@@ -47,6 +47,7 @@ class Running:
     position : of the last token known when it joined its slot.
     before : tokens it had generated before that, when it was preempted.
     reserved : positions for which its slot has pages.
+    drafts : most that the round which made its present ones could make, 0 after it has joined.
     stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
         read, by `time.monotonic`.
     submitted : when it was, by `time.monotonic`.
@@ -67,6 +68,7 @@ class Running:
     position: int = 0
     before: tuple[int, ...] = ()
     reserved: int = 0
+    drafts: int = 0
     stalls: int = 0
     stalled_at: float = 0.0
     submitted: float = field(default_factory=time.monotonic)
@@ -240,7 +242,8 @@ class Seating:
         if not self._allocate(slot, running.limit + self._slack):
             return False
         self._free.pop(0)
-        running.slot, running.epoch, running.stalls = slot, next(self._epochs), 0
+        running.slot, running.epoch = slot, next(self._epochs)
+        running.stalls = running.drafts = 0
         running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
         running.reserved = min(len(c.pages_of(slot)) * c.page_size for c in self._caches)
         chunks = self._prompts.run(self._lane, slot, tokens)

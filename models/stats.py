@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +13,16 @@ class EngineStats:
 
     Attributes
     ----------
-    rounds : replays that carried at least one request.
+    rounds, rounds_by_length : replays that carried at least one request; by the most drafts that
+        each could test and make.
     joins : how often a request joined.
     row_rounds : (request, round) pairs; `stalls` of them committed nothing.
     stale_rows, surplus_tokens : rows read after their request had left, and the tokens they
         brought, which were discarded: what it costs to launch a round before reading the last.
     preemptions : times a request was preempted.
     tokens : tokens committed by rounds.
-    tested, accepted : per draft position, how often a draft was tested and accepted.
+    tested, accepted : per draft position, or level of a tree, how often a draft was tested and
+        accepted.
     forced_tokens : drafts that the grammar forced and verification accepted; brought up to date at
         the end of `generate` and by `Engine.counters`.
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
@@ -30,6 +33,7 @@ class EngineStats:
 
     draft_length: int = 0
     rounds: int = 0
+    rounds_by_length: Counter[int] = field(default_factory=Counter)
     joins: int = 0
     row_rounds: int = 0
     stalls: int = 0
@@ -59,7 +63,7 @@ class EngineStats:
             self.speculated_rounds += 1
             self.speculated_tokens += count
         # A walk tests one draft more than it accepts, unless it ran out of drafts.
-        for j in range(min(tested, accepted + 1)):
+        for j in range(min(tested, accepted + 1, self.draft_length)):
             self.tested[j] += 1
             self.accepted[j] += j < accepted
 

@@ -218,26 +218,28 @@ class Sampler:
     ) -> None:
         """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer.
 
-        Of an exchange with levels for all drafts at once, ``j`` = 1: float32 [levels * B, Vd], a
-        level's rows together; ``place`` takes the answer.
+        Where an exchange has levels, those of all drafts at once from float32 [levels * B, Vd], a
+        level's rows together, or of fewer levels; ``place`` takes the answer.
         """
         if self.exchange.layout["candidates"] == 0:
             raise OptionError("the exchange was made without candidates")
-        levels = int(self.exchange.layout["levels"]) or 1
-        batch = self._check_draft(draft_logits, row_slot, j, levels)
+        batch, most = self._batch(row_slot), int(self.exchange.layout["levels"]) or 1
+        levels = min(max(draft_logits.shape[0] // batch, 1), most)
+        self._check_draft(draft_logits, row_slot, j, levels)
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, batch, j,
                 *self._drafting(), *self.shared]  # fmt: skip
         lane.kernel(self._candidates, levels * batch, self.block, args, name=f"candidates {j}")
 
     def place(
         self, lane: Lane, proposal: DeviceArray | None, row_slot: DeviceArray,
-        parents: DeviceArray | None = None,
+        parents: DeviceArray | None = None, most: int | None = None,
     ) -> None:  # fmt: skip
         """Take drafts that came all at once, as point masses, for slots as in ``draft``.
 
         Target ids, int32 [B, K]; what is no id is left out. `parents`, alike, say what each hangs
         on: 0 is the last token, j the proposal's j-th id; without them each hangs on the last.
-        None: what the grammar answered about all levels.
+        None: what the grammar answered about all levels. The first `most` of what is left are
+        taken, K by default.
         """
         if proposal is None and self.exchange.layout["levels"] == 0:
             raise OptionError("the exchange was made without levels")
@@ -246,9 +248,9 @@ class Sampler:
             self._check_proposal(proposal, row_slot)
         if parents is not None:
             self._check_proposal(parents, row_slot)
-        args = [batch, row_slot, proposal, parents, self.draft_length, self.vocab_size,
-                self.state.array,
-                self.rows, self.row_words, *self.shared]  # fmt: skip
+        most = self.draft_length if most is None else most
+        args = [batch, row_slot, proposal, parents, self.draft_length, most, self.vocab_size,
+                self.state.array, self.rows, self.row_words, *self.shared]  # fmt: skip
         lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:

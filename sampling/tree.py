@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from copy import copy
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.errors import OptionError
@@ -15,10 +18,67 @@ from graft.sampling.loading import KERNELS, load
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import MAX_DRAFTS
 
-__all__ = ["TREE_CANDIDATES", "TreeSampler"]
+__all__ = ["TREE_CANDIDATES", "TreePlan", "TreeSampler"]
 
 #: Ids that the grammar may be asked about for the children of one node; a bit of a word each.
 TREE_CANDIDATES = 32
+_MOST_BRANCH = 16
+
+
+class TreePlan(NamedTuple):
+    """What a tree of drafts may become.
+
+    Attributes
+    ----------
+    branch, levels : see `TreeSampler`.
+    paths : of a tree whose shape is given: for every draft the ranks, from 0, of the children down
+        to it, by level and then by rank. Empty: the likeliest are drafted.
+    """
+
+    branch: int
+    levels: int
+    paths: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, tree: Any) -> TreePlan:
+        """Read an option: (branch, levels), or paths in any order. Raises OptionError."""
+        given = list(tree) if isinstance(tree, (tuple, list)) else []
+        plan = cls(0, 0)
+        if len(given) == 2 and all(type(number) is int for number in given):
+            plan = cls(*given)
+        elif given and all(_is_path(path) for path in given):
+            paths = sorted(map(tuple, given), key=lambda path: (len(path), path))
+            parents = {path[:-1] for path in paths}
+            if len({*paths}) == len(paths) and parents <= {(), *paths}:
+                fed = Counter(map(len, parents))
+                branch = max(2, *fed.values(), *(path[-1] + 1 for path in paths))
+                plan = cls(branch, len(paths[-1]), tuple(paths))
+        if not (2 <= plan.branch <= _MOST_BRANCH and plan.levels >= 1):
+            raise OptionError(
+                f"draft_tree must be (branch, levels), a branch from 2 to {_MOST_BRANCH} and a "
+                "level or more, or paths of ranks that need no larger one, each once and with its "
+                f"parent's, got {tree!r}"
+            )
+        return plan
+
+    def table(self) -> NDArray:
+        """Of each child that is seen which node of the next level it is, see ``tree_grow``."""
+        branch = self.branch
+        at: dict[tuple[int, ...], int] = {(): 0}
+        found = np.full(branch + (self.levels - 1) * branch**2, -1, np.int32)
+        for level in range(1, self.levels + 1):
+            first = max(branch + (level - 2) * branch**2, 0)
+            feeding = dict.fromkeys(path[:-1] for path in self.paths if len(path) == level + 1)
+            fed = {path: f for f, path in enumerate(feeding)}
+            for path in (path for path in self.paths if len(path) == level):
+                found[first + at[path[:-1]] * branch + path[-1]] = fed.get(path, branch)
+            at = fed
+        return found
+
+
+def _is_path(path: Any) -> bool:
+    ranks = path if isinstance(path, (tuple, list)) else ()
+    return len(ranks) > 0 and all(type(rank) is int and rank >= 0 for rank in ranks)
 
 
 class TreeSampler:
@@ -30,6 +90,9 @@ class TreeSampler:
     that were seen are the drafts, numbered as they were seen. Of equal scores the earlier is
     better. Coupled requests rank by the race that the target's draw will run with its noise.
 
+    With `paths` neither is so: a node's child of rank c is the c-th of its likeliest, and those
+    that are there of the ones in `TreePlan` are the drafts.
+
     A log probability is that among all ids but those that the grammar was asked about and refused:
     where it leaves one, that one is certain. A node without a legal one among its first 32 has no
     children, so a request may have fewer drafts.
@@ -39,6 +102,7 @@ class TreeSampler:
     sampler : of the round; its exchange was made with this branch.
     branch : children of a node that are kept, and nodes of a level that are fed.
     levels : how many there are.
+    paths : of a `TreePlan`, K of them.
 
     Raises
     ------
@@ -46,7 +110,9 @@ class TreeSampler:
         When more nodes are fed than have a bit each, or none is left to be verified.
     """
 
-    def __init__(self, sampler: Sampler, branch: int, levels: int) -> None:
+    def __init__(
+        self, sampler: Sampler, branch: int, levels: int, paths: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         check_range("branch", branch, 2, TREE_CANDIDATES)
         check_range("levels", levels, 1, sampler.draft_length)
         check_range("nodes that are fed", (levels - 1) * branch, 0, MAX_DRAFTS)
@@ -64,6 +130,8 @@ class TreeSampler:
         seen["candidates"] = TREE_CANDIDATES if self._probes else branch
         seen["nodes"] = sampler.draft_length
         self._seen: Any = seen[()]
+        plan = TreePlan(branch, levels, paths)
+        self._plan = device.from_host(plan.table()) if paths else None
         best = (batch * branch, int(seen["candidates"]))
         self._work = device.zeros((batch * branch, vocab), "float32")
         self._best = device.zeros(best, "int32"), device.zeros(best, "float32")
@@ -74,6 +142,14 @@ class TreeSampler:
         )  # fmt: skip
         kernels = load(device, "tree", sampler.block)
         self._candidates, self._grow = kernels["tree_candidates"], kernels["tree_grow"]
+
+    def of(self, nodes: int) -> TreeSampler:
+        """The same, of at most so many drafts, hence levels; it shares its arrays."""
+        check_range("nodes", nodes, 1, self._sampler.draft_length)
+        fewer = copy(self)
+        fewer._levels, fewer._seen = min(self._levels, nodes), self._seen.copy()
+        fewer._seen["nodes"], fewer._seen["levels"] = nodes, fewer._levels
+        return fewer
 
     def candidates(
         self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int
@@ -96,7 +172,7 @@ class TreeSampler:
             self._rank(lane, logits, row_slot, level, probed=False)
         s = self._sampler
         args = [row_slot, level, int(masked), self._seen, s.state.array, s.rows, s.row_words,
-                *self._best, *self._children, *s.shared]  # fmt: skip
+                *self._best, *self._children, self._plan, *s.shared]  # fmt: skip
         lane.kernel(self._grow, row_slot.shape[0], s.block, args, name=f"tree level {level}")
 
     def _rank(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -591,9 +591,36 @@ def grow(
         feeds.append(len(fed))
     kept = sorted(range(len(seen)), key=lambda i: -seen[i][0])[:drafts]
     paths = [seen[i][1] for i in sorted(kept)][: max(room - slot.n - 1, 0)]
-    parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
     gaps = np.diff(np.unique([score for score, _ in seen]))
-    return Tree((slot.last, *(p[-1] for p in paths)), (-1, *parents)), feeds, gaps.min(initial=1)
+    return tree_of(slot.last, paths), feeds, gaps.min(initial=1)
+
+
+def grow_given(
+    slot: Slot, ranks: Collection[tuple[int, ...]], room: int,
+    children_of: Callable[[tuple[int, ...]], list[tuple[float, int]]],
+) -> tuple[Tree, list[int], float]:  # fmt: skip
+    """As `grow`, for a tree whose shape is given: of each draft the ranks down to it."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    feeds, gap = [0] * max(map(len, ranks)), 1.0
+    for above in sorted({r[:-1] for r in ranks}, key=lambda r: (len(r), r)):
+        path = found.get(above)
+        ended = path and (path[-1] in slot.stop_ids or slot.n + len(path) + 1 >= slot.limit)
+        if path is None or ended:
+            continue
+        children = children_of(path)
+        feeds[len(above)] += 1
+        gap = min([gap, *np.diff(np.unique([value for value, _ in children]))])
+        for rank, (_, token) in enumerate(children):
+            if (*above, rank) in ranks:
+                found[*above, rank] = (*path, token)
+    paths = [found[r] for r in sorted(found, key=lambda r: (len(r), r)) if r]
+    return tree_of(slot.last, paths[: max(room - slot.n - 1, 0)]), feeds, gap
+
+
+def tree_of(last: int, paths: list[tuple[int, ...]]) -> Tree:
+    """The tree of paths that stand in order."""
+    parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
+    return Tree((last, *(p[-1] for p in paths)), (-1, *parents))
 
 
 def legal_tree(

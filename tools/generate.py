@@ -22,7 +22,12 @@ from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
 
 
-def _tree(text: str) -> tuple[int, int]:
+def _length(text: str) -> int | str:
+    """How many drafts."""
+    return text if text == "auto" else int(text)
+
+
+def read_tree(text: str) -> tuple[int, int]:
     """Branch and levels of BRANCHxLEVELS."""
     branch, _, levels = text.partition("x")
     if not (branch.isdecimal() and levels.isdecimal()):
@@ -36,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     models.add_argument("--draft", metavar="FOLDER|MODULE:NAME",
                         help="drafter's folder, or one of your own (default: the demo's)")
-    models.add_argument("--draft-length", type=int, default=3, help="drafts per round (default 3)")
+    models.add_argument("--draft-length", type=_length, default=3, metavar="N|auto",
+                        help="drafts per round, or as many as pay (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
-    models.add_argument("--draft-tree", type=_tree, metavar="BRANCHxLEVELS",
+    models.add_argument("--draft-tree", type=read_tree, metavar="BRANCHxLEVELS",
                         help="let drafts branch, e.g. 4x5 (default: a chain)")
     models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
                         help="draw drafts under filled mask rows, or have the grammar test the "
@@ -153,6 +159,7 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else 0.0,
         "rounds": stats.rounds,
+        "rounds_by_length": stats.rounds_by_length,
         "tokens_per_round": stats.tokens_per_round,
         "acceptance_length": stats.acceptance_length,
         "acceptance": stats.acceptance,

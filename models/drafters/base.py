@@ -22,6 +22,7 @@ from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.state import MAX_DRAFTS
+from graft.sampling.tree import TreePlan
 
 __all__ = ["DraftVocab", "Drafter", "DrafterRoom", "MakeDrafter", "TreeShape"]
 
@@ -35,17 +36,22 @@ class TreeShape:
     nodes : drafts per round; the target's forward has one row more.
     levels : rows that each step feeds per request, one entry a step; empty: drafts come at once.
     branch : most children of a row; 1 is a chain.
+    paths : of a tree whose shape is given, see `TreePlan`.
     """
 
     nodes: int
     levels: tuple[int, ...] = ()
     branch: int = 1
+    paths: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
-    def by_level(drafts: int, tree: tuple[int, int] | None = None) -> TreeShape:
-        """A chain whose drafts come one by one, or a tree of (branch, levels) that grows."""
-        branch, levels = tree or (1, drafts)
-        return TreeShape(drafts, (1, *(branch,) * (levels - 1)), branch)
+    def by_level(drafts: int, tree: TreePlan | None = None) -> TreeShape:
+        """A chain whose drafts come one by one, or a tree that grows."""
+        plan = tree or TreePlan(1, drafts)
+        if plan.paths:
+            plan = TreePlan.of([path for path in plan.paths if len(path) <= plan.levels])
+        nodes, levels = len(plan.paths) or drafts, (1, *(plan.branch,) * (plan.levels - 1))
+        return TreeShape(nodes, levels, plan.branch, plan.paths)
 
     def check(self, most: int) -> None:
         """Refuse what no round can be built for, or what has more than `most` drafts.
@@ -60,7 +66,8 @@ class TreeShape:
         steps = len(self.levels)
         chain = self.branch == 1 and self.levels in ((), (1,) * self.nodes)
         tree = self.branch > 1 and self.levels in ((), (1, *(self.branch,) * (steps - 1)))
-        if not (chain or tree):
+        planned = not self.paths or self == TreeShape.by_level(0, TreePlan.of(self.paths))
+        if not (chain or tree) or not planned:
             raise OptionError(f"no round verifies drafts of the shape {self}")
         if tree and (steps > self.nodes or (steps - 1) * self.branch > MAX_DRAFTS):
             raise OptionError(
@@ -126,6 +133,7 @@ class Drafter:
         """Absorb what this round committed; return the logits of level 0, float32 [B, Vd].
 
         A drafter whose drafts come all at once writes them to ``feed.proposal`` and returns None.
+        With a ``feed.width`` of 1 no drafts are wanted: what is written or returned is not read.
         """
         raise DrafterError(f"{type(self).__name__} has no method start")
 
@@ -150,7 +158,7 @@ class DrafterRoom:
     ----------
     device, target, tokenizer : of the engine.
     drafts : most drafts per round: what the engine was asked for.
-    tree : branch and levels of a tree to draft, where one was asked for.
+    tree : the tree to draft, where one was asked for.
     slots, length : requests that have a place, and positions that each may use.
     max_rows : most rows of one call: a prefill chunk, or every request's tokens of a round.
     cache : makes a paged cache of the engine's shape: layers, kv_heads, head_dim, dtype.
@@ -160,7 +168,7 @@ class DrafterRoom:
     target: LlamaModel
     tokenizer: Tokenizer
     drafts: int
-    tree: tuple[int, int] | None
+    tree: TreePlan | None
     slots: int
     length: int
     max_rows: int

@@ -52,7 +52,7 @@ class DFlash(Drafter):
                      num_hidden_layers=config.num_target_layers)  # fmt: skip
         self._config, self._layers, rank = config, target.layers, config.markov_rank
         deepest = config.block_size - config.first_row
-        tree = room.tree and (room.tree[0], min(room.tree[1], deepest))
+        tree = room.tree and room.tree._replace(levels=min(room.tree.levels, deepest))
         self.shape = TreeShape.by_level(room.drafts if tree else min(room.drafts, deepest), tree)
         self.vocab, rows, nodes = DraftVocab(vocab), room.max_rows, room.slots * self.shape.branch
         weights = Weights(device, Checkpoint(folder))
@@ -86,8 +86,10 @@ class DFlash(Drafter):
         if following is not None:
             self._absorb(lane, following, features)
 
-    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._absorb(lane, feed.committed(lane), feed.features)
+        if feed.width == 1:
+            return None
         config, layers, scratch, batch = self._config, self._layers, self._scratch, feed.batch
         first, eps = config.first_row * batch, config.rms_norm_eps
         n = first + len(self.shape.levels) * batch

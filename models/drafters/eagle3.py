@@ -200,8 +200,10 @@ class Eagle3(Drafter):
         if following is not None:
             self.head.entries(lane, following, _given(features))
 
-    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         out = self.head.entries(lane, feed.committed(lane), _given(feed.features))
+        if feed.width == 1:
+            return None
         return self._predict(lane, feed, self.head.gather(lane, out, feed.last))
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:

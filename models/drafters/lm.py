@@ -47,8 +47,10 @@ class SmallModel(Drafter):
     ) -> None:
         self.model.forward(lane, own)
 
-    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         hidden = self.model.forward(lane, feed.committed(lane, shift=1))
+        if feed.width == 1:
+            return None
         return self._predict(lane, feed, self.model.gather(lane, hidden, feed.last))
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:

@@ -103,8 +103,10 @@ class Mtp(Drafter):
         if following is not None:
             self._absorb(lane, following, features)
 
-    def start(self, lane: Lane, feed: Feed) -> DeviceArray:
+    def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._absorb(lane, feed.committed(lane), feed.features, feed.last)
+        if feed.width == 1:
+            return None
         return self._predict(lane, feed, 0, self._ends[0][: feed.batch])
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:

@@ -19,6 +19,7 @@ from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
 from graft.models.feed import Feed
 from graft.models.rows import Rows
 from graft.sampling.loading import row_block
+from graft.sampling.tree import TreePlan
 
 __all__ = ["Texts"]
 
@@ -70,7 +71,9 @@ class Texts(Drafter):
                 raise OptionError(
                     f"{type(self).__name__}: {option} is {value!r}, must be from {low} to {high}"
                 )
-        branch, levels = room.tree or (1, room.drafts)
+        branch, levels, paths = room.tree or TreePlan(1, room.drafts)
+        if paths:
+            raise OptionError(f"{type(self).__name__}: draft_tree is to be (branch, levels)")
         self.shape, self._slots = TreeShape(room.drafts, branch=branch), room.slots
         self._kept = kept * public
         size = (room.slots + self._kept, room.length)
@@ -89,6 +92,8 @@ class Texts(Drafter):
 
     def start(self, lane: Lane, feed: Feed) -> None:
         self._note(lane, feed.committed(lane, shift=1))
+        if feed.width == 1:
+            return
         args = [feed.row_slot, feed.state.array, self._texts, *self._texts.shape, *self._options,
                 self._votes.shape[1], self._votes, self.shape.nodes, feed.proposal,
                 feed.parents]  # fmt: skip

@@ -108,6 +108,9 @@ class UserDrafter(Drafter):
         rows = feed.committed(lane, shift=1)
         told = feed.device.pinned((rows.count, 4), "int32")
         self._tell(lane, rows, feed.state.array, told)
+        if feed.width == 1:
+            lane.host(PythonWork(self._note, told.array), name="note tokens")
+            return
         to = [array for array in (feed.proposal, feed.parents) if array is not None]
         drafts = [feed.device.pinned(array.shape, "int32") for array in to]
         work = PythonWork(self._draft, told.array, feed.width, *(pinned.array for pinned in drafts))

@@ -33,8 +33,9 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   const bool at_once = layout.levels > 0;
   if (at_once && tid == 0) {
     ids[0] = -1;
+    const int levels = static_cast<int>(gridDim.x) / batch;
     const int left = slot.limit - position;
-    if (level == 0) *head = {*replay_number, j, left < layout.levels ? left : layout.levels};
+    if (level == 0) *head = {*replay_number, j, left < levels ? left : levels};
   }
 
   const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,

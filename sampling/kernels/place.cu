@@ -5,18 +5,18 @@
 #include "slot.cuh"
 
 extern "C" __global__ void place_drafts(int batch, const int* row_slot, const int* proposal,
-                                        const int* parents, int most_drafts, int vocab_size,
-                                        Slot* slots, const RoundRow* rows, int row_words,
-                                        int* exchange, const ExchangeLayout layout,
+                                        const int* parents, int columns, int most_drafts,
+                                        int vocab_size, Slot* slots, const RoundRow* rows,
+                                        int row_words, int* exchange, const ExchangeLayout layout,
                                         const int* replay_number) {
   const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= batch || row_slot[b] < 0) return;
   const int index = row_slot[b];
   Slot& slot = slots[index];
   if (!is_drafting(slot, *round_row(rows, row_words, b), 1)) return;
-  const int* ids = proposal + b * most_drafts;
-  const int* under = parents == nullptr ? nullptr : parents + b * most_drafts;
-  int count = most_drafts;
+  const int* ids = proposal + b * columns;
+  const int* under = parents == nullptr ? nullptr : parents + b * columns;
+  int count = columns;
   if (proposal == nullptr) {
     const Answer* answer =
         reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
@@ -37,7 +37,7 @@ extern "C" __global__ void place_drafts(int batch, const int* row_slot, const in
     if (twin != 0) row_of[i] = twin;
     if (twin != 0) continue;
     const int j = slot.draft_len + 1;
-    if (slot.n + j >= slot.room) break;
+    if (j > most_drafts || slot.n + j >= slot.room) break;
     if (slot.n + depth_of(slot, parent) + 1 >= slot.limit) continue;
     row_of[i] = j;
     keep_draft(slot, j, parent, token, DRAFT_POINT, *replay_number, exchange, layout, index);

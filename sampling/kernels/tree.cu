@@ -149,12 +149,13 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
 }
 
 // One block per batch row: the children of a level, and the nodes that are fed next; at the last
-// level the drafts.
+// level the drafts. With a plan, int32 [most], these are not the best: of each child it says which
+// of the next level's nodes it is, `branch` for a draft that is fed to nobody, -1 for no draft.
 extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed, const Seen seen,
                                      Slot* slots, const RoundRow* rows, int row_words,
                                      const int* top_id, const float* top_value, int* seen_token,
                                      int* seen_parent, float* seen_score, int* fed_as, int* chosen,
-                                     int* exchange, const ExchangeLayout layout,
+                                     const int* plan, int* exchange, const ExchangeLayout layout,
                                      const int* replay_number) {
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
@@ -194,9 +195,11 @@ extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed,
     block_sync();
     for (int i = first + tid; i < end; i += BLOCK) {
       if (!goes_on(i)) continue;
-      int rank = 0;
-      for (int j = first; j < end; ++j) rank += goes_on(j) && is_before(total, j, i);
-      if (rank >= seen.branch) continue;
+      int rank = plan == nullptr ? 0 : plan[i];
+      for (int j = first; plan == nullptr && j < end; ++j) {
+        rank += goes_on(j) && is_before(total, j, i);
+      }
+      if (rank < 0 || rank >= seen.branch) continue;
       const int row = base + rank;
       fed[row - 1] = i;
       slot.drafts[row - 1] = token[i];
@@ -220,8 +223,9 @@ extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed,
   int* row_of = chosen + b * seen.most;
   for (int i = tid; i < end; i += BLOCK) {
     int rank = 0;
-    for (int j = 0; j < end; ++j) rank += is_before(total, j, i);
-    row_of[i] = total[i] > minus_infinity && rank < seen.nodes;
+    for (int j = 0; plan == nullptr && j < end; ++j) rank += is_before(total, j, i);
+    const bool wanted = plan == nullptr ? rank < seen.nodes : plan[i] >= 0;
+    row_of[i] = total[i] > minus_infinity && wanted;
   }
   block_sync();
   if (tid != 0) return;

@@ -12,6 +12,7 @@ from graft.models.drafters.load import make_drafter
 from graft.models.feed import Feed, RoundScratch
 from graft.sampling.sampler import ROUND_ROW
 from graft.sampling.state import SLOT, SlotState
+from graft.sampling.tree import TreePlan
 
 SLOTS, LENGTH = 3, 40
 
@@ -30,8 +31,9 @@ class Rounds:
             config = SimpleNamespace(**dict(zip(names, shape, strict=True)))
             return nets.make_cache(device, config, layers, dtype="float32")
 
-        room = SimpleNamespace(device=device, target=target, drafts=drafts, tree=tree, slots=SLOTS,
-                               max_rows=64, cache=cache, tokenizer=None)  # fmt: skip
+        room = SimpleNamespace(device=device, target=target, drafts=drafts, slots=SLOTS,
+                               tree=tree and TreePlan(*tree), max_rows=64, cache=cache,
+                               tokenizer=None)  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.drafter = drafter = make_drafter(folder, room)
         self.width, vocab = drafter.shape.nodes + 1, target.vocab_size

@@ -41,6 +41,19 @@ class Pressing:
             raise KeyboardInterrupt
 
 
+class Lengths:
+    """Draft lengths as they come, or always the longest; checks what it is told of acceptance."""
+
+    def __init__(self, rng: random.Random, longest: int):
+        self._rng, self._longest, self._changes = rng, longest, rng.random() < 0.5
+
+    def choose(self, size: int, requests: Any) -> int:
+        return self._rng.randrange(self._longest + 1) if self._changes else self._longest
+
+    def brought(self, request: Any, made: int, length: int, accepted: int) -> None:
+        assert accepted <= min(made, length)
+
+
 Grammars = Callable[[random.Random], CompiledGrammar]
 
 
@@ -89,11 +102,13 @@ class Interleaving:
             inputs=toy.inputs, outputs=toy.outputs, timeline=timeline, decoder=toy.decoder
         )
         stream: Any = toy
+        budget: Any = Lengths(rng, self.k)
         self.scheduler = Scheduler(
-            Replays(parts, stream),
+            Replays(parts, stream, budget),
             Seating(slots, self.rows, toy.caches, toy, toy, None, slack),
-            {size: self._graph(size) for size in {1, self.rows}},
+            {(size, k): self._graph(size, k) for size in {1, self.rows} for k in range(self.k + 1)},
             EngineStats(draft_length=self.k),
+            budget,
             depth=self.depth,
             width=width,
             prefill_rows=rng.choice((1, 4, 100)),
@@ -107,9 +122,9 @@ class Interleaving:
         self.cancels = rng.choice((0.0, 0.0, 0.02))  # per action
         self.preempts = rng.choice((0.0, 0.03, 0.1))
 
-    def _graph(self, rows: int) -> Any:
-        launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows), check=lambda: None)
-        return SimpleNamespace(execs=[launch], timed=())
+    def _graph(self, rows: int, k: int) -> Any:
+        launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
+        return SimpleNamespace(execs=[launch], timed=(), drafts=k)
 
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""

@@ -40,6 +40,7 @@ class Replay:
 
     barrier: int  # side work that must be done before it begins
     rows: int
+    k: int  # most drafts that it tests and makes
     named: frozenset[int]  # slots that the host put into its rows
     done: set[str] = field(default_factory=set)
     number: int = 0
@@ -122,11 +123,11 @@ class ToyDevice:
         self.side_enqueued += 1
         self.tick()
 
-    def launch(self, rows: int) -> None:
+    def launch(self, rows: int, k: int) -> None:
         self.tick()
         self.launched += 1
         named = self.inputs.field("slot").array[self.launched % self.inputs.entries].tolist()
-        self.queue.append(Replay(self.side_enqueued, rows, frozenset(named) - {-1}))
+        self.queue.append(Replay(self.side_enqueued, rows, k, frozenset(named) - {-1}))
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
@@ -198,7 +199,7 @@ class ToyDevice:
         self.side.popleft()()
         self.side_done += 1
 
-    def _graph(self) -> dict[str, tuple[str, ...]]:
+    def _graph(self, k: int) -> dict[str, tuple[str, ...]]:
         """Steps of a replay and what each waits for."""
         graph: dict[str, tuple[str, ...]] = {
             "open": (), "begin": (), "forward": ("begin",), "verify": ("forward", "open"),
@@ -206,8 +207,9 @@ class ToyDevice:
         }  # fmt: skip
         if self.k:
             graph["commit"] = ("publish",)
+        if k:
             graph["draft 1"] = ("publish", "commit") if self.masked else ("publish",)
-        for j in range(2, self.k + 1 if not self.branches else 2):
+        for j in range(2, k + 1 if not self.branches else 2):
             graph[f"draft {j}"] = (f"draft {j - 1}",)
             if self.masked:
                 graph[f"fill {j - 1}"] = (f"draft {j - 1}",)
@@ -217,7 +219,7 @@ class ToyDevice:
     def _ready(self, replay: Replay) -> list[Callable[[], None]]:
         return [
             functools.partial(self._run, replay, name)
-            for name, waits in self._graph().items()
+            for name, waits in self._graph(replay.k).items()
             if name not in replay.done and all(wait in replay.done for wait in waits)
         ]
 
@@ -228,7 +230,7 @@ class ToyDevice:
         else:
             getattr(self, f"_{kind}")(replay, *map(int, number))
         replay.done.add(name)
-        if len(replay.done) == len(self._graph()):
+        if len(replay.done) == len(self._graph(replay.k)):
             self.queue.popleft()
             self.completed += 1
 
@@ -247,7 +249,7 @@ class ToyDevice:
             if slot < 0:
                 continue
             s = self.slots[slot]
-            for j, token in enumerate(s.tree.token):
+            for j, token in enumerate(s.tree.first(replay.k).token):
                 for cache in self.caches:
                     cache.write(slot, s.n + j, token)
                 cache = self.caches[j % len(self.caches)]
@@ -276,6 +278,7 @@ class ToyDevice:
 
     def _walk(self, replay: Replay, b: int, slot: int) -> ref.Outcome:
         s, n, way = self.slots[slot], self.slots[slot].n, []
+        tree = s.tree.first(replay.k)
 
         def row(node: int, position: int) -> tuple[int, tuple[int, ...]]:
             state, legal = self._row(slot, node, position)
@@ -287,9 +290,9 @@ class ToyDevice:
         def decide(node: int, position: int, legal: tuple[int, ...]) -> tuple[int, int | None]:
             way.append(node)
             token = choose(replay.contexts[b, node], s.seed, legal)
-            return token, s.tree.child(node, token)
+            return token, tree.child(node, token)
 
-        outcome = ref.walk(s, row, decide)
+        outcome = ref.walk(s, row, decide, tree)
         ref.commit(s, outcome)
         for cache in self.caches:
             for i, node in enumerate(way):
@@ -318,13 +321,13 @@ class ToyDevice:
                 token = legal[(h >> 8) % len(legal)]
             ref.keep(s, token)
             if self.branches:
-                self._branch_off(slot)
+                self._branch_off(slot, replay.k)
             ref.record_drafts(self.exchange, slot, replay.number, s.drafts, s.tree.parent[1:])
 
-    def _branch_off(self, slot: int) -> None:
+    def _branch_off(self, slot: int, k: int) -> None:
         """More drafts, each somewhere in the tree."""
         s = self.slots[slot]
-        for _ in range(self.rng.randrange(self.k)):
+        for _ in range(self.rng.randrange(k)):
             node = self.rng.randrange(len(s.tree.token))
             context = context_of([*self.caches[0].read(slot, s.n + 1), *s.tree.path(node)])
             token = choose(context, s.seed, ALL_IDS)

@@ -18,6 +18,7 @@ from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, Tre
 from graft.models.drafters import Ahead, NGram, Suffix
 from graft.models.rows import Rows
 from graft.sampling.state import SLOT
+from graft.sampling.tree import TreePlan
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.examples import own_drafter
 
@@ -104,6 +105,15 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
     assert (output.drafted, output.reason) == (0, "stop")
 
 
+def test_ranks_are_for_levels(device):
+    """What was looked up has no ranks, and a shape's are those of its levels."""
+    with pytest.raises(OptionError, match=r"Suffix: draft_tree is to be \(branch, levels\)"):
+        Engine(TARGET, Suffix, draft_tree=[(0,), (1,)])
+    shape = TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,)))
+    with pytest.raises(OptionError, match="no round verifies drafts of the shape"):
+        shape.check(8)
+
+
 def test_what_is_ahead_is_no_tree(device):
     """Nobody drafts behind the ends of a tree that was looked up."""
     with pytest.raises(OptionError, match="must be chains"):
@@ -185,7 +195,8 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
     slots, length, tree = 4, 40, options.get("tree")
     most = 9 if tree else 5
     rng = np.random.default_rng(len(str(options)))
-    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most, tree=tree,
+    room = SimpleNamespace(device=device, slots=slots, length=length, drafts=most,
+                           tree=tree and TreePlan(*tree),
                            target=SimpleNamespace(config=SimpleNamespace(vocab_size=4)))
     drafter = make(room, **{k: v for k, v in options.items() if k != "tree"})
     lane = StreamLane(stream)

@@ -119,8 +119,30 @@ def branch_off(tokens):
     return ids, [0, 0, 1][: len(ids)]
 
 
+class Given:
+    """Draft lengths of rounds as they are given, in place of a budget."""
+
+    def __init__(self, lengths):
+        self._lengths = iter(lengths)
+
+    def choose(self, size, requests):
+        return next(self._lengths)
+
+    def brought(self, request, made, length, accepted):
+        assert accepted <= min(made, length)
+
+
+def wandering(lengths, seed):
+    """Any of the lengths, now and then none for a while."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.choice(lengths)
+        yield from [0] * rng.choice((0, 0, 0, 5))
+
+
 AHEAD = partial(Ahead, first=NGram)
 LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless()
+RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 2, "draft_length": 5},
@@ -136,6 +158,7 @@ SHAPES = [
     {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
     {"max_batch_size": 3, "drafter": Suffix, "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
     {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
     {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
@@ -143,6 +166,9 @@ SHAPES = [
     {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
     {"max_batch_size": 4, "drafter": Meaningless(rank=8), "draft_length": 5},
+    {"max_batch_size": 3, "draft_length": "auto"},
+    {"max_batch_size": 3, "draft_length": "auto", "drafter": NGram},
+    {"max_batch_size": 3, "draft_length": "auto", "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "forced_drafts": True},
 ]
@@ -152,6 +178,8 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
     {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 9, "draft_tree": RANKS},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS, "mask_drafts": False},
     {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
     {"max_batch_size": 4, "composition": "two", "draft_legality": "probe", "draft_length": 5},
     {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
@@ -172,6 +200,17 @@ SHAPES += [
     {"max_batch_size": 2, "drafter": Meaningless(rank=8), "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": Meaningless(1), "draft_length": 8, "draft_tree": (2, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": TARGET},
+    {"max_batch_size": 3, "draft_length": "auto", "draft_legality": "probe"},
+    {"max_batch_size": 3, "draft_length": "auto", "mask_drafts": False, "overlap": False},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": UserDrafter.of(repeat)},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": UserDrafter.of(branch_off, tree=True)},
+    {"max_batch_size": 3, "draft_length": "auto", "drafter": LOOKUP_AHEAD},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(3)},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(rank=8)},
+    {"max_batch_size": 2, "draft_length": "auto", "speculation": False, "forced_drafts": True},
+    {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True,
+     "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
     {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 20, "draft_tree": (4, 4),
      "grammar_transport": "mailbox", "grammar_threads": 2, "grammar_budget_us": 20.0},
@@ -188,13 +227,50 @@ def test_disturbed_requests_get_the_same(truth, number):
     batch, late rows included: all tokens as if each ran alone."""
     shape, mode = SHAPES[number], ("greedy", "coupled")[number % 2]
     with settled(demo_engine(**shape)) as engine:
+        if auto := shape.get("draft_length") == "auto":
+            engine._scheduler.budget = Given(wandering(engine._built.budget.lengths, number))
         preemptions = check_disturbed(engine, truth, mode, seed=number)
         assert preemptions == engine.stats.preemptions > 0
+        assert (len(engine.stats.rounds_by_length) > 1) == auto
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
         probed = shape.get("draft_legality") == "probe" or engine._parts.decoder.probes
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
+
+
+def drafts_by_position(lengths, **options):
+    """What a coupled request drafts at the end of each round: ids and parents, by position."""
+    coupled = {"temperature": 0.9, "verify": "coupled", "seed": 3}
+    request = Request(tokens=[300, 301, 302], max_tokens=60, min_tokens=60, **coupled)
+    found, options = {}, {"max_batch_size": 1, "overlap": False, "draft_length": "auto"} | options
+    with settled(demo_engine(**options)) as engine:
+        engine._scheduler.budget = Given(lengths)
+        engine.submit(request)
+        while engine.busy:
+            engine.step()
+            engine.settle()
+            for running in engine._scheduler.unfinished.values():
+                slot = engine._parts.state.to_host()[running.slot]
+                ids, parents = (slot[name][: slot["draft_len"]] for name in ("drafts", "parent"))
+                found[int(slot["n"])] = ids.tolist(), parents.tolist()
+    return found
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"drafter": NGram}, {"drafter": Meaningless(3)}, {"draft_tree": (3, 2)},
+    *(pytest.param({"drafter": drafter}, marks=pytest.mark.full)
+      for drafter in (TARGET, Meaningless(rank=8), UserDrafter.of(repeat))),
+], ids=["eagle3", "lookup", "mtp", "tree", "model", "block", "host"])  # fmt: skip
+def test_rounds_without_drafts_leave_no_gap(options):
+    """A drafter that only took in what was committed for some rounds then drafts what it would have
+    drafted in any case."""
+    always = drafts_by_position([3] * 60, **options)
+    paused = drafts_by_position([3] * 3 + [0] * 4 + [3] * 60, **options)
+    assert sum(not ids for ids, _ in paused.values()) >= 4
+    both = [n for n in always if n in paused and paused[n][0]]
+    assert max(both) - min(both) > 40 and len(both) > 8
+    assert [paused[n] for n in both] == [always[n] for n in both]
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from engine_util import TARGET
 
 from graft.cudagraph import OptionError
 from graft.models import Engine, Limits, Options
+from graft.sampling.tree import TreePlan
 
 WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 0, 2**70, "no", "2", True,
          2.5)  # fmt: skip
@@ -27,6 +28,27 @@ def test_values_of_a_wrong_type_or_size_are_refused_by_name(name):
             continue
         with pytest.raises(OptionError, match=f"^{name} must be"):
             Options(**{name: value})
+
+
+@pytest.mark.parametrize("tree", [(1, 2), (17, 2), (2, 0), (2, True), (2, 2, 2), [(0,), (0,)],
+                                  [(0, 0)], [(0,), ()], [(0,), (-1,)], [(0,), (1.0,)], [(16,)],
+                                  [(0,), 1], [(n, 0)[:k] for n in range(16) for k in (1, 2)] +
+                                  [(16,)]])  # fmt: skip
+def test_no_tree_but_of_branch_and_levels_or_of_paths(tree):
+    """Paths are ranks, each once, with their parents, and none too wide."""
+    with pytest.raises(OptionError, match=r"^draft_tree must be"):
+        Options(draft_tree=tree, draft_length=40)
+
+
+def test_paths_are_put_in_order():
+    """By level and rank; as wide as children or nodes that are fed, and no longer than a round."""
+    paths = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
+    plan = Options(draft_tree=paths, draft_length=5).tree
+    assert plan == (3, 3, ((0,), (1,), (0, 2), (1, 0), (1, 0, 1)))
+    assert plan.table().tolist() == [0, 1, -1, -1, -1, 3, 0, *[-1] * 5, -1, 3, *[-1] * 7]
+    assert TreePlan.of([(n, 0)[:k] for n in range(5) for k in (1, 2)])[:2] == (5, 2)
+    with pytest.raises(OptionError, match="at most draft_length 4"):
+        Options(draft_tree=paths, draft_length=4)
 
 
 def test_an_engine_takes_the_fields_of_options_and_no_others(device):

@@ -15,10 +15,11 @@ from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
 from graft.sampling import loading
-from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
+from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
 
 V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
 FED = BRANCH * (LEVELS - 1)
+RANKS = [(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0), (0, 1, 0, 2)]
 
 
 def noise_of(*key: object) -> np.random.Generator:
@@ -62,8 +63,9 @@ def fed_paths(state: np.ndarray, level: int) -> list[tuple[int, ...] | None]:
 class Forest:
     """Trees of all slots of a round: drafters and grammars that numbers decide."""
 
-    def __init__(self, r, rng: np.random.Generator, ids: np.ndarray, probed: bool) -> None:
-        self.r, self.ids, self.probed = r, ids, probed
+    def __init__(self, r, rng: np.random.Generator, ids: np.ndarray, probed: bool,
+                 ranks: list[tuple[int, ...]]) -> None:  # fmt: skip
+        self.r, self.ids, self.probed, self.ranks = r, ids, probed, ranks
         self.number = int(rng.integers(1 << 30))
         self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         self.slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
@@ -109,7 +111,7 @@ class Forest:
                     exchange.legal[i, f] |= legal << c
             exchange.answer[i] = (self.r.replay, level, BRANCH)
 
-    def reference(self, i: int, limit: int) -> tuple[list[int], bool]:
+    def reference(self, i: int, limit: int, nodes: int) -> tuple[list[int], bool]:
         """Gives a slot its tree; how many were fed by level, and whether rounding had no say."""
         s, number = self.slots[i], self.number + i
 
@@ -121,25 +123,32 @@ class Forest:
                 TREE_CANDIDATES if self.probed else BRANCH, BRANCH,
             )  # fmt: skip
 
-        s.tree, feeds, gap = ref.grow(s, BRANCH, LEVELS, DRAFTS, s.limit, children_of)
+        if self.ranks:
+            s.tree, feeds, gap = ref.grow_given(s, self.ranks, s.limit, children_of)
+        else:
+            levels = min(LEVELS, nodes)
+            s.tree, feeds, gap = ref.grow(s, BRANCH, levels, nodes, s.limit, children_of)
         s.kinds, s.q = (ref.POINT,) * len(s.drafts), (None,) * len(s.drafts)
         return feeds, gap > 1e-5
 
 
-@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+@pytest.mark.parametrize("pruned, ranks", [(False, []), (True, []), (True, RANKS)],
+                         ids=["whole", "pruned", "given"])  # fmt: skip
 @pytest.mark.parametrize("probed", [True, False], ids=["probed", "blind"])
-def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned):
-    """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids."""
+def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ranks):
+    """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; the
+    likeliest, also where fewer are wanted, or those whose ranks are given."""
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
     ids, limit = np.arange(V) if d2t is None else d2t, V - 2
     r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, token_limit=limit, d2t=d2t,
                    block=block, candidates=TREE_CANDIDATES if probed else 0, branch=BRANCH,
                    fed=FED)  # fmt: skip
-    tree, seen = TreeSampler(r.sampler, BRANCH, LEVELS), Counter()
-    for _ in range(3 if block == 1 else 2):
-        forest = Forest(r, rng, ids, probed)
-        for level in range(1, LEVELS + 1):
+    paths = TreePlan.of(ranks).paths if ranks else ()
+    whole, seen = TreeSampler(r.sampler, BRANCH, LEVELS, paths), Counter()
+    for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):
+        forest, tree = Forest(r, rng, ids, probed, ranks), whole if ranks else whole.of(nodes)
+        for level in range(1, min(LEVELS, nodes) + 1):
             logits = forest.logits(level)
             if probed:
                 tree.candidates(r.lane, logits, r.row_slot, level)
@@ -148,7 +157,7 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned):
             tree.draft(r.lane, logits, r.row_slot, level, masked=probed)
             r.stream.synchronize()
         for i in forest.growing:
-            (feeds, clear), s = forest.reference(i, limit), forest.slots[i]
+            (feeds, clear), s = forest.reference(i, limit, nodes), forest.slots[i]
             seen["clear"] += clear
             seen["all"] += 1
             if not clear:
@@ -164,7 +173,7 @@ def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned):
             assert tuple(record[: 2 + count]) == (r.replay, count, *s.drafts)
             assert tuple(record[2 + FED :][:count]) == s.tree.parent[1:]
     assert seen["clear"] > 0.8 * seen["all"] and seen["stops"] > 1 and seen["narrow"] > 1
-    assert seen["drafts", DRAFTS] > 4
+    assert seen["drafts", DRAFTS] > 2
     assert not probed or sum(seen["drafts", n] for n in range(DRAFTS)) > 2
 
 
@@ -197,7 +206,7 @@ def test_a_broken_rule_shows(make_round, tmp_path, monkeypatch, old, new, check)
         if check == "alike":
             test_of_equal_nodes_the_earlier_is_better(make_round, 1)
         else:
-            test_trees_grow_as_the_reference_says(make_round, 1, False, False)
+            test_trees_grow_as_the_reference_says(make_round, 1, False, False, [])
 
 
 def test_a_silent_grammar_leaves_no_drafts(make_round):
@@ -245,8 +254,8 @@ def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) ->
 
 @pytest.mark.parametrize("answered", [False, True], ids=["proposed", "answered"])
 def test_proposals_may_branch(make_round, answered):
-    """Random trees with what can be no draft in them: the rest is kept, siblings of one id once;
-    the same where they are the grammar's answer, if that is to this replay."""
+    """Random trees with what can be no draft in them: the rest is kept, siblings of one id once, as
+    many as are wanted; the same where they are the grammar's answer, if that is to this replay."""
     rng = np.random.default_rng(2)
     r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, levels=3 * answered)
     seen: Counter = Counter()
@@ -267,17 +276,16 @@ def test_proposals_may_branch(make_round, answered):
         for i in range(SLOTS if answered else 0):
             r.exchange.answer[i] = (r.replay - late[i], 0, DRAFTS)
             r.exchange.legal[i] = np.array([tokens[i], parents[i]], np.int32).view("u4").ravel()
-        if answered:
-            r.sampler.place(r.lane, None, r.row_slot)
-        else:
-            r.sampler.place(r.lane, proposal, r.row_slot, on)
+        most = int(rng.integers(DRAFTS + 1))
+        given = (None, r.row_slot) if answered else (proposal, r.row_slot, on)
+        r.sampler.place(r.lane, *given, most=most)
         r.stream.synchronize()
         for i, s in enumerate(slots):
             if s.n > before[i] and s.active and not late[i]:
                 placed(s, tokens[i].tolist(), parents[i].tolist(), V)
                 kept = len(s.drafts)
                 # The last is at n + kept: beyond the room nothing is cached.
-                fits = max(s.limit - s.n - 1, 0)
+                fits = min(max(s.limit - s.n - 1, 0), most)
                 s.tree, s.kinds, s.q = s.tree.first(fits), s.kinds[:fits], s.q[:fits]
                 seen[len(s.drafts)] += 1
                 seen["cut"] += kept > fits

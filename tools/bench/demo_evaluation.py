@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
+from graft.tools.bench.estimate import estimate_mean
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
 from graft.tools.report import program
@@ -29,8 +29,6 @@ from graft.tools.validity import is_valid
 SETS: dict[str, Callable[[int], list[Task]]] = {
     "held_out": held_out_tasks, "unseen_keys": unseen_key_tasks}
 MAX_TOKENS = 320
-#: Two-sided 95 % point of the normal distribution.
-Z95 = 1.959964
 
 
 def task_grammar(task: Task) -> GrammarSpec | None:
@@ -100,19 +98,12 @@ def speculation(result: Result) -> dict[str, Any]:
         "illegal_share": refused / tested if tested else 0.0, "seconds": result.seconds}
 
 
-def interval(differences: Sequence[float]) -> dict[str, float]:
-    """Mean of paired differences with its 95 % interval (normal, n is in the hundreds)."""
-    centre = mean(differences)
-    half = Z95 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return {"mean": centre, "low": centre - half, "high": centre + half, "n": len(differences)}
-
-
 def pair(masked: Result, unmasked: Result) -> dict[str, Any]:
     """Tokens per round of each guided task, masked minus unmasked, and whether the texts agree."""
     both = list(zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True))
     differences = [len(a.tokens) / a.rounds - len(b.tokens) / b.rounds for task, a, b in both
                    if task_grammar(task) is not None and a.rounds and b.rounds]
-    return {"tokens_per_round_difference": interval(differences),
+    return {"tokens_per_round_difference": estimate_mean(differences),
             "same_tokens": sum(a.tokens == b.tokens for _, a, b in both)}
 
 

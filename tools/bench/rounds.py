@@ -194,6 +194,8 @@ class Graft:
 
         def placed(part: str) -> None:
             host = np.zeros((slots, getattr(exchange, part).shape[1]), np.int32)
+            if part == "drafted":  # chains
+                host[:, 2 + length :] = range(length)
             self._staged.append((host, device.zeros(host.shape, "int32")))
             lane.kernel(place, slots, 32, (exchange.memory, int(exchange.layout["stride"]),
                                            int(exchange.layout[part]), self._staged[-1][1],

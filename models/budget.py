@@ -1,0 +1,121 @@
+"""How many drafts a round tests and makes: as many as bring most tokens per second.
+
+That is chosen from rounds that were read, never from the drafts that it may cut. So outputs keep
+their distribution.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DraftBudget", "ladder"]
+
+LOG = logging.getLogger("graft")
+#: What an average keeps of its old value, and a draft's chance before any was tested.
+DECAY, FIRST = 0.8, 0.7
+#: Rounds of a bucket between two choices, and how much better another length must be.
+HOLD, GAIN = 8, 1.05
+#: The last PROBE rounds of every PERIOD try another length than the chosen one.
+PERIOD, PROBE = 64, 4
+
+
+def ladder(most: int) -> list[int]:
+    """Lengths that have graphs of their own: 0, 1, 3, 7 and so on, and the most."""
+    return [*(n for n in ((1 << i) - 1 for i in range(most.bit_length())) if n < most), most]
+
+
+class DraftBudget:
+    """Chooses the draft length of each round.
+
+    With K drafts a request's round is expected to bring ``1 + s_1 + .. + s_K`` tokens, where s_j is
+    the product of the chances that drafts 1 to j are accepted if those before are. A chance is an
+    exponential average over the request's rounds, which begins with that of all requests; a draft
+    that was not made counts as refused. Where drafts branch, fewer are another tree: each length
+    has chances of its own, and j is the depth.
+
+    Times are exponential averages of live rounds: no profile knows how grammars, long contexts and
+    drafters on the host delay them. A length that has not run yet takes as long as an idle replay,
+    scaled like those that have.
+
+    Parameters
+    ----------
+    lengths : those there are graphs for, ascending; with a lone one nothing is measured.
+    levels : most drafts that a round can have accepted.
+    branches : whether drafts branch.
+    """
+
+    def __init__(self, lengths: Sequence[int], levels: int, branches: bool = False):
+        self.lengths = tuple(lengths)
+        self._branches = branches
+        self._depths = [min(length, levels) for length in lengths]
+        self._all = np.full((len(self.lengths) if branches else 1, levels), FIRST)
+        self._of: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
+        self._idle: dict[tuple[int, int], float] = {}  # by bucket and length
+        self._live: dict[tuple[int, int], float] = {}
+        self._chosen: dict[int, int] = {}  # by bucket, place among the lengths
+        self._rounds: Counter[int] = Counter()  # by bucket
+        self._told = False
+
+    def took(self, size: int, length: int, ns: int, idle: bool) -> None:
+        """Take the time of a replay of bucket `size` that is over; idle: nobody sat in it."""
+        key = size, length
+        if idle:
+            self._idle[key] = min(max(ns, 1), self._idle.get(key, ns))
+        else:
+            self._live[key] = DECAY * self._live.get(key, ns) + (1 - DECAY) * ns
+
+    def brought(self, request: object, made: int, length: int, accepted: int) -> None:
+        """Take how many drafts of a request were accepted in a round of this length; one of length
+        `made` had made them, or none had: 0."""
+        if len(self.lengths) == 1 or (self._branches and made != length):
+            return
+        at = self.lengths.index(length)
+        depth, row = min(made, self._depths[at]), at if self._branches else 0
+        own = self._of.setdefault(request, self._all.copy())
+        for chances in (self._all[row], own[row]):
+            chances[: min(depth, accepted + 1)] *= DECAY
+            chances[:accepted] += 1 - DECAY
+
+    def choose(self, size: int, requests: Sequence[object]) -> int:
+        """The length of the next round, of `requests` in bucket `size`."""
+        if len(self.lengths) == 1:
+            return self.lengths[0]
+        number = self._rounds[size]
+        self._rounds[size] += 1
+        if number % HOLD == 0:
+            self._decide(size, requests)
+        at = self._chosen[size]
+        if number % PERIOD >= PERIOD - PROBE:  # a longer one, the next time a shorter one
+            step = -1 if number // PERIOD % 2 else 1
+            at += step if 0 <= at + step < len(self.lengths) else -step
+        return self.lengths[at]
+
+    def _decide(self, size: int, requests: Sequence[object]) -> None:
+        rates = self.rates(size, requests)
+        best, now = max(range(len(rates)), key=rates.__getitem__), self._chosen.get(size)
+        if now is not None and rates[best] < GAIN * rates[now]:
+            return
+        self._chosen[size] = best
+        if self.lengths[best] == 0 and not self._told:
+            self._told = True
+            LOG.info("drafts do not pay in rounds of %d: these go on without, and try now and then "
+                     "(told once; see stats.rounds_by_length)", size)  # fmt: skip
+
+    def rates(self, size: int, requests: Sequence[object]) -> list[float]:
+        """Tokens per nanosecond that rounds of each length are expected to bring."""
+        keys = [(size, length) for length in self.lengths]
+        ran = [key for key in keys if key in self._live]
+        idle, live = sum(self._idle[key] for key in ran), sum(self._live[key] for key in ran)
+        scale = live / idle if ran else 1.0
+        chances = np.stack([self._of.get(request, self._all) for request in requests])
+        survival = np.cumprod(chances, axis=2).sum(axis=0)
+        tokens = [len(requests) + survival[at if self._branches else 0, :depth].sum()
+                  for at, depth in enumerate(self._depths)]  # fmt: skip
+        times = [self._live.get(key, scale * self._idle[key]) for key in keys]
+        return [float(n) / time for n, time in zip(tokens, times, strict=True)]

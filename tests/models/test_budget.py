@@ -1,0 +1,157 @@
+"""How many drafts pay: acceptance and time in, lengths out, against the sums written out."""
+
+import logging
+from itertools import accumulate
+from operator import mul
+
+import pytest
+
+from graft.models.budget import DECAY, FIRST, GAIN, HOLD, PERIOD, PROBE, DraftBudget, ladder
+
+
+class Request:
+    """Whose drafts they are."""
+
+
+def budget(times, levels=None, **options):
+    """A budget of lengths whose idle replays take so long in bucket 1, and a request."""
+    made = DraftBudget(list(times), max(times) if levels is None else levels, **options)
+    for length, ns in times.items():
+        made.took(1, length, ns, idle=True)
+    return made, [Request()]
+
+
+def chosen(made, requests, rounds):
+    """Lengths of so many rounds in bucket 1."""
+    return [made.choose(1, requests) for _ in range(rounds)]
+
+
+def accept(made, request, length, accepted, rounds=40):
+    """So many rounds, each with so many drafts accepted."""
+    for _ in range(rounds):
+        made.brought(request, length, length, accepted)
+
+
+def test_lengths_double_up_to_the_most():
+    """Zero drafts, then rows that are powers of two, then the most there are."""
+    assert [ladder(n) for n in (0, 1, 2, 3, 5, 7)] == [
+        [0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 5], [0, 1, 3, 7]]  # fmt: skip
+
+
+def test_rates_are_expected_tokens_per_time():
+    """Chances are averages with the decay, survival their products, the rate the sum over time."""
+    made, (one,) = budget({0: 10, 1: 12, 3: 20})
+    other = Request()
+    chances = [FIRST] * 3
+    for accepted in (2, 0, 3, 1, 1):
+        made.brought(one, 3, 3, accepted)
+        for j in range(min(3, accepted + 1)):
+            chances[j] = DECAY * chances[j] + (1 - DECAY) * (j < accepted)
+    s = list(accumulate(chances, mul))
+    own = [(1 + sum(s[:k])) / t for k, t in ((0, 10), (1, 12), (3, 20))]
+    assert made.rates(1, [one]) == pytest.approx(own)
+    # A request that nobody knows begins with the average of all: here the same.
+    assert made.rates(1, [one, other]) == pytest.approx([2 * r for r in own])
+    accept(made, other, 3, 0)
+    assert made.rates(1, [one]) == pytest.approx(own)
+    both = [2 / 10, (2 + s[0]) / 12, (2 + sum(s)) / 20]
+    assert made.rates(1, [one, other]) == pytest.approx(both, rel=1e-3)
+
+
+def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
+    """A round's drafts were made by the one before, and no more are tested than it tests."""
+    made, (one,) = budget({0: 10, 1: 12, 3: 20})
+    before = made.rates(1, [one])
+    made.brought(one, 0, 3, 0)
+    assert made.rates(1, [one]) == before
+    made.brought(one, 3, 1, 1)
+    made.brought(one, 1, 3, 1)
+    first = 1 - (1 - FIRST) * DECAY**2
+    s = list(accumulate([first, FIRST, FIRST], mul))
+    assert made.rates(1, [one]) == pytest.approx([.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
+
+
+def test_a_drafter_that_finds_nothing_is_refused():
+    """Rounds that could have had drafts and had none count against them."""
+    made, (one,) = budget({0: 10, 3: 11})
+    assert chosen(made, [one], 1) == [3]
+    accept(made, one, 3, 0)
+    assert made.rates(1, [one]) == pytest.approx([1 / 10, 1 / 11], rel=1e-3)
+
+
+def test_live_rounds_count_instead_of_idle_ones():
+    """The time of a length that runs is an average of its rounds; others are scaled alike."""
+    made, (one,) = budget({0: 10, 1: 12, 3: 20})
+    idle = made.rates(1, [one])
+    made.took(1, 1, 30, idle=False)
+    made.took(1, 1, 40, idle=False)
+    live = DECAY * 30 + (1 - DECAY) * 40
+    assert made.rates(1, [one]) == pytest.approx([r * 12 / live for r in idle])
+    made.took(1, 0, 10, idle=False)
+    scale = (live + 10) / 22
+    assert made.rates(1, [one]) == pytest.approx(
+        [idle[0], idle[1] * 12 / live, idle[2] / scale])  # fmt: skip
+
+
+def test_the_least_of_idle_replays_counts():
+    """The first replay of a graph loads what is loaded lazily."""
+    made, (one,) = budget({0: 900, 1: 10})
+    made.took(1, 0, 10, idle=True)
+    made.took(1, 0, 50, idle=True)
+    assert made.rates(1, [one]) == pytest.approx([1 / 10, (1 + FIRST) / 10])
+
+
+def test_drafts_that_do_not_pay_end_are_tried_and_come_back(caplog):
+    """Off and on again, once told of; a fixed schedule tries the neighbours in between."""
+    made, requests = budget({0: 10, 1: 12, 3: 14})
+    with caplog.at_level(logging.INFO, "graft"):
+        assert chosen(made, requests, HOLD) == [3] * HOLD
+        accept(made, requests[0], 3, 0)
+        assert chosen(made, requests, PERIOD - HOLD) == (
+            [0] * (PERIOD - HOLD - PROBE) + [1] * PROBE)  # fmt: skip
+        assert chosen(made, requests, PERIOD) == [0] * (PERIOD - PROBE) + [1] * PROBE
+        accept(made, requests[0], 3, 3)
+        assert chosen(made, requests, PERIOD) == [3] * (PERIOD - PROBE) + [1] * PROBE
+        accept(made, requests[0], 3, 0)
+        chosen(made, requests, 1)
+    assert [r.message for r in caplog.records] == [caplog.records[0].message]
+    assert "do not pay in rounds of 1" in caplog.text
+
+
+def test_a_little_better_is_not_enough():
+    """Within the margin the length stays; beyond, it changes, at the next choice."""
+    made, (one,) = budget({0: 100, 1: 170 / GAIN})
+    assert chosen(made, [one], 1) == [1]
+    made.took(1, 1, 170 * 1.04, idle=False)
+    made.took(1, 0, 100, idle=False)
+    assert set(chosen(made, [one], HOLD)) == {1}
+    for _ in range(40):
+        made.took(1, 1, 170 * 1.08, idle=False)
+    changed = chosen(made, [one], HOLD)
+    assert changed == [1] * (HOLD - 1) + [0]
+
+
+def test_buckets_choose_for_themselves():
+    """Where more rows cost more, fewer drafts pay in a larger bucket."""
+    made, (one,) = budget({0: 10, 3: 11})
+    for length, ns in ((0, 10), (3, 40)):
+        made.took(8, length, ns, idle=True)
+    assert [made.choose(size, [one] * size) for size in (1, 8)] == [3, 0]
+
+
+def test_of_trees_each_length_knows_its_own():
+    """A larger tree does not tell what a smaller one would bring, nor does a cut one; no path is
+    longer than there are levels."""
+    made, (one,) = budget({0: 10, 1: 10, 7: 10}, levels=3, branches=True)
+    first = list(accumulate([FIRST] * 3, mul))
+    assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, (1 + sum(first)) / 10])
+    made.brought(one, 7, 1, 1)
+    accept(made, one, 7, 1)
+    assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, .2], rel=1e-3)
+
+
+def test_a_lone_length_is_always_chosen():
+    """Of an engine with a number of drafts nothing is measured or kept."""
+    made = DraftBudget([3], 3)
+    made.brought(one := Request(), 3, 3, 2)
+    assert chosen(made, [one], 2 * PERIOD) == [3] * 2 * PERIOD
