@@ -214,6 +214,8 @@ SHAPES += [
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
     {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 20, "draft_tree": (4, 4),
      "grammar_transport": "mailbox", "grammar_threads": 2, "grammar_budget_us": 20.0},
+    {"max_batch_size": 3, "draft_length": "auto", "drafter": BLOCK, "draft_legality": "probe"},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": BLOCK, "draft_tree": (3, 4)},
 ]
 
 
