@@ -456,7 +456,7 @@ class Device:
         def decide(node: int, position: int, legal: np.ndarray) -> tuple[int, int | None]:
             if truth.start and self.rng.random() < self.wrong:
                 truth.confused = True
-                illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
+                illegal = np.setdiff1d(np.arange(self.size + 3), legal)
                 return int(self.rng.choice(illegal)), None
             token = self._wanted(truth, position, legal)
             return token, truth.tree.child(node, token)
