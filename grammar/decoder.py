@@ -199,7 +199,7 @@ class GuidedDecoder:
         Mode fill: after draft ``j`` was drawn, ``1 <= j < draft_length``: fill row ``j``. Mode
         probe: once the candidates for draft ``j`` are known, ``1 <= j <= draft_length``: find the
         first legal one. Where those of all levels come at once ``j`` is 1: find legal drafts, best
-        first, whose number is bounded as that of the candidates tested is: 4 per draft, and 16.
+        first, by at most 4 tests per draft and one per candidate of a level.
         """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")

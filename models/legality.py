@@ -141,7 +141,7 @@ class Walk(Legality):
         Of a chain those of requests without a grammar are left to be drawn, level by level.
         """
         sampler, row_slot = self._feed.sampler, self._feed.row_slot
-        sampler.candidates(self._model, logits, row_slot, 1)
+        sampler.candidates(self._model, logits, row_slot, most)
         self._stamps.end("drafter extend")
         self._ready = self._ask("walk", self._guide.draft_work(1), "walk")
         self._wait("wait for drafts", "walk")

@@ -218,7 +218,7 @@ class Sampler:
     ) -> None:
         """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer.
 
-        Where an exchange has levels, those of all drafts at once from float32 [levels * B, Vd], a
+        Where an exchange has levels, for ``j`` drafts at once from float32 [levels * B, Vd], a
         level's rows together, or of fewer levels; ``place`` takes the answer.
         """
         if self.exchange.layout["candidates"] == 0:
@@ -279,7 +279,7 @@ class Sampler:
         self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, levels: int = 1
     ) -> int:
         batch = self._batch(row_slot)
-        check_range("j", j, 1, self.draft_length - levels + 1)
+        check_range("j", j, 1, self.draft_length)
         rows = "B" if levels == 1 else "levels*B"
         check_array(
             "draft_logits", draft_logits, "float32", (rows, "Vd"),

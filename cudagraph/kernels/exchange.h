@@ -42,8 +42,8 @@ struct Drafted {
 
 // Ids that the grammar is to test for draft `draft`, best first; `candidates` ids follow. Of a tree
 // `draft` is the level and `count` its nodes, each with as many ids; a node's end at the first -1.
-// Where those of all levels come at once `draft` is 1 and `count` the levels, which end alike;
-// behind the ids of `levels` levels stand their probabilities, floats.
+// Where those of all levels come at once `draft` is how many drafts are wanted and `count` the
+// levels, which end alike; behind the ids of `levels` levels stand their probabilities, floats.
 struct Candidates {
   int replay;
   int draft;

@@ -285,8 +285,8 @@ void SlotWork::walk(Slot& slot) const noexcept {
   };
   order.drafts = 0;
   look(0);
-  int tests = 4 * exchange_.drafts() + layout.candidates;
-  while (order.drafts < exchange_.drafts() && tests-- > 0) {
+  int tests = 4 * order.j + layout.candidates;
+  while (order.drafts < order.j && tests-- > 0) {
     int best = 0;
     for (int j = 1; j <= order.drafts; ++j) {
       if (nodes[at(j)].next_score > nodes[at(best)].next_score) best = j;
@@ -311,7 +311,8 @@ void SlotWork::walk(Slot& slot) const noexcept {
     look(best);
   }
   const int last = order.drafts;
-  const bool open = last < order.candidates && (last == 0 || (slot.closed & bit(last)) == 0);
+  const bool open =
+      last < std::min(order.candidates, order.j) && (last == 0 || (slot.closed & bit(last)) == 0);
   if (layout.branch == 1 && open && !slot.ended) {
     slot.tally[count::probe_misses] += 1;
     if (forced_ != nullptr) make_row(slot, last);  // it says what is drafted behind the chain

@@ -121,7 +121,7 @@ enum class Task : int32_t {
 struct Order {
   Commit commit;
   Task task = Task::kNone;
-  int j = 0;
+  int j = 0;                       // of all levels: how many drafts are wanted
   int drafts = 0;                  // v
   std::vector<int32_t> draft;      // [K] token of node j at j - 1
   std::vector<int32_t> parent;     // [K + 1] of each node but 0; parent[j] < j

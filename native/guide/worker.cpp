@@ -310,8 +310,10 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   const ExchangeLayout& layout = exchange_.layout;
   const bool rows = layout.levels > 0 || layout.branch > 1;  // of `candidates` ids each
   const int most = layout.levels > 0 ? layout.levels : rows ? layout.branch : layout.candidates;
-  if (replay_of(offered->replay) != replay_ || offered->draft != order.j) return false;
-  if (count < 0 || count > most) {
+  if (replay_of(offered->replay) != replay_) return false;
+  if (layout.levels > 0) order.j = offered->draft;
+  if (offered->draft != order.j) return false;
+  if (count < 0 || count > most || order.j > exchange_.drafts()) {
     work_.fail(slot);
     return false;
   }

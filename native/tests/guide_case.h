@@ -393,7 +393,7 @@ class GuidedCase {
     for (int s = 0; s < kGuidedSlots; ++s) {
       if (!moved[s]) continue;
       Candidates* offered = exchange_.candidates(s);
-      *offered = {replay, 1, 1 + any(layout.levels)};
+      *offered = {replay, 1 + any(exchange_.drafts()), 1 + any(layout.levels)};
       int32_t* ids = guided::Exchange::ids(offered);
       for (int i = 0; i < layout.levels * layout.candidates; ++i) {
         ids[i] = rubbish();
@@ -405,7 +405,7 @@ class GuidedCase {
     for (int s = 0; s < kGuidedSlots; ++s) {
       const Answer& answer = *exchange_.answer(s);
       if (!moved[s] || answer.replay != replay) continue;
-      WANT(answer.draft == 0 && answer.id >= 0 && answer.id <= exchange_.drafts());
+      WANT(answer.draft == 0 && answer.id >= 0 && answer.id <= exchange_.candidates(s)->draft);
       Stay& stay = *plan[s];
       const int32_t* ids = guided::Exchange::ids(exchange_.answer(s));
       for (int32_t j = 0; j < answer.id; ++j) {

@@ -5,8 +5,9 @@
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
 //
-// Where the logits of all levels are at hand, row l * batch + b is that of draft 1 + l: all is
-// written at once, with the ids' shares in that race; of trees for slots without a grammar too.
+// Where the logits of all levels are at hand, row l * batch + b is that of level 1 + l: all is
+// written at once, with the ids' shares in that race, and that j drafts are wanted; of trees for
+// slots without a grammar too.
 #include "best.cuh"
 #include "slot.cuh"
 
@@ -19,10 +20,12 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   const int tid = static_cast<int>(threadIdx.x);
   const int r = static_cast<int>(blockIdx.x);
   const int level = r / batch;  // 0 where there is one
+  const bool at_once = layout.levels > 0;
+  const int at = at_once ? 1 : j;
   const int index = row_slot[r % batch];
-  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, r % batch), j)) return;
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, r % batch), at)) return;
   const Slot& slot = slots[index];
-  const int position = slot.n + j + level;  // being drafted
+  const int position = slot.n + at + level;  // being drafted
   if (position >= slot.limit) return;
   const bool free = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
   if (free && layout.branch == 1) return;
@@ -30,7 +33,6 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1) + level * layout.candidates;
   float* shares = reinterpret_cast<float*>(ids + layout.levels * layout.candidates);
-  const bool at_once = layout.levels > 0;
   if (at_once && tid == 0) {
     ids[0] = -1;
     const int levels = static_cast<int>(gridDim.x) / batch;
@@ -41,7 +43,7 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
                    token_limit, d2t};
   // There is no table, for the draft is a point: its room holds the scores.
-  float* score = q + (static_cast<long long>(index) * most_drafts + j - 1 + level) * draft_vocab;
+  float* score = q + (static_cast<long long>(index) * most_drafts + at - 1 + level) * draft_vocab;
   int best_column;
   float best_logit;
   int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)

@@ -148,9 +148,9 @@ def test_all_levels_are_answered_at_once(backend, kind, spec, branch):
     said, sizes = [], set()
     rig.start(1, [request])
 
-    def ask(replay, offers):
+    def ask(replay, wanted, offers):
         record, room = rig.exchange.candidates[0], rig.exchange.layout["levels"] * most
-        record[:3], record[3:] = (replay, 1, len(offers)), -1
+        record[:3], record[3:] = (replay, wanted, len(offers)), -1
         for level, here in enumerate(offers):
             at = 3 + level * most
             record[at : at + len(here)] = [token for token, _ in here]
@@ -178,8 +178,10 @@ def test_all_levels_are_answered_at_once(backend, kind, spec, branch):
         rig.verify(replay, said[-1])
         texts = [*TEXT, *fine[:4], ord("0"), ord('"'), 270]
         offers = [offer(rng, most, texts) for _ in range(int(rng.integers(1, levels + 1)))]
-        ask(replay, offers)
-        tree = legal_tree(said[-1], offers, branch, k, 4 * k + most, legal, ended)
+        wanted = int(rng.integers(k // 2, k + 1))
+        ask(replay, wanted, offers)
+        tests = 4 * wanted + most
+        tree = legal_tree(said[-1], offers, branch, wanted, tests, legal, ended)
         count = len(tree.token) - 1
         sizes.add(count)
         assert tuple(rig.exchange.answer[0]) == (replay, 0, count), offers

@@ -132,11 +132,11 @@ def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch
         logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
         logits[rng.random(logits.shape) < 0.05] = -np.inf
         logits[rng.random((levels, SLOTS)) < 0.06, 4] = np.nan
-        r.candidates(1, logits[:, order].reshape(levels * SLOTS, -1))
+        r.candidates(3, logits[:, order].reshape(levels * SLOTS, -1))
         for i, s in enumerate(slots):
             record = r.exchange.candidates[i]
             asked = s.n > before[i] and ref.is_drafting(s, 1) and (branch > 1 or not free[i])
-            assert (tuple(record[:2]) == (r.replay, 1)) == asked
+            assert (tuple(record[:2]) == (r.replay, 3)) == asked
             seen["asked"] += asked
             if not asked:
                 continue
