@@ -234,5 +234,6 @@ def _parts(
         timeline=make_timeline(device, RING_ENTRIES, drafts),
         replay=replay,
         draft_length=drafts,
+        depth=levels or (options.tree.levels if options.tree else drafts),
         composition=options.composition,
     )

@@ -36,8 +36,8 @@ class DraftBudget:
     With K drafts a request's round is expected to bring ``1 + s_1 + .. + s_K`` tokens, where s_j is
     the product of the chances that drafts 1 to j are accepted if those before are. A chance is an
     exponential average over the request's rounds, which begins with that of all requests; a draft
-    that was not made counts as refused. Where drafts branch, fewer are another tree: each length
-    has chances of its own, and j is the depth.
+    that was not made counts as refused, one that could not be as likely as the one before. Where
+    drafts branch, fewer are another tree: each length has chances of its own, and j is the depth.
 
     Times are exponential averages of live rounds: no profile knows how grammars, long contexts and
     drafters on the host delay them. A length that has not run yet takes as long as an idle replay,
@@ -54,7 +54,7 @@ class DraftBudget:
         self.lengths = tuple(lengths)
         self._branches = branches
         self._depths = [min(length, levels) for length in lengths]
-        self._all = np.full((len(self.lengths) if branches else 1, levels), FIRST)
+        self._all = np.full((len(self.lengths) if branches else 1, levels), np.nan)
         self._of: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
         self._idle: dict[tuple[int, int], float] = {}  # by bucket and length
         self._live: dict[tuple[int, int], float] = {}
@@ -64,9 +64,9 @@ class DraftBudget:
 
     def took(self, size: int, length: int, ns: int, idle: bool) -> None:
         """Take the time of a replay of bucket `size` that is over; idle: nobody sat in it."""
-        key = size, length
-        if idle:
-            self._idle[key] = min(max(ns, 1), self._idle.get(key, ns))
+        key, ns = (size, length), max(ns, 1)
+        if idle:  # the first one also loads what is loaded lazily
+            self._idle[key] = min(ns, self._idle.get(key, ns))
         else:
             self._live[key] = DECAY * self._live.get(key, ns) + (1 - DECAY) * ns
 
@@ -76,10 +76,13 @@ class DraftBudget:
         if len(self.lengths) == 1 or (self._branches and made != length):
             return
         at = self.lengths.index(length)
-        depth, row = min(made, self._depths[at]), at if self._branches else 0
+        tested = min(made, self._depths[at], accepted + 1)
         own = self._of.setdefault(request, self._all.copy())
-        for chances in (self._all[row], own[row]):
-            chances[: min(depth, accepted + 1)] *= DECAY
+        for every in (self._all, own) if tested else ():
+            chances = every[at if self._branches else 0, :tested]
+            if np.isnan(chances[-1]):
+                chances[:] = _known(chances)
+            chances *= DECAY
             chances[:accepted] += 1 - DECAY
 
     def choose(self, size: int, requests: Sequence[object]) -> int:
@@ -98,14 +101,14 @@ class DraftBudget:
 
     def _decide(self, size: int, requests: Sequence[object]) -> None:
         rates = self.rates(size, requests)
-        best, now = max(range(len(rates)), key=rates.__getitem__), self._chosen.get(size)
-        if now is not None and rates[best] < GAIN * rates[now]:
-            return
+        best = rates.index(max(rates))
+        if rates[best] < GAIN * rates[self._chosen.get(size, best)]:
+            best = self._chosen.get(size, best)
         self._chosen[size] = best
         if self.lengths[best] == 0 and not self._told:
             self._told = True
-            LOG.info("drafts do not pay in rounds of %d: these go on without, and try now and then "
-                     "(told once; see stats.rounds_by_length)", size)  # fmt: skip
+            LOG.info("drafts do not pay in rounds of %d: these go on without, and try now and "
+                     "then (told once; see stats.rounds_by_length)", size)  # fmt: skip
 
     def rates(self, size: int, requests: Sequence[object]) -> list[float]:
         """Tokens per nanosecond that rounds of each length are expected to bring."""
@@ -113,9 +116,19 @@ class DraftBudget:
         ran = [key for key in keys if key in self._live]
         idle, live = sum(self._idle[key] for key in ran), sum(self._live[key] for key in ran)
         scale = live / idle if ran else 1.0
-        chances = np.stack([self._of.get(request, self._all) for request in requests])
+        chances = _known(np.stack([self._of.get(request, self._all) for request in requests]))
         survival = np.cumprod(chances, axis=2).sum(axis=0)
-        tokens = [len(requests) + survival[at if self._branches else 0, :depth].sum()
-                  for at, depth in enumerate(self._depths)]  # fmt: skip
-        times = [self._live.get(key, scale * self._idle[key]) for key in keys]
-        return [float(n) / time for n, time in zip(tokens, times, strict=True)]
+        rates = []
+        for at, key in enumerate(keys):
+            drafts = survival[at if self._branches else 0, : self._depths[at]].sum()
+            time = self._live.get(key, scale * self._idle[key])
+            rates.append((len(requests) + float(drafts)) / time)
+        return rates
+
+
+def _known(chances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The same, [.., drafts], with those before in the place of what is not known."""
+    known = [np.full(chances.shape[:-1], FIRST)]
+    for chance in np.moveaxis(chances, -1, 0):
+        known.append(np.where(np.isnan(chance), known[-1], chance))
+    return np.stack(known[1:], axis=-1)

@@ -55,6 +55,7 @@ class RoundParts:
     timeline: PinnedSlots
     replay: DeviceArray
     draft_length: int
+    depth: int  # most drafts that a round may accept: a tree's levels
     composition: str
 
     @property
@@ -66,11 +67,6 @@ class RoundParts:
     def branch(self) -> int:
         """Most drafts under one token; 1: they are a chain."""
         return self.drafter.shape.branch if self.drafter else 1
-
-    @property
-    def depth(self) -> int:
-        """Most drafts that a round can accept: those of a chain, or levels of a tree that grows."""
-        return (len(self.drafter.shape.levels) or self.draft_length) if self.drafter else 0
 
     def scratch(self, max_batch: int) -> RoundScratch:
         """Arrays for buckets of up to `max_batch` requests."""

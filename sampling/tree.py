@@ -134,7 +134,8 @@ class TreeSampler:
         self._plan = device.from_host(plan.table()) if paths else None
         best = (batch * branch, int(seen["candidates"]))
         self._work = device.zeros((batch * branch, vocab), "float32")
-        self._best = device.zeros(best, "int32"), device.zeros(best, "float32")
+        self._best = (device.zeros(best, "int32"), device.zeros(best, "float32"),
+                      device.zeros(best[:1], "float32"))  # fmt: skip
         self._children = (
             device.zeros((batch, most), "int32"), device.zeros((batch, most), "int32"),
             device.zeros((batch, most), "float32"), device.zeros((batch, MAX_DRAFTS), "int32"),

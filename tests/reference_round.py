@@ -559,7 +559,7 @@ def children(
     value = x - x.max() - np.log(np.exp(x - x.max()).sum())
     found, refused = [], 0.0
     for c in ranking(value)[:most]:
-        if value[c] == -np.inf or len(found) == branch:
+        if x[c] - x.max() <= np.log(1e-30) or len(found) == branch:  # less is nothing to kernels
             break
         if legal is None or legal(int(ids[c])):
             found.append((float(np.exp(value[c])), int(ids[c])))

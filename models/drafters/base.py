@@ -133,7 +133,7 @@ class Drafter:
         """Absorb what this round committed; return the logits of level 0, float32 [B, Vd].
 
         A drafter whose drafts come all at once writes them to ``feed.proposal`` and returns None.
-        With a ``feed.width`` of 1 no drafts are wanted: what is written or returned is not read.
+        With a ``feed.width`` of 1 no drafts are wanted: what it writes or returns is not read.
         """
         raise DrafterError(f"{type(self).__name__} has no method start")
 

@@ -39,8 +39,9 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
                                            const int* d2t, const int* row_slot, int level,
                                            int probed, const Seen seen, const Slot* slots,
                                            const RoundRow* rows, int row_words, float* work,
-                                           int* top_id, float* top_value, int* exchange,
-                                           const ExchangeLayout layout, const int* replay_number) {
+                                           int* top_id, float* top_value, float* others,
+                                           int* exchange, const ExchangeLayout layout,
+                                           const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);
   const int fed = level == 1 ? 1 : seen.branch;
@@ -95,7 +96,8 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
     if (score[i] > minus_infinity) sum += fixed_point(fdiv(score[i], most));
   }
   sum = block_reduce(sum, scratch, Sum());
-  const float log_sum = log_positive(from_fixed_point(sum));
+  const float whole = from_fixed_point(sum);
+  const float log_sum = log_positive(whole);
 
   BestFirst order(score, draft_vocab);
   for (int c = 0; c < seen.candidates; ++c) {
@@ -106,31 +108,31 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
       top_id[to + c] = !any ? -1 : d2t ? d2t[column] : column;
       top_value[to + c] = any ? fadd(log_positive(share), -log_sum) : 0.0f;
       if (asked) ids[c] = top_id[to + c];
+      sum -= fixed_point(share);
     }
     if (column < 0) break;
   }
+  if (tid == 0) others[b * seen.branch + f] = fdiv(from_fixed_point(sum), whole);
   if (asked && tid == 0) __threadfence_system();
 }
 
 // The children of node f that are legal, `branch` at most; their scores are those of a distribution
-// from which what is known to be illegal was taken.
+// from which what is known to be illegal was taken: what is left is summed, for what is taken may
+// be all but a little. `others` have the ids that are no candidates.
 __device__ inline void add_children(const Seen& seen, const int* ids, const float* values,
-                                    u32 legal, int parent, float score, int* token, int* under,
-                                    float* total) {
-  float illegal = 0.0f;
-  float kept = 0.0f;
+                                    float others, u32 legal, int parent, float score, int* token,
+                                    int* under, float* total) {
+  float left = others;
   int found = 0;
-  for (int c = 0; c < seen.candidates && found < seen.branch && ids[c] >= 0; ++c) {
+  for (int c = 0; c < seen.candidates && ids[c] >= 0; ++c) {
+    const bool tested = found < seen.branch;
+    const bool may = tested && (legal >> c & 1u);
     const float p = exp_nonpositive(values[c]);
-    if (legal >> c & 1u) {
-      kept = fadd(kept, p);
-      token[found] = ids[c];
-      total[found++] = p;
-    } else {
-      illegal = fadd(illegal, p);
-    }
+    if (may || !tested) left = fadd(left, p);
+    if (!may) continue;
+    token[found] = ids[c];
+    total[found++] = p;
   }
-  const float left = fadd(1.0f, -illegal);
   for (int i = 0; i < seen.branch; ++i) {
     under[i] = parent;
     if (i >= found) {
@@ -138,7 +140,7 @@ __device__ inline void add_children(const Seen& seen, const int* ids, const floa
       total[i] = __uint_as_float(0xff800000u);
       continue;
     }
-    const float share = fdiv(total[i], left > kept ? left : kept);  // a lone one's is 1 exactly
+    const float share = fdiv(total[i], left);  // a lone one's is 1 exactly
     total[i] = share < 1.0f ? fadd(score, log_positive(share)) : score;
   }
 }
@@ -153,10 +155,10 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
 // of the next level's nodes it is, `branch` for a draft that is fed to nobody, -1 for no draft.
 extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed, const Seen seen,
                                      Slot* slots, const RoundRow* rows, int row_words,
-                                     const int* top_id, const float* top_value, int* seen_token,
-                                     int* seen_parent, float* seen_score, int* fed_as, int* chosen,
-                                     const int* plan, int* exchange, const ExchangeLayout layout,
-                                     const int* replay_number) {
+                                     const int* top_id, const float* top_value, const float* others,
+                                     int* seen_token, int* seen_parent, float* seen_score,
+                                     int* fed_as, int* chosen, const int* plan, int* exchange,
+                                     const ExchangeLayout layout, const int* replay_number) {
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
@@ -179,7 +181,7 @@ extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed,
     const int at = (b * seen.branch + f) * seen.candidates;
     const u32 legal = !asked ? ~0u : answered ? reinterpret_cast<const u32*>(answer + 1)[f] : 0u;
     const int to = first + f * seen.branch;
-    add_children(seen, top_id + at, top_value + at, legal, row,
+    add_children(seen, top_id + at, top_value + at, others[b * seen.branch + f], legal, row,
                  row == 0 ? 0.0f : total[fed[row - 1]], token + to, parent + to, total + to);
   }
   block_sync();

@@ -5,11 +5,14 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
+from engine_util import TARGET, demo_engine
 
 from graft.models.budget import DECAY, FIRST, GAIN, HOLD, PERIOD, PROBE, DraftBudget, ladder
+from graft.models.drafters import UserDrafter
+from graft.models.request import Request
 
 
-class Request:
+class Anyone:
     """Whose drafts they are."""
 
 
@@ -18,7 +21,7 @@ def budget(times, levels=None, **options):
     made = DraftBudget(list(times), max(times) if levels is None else levels, **options)
     for length, ns in times.items():
         made.took(1, length, ns, idle=True)
-    return made, [Request()]
+    return made, [Anyone()]
 
 
 def chosen(made, requests, rounds):
@@ -41,7 +44,7 @@ def test_lengths_double_up_to_the_most():
 def test_rates_are_expected_tokens_per_time():
     """Chances are averages with the decay, survival their products, the rate the sum over time."""
     made, (one,) = budget({0: 10, 1: 12, 3: 20})
-    other = Request()
+    other = Anyone()
     chances = [FIRST] * 3
     for accepted in (2, 0, 3, 1, 1):
         made.brought(one, 3, 3, accepted)
@@ -59,7 +62,8 @@ def test_rates_are_expected_tokens_per_time():
 
 
 def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
-    """A round's drafts were made by the one before, and no more are tested than it tests."""
+    """A round's drafts were made by the one before, and no more are tested than it tests. A draft
+    that never was is like the one before it."""
     made, (one,) = budget({0: 10, 1: 12, 3: 20})
     before = made.rates(1, [one])
     made.brought(one, 0, 3, 0)
@@ -67,8 +71,11 @@ def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
     made.brought(one, 3, 1, 1)
     made.brought(one, 1, 3, 1)
     first = 1 - (1 - FIRST) * DECAY**2
-    s = list(accumulate([first, FIRST, FIRST], mul))
+    s = list(accumulate([first] * 3, mul))
     assert made.rates(1, [one]) == pytest.approx([.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
+    made.brought(one, 2, 3, 2)
+    s = list(accumulate([1 - (1 - first) * DECAY] * 3, mul))
+    assert made.rates(1, [one])[2] == pytest.approx((1 + sum(s)) / 20)
 
 
 def test_a_drafter_that_finds_nothing_is_refused():
@@ -150,8 +157,23 @@ def test_of_trees_each_length_knows_its_own():
     assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, .2], rel=1e-3)
 
 
+@pytest.mark.parametrize("drafter, wanted", [(TARGET, 7), (UserDrafter.of(lambda _: [5] * 7), 0)],
+                         ids=["right", "wrong"])  # fmt: skip
+def test_an_engine_drafts_what_pays(drafter, wanted):
+    """With times that are given, drafts that are always right become longer and wrong ones end."""
+    request = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, banned_ids=[5])
+    with demo_engine(drafter=drafter, max_batch_size=1, draft_length="auto") as engine:
+        budget = engine._scheduler.budget
+        budget._idle = {(1, 0): 10, (1, 1): 11, (1, 3): 13, (1, 7): 16}
+        budget.took = lambda *args, **kwargs: None
+        engine.generate([request])
+        by_length = engine.stats.rounds_by_length
+        assert by_length.most_common(1)[0][0] == wanted
+        assert by_length[3] <= HOLD + 1
+
+
 def test_a_lone_length_is_always_chosen():
     """Of an engine with a number of drafts nothing is measured or kept."""
     made = DraftBudget([3], 3)
-    made.brought(one := Request(), 3, 3, 2)
+    made.brought(one := Anyone(), 3, 3, 2)
     assert chosen(made, [one], 2 * PERIOD) == [3] * 2 * PERIOD

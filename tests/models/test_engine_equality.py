@@ -207,6 +207,7 @@ SHAPES += [
     {"max_batch_size": 2, "draft_length": "auto", "drafter": UserDrafter.of(branch_off, tree=True)},
     {"max_batch_size": 3, "draft_length": "auto", "drafter": LOOKUP_AHEAD},
     {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(3)},
+    {"max_batch_size": 2, "draft_length": "auto", "composition": "two"},
     {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(rank=8)},
     {"max_batch_size": 2, "draft_length": "auto", "speculation": False, "forced_drafts": True},
     {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True,

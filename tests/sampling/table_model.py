@@ -73,6 +73,7 @@ class Case:
     late: bool = False  # mask rows of some prefixes are never ready while verifying
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
     sharp: bool = False  # four tokens, and a drafter far from the target
+    short: bool = False  # as many fewer drafts are tested as were accepted the last time
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
@@ -98,6 +99,7 @@ COVERING = [
     Case(3, PLAIN, forced="beside"),
     Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
     Case(4, PLAIN, masked=False, sharp=True),
+    Case(4, PLAIN, masked=False, sharp=True, short=True),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal
@@ -126,7 +128,7 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
     s, every = r.slots, np.arange(r.slots)
     _join_all(r, case, first_seed)
     history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
-    history[:, :2] = START
+    history[:, :2], accepted = START, np.zeros(s, int)
     while True:
         state = r.snapshot()
         alive = state["active"] == 1
@@ -138,7 +140,12 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
         context[:, 2:] = state["drafts"][:, : r.draft_length]
         context[~alive] = 0
         _fill_rows(r, table, case, context, state["n"], state["draft_len"])
+        if case.short:
+            whole = r.state.to_host()
+            whole["draft_len"] = np.maximum(whole["draft_len"] - accepted, 0)
+            r.state.copy_from(whole)
         out = r.verify(table.target[context[:, :-1], context[:, 1:]])
+        accepted = out["accepted"]
         for i in range(r.width):
             new = i < out["count"]
             history[every[new], (done + 2 + i)[new]] = out["tokens"][new, i]

@@ -288,6 +288,15 @@ def test_a_schema_guides_the_demo_model(tmp_path, capsys):
     assert said["device"] and said["tokens_per_second"] > 0
 
 
+def test_drafts_as_many_as_pay(capsys):
+    """The length goes by round and is counted; the greedy output is that of any other length."""
+    usual, auto = (run_json(capsys, *CODE, "--draft-length", length) for length in ("2", "auto"))
+    assert auto["outputs"][0]["tokens"] == usual["outputs"][0]["tokens"]
+    assert usual["rounds_by_length"] == {"2": usual["rounds"]}
+    assert sum(auto["rounds_by_length"].values()) == auto["rounds"]
+    assert auto["rounds_by_length"].keys() <= {"0", "1", "3", "7"}
+
+
 CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
 
 

@@ -269,10 +269,9 @@ def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple
     asked = [one.for_engine(engine) for _, one in prompts]
     engine.generate([replace(one, id=None, max_tokens=1) for one in asked])  # compiles grammars
     for temperature, batch in itertools.product(options.temperatures, options.batches):
+        same = "greedy" if temperature < GREEDY else "coupled" if tree else None
         modes: dict[str | None, str] = {
-            "greedy" if temperature < GREEDY else "coupled" if tree else mode: mode
-            for mode in options.verify
-        }
+            mode if mode == "relaxed" else same or mode: mode for mode in options.verify}
         for label, mode in modes.items() if parts.drafter else [(None, options.verify[0])]:
             requests = [
                 replace(asked[i % len(asked)], id=str(i), seed=i, temperature=temperature,

@@ -70,8 +70,8 @@ def tables(found: dict[str, Any]) -> str:
     said = [f"device: {found['device']}", table(main), LEGEND,
             f"acceptance length by kind of prompt\n{table(kinds)}"]  # fmt: skip
     if found["differences"]:
-        apart = [("", "of", "T", "batch", "difference", "prompts")]
-        apart += [(label(one), one["of"], one["temperature"], one["batch"],
+        apart = [("", "of", "verify", "T", "batch", "difference", "prompts")]
+        apart += [(label(one), one["of"], one["verify"], one["temperature"], one["batch"],
                    interval(one, "+.3f"), one["n"]) for one in found["differences"]]  # fmt: skip
         said.append(f"tokens a round, differences prompt by prompt\n{table(apart, left=2)}")
     chains = [("", "verify", "T", "batch", "drafts", "rows", "us", "tokens/s", "measured", "")]
