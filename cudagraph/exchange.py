@@ -33,6 +33,7 @@ class Exchange:
     vocab_size : ids that a mask row covers.
     candidates : ids that the grammar is asked about per draft, or per node of a tree that grows.
     branch, fed : of such a tree: nodes of a level, and of all levels; 1 and 0 for chains.
+    levels : whose candidates come at once, for a chain or with `branch` drafts under one at most.
 
     Attributes
     ----------
@@ -44,8 +45,8 @@ class Exchange:
         What the worker writes and the kernels read.
     committed, drafted, candidates : int32 [slots, ...]; answer : Answer [slots]
         Header words, then ids.
-    legal : uint32 [slots, branch]
-        Of a tree that grows, what follows the answer.
+    legal : uint32 [slots, ...]
+        What follows the answer.
 
     Raises
     ------
@@ -55,12 +56,13 @@ class Exchange:
 
     def __init__(
         self, context: Context, slots: int, drafts: int, vocab_size: int, candidates: int = 0,
-        branch: int = 1, fed: int = 0,
+        branch: int = 1, fed: int = 0, levels: int = 0,
     ) -> None:  # fmt: skip
         if max(drafts, fed) > 64:
             raise OptionError(f"exchange: drafts is {max(drafts, fed)}, at most 64 have a bit each")
         sizes = (("slots", slots, 1), ("drafts", drafts, 0), ("vocab_size", vocab_size, 1),
-                 ("candidates", candidates, 0), ("branch", branch, 1))  # fmt: skip
+                 ("candidates", candidates, 0), ("branch", branch, 1),
+                 ("levels", levels, 0))  # fmt: skip
         for name, value, low in sizes:
             if value < low:
                 raise OptionError(f"exchange: {name} is {value}, must be at least {low}")
@@ -72,8 +74,8 @@ class Exchange:
             "stamps": rows * stamp.itemsize // 4,
             "committed": head["Committed"] + rows,
             "drafted": head["Drafted"] + 2 * max(drafts, fed),
-            "candidate_ids": head["Candidates"] + branch * candidates,
-            "answer": head["Answer"] + (branch if branch > 1 else 0),
+            "candidate_ids": head["Candidates"] + (2 * levels or branch) * candidates,
+            "answer": head["Answer"] + (2 * drafts if levels else branch if branch > 1 else 0),
             "masks": rows * words,
         }
         at, end = {}, 0
@@ -83,7 +85,7 @@ class Exchange:
         layout = np.zeros((), read_struct(HEADER, "ExchangeLayout"))
         for name, value in {
             "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
-            "drafts": max(drafts, fed), "branch": branch,
+            "drafts": max(drafts, fed), "branch": branch, "levels": levels,
         }.items() | at.items():  # fmt: skip
             layout[name] = value
         self.layout: Any = layout[()]

@@ -24,7 +24,7 @@ from .matcher import Matcher
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "Span"]
 
-#: Ids that a drafter offers per draft in mode probe.
+#: Ids that a drafter offers per draft in mode probe, or per level.
 CANDIDATES = 16
 #: Ways a step can be part of a graph.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
@@ -77,7 +77,7 @@ class GuidedDecoder:
     exchange
         Where it meets the device. With room for candidates they are probed: the first legal one is
         the draft, and the next round's open step fills all rows. Without, each masked draft is
-        drawn under its row.
+        drawn under its row. With levels whose candidates come at once, one step finds all drafts.
     masked_drafts
         Whether the graph has draft steps, so that each draft is legal when it is drawn.
     forced
@@ -198,11 +198,12 @@ class GuidedDecoder:
 
         Mode fill: after draft ``j`` was drawn, ``1 <= j < draft_length``: fill row ``j``. Mode
         probe: once the candidates for draft ``j`` are known, ``1 <= j <= draft_length``: find the
-        first legal one.
+        first legal one. Where those of all levels come at once ``j`` is 1: find legal drafts, best
+        first, by at most 4 tests per draft and one per candidate of a level.
         """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        end = self.draft_length + self.probes
+        end = 2 if self._exchange.layout["levels"] > 0 else self.draft_length + self.probes
         if not 1 <= j < end:
             raise OptionError(f"guided decoder: draft step {j} is outside [1, {end})")
         return self._work(2, j)

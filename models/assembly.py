@@ -21,7 +21,7 @@ from graft.models.drafters import DrafterChoice, Forced
 from graft.models.drafters.base import Drafter, DrafterRoom, TreeShape
 from graft.models.drafters.load import make_drafter
 from graft.models.kv import PagedKV
-from graft.models.legality import Blind, Fill, Legality, Probe
+from graft.models.legality import Blind, Fill, Legality, Probe, Walk
 from graft.models.llama import LlamaModel
 from graft.models.options import Options
 from graft.models.prefill import Prefill
@@ -162,7 +162,9 @@ def _legality(options: Options, drafter: Drafter | None) -> type[Legality]:
     if drafter is None or not drafter.shape.levels or not options.mask_drafts:
         return Blind
     probes = options.draft_legality == "probe" or drafter.shape.branch > 1
-    return Probe if probes else Fill
+    if not probes:
+        return Fill
+    return Walk if drafter.at_once and not drafter.shape.paths else Probe
 
 
 def _parts(
@@ -176,9 +178,10 @@ def _parts(
     slots, batch = options.slots, options.max_batch_size
     shape = drafter.shape if drafter else TreeShape(0)
     drafts, branch, levels = shape.nodes, shape.branch, len(shape.levels)
-    grows = branch > 1 and levels > 0
     vocab_size = target.config.vocab_size
     legality = _legality(options, drafter)
+    walks = legality is Walk
+    grows = branch > 1 and levels > 0 and not walks
     vocab = drafter.vocab if drafter else None
     alone = isinstance(drafter, Forced)
     if options.forced_drafts and not (alone or legality.masked):
@@ -186,13 +189,14 @@ def _parts(
             "forced_drafts needs mask_drafts, and a drafter whose drafts come level by level: "
             "others fill no mask rows while they draft"
         )
-    candidates = min(CANDIDATES, vocab.size) if legality is Probe and vocab else 0
+    candidates = min(CANDIDATES, vocab.size) if legality in (Probe, Walk) and vocab else 0
     if grows:
         fed = (levels - 1) * branch
         asked = TREE_CANDIDATES if legality is Probe else 0
         exchange = Exchange(device, slots, drafts, vocab_size, asked, branch, fed)
     else:
-        exchange = Exchange(device, slots, drafts, vocab_size, candidates)
+        branch, levels = (branch, levels) if walks else (1, 0)
+        exchange = Exchange(device, slots, drafts, vocab_size, candidates, branch, 0, levels)
     state = SlotState(device, slots, vocab_size)
     replay = device.zeros((1,), "int32")
     sampler = Sampler(

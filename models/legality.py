@@ -8,12 +8,16 @@ The two lanes of a round meet at marks, where drafts come level by level::
     Probe    model    verify - start - candidates 1 - [answer] - draft 1 - step 1 - ...
              grammar      `- commit ------------- probe 1 --^
 
+    Walk     model    verify - start - candidates of all levels - [answer] - drafts
+             grammar      `- commit --------------------- walk --^
+
     Blind    model    verify - start - draft 1 - step 1 - draft 2 - ...
              grammar      `- commit
 
 In Fill each draft is drawn under its mask row, made beside the drafter forward that leads to it.
 In Probe the grammar tests the drafter's best candidates, and all rows are filled beside the next
-target forward, as they are for Blind, whose illegal drafts are refused there.
+target forward, as they are for Blind, whose illegal drafts are refused there. Walk is the Probe of
+drafters whose logits are all there at once: the grammar joins once a round, for a chain or a tree.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from graft.models.stamps import Stamps
 from graft.sampling.sampler import Sampler
 from graft.sampling.tree import TreeSampler
 
-__all__ = ["Blind", "Fill", "Legality", "Probe"]
+__all__ = ["Blind", "Fill", "Legality", "Probe", "Walk"]
 
 
 class Legality:
-    """Base of the three: the commit, and no more.
+    """Base of the four: the commit, and no more.
 
     Parameters
     ----------
@@ -123,3 +127,22 @@ class Probe(Legality):
         name = f"probe {level}"
         self._ready = self._ask(name, self._guide.draft_work(level), name)
         self._wait(f"wait for row {level - 1}", name)
+
+
+class Walk(Legality):
+    """Drafts are legal paths through the candidates of all levels."""
+
+    masked = True
+    commit = "commit"
+
+    def walk(self, logits: DeviceArray, most: int) -> None:
+        """Make `most` drafts of logits float32 [levels * B, Vd], a level's rows together.
+
+        Of a chain those of requests without a grammar are left to be drawn, level by level.
+        """
+        sampler, row_slot = self._feed.sampler, self._feed.row_slot
+        sampler.candidates(self._model, logits, row_slot, most)
+        self._stamps.end("drafter extend")
+        self._ready = self._ask("walk", self._guide.draft_work(1), "walk")
+        self._wait("wait for drafts", "walk")
+        sampler.place(self._model, None, row_slot, most=most)

@@ -71,7 +71,8 @@ class Options:
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
-        next target forward. Probed drafts are verified as coupled.
+        next target forward. Probed drafts are verified as coupled. Where a drafter's logits are all
+        there at once, as those of DFlash are, one step tests the candidates of all levels.
     forced_drafts : draft what the grammar forces. Without a drafter, where the text that follows is
         forced, its longest token; with one, whatever it thinks and whether its vocabulary has it,
         the token that is the one legal id (with "probe", where no candidate is). Such drafts are

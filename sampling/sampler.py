@@ -137,6 +137,7 @@ class Sampler:
         self.row_words = row_words(draft_length)
         self.rows = device.zeros((max_batch, self.row_words), "int32")
         dense = 1 if exchange.layout["branch"] > 1 else max(draft_length, 1)
+        dense = exchange.layout["levels"] or dense
         self.q = device.zeros((state.slots, dense, max(draft_vocab, 1)), "float32")
         self.faults = device.zeros((1,), "int32")
         self._weights = device.zeros((rows,), "float32")
@@ -215,25 +216,36 @@ class Sampler:
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
     ) -> None:
-        """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer."""
+        """Write what the grammar is to test for draft ``j``, before ``draft`` takes the answer.
+
+        Where an exchange has levels, for ``j`` drafts at once from float32 [levels * B, Vd], a
+        level's rows together, or of fewer levels; ``place`` takes the answer.
+        """
         if self.exchange.layout["candidates"] == 0:
             raise OptionError("the exchange was made without candidates")
-        batch = self._check_draft(draft_logits, row_slot, j)
-        args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
+        batch, most = self._batch(row_slot), int(self.exchange.layout["levels"]) or 1
+        levels = min(max(draft_logits.shape[0] // batch, 1), most)
+        self._check_draft(draft_logits, row_slot, j, levels)
+        args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, batch, j,
                 *self._drafting(), *self.shared]  # fmt: skip
-        lane.kernel(self._candidates, batch, self.block, args, name=f"candidates {j}")
+        lane.kernel(self._candidates, levels * batch, self.block, args, name=f"candidates {j}")
 
     def place(
-        self, lane: Lane, proposal: DeviceArray, row_slot: DeviceArray,
+        self, lane: Lane, proposal: DeviceArray | None, row_slot: DeviceArray,
         parents: DeviceArray | None = None, most: int | None = None,
     ) -> None:  # fmt: skip
         """Take drafts that came all at once, as point masses, for slots as in ``draft``.
 
         Target ids, int32 [B, K]; what is no id is left out. `parents`, alike, say what each hangs
         on: 0 is the last token, j the proposal's j-th id; without them each hangs on the last.
-        The first `most` of what is left are taken, K by default.
+        None: what the grammar answered about all levels. The first `most` of what is left are
+        taken, K by default.
         """
-        batch = self._check_proposal(proposal, row_slot)
+        if proposal is None and self.exchange.layout["levels"] == 0:
+            raise OptionError("the exchange was made without levels")
+        batch = self._batch(row_slot)
+        if proposal is not None:
+            self._check_proposal(proposal, row_slot)
         if parents is not None:
             self._check_proposal(parents, row_slot)
         most = self.draft_length if most is None else most
@@ -263,12 +275,15 @@ class Sampler:
     def _threads(batch: int) -> tuple[int, int]:
         return -(-batch // _PLACE_BLOCK), _PLACE_BLOCK
 
-    def _check_draft(self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> int:
+    def _check_draft(
+        self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, levels: int = 1
+    ) -> int:
         batch = self._batch(row_slot)
         check_range("j", j, 1, self.draft_length)
+        rows = "B" if levels == 1 else "levels*B"
         check_array(
-            "draft_logits", draft_logits, "float32", ("B", "Vd"),
-            {"B": batch, "Vd": self.draft_vocab},
+            "draft_logits", draft_logits, "float32", (rows, "Vd"),
+            {rows: levels * batch, "Vd": self.draft_vocab},
         )  # fmt: skip
         return batch
 

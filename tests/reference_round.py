@@ -17,6 +17,7 @@ argmax(log p + Gumbel), one request at a time.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -508,6 +509,20 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
     return [int(ids[c]) for c in order]
 
 
+def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
+    """How likely each legal id is in the draw of draft j: for sampled requests its part of all
+    p / E, where the largest wins."""
+    legal = (ids >= 0) & (ids < limit) & (logits > -np.inf)
+    if broken(logits, legal):
+        return {}
+    plain = Filter(1.0) if slot.filter.greedy else slot.filter
+    part = distribution(logits, legal, plain)
+    if not slot.filter.greedy:
+        noise = words(slot.seed, slot.n + j, NOISE, np.maximum(ids, 0), slot.sample)
+        part = part * np.exp(gumbel(noise))
+    return dict(zip(ids.tolist(), (part / part.sum()).tolist(), strict=True))
+
+
 def record(exchange: Any, slot: int, replay: int, tokens: Sequence[int]) -> None:
     """What verification tells the grammar: the tokens, and after some that there are no drafts."""
     exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
@@ -606,3 +621,39 @@ def tree_of(last: int, paths: list[tuple[int, ...]]) -> Tree:
     """The tree of paths that stand in order."""
     parents = [paths.index(p[:-1]) + 1 if len(p) > 1 else 0 for p in paths]
     return Tree((last, *(p[-1] for p in paths)), (-1, *parents))
+
+
+def legal_tree(
+    last: int, levels: Sequence[Sequence[tuple[int, float]]], branch: int, drafts: int, tests: int,
+    legal: Callable[[tuple[int, ...], int], bool], ended: Callable[[tuple[int, ...]], bool],
+) -> Tree:  # fmt: skip
+    """The likeliest legal drafts that so many tests find, when each level brings (id, share) at
+    once; at most `branch` under one, none under what has ended.
+
+    A node is as likely as its parent times the token's share in what is left of the level there:
+    without what was refused before it. The next token of each node waits, and the likeliest is
+    tested; of equals that of the earlier node.
+    """
+    tree, score, left, waiting = chain(last), [1.0], [1.0], []
+
+    def wait(node: int, c: int) -> None:
+        path = tree.path(node)
+        here = levels[len(path)] if len(path) < len(levels) else ()
+        if c < len(here) and tree.parent.count(node) < branch and not ended(path):
+            share = here[c][1]
+            chance = share / left[node] if share < left[node] else 1.0
+            heapq.heappush(waiting, (-score[node] * chance, node, c))
+
+    wait(0, 0)
+    while waiting and len(tree.token) <= drafts and tests:
+        tests -= 1
+        chance, node, c = heapq.heappop(waiting)
+        path = tree.path(node)
+        token, share = levels[len(path)][c]
+        if legal(path, token):
+            tree, score, left = tree.grow(node, token), [*score, -chance], [*left, 1.0]
+            wait(len(tree.token) - 1, 0)
+        else:
+            left[node] -= share
+        wait(node, c + 1)
+    return tree

@@ -42,6 +42,8 @@ struct Drafted {
 
 // Ids that the grammar is to test for draft `draft`, best first; `candidates` ids follow. Of a tree
 // `draft` is the level and `count` its nodes, each with as many ids; a node's end at the first -1.
+// Where those of all levels come at once `draft` is how many drafts are wanted and `count` the
+// levels, which end alike; behind the ids of `levels` levels stand their probabilities, floats.
 struct Candidates {
   int replay;
   int draft;
@@ -49,7 +51,8 @@ struct Candidates {
 };
 
 // The first legal candidate; -1: none is, and the mask row of the draft was filled. Of a tree
-// `branch` words follow, one for each node: bit i is set if its candidate i is legal.
+// `branch` words follow, one for each node: bit i is set if its candidate i is legal. To all levels
+// at once `draft` is 0, and `id` drafts follow as in their record.
 struct Answer {
   int replay;
   int draft;
@@ -65,7 +68,8 @@ struct ExchangeLayout {
   int words;       // of a mask row
   int candidates;  // of a draft, or of a node of a tree that grows
   int drafts;      // that the record of drafts has room for
-  int branch;      // nodes of a level; 1: a chain
+  int branch;      // nodes of a level, or most drafts under one; 1: a chain
+  int levels;      // whose candidates come at once; 0: they come one by one
   int stamps;      // RowStamp[rows]
   int committed;
   int drafted;

@@ -102,6 +102,7 @@ class Drafter:
     vocab : of its logits, for a drafter that comes level by level; else None.
     caches : paged keys and values of its own; slots get pages in all of them.
     reads_rows : whether `start` reads the mask rows made after the commit, and waits for them.
+    at_once : whether the logits of all levels are there after `start`, whatever is drafted.
     """
 
     shape: TreeShape
@@ -109,6 +110,7 @@ class Drafter:
     vocab: DraftVocab | None = None
     caches: tuple[PagedKV, ...] = ()
     reads_rows: bool = False
+    at_once: bool = False
 
     @property
     def proposes(self) -> bool:
@@ -138,6 +140,10 @@ class Drafter:
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         """Feed the drafts of `level`, from 1 on; return their logits, float32 [B * branch, Vd]."""
         raise DrafterError(f"{type(self).__name__} drafts level by level and has no method step")
+
+    def all_levels(self, feed: Feed) -> DeviceArray:
+        """Logits of all levels after `start`, float32 [levels * B, Vd], a level's rows together."""
+        raise DrafterError(f"{type(self).__name__} is at_once and has no method all_levels")
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
         """Why it has ended a request on the device, if it has."""

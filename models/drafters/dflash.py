@@ -31,7 +31,7 @@ _BLOCK = 64
 
 
 class DFlash(Drafter):
-    """Drafts level by level, all levels from one pass.
+    """Drafts level by level, all levels from one pass; those of DFlash are all there `at_once`.
 
     Parameters
     ----------
@@ -67,6 +67,7 @@ class DFlash(Drafter):
         self._norm = weights.vector("norm.weight", hidden)
         self._markov = [weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)
                         for name in ("w1", "w2")] if rank else []  # fmt: skip
+        self.at_once = not rank
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads, dim = config.num_key_value_heads, config.head_dim
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
@@ -112,6 +113,9 @@ class DFlash(Drafter):
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         before = feed.drafts(lane, level).token if self._markov else None
         return self._level(lane, feed, level, before)
+
+    def all_levels(self, feed: Feed) -> DeviceArray:
+        return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
     def _level(self, lane: Lane, feed: Feed, level: int, before: DeviceArray | None) -> DeviceArray:
         """A level's logits, by the tokens before its own; of a tree, once for every node."""

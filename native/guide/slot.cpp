@@ -70,7 +70,9 @@ void Slot::size_for(const Exchange& exchange) {
     order.parent[j] = static_cast<int32_t>(j - 1);
     order.depth[j] = static_cast<int32_t>(j);
   }
-  order.candidate.resize(at(exchange.layout.candidates * exchange.layout.branch));
+  const int asked = std::max(exchange.layout.levels, exchange.layout.branch);
+  order.candidate.resize(at(exchange.layout.candidates * asked));
+  order.share.resize(at(exchange.layout.candidates * exchange.layout.levels));
   legal.resize(at(exchange.layout.branch));
 }
 
@@ -95,6 +97,9 @@ void SlotWork::serve(Slot& slot) const noexcept {
       break;
     case Task::kGrow:
       grow(slot);
+      break;
+    case Task::kWalk:
+      walk(slot);
       break;
   }
 }
@@ -169,7 +174,7 @@ bool SlotWork::stand_at(Slot& slot, int j) const noexcept {
     back += &deeper == &slot.node;
     deeper = parent[at(deeper)];
   }
-  if (back > 0) {
+  if (back > 0 && slot.matcher != nullptr) {
     slot.tally[count::rollbacks] += 1;
     if (slot.matcher->rollback(back, &slot.error) == Answer::kFailed) fail(slot);
     slot.terminated = false;
@@ -253,8 +258,74 @@ void SlotWork::grow(Slot& slot) const noexcept {
   slot.answer = order.candidates;
 }
 
+// The likeliest legal drafts, at most `branch` under one (as DDTree, arXiv 2604.12989, of all). How
+// likely a node is, is the product of the shares of the tokens down to it: each of what its level
+// likes, less what was refused there. Under every node the next candidate waits; the likeliest of
+// these, of equals that of the earlier node, is tested. The number of tests is bounded; the matcher
+// is back at the committed tokens afterwards.
+void SlotWork::walk(Slot& slot) const noexcept {
+  struct Node {
+    double score, left = 1.0;  // left: of the shares below it
+    double next_score = -1.0;  // -1: none waits
+    int next = 0, children = 0;
+  };
+  Order& order = slot.order;
+  const ExchangeLayout& layout = exchange_.layout;
+  std::array<Node, kMostNodes> nodes{{{1.0}}};
+  const auto look = [&](int j) {
+    Node& node = nodes[at(j)];
+    node.next_score = -1.0;
+    const bool ended = j > 0 && (slot.closed & bit(j)) != 0;
+    if (ended || order.depth[at(j)] >= order.candidates) return;
+    if (node.next == layout.candidates || node.children == layout.branch) return;
+    const size_t c = at(order.depth[at(j)] * layout.candidates + node.next);
+    if (order.candidate[c] < 0) return;
+    const double share = order.share[c];
+    node.next_score = share < node.left ? node.score * (share / node.left) : node.score;
+  };
+  order.drafts = 0;
+  look(0);
+  int tests = 4 * order.j + layout.candidates;
+  while (order.drafts < order.j && tests-- > 0) {
+    int best = 0;
+    for (int j = 1; j <= order.drafts; ++j) {
+      if (nodes[at(j)].next_score > nodes[at(best)].next_score) best = j;
+    }
+    Node& under = nodes[at(best)];
+    if (under.next_score < 0.0 || !stand_at(slot, best)) break;
+    const size_t c = at(order.depth[at(best)] * layout.candidates + under.next++);
+    const int j = order.drafts + 1;
+    order.draft[at(j - 1)] = order.candidate[c];
+    order.parent[at(j)] = best;
+    order.depth[at(j)] = order.depth[at(best)] + 1;
+    slot.tally[count::probes] += 1;
+    if (accept(slot, order.candidate[c])) {
+      arrive(slot, j);
+      order.drafts = j;
+      under.children += 1;
+      nodes[at(j)] = {under.next_score};
+      look(j);
+    } else {
+      under.left -= order.share[c];
+    }
+    look(best);
+  }
+  const int last = order.drafts;
+  const bool open =
+      last < std::min(order.candidates, order.j) && (last == 0 || (slot.closed & bit(last)) == 0);
+  if (layout.branch == 1 && open && !slot.ended) {
+    slot.tally[count::probe_misses] += 1;
+    if (forced_ != nullptr) make_row(slot, last);  // it says what is drafted behind the chain
+  }
+  stand_at(slot, 0);
+  slot.closed = 0;
+  slot.answered = !slot.ended;
+  slot.answer = order.drafts;
+}
+
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
+  if (slot.matcher == nullptr) return true;  // there is no grammar
   slot.tally[count::accepts] += 1;
   Answer answer = slot.matcher->accept(token, &slot.error);
   if (answer == Answer::kNo) return false;

@@ -18,6 +18,8 @@
 
 namespace graft::guide {
 
+constexpr int kMostNodes = 65;  // `closed` has a bit for each draft
+
 inline size_t at(int index) { return static_cast<size_t>(index); }
 
 // The guide's view of the pinned memory that it shares with the device: exchange.h states what lies
@@ -112,19 +114,21 @@ enum class Task : int32_t {
   kDraft,  // take draft j and make row j
   kProbe,  // find the first legal candidate for draft j
   kGrow,   // of a tree: find the legal candidates of level j
+  kWalk,   // find legal drafts among the candidates of all levels
 };
 
 // Everything an order needs is copied into it: the device may write on while it is served.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
-  int j = 0;
+  int j = 0;                       // of all levels: how many drafts are wanted
   int drafts = 0;                  // v
   std::vector<int32_t> draft;      // [K] token of node j at j - 1
   std::vector<int32_t> parent;     // [K + 1] of each node but 0; parent[j] < j
   std::vector<int32_t> depth;      // [K + 1]
-  int candidates = 0;              // of a tree: nodes that have some
-  std::vector<int32_t> candidate;  // [candidates], of a tree [branch][candidates]
+  int candidates = 0;              // of a tree: nodes that have some; of all levels: levels
+  std::vector<int32_t> candidate;  // [candidates], of a tree or all levels [..][candidates]
+  std::vector<float> share;        // of those of all levels: how likely each is
 };
 
 struct Slot {
@@ -184,6 +188,7 @@ class SlotWork {
   bool accept(Slot& slot, int32_t token) const noexcept;
   void probe(Slot& slot) const noexcept;
   void grow(Slot& slot) const noexcept;
+  void walk(Slot& slot) const noexcept;
   void fill(Slot& slot, int j) const noexcept;
   void follow(Slot& slot) const noexcept;
 

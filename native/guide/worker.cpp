@@ -4,10 +4,18 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <thread>
 #include <utility>
 
 namespace graft::guide {
+namespace {
+
+Pace* pace_of(const Slot& slot) {
+  return slot.matcher == nullptr ? nullptr : slot.matcher->pace.get();
+}
+
+}  // namespace
 
 Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
                std::shared_ptr<const Forced> forced, bool chain)
@@ -95,7 +103,9 @@ void Worker::step(const StepRecord& record) noexcept {
       join(slot, request);
     }
     // A slot that is late for its last owner is joined by the first open that finds it idle.
-    if (slot.epoch != request.epoch || slot.matcher == nullptr) continue;
+    if (slot.epoch != request.epoch) continue;
+    const bool walking = exchange_.layout.levels > 0 && record.step == Step::kDraft;
+    if (slot.matcher == nullptr && !walking) continue;
     if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
     if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
     if (idle && !slot.ended && give_order(slot, record)) given_.push_back(slot.index);
@@ -114,9 +124,14 @@ void Worker::step(const StepRecord& record) noexcept {
     Slot& slot = slots_[at(index)];
     if (slot.busy.load() || !slot.answered) continue;
     ::Answer* answer = exchange_.answer(index);
-    *answer = {static_cast<int32_t>(replay_), slot.order.j, slot.answer};
-    if (slot.order.task == Task::kGrow) {
-      std::copy(slot.legal.begin(), slot.legal.end(), Exchange::ids(answer));
+    const Order& order = slot.order;
+    const bool walked = order.task == Task::kWalk;
+    *answer = {static_cast<int32_t>(replay_), walked ? 0 : order.j, slot.answer};
+    int32_t* ids = Exchange::ids(answer);
+    if (order.task == Task::kGrow) std::copy(slot.legal.begin(), slot.legal.end(), ids);
+    if (walked) {
+      std::copy_n(order.draft.begin(), order.drafts, ids);
+      std::copy_n(order.parent.begin() + 1, order.drafts, ids + exchange_.layout.drafts);
     }
     slot.answered = false;
   }
@@ -139,11 +154,12 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
     if (order.commit.given && !probing) order.task = Task::kRow0;
   } else {
     take_drafts(slot, replay_);
-    const bool here = slot.drafts_of == replay_;
+    const bool here = slot.drafts_of == replay_ || slot.matcher == nullptr;
     if (here && !probing && order.drafts >= order.j) order.task = Task::kDraft;
     const bool tree = exchange_.layout.branch > 1;
     if (here && probing && (tree || order.drafts == order.j - 1) && take_candidates(slot)) {
       order.task = tree ? Task::kGrow : Task::kProbe;
+      if (exchange_.layout.levels > 0) order.task = Task::kWalk;
     }
   }
   return !slot.ended && (order.task != Task::kNone || order.commit.given);
@@ -187,13 +203,13 @@ bool Worker::hands_over(const Slot& slot) const noexcept {
   if (pool_ == nullptr) return false;
   if (budget_.ns == 0) return given_.size() > 1;
   if (budget_.clock != nullptr) return true;  // nothing has a pace by a clock that stands still
-  const auto& pace = slot.matcher->pace;
-  return current_->requests.size() > 1 && !(pace && pace->trusted());
+  const Pace* pace = pace_of(slot);
+  return current_->requests.size() > 1 && !(pace != nullptr && pace->trusted());
 }
 
 // Serves an order on this thread and notes whether that took too long.
 void Worker::serve_timed(Slot& slot) noexcept {
-  const auto& pace = slot.matcher->pace;
+  Pace* pace = pace_of(slot);
   const bool timed = budget_.ns > 0 && pace != nullptr;
   const int64_t start = timed ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
   work_.serve(slot);
@@ -291,15 +307,21 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   Candidates* offered = exchange_.candidates(slot.index);
   Order& order = slot.order;
   const int32_t count = offered->count;
-  const int branch = exchange_.layout.branch;
-  if (replay_of(offered->replay) != replay_ || offered->draft != order.j) return false;
-  if (count < 0 || count > (branch > 1 ? branch : exchange_.layout.candidates)) {
+  const ExchangeLayout& layout = exchange_.layout;
+  const bool rows = layout.levels > 0 || layout.branch > 1;  // of `candidates` ids each
+  const int most = layout.levels > 0 ? layout.levels : rows ? layout.branch : layout.candidates;
+  if (replay_of(offered->replay) != replay_) return false;
+  if (layout.levels > 0) order.j = offered->draft;
+  if (offered->draft != order.j) return false;
+  if (count < 0 || count > most || order.j > exchange_.drafts()) {
     work_.fail(slot);
     return false;
   }
   order.candidates = count;
-  const int32_t ids = branch > 1 ? count * exchange_.layout.candidates : count;
-  std::copy_n(Exchange::ids(offered), ids, order.candidate.begin());
+  const int32_t* ids = Exchange::ids(offered);
+  std::copy_n(ids, rows ? count * layout.candidates : count, order.candidate.begin());
+  const size_t shares = order.share.size();
+  if (shares > 0) std::memcpy(order.share.data(), ids + shares, shares * sizeof(float));
   return true;
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -131,9 +132,10 @@ struct Stay {
 struct GuidedSetting {
   int drafts, threads, candidates;
   int64_t budget_ns;
-  bool masked, forced, tree;
+  bool masked, forced, tree, at_once;
 
-  bool grows() const { return tree && candidates > 0; }
+  bool walks() const { return at_once && candidates > 0; }
+  bool grows() const { return tree && candidates > 0 && !at_once; }
 };
 
 class GuidedCase {
@@ -142,11 +144,13 @@ class GuidedCase {
       : random_(seed),
         setting_(setting),
         memory_(kGuidedSlots * 6 * kPart),
-        exchange_{memory_.data(),
-                  {kGuidedSlots, 6 * kPart, setting.drafts + 1, (kVocab + 31) / 32,
-                   setting.candidates, kBranch * kMostDrafts, setting.grows() ? kBranch : 1, 0,
-                   kPart, 2 * kPart, 3 * kPart, 4 * kPart, 5 * kPart},
-                  kVocab},
+        exchange_{
+            memory_.data(),
+            {kGuidedSlots, 6 * kPart, setting.drafts + 1, (kVocab + 31) / 32, setting.candidates,
+             kBranch * kMostDrafts, setting.tree && setting.candidates > 0 ? kBranch : 1,
+             setting.walks() ? setting.drafts : 0, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart,
+             5 * kPart},
+            kVocab},
         worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
 
@@ -218,7 +222,8 @@ class GuidedCase {
         if (plan[s] != nullptr) moved[s] = verify(*plan[s], s, static_cast<int32_t>(replay));
       }
       if (exchange_.drafts() > 0) step(guided::Step::kCommit, 0);
-      for (int j = 1; j <= exchange_.drafts(); ++j) {
+      if (setting_.walks()) walk(plan, moved, static_cast<int32_t>(replay));
+      for (int j = 1; j <= exchange_.drafts() && !setting_.walks(); ++j) {
         if (setting_.grows()) {
           grow(plan, moved, j, static_cast<int32_t>(replay));
         } else {
@@ -381,6 +386,49 @@ class GuidedCase {
     }
   }
 
+  // Offers candidates of all levels at once. The answer is the drafts; behind a chain that ended
+  // early its row may bring one more.
+  void walk(const Plan& plan, const bool* moved, int32_t replay) {
+    const ExchangeLayout& layout = exchange_.layout;
+    for (int s = 0; s < kGuidedSlots; ++s) {
+      if (!moved[s]) continue;
+      Candidates* offered = exchange_.candidates(s);
+      *offered = {replay, 1 + any(exchange_.drafts()), 1 + any(layout.levels)};
+      int32_t* ids = guided::Exchange::ids(offered);
+      for (int i = 0; i < layout.levels * layout.candidates; ++i) {
+        ids[i] = rubbish();
+        const float share = 0.25f / static_cast<float>(1 + any(4));
+        std::memcpy(ids + layout.levels * layout.candidates + i, &share, sizeof share);
+      }
+    }
+    step(guided::Step::kDraft, 1);
+    for (int s = 0; s < kGuidedSlots; ++s) {
+      const Answer& answer = *exchange_.answer(s);
+      if (!moved[s] || answer.replay != replay) continue;
+      WANT(answer.draft == 0 && answer.id >= 0 && answer.id <= exchange_.candidates(s)->draft);
+      Stay& stay = *plan[s];
+      const int32_t* ids = guided::Exchange::ids(exchange_.answer(s));
+      for (int32_t j = 0; j < answer.id; ++j) {
+        const int32_t parent = ids[layout.drafts + j];
+        WANT(parent >= 0 && parent <= j && (layout.branch > 1 || parent == j));
+        WANT(parent == 0 || ids[parent - 1] != kStop);
+        WANT(may_follow(stay.paths[parent], ids[j]));
+        stay.drafts.push_back(ids[j]);
+        stay.parents.push_back(parent);
+        stay.paths.push_back(followed(stay.paths[parent], ids[j]));
+      }
+      const int last = answer.id;
+      const bool open = last < exchange_.drafts() && (last == 0 || ids[last - 1] != kStop);
+      const bool chain = open && layout.branch == 1;
+      const int32_t token = chain ? legal(stay, s, last, last, stay.paths[last]) : -1;
+      if (token >= 0) {
+        stay.drafts.push_back(token);
+        stay.parents.push_back(last);
+      }
+      tell(stay, s, replay);
+    }
+  }
+
   void keep_some(Stay& stay) {
     std::vector<int32_t> drafts, parents, row_of(stay.drafts.size() + 1, -1);
     row_of[0] = 0;
@@ -421,8 +469,8 @@ inline int guide(unsigned seed, int cases) {
         random() % 2 == 0 ? 0 : 20'000 + static_cast<int64_t>(random() % 200'000);
     const int threads = 1 + static_cast<int>(random() % 4);
     const bool masked = candidates > 0 || random() % 2 == 0;
-    const bool forces = random() % 2 == 0, tree = random() % 2 == 0;
-    const GuidedSetting setting{drafts, threads, candidates, budget, masked, forces, tree};
+    const bool forces = random() % 2 == 0, tree = random() % 2 == 0, at_once = random() % 2 == 0;
+    const GuidedSetting setting{drafts, threads, candidates, budget, masked, forces, tree, at_once};
     GuidedCase one(static_cast<uint32_t>(random()), setting);
     one.run(40);
     late += one.count(guided::count::late_rows);

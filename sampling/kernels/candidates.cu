@@ -4,33 +4,53 @@
 // order is that of the draw to come: by logit for greedy requests, for others by weight / E, the
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
+//
+// Where the logits of all levels are at hand, row l * batch + b is that of level 1 + l: all is
+// written at once, with the ids' shares in that race, and that j drafts are wanted; of trees for
+// slots without a grammar too.
 #include "best.cuh"
 #include "slot.cuh"
 
 extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab, int token_limit,
-                                            const int* d2t, const int* row_slot, int j,
+                                            const int* d2t, const int* row_slot, int batch, int j,
                                             const Slot* slots, const RoundRow* rows, int row_words,
                                             float* q, int most_drafts, int* exchange,
                                             const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);
-  const int b = static_cast<int>(blockIdx.x);
-  const int index = row_slot[b];
-  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), j)) return;
+  const int r = static_cast<int>(blockIdx.x);
+  const int level = r / batch;  // 0 where there is one
+  const bool at_once = layout.levels > 0;
+  const int at = at_once ? 1 : j;
+  const int index = row_slot[r % batch];
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, r % batch), at)) return;
   const Slot& slot = slots[index];
-  const int position = slot.n + j;  // being drafted
-  if (is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch)) return;
+  const int position = slot.n + at + level;  // being drafted
+  if (position >= slot.limit) return;
+  const bool free = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+  if (free && layout.branch == 1) return;
+  Candidates* head =
+      reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
+  int* ids = reinterpret_cast<int*>(head + 1) + level * layout.candidates;
+  float* shares = reinterpret_cast<float*>(ids + layout.levels * layout.candidates);
+  if (at_once && tid == 0) {
+    ids[0] = -1;
+    const int levels = static_cast<int>(gridDim.x) / batch;
+    const int left = slot.limit - position;
+    if (level == 0) *head = {*replay_number, j, left < levels ? left : levels};
+  }
 
-  const Row row = {logits + static_cast<long long>(b) * draft_vocab, draft_vocab, nullptr,
+  const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
                    token_limit, d2t};
   // There is no table, for the draft is a point: its room holds the scores.
-  float* score = q + (static_cast<long long>(index) * most_drafts + j - 1) * draft_vocab;
+  float* score = q + (static_cast<long long>(index) * most_drafts + at - 1 + level) * draft_vocab;
   int best_column;
   float best_logit;
   int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)
                    : row_best<false, true>(row, score, scratch, &best_column, &best_logit);
   if (status != ROW_OK) return;
-  if (slot.temperature >= GREEDY_TEMPERATURE) {
+  const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
+  if (sampled) {
     const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
     status = d2t ? row_distribution<true>(row, filter, score, scratch)
                  : row_distribution<false>(row, filter, score, scratch);
@@ -54,17 +74,30 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
     }
   }
 
-  Candidates* head =
-      reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
-  int* ids = reinterpret_cast<int*>(head + 1);
   BestFirst order(score, draft_vocab);
   int found = 0;
+  float top = 0.0f;
+  float sum = 1.0f;
+  // To the best one; nothing for what the filters would take away.
+  const auto relative = [&](float x) {
+    if (!sampled) return exp_nonpositive(fadd(x, -top));
+    return x > 0.0f ? fdiv(x, top) : 0.0f;
+  };
   for (; found < layout.candidates; ++found) {
     const int column = order.next(scratch);
     if (column < 0) break;
-    if (tid == 0) ids[found] = d2t ? d2t[column] : column;
+    if (at_once && found == 0) {
+      top = score[column];
+      u64 fixed = 0;
+      for (int i = tid; i < draft_vocab; i += BLOCK) fixed += fixed_point(relative(score[i]));
+      sum = from_fixed_point(block_reduce(fixed, scratch, Sum()));
+    }
+    if (tid != 0) continue;
+    ids[found] = d2t ? d2t[column] : column;
+    if (at_once) shares[found] = fdiv(relative(score[column]), sum);
   }
   if (tid != 0) return;
-  *head = {*replay_number, j, found};
+  if (!at_once) *head = {*replay_number, j, found};
+  if (at_once && found < layout.candidates) ids[found] = -1;
   __threadfence_system();
 }

@@ -1,4 +1,4 @@
-// Drafts that come all at once: what a drafter proposed, or what the grammar forces.
+// Drafts that come all at once: what a drafter proposed, or the grammar's answer about all levels.
 //
 // One thread per batch row. A proposal may be anything: what cannot be a draft is left out, and
 // what hangs on it. Siblings of one token are one draft.
@@ -14,11 +14,21 @@ extern "C" __global__ void place_drafts(int batch, const int* row_slot, const in
   const int index = row_slot[b];
   Slot& slot = slots[index];
   if (!is_drafting(slot, *round_row(rows, row_words, b), 1)) return;
+  const int* ids = proposal + b * columns;
+  const int* under = parents == nullptr ? nullptr : parents + b * columns;
+  int count = columns;
+  if (proposal == nullptr) {
+    const Answer* answer =
+        reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
+    ids = reinterpret_cast<const int*>(answer + 1);
+    under = ids + layout.drafts;
+    count = answer->replay == *replay_number ? answer->id : 0;
+  }
   int row_of[MAX_DRAFTS + 1];  // of each that is proposed; -1: left out
   row_of[0] = 0;
-  for (int i = 1; i <= columns; ++i) {
-    const int token = proposal[b * columns + i - 1];
-    const int hangs_on = parents == nullptr ? i - 1 : parents[b * columns + i - 1];
+  for (int i = 1; i <= count; ++i) {
+    const int token = ids[i - 1];
+    const int hangs_on = under == nullptr ? i - 1 : under[i - 1];
     row_of[i] = -1;
     if (token < 0 || token >= vocab_size || hangs_on < 0 || hangs_on >= i) continue;
     const int parent = row_of[hangs_on];

@@ -200,7 +200,8 @@ class Rig:
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)
         self.open, self.commit = self.decoder.open_work(), self.decoder.commit_work()
-        self.drafts = [self.decoder.draft_work(j) for j in range(1, k + (candidates > 0))]
+        last = 1 if len(tree) > 2 else k - (candidates == 0)
+        self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
     def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
         matcher = KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
@@ -455,7 +456,7 @@ class Device:
         def decide(node: int, position: int, legal: np.ndarray) -> tuple[int, int | None]:
             if truth.start and self.rng.random() < self.wrong:
                 truth.confused = True
-                illegal = np.setdiff1d(np.arange(-3, self.size + 3), legal)
+                illegal = np.setdiff1d(np.arange(self.size + 3), legal)
                 return int(self.rng.choice(illegal)), None
             token = self._wanted(truth, position, legal)
             return token, truth.tree.child(node, token)

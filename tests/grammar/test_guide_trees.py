@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from guide_util import KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
-from reference_round import DEAD_END, NOT_READY, Tree, bits, chain
+from reference_round import DEAD_END, NOT_READY, Tree, bits, chain, legal_tree
+
+from graft.grammar.decoder import GuidedRequest
 
 both = pytest.mark.parametrize("kind", KINDS)
 NODES = 12
@@ -124,6 +126,79 @@ def test_a_level_is_told_which_children_are_legal(backend, kind):
             rig.expect_row([*said, token], j=j)
     counters = rig.decoder.counters()
     assert counters["desyncs"] == counters["errors"] == 0 and counters["probes"] > 6
+
+
+def offer(rng: np.random.Generator, most: int, choices: list[int]) -> list[tuple[int, float]]:
+    """Ids of a level, each once, and their shares, of which some are equal or nothing."""
+    ids = rng.permutation(list(dict.fromkeys(choices)))[: int(rng.integers(most + 1))]
+    shares = np.round(np.sort(rng.dirichlet([0.6] * (len(ids) + 1)))[::-1], 2).astype(np.float32)
+    return list(zip(ids.tolist(), shares[: len(ids)].tolist(), strict=True))
+
+
+@both
+@pytest.mark.parametrize("branch", [1, 3])
+@pytest.mark.parametrize("spec", ["regex", "schema", "dead end", None])
+def test_all_levels_are_answered_at_once(backend, kind, spec, branch):
+    """One step finds the drafts that the reference finds by a matcher that starts anew, and rows
+    that follow are as if nobody had asked; without a grammar every id is legal."""
+    rng, levels, most, k = np.random.default_rng(8), 5, 6, 7
+    rig = Rig(backend, kind, k=k, candidates=most, tree=(branch, 0, levels))
+    compiled = spec and backend.compile(SPECS[spec])
+    request = rig.request(spec) if spec else GuidedRequest(0, 1, None, 10)
+    said, sizes = [], set()
+    rig.start(1, [request])
+
+    def ask(replay, wanted, offers):
+        record, room = rig.exchange.candidates[0], rig.exchange.layout["levels"] * most
+        record[:3], record[3:] = (replay, wanted, len(offers)), -1
+        for level, here in enumerate(offers):
+            at = 3 + level * most
+            record[at : at + len(here)] = [token for token, _ in here]
+            shares = np.array([share for _, share in here], np.float32)
+            record[at + room : at + room + len(here)] = shares.view(np.int32)
+        rig.run(rig.drafts[0])
+
+    def stands(path):
+        matcher = compiled.matcher()
+        return matcher if all(map(matcher.accept, [*said, *path])) else None
+
+    def legal(path, token):
+        return token in range(rig.decoder.vocab_size) and (not spec or bool(stands((*path, token))))
+
+    def ended(path):
+        return bool(spec) and stands(path).is_terminated()
+
+    for replay in range(1, 20):
+        row = oracle_row(compiled.matcher, said) if spec else np.full(9, -1, np.int32)
+        fine = [t for t in bits(row).tolist() if t < 270 and t not in (STOP, OTHER_STOP)]
+        fine = [t for t in fine if not spec or oracle_row(compiled.matcher, [*said, t]).any()]
+        if not fine:
+            break
+        said.append(int(rng.choice(fine)))
+        rig.verify(replay, said[-1])
+        texts = [*TEXT, *fine[:4], ord("0"), ord('"'), 270]
+        offers = [offer(rng, most, texts) for _ in range(int(rng.integers(1, levels + 1)))]
+        wanted = int(rng.integers(k // 2, k + 1))
+        ask(replay, wanted, offers)
+        tests = 4 * wanted + most
+        tree = legal_tree(said[-1], offers, branch, wanted, tests, legal, ended)
+        count = len(tree.token) - 1
+        sizes.add(count)
+        assert tuple(rig.exchange.answer[0]) == (replay, 0, count), offers
+        told = rig.exchange.legal[0].view(np.int32)
+        assert tuple(told[:count]) == tree.token[1:]
+        assert tuple(told[k : k + count]) == tree.parent[1:]
+        rig.drafted(replay, *tree.token[1:], parents=tree.parent[1:])
+        rig.decoder.retire(replay)
+        rig.start(replay + 1, [request])
+        for node in range(len(tree.token) if spec else 0):
+            path = tree.path(node)
+            row = oracle_row(compiled.matcher, [*said, *path])
+            if row is not None and row.any():
+                rig.expect_row([*said, *path], j=node, spec=spec)
+    counters = rig.decoder.counters()
+    assert counters["desyncs"] == counters["errors"] == 0 and counters["draft_calls"] == replay
+    assert len(sizes) > 2 or spec == "dead end", sizes
 
 
 @pytest.mark.parametrize("parents", [(0, 2), (0, -1), (1, 0)])

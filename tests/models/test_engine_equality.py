@@ -169,6 +169,8 @@ SHAPES = [
     {"max_batch_size": 3, "draft_length": "auto"},
     {"max_batch_size": 3, "draft_length": "auto", "drafter": NGram},
     {"max_batch_size": 3, "draft_length": "auto", "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "forced_drafts": True},
 ]
 QUICK = len(SHAPES)
 SHAPES += [
@@ -210,6 +212,11 @@ SHAPES += [
     {"max_batch_size": 2, "draft_length": "auto", "speculation": False, "forced_drafts": True},
     {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True,
      "grammar_budget_us": 1.0},
+    {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
+    {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 20, "draft_tree": (4, 4),
+     "grammar_transport": "mailbox", "grammar_threads": 2, "grammar_budget_us": 20.0},
+    {"max_batch_size": 3, "draft_length": "auto", "drafter": BLOCK, "draft_legality": "probe"},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": BLOCK, "draft_tree": (3, 4)},
 ]
 
 
@@ -231,7 +238,7 @@ def test_disturbed_requests_get_the_same(truth, number):
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]
-        probed = shape.get("draft_legality") == "probe" or engine._parts.tree is not None
+        probed = shape.get("draft_legality") == "probe" or engine._parts.decoder.probes
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
 
 
@@ -315,6 +322,18 @@ def test_probed_drafts(mode: str) -> None:
         assert rounds["probe"] == rounds["fill"]
     assert grammar["probes"] > 0 and grammar["refused_drafts"] == 0
     assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
+
+
+@pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
+def test_the_grammar_joins_once_a_round(tree) -> None:
+    """Whatever a block drafter's levels are, it is asked once, and drafts nothing illegal."""
+    options = {"drafter": BLOCK, "draft_length": 4, "draft_legality": "probe", "draft_tree": tree}
+    with settled(demo_engine(max_batch_size=3, **options)) as engine:
+        engine.generate(mixed_requests(3, max_tokens=30))
+        engine.settle()
+        grammar = engine.counters()["grammar"]
+    assert grammar["draft_calls"] == grammar["replays"] == grammar["commit_calls"]
+    assert grammar["probes"] > grammar["refused_drafts"] == 0
 
 
 def test_overlap_keeps_rejection_sampling(truth) -> None:

@@ -23,7 +23,7 @@ class TableRound:
     def __init__(
         self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
         token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
-        entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0,
+        entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0, levels: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
@@ -38,7 +38,7 @@ class TableRound:
             t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
         self.state = SlotState(device, slots, vocab)
         exchange = self.exchange = Exchange(
-            device, slots, draft_length, vocab, candidates, branch, fed
+            device, slots, draft_length, vocab, candidates, branch, fed, levels
         )
         #: int32 [slots, width, 4]: state, epoch, position, more
         self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)

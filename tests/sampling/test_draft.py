@@ -109,3 +109,46 @@ def test_matches_the_reference(make_round, block, mapped, how):
     if probed:
         names = ("answer", "miss", "silent", "replay before", "draft before", "free")
         assert min(seen[name] for name in names) > 2, seen
+
+
+@pytest.mark.parametrize("branch", [1, 3])
+@pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
+def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch):
+    """Of each level before the limit those that would be asked about were its turn, and their
+    shares in the draw to come; a broken level has none. Trees of requests without a grammar too."""
+    rng, levels, most = np.random.default_rng(5), 4, 6
+    d2t = np.sort(rng.choice(V, 30, replace=False)).astype(np.int32) if mapped else None
+    ids, limit = np.arange(V) if d2t is None else d2t, V - 2
+    r = make_round(slots=SLOTS, draft_length=levels, vocab=V, token_limit=limit, d2t=d2t,
+                   block=block, candidates=most, branch=branch, levels=levels)  # fmt: skip
+    seen: Counter = Counter()
+    for _ in range(4):
+        slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
+        free = [i % 4 == 0 for i in range(SLOTS)]
+        rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
+                for s, f in zip(slots, free, strict=True)]  # fmt: skip
+        before, order = [s.n for s in slots], rng.permutation(SLOTS)
+        r.play(slots, rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32), rows, order)
+        logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
+        logits[rng.random(logits.shape) < 0.05] = -np.inf
+        logits[rng.random((levels, SLOTS)) < 0.06, 4] = np.nan
+        r.candidates(3, logits[:, order].reshape(levels * SLOTS, -1))
+        for i, s in enumerate(slots):
+            record = r.exchange.candidates[i]
+            asked = s.n > before[i] and ref.is_drafting(s, 1) and (branch > 1 or not free[i])
+            assert (tuple(record[:2]) == (r.replay, 3)) == asked
+            seen["asked"] += asked
+            if not asked:
+                continue
+            count = min(levels, s.limit - s.n - 1)
+            assert record[2] == count
+            offered = record[3 : 3 + levels * most].reshape(levels, most)
+            told = record[3 + levels * most :].view(np.float32)[: levels * most]
+            for level, shares in enumerate(told.reshape(levels, most)[:count]):
+                wanted = ref.candidates(s, level + 1, logits[level, i], ids, limit)[:most]
+                seen["broken"] += not wanted
+                assert [*offered[level], -1][: len(wanted) + 1][: most] == [*wanted, -1][:most]
+                race = ref.shares(s, level + 1, logits[level, i], ids, limit)
+                np.testing.assert_allclose(shares[: len(wanted)], [race[t] for t in wanted],
+                                           rtol=1e-4, atol=1e-9)  # fmt: skip
+    assert seen["asked"] > 20 and seen["broken"] > 1

@@ -252,11 +252,12 @@ def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) ->
         rows[i] = twin
 
 
-def test_proposals_may_branch(make_round):
+@pytest.mark.parametrize("answered", [False, True], ids=["proposed", "answered"])
+def test_proposals_may_branch(make_round, answered):
     """Random trees with what can be no draft in them: the rest is kept, siblings of one id once, as
-    many as are wanted."""
+    many as are wanted; the same where they are the grammar's answer, if that is to this replay."""
     rng = np.random.default_rng(2)
-    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V)
+    r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, levels=3 * answered)
     seen: Counter = Counter()
     for _ in range(20):
         slots = [random_slot(rng, 6, 2) for _ in range(SLOTS)]
@@ -271,11 +272,16 @@ def test_proposals_may_branch(make_round):
         parents += rng.choice([-1, 0, 0, 0, 0, 0, 1], parents.shape)
         up = (r.device.from_host(x.astype(np.int32), "int32") for x in (tokens, parents))
         proposal, on = up
+        late = [answered and i % 4 == 3 for i in range(SLOTS)]
+        for i in range(SLOTS if answered else 0):
+            r.exchange.answer[i] = (r.replay - late[i], 0, DRAFTS)
+            r.exchange.legal[i] = np.array([tokens[i], parents[i]], np.int32).view("u4").ravel()
         most = int(rng.integers(DRAFTS + 1))
-        r.sampler.place(r.lane, proposal, r.row_slot, on, most)
+        given = (None, r.row_slot) if answered else (proposal, r.row_slot, on)
+        r.sampler.place(r.lane, *given, most=most)
         r.stream.synchronize()
         for i, s in enumerate(slots):
-            if s.n > before[i] and s.active:
+            if s.n > before[i] and s.active and not late[i]:
                 placed(s, tokens[i].tolist(), parents[i].tolist(), V)
                 kept = len(s.drafts)
                 # The last is at n + kept: beyond the room nothing is cached.
