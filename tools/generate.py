@@ -22,7 +22,7 @@ from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
 
 
-def _length(text: str) -> int | str:
+def read_length(text: str) -> int | str:
     """How many drafts."""
     return text if text == "auto" else int(text)
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     models.add_argument("--draft", metavar="FOLDER|MODULE:NAME",
                         help="drafter's folder, or one of your own (default: the demo's)")
-    models.add_argument("--draft-length", type=_length, default=3, metavar="N|auto",
+    models.add_argument("--draft-length", type=read_length, default=3, metavar="N|auto",
                         help="drafts per round, or as many as pay (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")

@@ -227,7 +227,7 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
         now = rows(said[half:], slot, first + half)
         feed = SimpleNamespace(
             committed=lambda lane, shift, now=now: now,
-            row_slot=device.from_host(np.array(row_slot, np.int32)), batch=5,
+            row_slot=device.from_host(np.array(row_slot, np.int32)), batch=5, width=most + 1,
             state=SimpleNamespace(array=device.from_host(state.view(np.int32))),
             proposal=device.zeros((5, most), "int32"),
             parents=device.zeros((5, most), "int32") if tree else None)  # fmt: skip

@@ -27,7 +27,7 @@ from graft.tools.demo_model import demo_model
 STUDENT = {3: 3.1824, 4: 2.7764, 6: 2.4469, 9: 2.2622, 30: 2.0423, 200: 1.9719}
 
 
-@pytest.mark.parametrize("size", [4, 200])
+@pytest.mark.parametrize("size", [4, 60])
 def test_intervals_cover_the_mean_as_often_as_they_say(size):
     """Of intervals over normal samples of known mean about 95 % cover it, few samples or many."""
     assert {n: student95(n) for n in STUDENT} == pytest.approx(STUDENT, rel=0.002)
@@ -87,7 +87,8 @@ def cell(**told: Any) -> dict[str, Any]:
 
 def test_differences_are_of_cells_that_differ_in_one_thing():
     """Masked against blind, a tree against chains of as many drafts, one verification and other."""
-    cells = [cell(), cell(legality="blind", by_prompt=[1.0, 2.5]), cell(length=2),
+    cells = [cell(), cell(length="auto"), cell(length="auto", legality="blind"),
+             cell(legality="blind", by_prompt=[1.0, 2.5]), cell(length=2),
              cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]), cell(drafter="e"),
              cell(verify="coupled", temperature=1.0), cell(verify="rejection", temperature=1.0)]
     found = {one["of"]: (one["mean"], one["length"], one["temperature"])
@@ -135,8 +136,8 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
                              "--trees", "2x2", "4x9", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "speculation.json").read_text())
-    cells = {(one["drafter"], one["tree"]): one for one in found["cells"]}
-    assert list(cells) == [("none", None), ("eagle", None), ("eagle", "2x2")]
+    cells = {(one["drafter"], one["length"], one["tree"]): one for one in found["cells"]}
+    assert list(cells) == [("none", 0, None), ("eagle", 3, None), ("eagle", 3, "2x2")]
     assert [one["legality"] for one in cells.values()] == [None, "fill", "probe"]
     assert "draft_tree (4, 9) has no place" in found["refused"]["eagle, 3, (4, 9), fill"]
     target, head = demo_model()
@@ -146,7 +147,7 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
             Request(prompt=one.request.prompt, grammar=one.request.grammar, max_tokens=9)
             for _, one in prompts])
         stats = engine.stats
-    chain = cells["eagle", None]
+    chain = cells["eagle", 3, None]
     assert (chain["tokens"], chain["rounds"]) == (stats.tokens, stats.row_rounds)
     assert (chain["reached"], chain["accepted"]) == (stats.tested, stats.accepted)
     assert chain["acceptance_length"]["mean"] == pytest.approx(stats.acceptance_length)
@@ -156,7 +157,7 @@ def test_figures_are_those_of_the_engine(tmp_path, capsys, device):
                for one in cells.values())
     (apart,) = found["differences"]
     assert apart["of"] == "2x2 - chain, fill" and apart["mean"] == pytest.approx(
-        np.mean(np.subtract(cells["eagle", "2x2"]["by_prompt"], chain["by_prompt"])))
+        np.mean(np.subtract(cells["eagle", 3, "2x2"]["by_prompt"], chain["by_prompt"])))
     assert found["times_are_a_gpus"] == (device.kind != "soft") == ("GPU's" not in said)
     with (tmp_path / "speculation.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -174,10 +175,13 @@ def test_prompts_of_a_file_have_kinds_and_what_cannot_be_measured_is_refused(tmp
     file.write_text('{"id": "a/b/1", "prompt": "x"}\n{"prompt": "y", "choice": ["z"]}\n')
     read = speculation.read_prompts(speculation.read_arguments(["--prompts", str(file)]))
     assert [kind for kind, _ in read] == ["a/b", "all"] and read[1][1].choices == ["z"]
-    quick = ["--prompts", str(file), "--batches", "1", "--max-tokens", "2", "--lengths", "2",
+    quick = ["--prompts", str(file), "--batches", "1", "--max-tokens", "2", "--lengths", "auto",
              "--trees", "--out", str(tmp_path)]
-    assert speculation.main([*quick, "--drafters", "no.such:Drafter"]) == 2
-    assert "drafter no.such:Drafter was measured in no way" in capsys.readouterr().err
+    assert speculation.main([*quick, "--drafters", "no.such:Drafter", "ngram"]) == 2
+    said = capsys.readouterr()
+    assert "measured in no way: no.such:Drafter" in said.err and "No module named 'no'" in said.out
+    found = json.loads((tmp_path / "speculation.json").read_text())
+    assert [one["length"] for one in found["cells"]] == [0, "auto"] and found["costs"] == []
     assert speculation.main([*quick, "--max-length", "4"]) == 2
     assert "request 0 refused" in capsys.readouterr().err
     assert speculation.main([*quick, "--batches", "0"]) == 2

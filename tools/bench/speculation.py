@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from graft.cudagraph.errors import OptionError
+from graft.models import CheckpointError, ConfigError, TokenizerError
 from graft.models.drafters import Ahead, DrafterChoice, NGram, Suffix
 from graft.models.engine import Engine
 from graft.models.options import LEGALITIES
@@ -148,7 +149,8 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     way to verify minus another. Of masked chains, filled or probed, a tree meets either.
     """
     found = []
-    for one, other in itertools.permutations(cells, 2):
+    chosen = [cell for cell in cells if cell["length"] != "auto"]  # else by the clock
+    for one, other in itertools.permutations(chosen, 2):
         same = {key for key in KEYS if one[key] == other[key]}
         masked = [cell["legality"] not in (None, "blind") for cell in (one, other)]
         if masked == [True, True]:
@@ -172,7 +174,7 @@ def costs(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     full ones alone; prompts and the host are not in it. Length 0 is no speculation.
     """
     found: list[dict[str, Any]] = []
-    chains = [cell for cell in cells if cell["tree"] is None]
+    chains = [cell for cell in cells if cell["tree"] is None and cell["length"] != "auto"]
     plain = [cell for cell in chains if not cell["length"]]
     rest = [key for key in KEYS if key != "length"]
     drafted = [cell for cell in chains if cell["length"]]
@@ -244,6 +246,7 @@ def cell(play: Play, plain: Play, kinds: Sequence[str], depth: int) -> dict[str,
         "tokens_a_second": play.speed, "speedup": play.speed / plain.speed,
         "tokens_a_second_of_one": sum(n for n, _ in lasted) / waited if waited else None,
         "round_us": statistics.median(play.round_ns) / 1e3 if play.round_ns else None,
+        "drafts_a_round": statistics.mean(row.tested for row in every),
         "outputs": len(play.outputs), "same_outputs": sum(
             a.tokens == b.tokens for a, b in zip(play.outputs, plain.outputs, strict=True)),
         **lengths(rows), "reached": reached, "accepted": accepted, "rate": rate,
@@ -282,20 +285,15 @@ def measure(engine: Engine, plain: Engine, drafter: str, prompts: Sequence[tuple
             for _ in range(options.repeats):
                 beside.add(plain, requests, batch)
                 played.add(engine, requests, batch)
-            key = drafter, legality_of(engine), parts.draft_length, tree, label, temperature, batch
+            length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
+            key = drafter, legality_of(engine), length, tree, label, temperature, batch
             cells.append(dict(zip(KEYS, key, strict=True)) | cell(
                 played, beside, [kind for kind, _ in prompts], parts.depth))
     return cells
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is written as JSON.
-
-    Raises
-    ------
-    OptionError
-        If a drafter can be used in none of the ways that were asked for.
-    """
+    """Everything that is written as JSON; ways in which a drafter cannot be used are `refused`."""
     model, head = demo_model() if options.model is None else (options.model, None)
     prompts, cells, refused = read_prompts(options), list[dict[str, Any]](), dict[str, str]()
     sizes = {"max_batch_size": max(options.batches), "max_length": options.max_length}
@@ -313,17 +311,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 engine = Engine(model, choose(drafter, head), draft_length=length, draft_tree=tree,
                                 mask_drafts=not blind, draft_legality="fill" if blind else legality,
                                 forced_drafts=drafter.startswith("forced"), **sizes)
-            except OptionError as error:
+            except (OptionError, ConfigError, CheckpointError, TokenizerError) as error:
                 refused[", ".join(named)] = str(error)
                 continue
             with engine:
                 if (*way[:3], legality_of(engine)) not in known:
                     cells += measure(engine, plain, drafter, prompts, options)
                 known.add((*way[:3], legality_of(engine)))
-        for drafter in options.drafters:
-            if not any(one["drafter"] == drafter for one in cells):
-                raise OptionError(f"drafter {drafter} was measured in no way: "
-                                  + "; ".join(dict.fromkeys(refused.values())))
         device = plain.device
     return {
         "device": device.describe(), "times_are_a_gpus": device.kind != "soft",
@@ -346,7 +340,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                               "(default: the prompts of the demo)")
     prompts.add_argument("--tasks", type=int, default=0, help="so many of the demo's tasks instead")
     parser.add_argument("--drafters", nargs="+")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2, 6], help="drafts a round")
+    parser.add_argument("--lengths", type=generate.read_length, nargs="+", default=[2, 6],
+                        metavar="N|auto", help="drafts a round, or as many as pay")
     parser.add_argument("--trees", type=generate.read_tree, nargs="*", default=[(2, 4)],
                         metavar="BRANCHxLEVELS", help="with each of the lengths")
     parser.add_argument("--legality", nargs="+", choices=(*LEGALITIES, "blind"),
@@ -374,12 +369,15 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the files and print the tables."""
+    """Measure, write the files and print the tables; a drafter without a cell is refused then."""
     options = read_arguments(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     found = run(options)
     report.write(found, options.out)
     print(f"{report.tables(found)}\n\nfiles: {options.out}")
+    measured = {one["drafter"] for one in found["cells"]}
+    if missing := [name for name in options.drafters if name not in measured]:
+        raise OptionError(f"measured in no way: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def tables(found: dict[str, Any]) -> str:
          f"{one['same_outputs']}/{one['outputs']}")
         for one in cells
     ]  # fmt: skip
-    longest = max(one["length"] for one in cells)
-    shown = [one for one in cells if one["length"] == longest
+    longest = max(one["length"] for one in cells if one["length"] != "auto")
+    shown = [one for one in cells if one["length"] in (longest, "auto")
              and all(one[key] == cells[0][key] for key in ("temperature", "batch"))]  # fmt: skip
     kinds = [("", *map(label, shown))]
     kinds += [(kind, *(number(one["kinds"][kind]["acceptance_length"]["mean"]) for one in shown))
@@ -100,8 +100,9 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     for one in seen.values():
         if one["batch"] == most:
             depths[label(one)] = list(enumerate(shares(one), 1))
-            speeds.setdefault(label(one, drafts=False), []).append(
-                (one["length"], one["tokens_a_second"]))
+            auto = one["length"] == "auto"
+            speeds.setdefault(label(one, drafts=auto), []).append(
+                (one["drafts_a_round" if auto else "length"], one["tokens_a_second"]))
         if one["tokens_a_second_of_one"]:
             front.setdefault(label(one), []).append(
                 (one["tokens_a_second_of_one"], one["tokens_a_second"]))
