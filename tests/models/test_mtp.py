@@ -31,7 +31,8 @@ def oracle(weights, of_target, tokens, features, drafts, modules):
 
 @pytest.mark.parametrize("form", nets.FORMS)
 @pytest.mark.parametrize("modules, own, tree", [
-    (1, False, None), (1, True, None), (2, False, None), (4, True, None), (1, True, (3, 4)),
+    (2, False, None), (4, True, None), (1, True, (3, 4)),
+    *(pytest.param(1, own, None, marks=pytest.mark.full) for own in (False, True)),
 ])  # fmt: skip
 def test_every_level_equals_numpy(device, stream, tmp_path, form, modules, own, tree):
     """Prompts of every length in chunks, rounds that commit one to five tokens in changing rows:

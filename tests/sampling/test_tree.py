@@ -15,6 +15,7 @@ from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
 from graft.sampling import loading
+from graft.sampling import tree as sampling_tree
 from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
 
 V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
@@ -201,7 +202,9 @@ def test_a_broken_rule_shows(make_round, tmp_path, monkeypatch, old, new, check)
     text = (folder / "tree.cu").read_text()
     assert text.count(old) == 1
     (folder / "tree.cu").write_text(text.replace(old, new))
-    monkeypatch.setattr(loading, "KERNELS", folder)
+    defines = {"SAMPLE_BLOCK": "1"}
+    monkeypatch.setattr(sampling_tree, "load",
+                        lambda device, name, block: device.load(folder / f"{name}.cu", defines))
     with pytest.raises(AssertionError):
         if check == "alike":
             test_of_equal_nodes_the_earlier_is_better(make_round, 1)
