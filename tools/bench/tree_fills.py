@@ -41,10 +41,8 @@ def grow(matcher: Matcher, future: Sequence[int], nodes: int, depth: int,
     row = np.zeros(matcher.compiled.backend.vocabulary.words, np.int32)
     size, stops = matcher.size, set(matcher.stop_ids)
     while len(ids) < nodes:
-        parent = int(rng.integers(max(0, len(paths) - 12), len(paths)))
+        parent = int(rng.choice([i for i, path in enumerate(paths) if len(path) < depth][-12:]))
         path = paths[parent]
-        if len(path) >= depth:
-            continue
         known = [matcher.accept(t) for t in path]
         if all(known) and not matcher.is_terminated() and rng.random() < 0.85:
             matcher.fill(row)
