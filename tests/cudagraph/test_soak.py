@@ -68,7 +68,8 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     assert executable.launches == total
     assert counter.to_host().tolist() == [total, total]
     assert seen.tolist() == [total, total] and [s.value for s in semaphores] == [total, total]
-    assert (native.live_records(), native.live_resources()) == live
+    # Fewer, where what earlier tests left was collected meanwhile.
+    assert native.live_records() <= live[0] and native.live_resources() <= live[1]
     assert grown < MOST_KIB, f"resident memory grew by {grown} KiB in {count} replays"
     executable.close()
 
