@@ -83,7 +83,7 @@ class Sampler:
     probs : float32 [max_batch * (K+1), V], filtered distribution of the sampled rows (those with
         temperature >= 1e-5) of the last call.
     raw : float32 [max_batch * (K+1), V], the logits of rows whose request asks for log
-        probabilities, as the model gave them.
+        probabilities, as the model gave them or as adjustments and mask leave them.
     target_tok, row_ok : int32 [max_batch * (K+1)], the token of each row, -1 where `verify` is to
         find it by tests; 1 usable, 0 not ready, 2 no legal token, 3 error.
     rows : int32 [max_batch, row words], result of each batch row, see `row_words`.
@@ -156,11 +156,11 @@ class Sampler:
         self._place, self._forced = place["place_drafts"], place["propose_forced"]
 
     def target(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, width: int) -> None:
-        """Adjust, mask and filter the target's rows; decide the greedy or coupled token of each.
+        """Adjust, mask and filter the target's rows; decide the token of each that no test decides.
 
-        Row ``b * width + j`` of the logits, float32 [B * width, V], follows position ``n + j`` of
-        slot ``row_slot[b]``, 1 <= width <= K+1; those of requests with an `Adjust` are changed in
-        place.
+        Row ``b * width + j`` of the logits, float32 [B * width, V], follows draft j of slot
+        ``row_slot[b]``, or its last token (j = 0), 1 <= width <= K+1; those of requests with an
+        `Adjust` are changed in place.
         """
         batch = self._batch(row_slot)
         check_range("width", width, 1, self.draft_length + 1)

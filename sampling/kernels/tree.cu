@@ -28,11 +28,6 @@ __device__ __forceinline__ int fed_row(const Seen& seen, int level, int f) {
   return level == 1 ? 0 : (level - 2) * seen.branch + f + 1;
 }
 
-// Whether the slot makes drafts, and whether its grammar is asked about them.
-__device__ __forceinline__ bool is_growing(const Slot& slot, const RoundRow& row) {
-  return is_drafting(slot, row, 1);
-}
-
 // One block per fed node: the ids it would like best, and their log probabilities, by the target's
 // own race with the noise of the position for coupled requests.
 extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab, int token_limit,
@@ -51,7 +46,7 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
   const int index = row_slot[b];
   const int to = (b * seen.branch + f) * seen.candidates;
   if (tid == 0) top_id[to] = -1;
-  if (index < 0 || !is_growing(slots[index], *round_row(rows, row_words, b))) return;
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   const Slot& slot = slots[index];
   const int position = slot.n + level;  // being drafted
   const bool asked = probed && !is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
@@ -162,7 +157,7 @@ extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed,
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
-  if (index < 0 || !is_growing(slots[index], *round_row(rows, row_words, b))) return;
+  if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   Slot& slot = slots[index];
   const bool asked = probed && !is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
   const Answer* answer =

@@ -29,7 +29,7 @@ def schemas(data, count):
 
 @pytest.mark.parametrize("count", [40, pytest.param(480, marks=pytest.mark.full)])
 def test_finished_outputs_are_valid(shared_data, count):
-    """Sixty real schemas, or over 300: no finished output breaks its schema, most finish."""
+    """Forty real schemas, or over 300: no finished output breaks its schema, most finish."""
     counts, violations = Counter(), []
     with demo_engine(max_batch_size=8, compile_timeout_s=5.0) as engine:
         asked = []

@@ -28,7 +28,8 @@ from tqdm import tqdm
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.exchange import Exchange
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph import Graph, GraphLane
+from graft.cudagraph.memory import DeviceArray
 from graft.grammar import GrammarSpec, GuidedDecoder, GuidedRequest, make_backend
 from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import LLGuidance, Refused, XGrammar
@@ -36,6 +37,7 @@ from graft.tools.report import busy_python, program
 
 KERNELS = Path(__file__).parent / "kernels" / "place.cu"
 BACKENDS = ("xgrammar", "llguidance")
+Staged = tuple[np.ndarray, DeviceArray]
 
 
 class Move(NamedTuple):
@@ -175,6 +177,16 @@ class Stock:
         return time.perf_counter_ns() - start
 
 
+def placing(device: Device, lane: GraphLane, exchange: Exchange, part: str) -> Staged:
+    """Add the kernel that writes a part of every slot: what the host has, and where it is read."""
+    host = np.zeros(getattr(exchange, part).shape, np.int32)
+    staged = host, device.zeros(host.shape, "int32")
+    lane.kernel(device.load(KERNELS)["place"], exchange.slots, 32, (
+        exchange.memory, int(exchange.layout["stride"]), int(exchange.layout[part]), staged[1],
+        host.shape[1]), name=part)  # fmt: skip
+    return staged
+
+
 class Graft:
     """graft's steps as host nodes of a replayed graph; kernels write the recorded tokens between.
 
@@ -189,17 +201,13 @@ class Graft:
         exchange = Exchange(device, slots, length, backend.vocabulary.size)
         decoder = self._decoder = GuidedDecoder(exchange, masked_drafts=True, threads=1)
         self._stream, graph = device.stream("rounds"), Graph(device, "round")
-        lane, place = graph.lane("grammar"), device.load(KERNELS)["place"]
-        self._staged: list[tuple[np.ndarray, Any]] = []
+        lane = graph.lane("grammar")
+        self._staged: list[Staged] = []
 
         def placed(part: str) -> None:
-            host = np.zeros((slots, getattr(exchange, part).shape[1]), np.int32)
+            self._staged.append(placing(device, lane, exchange, part))
             if part == "drafted":  # chains
-                host[:, 2 + length :] = range(length)
-            self._staged.append((host, device.zeros(host.shape, "int32")))
-            lane.kernel(place, slots, 32, (exchange.memory, int(exchange.layout["stride"]),
-                                           int(exchange.layout[part]), self._staged[-1][1],
-                                           host.shape[1]), name=part)
+                self._staged[-1][0][:, 2 + length :] = range(length)
 
         decoder.add(lane, decoder.open_work(), name="open")
         placed("committed")

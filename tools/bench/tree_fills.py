@@ -29,14 +29,15 @@ from graft.cudagraph.graph import Graph
 from graft.grammar import GuidedDecoder, GuidedRequest, Matcher, make_backend
 from graft.tools.bench.data import add_arguments, load_tokenizer
 from graft.tools.bench.grammar_child import XGrammar
-from graft.tools.bench.rounds import KERNELS, Document, documents
+from graft.tools.bench.rounds import Document, documents, placing
 from graft.tools.report import program
 
 
 def grow(matcher: Matcher, future: Sequence[int], nodes: int, depth: int,
-         rng: np.random.Generator) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Ids and parents of a tree: the document's next tokens, legal ids, and some that are not."""
-    ids, parents = list[int](), list[int]()
+         rng: np.random.Generator) -> tuple[list[int], list[int], int]:  # fmt: skip
+    """Ids and parents of a tree: the document's next tokens, legal ids, and some that are not; and
+    how many of its nodes can be reached."""
+    ids, parents, reached = list[int](), list[int](), 0
     paths: list[list[int]] = [[]]
     row = np.zeros(matcher.compiled.backend.vocabulary.words, np.int32)
     size, stops = matcher.size, set(matcher.stop_ids)
@@ -51,14 +52,17 @@ def grow(matcher: Matcher, future: Sequence[int], nodes: int, depth: int,
             token = future[len(path)] if on_way else int(rng.choice(legal))
         else:
             token = int(rng.integers(size))
-        matcher.rollback(sum(known))
         taken = any(p == parent and t == token for p, t in zip(parents, ids, strict=True))
-        if taken or token in stops:
+        kept = not taken and token not in stops
+        known.append(kept and all(known) and matcher.accept(token))
+        matcher.rollback(sum(known))
+        if not kept:
             continue
+        reached += known[-1]
         ids.append(int(token))
         parents.append(parent)
         paths.append([*path, int(token)])
-    return ids, parents
+    return ids, parents, reached
 
 
 class Graft:
@@ -66,18 +70,12 @@ class Graft:
 
     def __init__(self, device: Device, backend: Any, nodes: int):
         self._nodes, self._replay = nodes, 0
-        self.exchange = exchange = Exchange(device, 1, nodes, backend.vocabulary.size)
+        exchange = Exchange(device, 1, nodes, backend.vocabulary.size)
         self._decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1)
         self._stream, graph = device.stream("trees"), Graph(device, "tree")
-        lane, place = graph.lane("grammar"), device.load(KERNELS)["place"]
+        lane = graph.lane("grammar")
         self._decoder.add(lane, self._decoder.open_work(), name="open")
-        self._staged: list[tuple[np.ndarray, Any]] = []
-        for part in ("committed", "drafted"):
-            host = np.zeros((1, getattr(exchange, part).shape[1]), np.int32)
-            self._staged.append((host, device.zeros(host.shape, "int32")))
-            lane.kernel(place, 1, 32, (exchange.memory, int(exchange.layout["stride"]),
-                                       int(exchange.layout[part]), self._staged[-1][1],
-                                       host.shape[1]), name=part)  # fmt: skip
+        self._staged = [placing(device, lane, exchange, part) for part in ("committed", "drafted")]
         self._decoder.add(lane, self._decoder.commit_work(), name="commit")
         self._run = graph.instantiate()
 
@@ -133,7 +131,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     graft = Graft(open_device(), backend, options.nodes)
     rows = np.zeros((options.nodes + 1, vocabulary.words), np.int32)
     took: dict[str, list[int]] = {"graft": [], "stock": []}
-    fills = {"graft": 0, "stock": 0}
+    fills = {"graft": 0, "stock": 0, "reached": 0}
     for document in tqdm(found, unit="document", disable=None):
         start = int(rng.integers(1, len(document.tokens) - options.places))
         ours, theirs = document.compiled.matcher(), document.stock()
@@ -144,7 +142,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for at in range(start, start + options.places):
             token, future = document.tokens[at], document.tokens[at + 1 : at + 9]
             ours.accept(token)
-            ids, parents = grow(ours, future, options.nodes, options.depth, rng)
+            ids, parents, reached = grow(ours, future, options.nodes, options.depth, rng)
             filled = graft.play(token, ids, parents)  # the tree of the token before
             if at > start:
                 took["graft"].append(filled[0])
@@ -159,6 +157,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if at < start + options.places - 1:
                 took["stock"].append(spent)
                 fills["stock"] += int((rows[1:] != -1).any(1).sum())
+                fills["reached"] += reached
     figures = {side: {"p50": float(np.median(ns)) / 1e6, "p99": float(np.quantile(ns, 0.99)) / 1e6,
                       "sum": sum(ns) / 1e6} for side, ns in took.items()}  # fmt: skip
     return {"documents": len(found), "trees": len(took["stock"]), "nodes": options.nodes,
