@@ -37,8 +37,8 @@ class Eagle3Head:
     Parameters
     ----------
     checkpoint : official names (``midlayer.*``) or those of converted ones (``layers.0.*``).
-    target : gives the embedding where the head has none of its own, and the output head where the
-        head has none and the vocabulary is not pruned.
+    target : gives the embedding where the head has none of its own, and the rows of the output
+        head, those of ``d2t`` where the vocabulary is pruned, where the head has none.
     kv : the head's shape.
     max_rows : most rows of one call.
 
@@ -99,16 +99,17 @@ class Eagle3Head:
                 f"{checkpoint.path}: embed_tokens.weight is missing, and the target's embedding "
                 f"is {self.target.config.hidden_size} wide, not {hidden}"
             )
+        maps, lent = read_draft_map(checkpoint, draft, vocab), self.target.lm_head
         if "lm_head.weight" in checkpoint:
             self.lm_head = weights.matrix("lm_head.weight", draft, hidden)
-        elif shared and draft == vocab:
-            self.lm_head = self.target.lm_head
+        elif shared:
+            self.lm_head = lent if maps is None else self.device.from_host(
+                lent.to_host()[maps[0]], lent.dtype)  # fmt: skip
         else:
             raise CheckpointError(
-                f"{checkpoint.path}: lm_head.weight is missing, and the target's head does not "
-                f"fit (draft_vocab_size {draft}, vocab_size {vocab}, hidden_size {hidden})"
+                f"{checkpoint.path}: lm_head.weight is missing, and the target's is "
+                f"{self.target.config.hidden_size} wide, not {hidden}"
             )
-        maps = read_draft_map(checkpoint, draft, vocab)
         self.d2t = None if maps is None else self.device.from_host(maps[0])
         self.t2d = None if maps is None else self.device.from_host(maps[1])
         weights.finish(("d2t", *_TRAINING))

@@ -159,6 +159,24 @@ def test_a_full_vocabulary_needs_no_map(device, tmp_path):
     assert drafter.lm_head is model.lm_head and drafter.embedding is model.embedding
 
 
+def test_a_missing_head_is_the_target_s_rows(device, tmp_path):
+    """With a map, a head without rows of its own has those of the target that the map names."""
+    model, _, target, _ = pair(device, tmp_path, draft_vocab=70,
+                               target={"tie_word_embeddings": False})
+    edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
+    drafter = nets.load_eagle3(device, tmp_path / "head", model)
+    rows = target["lm_head.weight"][drafter.d2t.to_host()]
+    np.testing.assert_array_equal(drafter.lm_head.to_host(), rows)
+
+
+def test_a_narrower_head_needs_rows_of_its_own(device, tmp_path):
+    """Where the target's rows are too wide, a missing head is refused by name."""
+    model, *_ = pair(device, tmp_path, **HEADS["narrower than its target"])
+    edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing, .* 48 wide, not 32"):
+        nets.load_eagle3(device, tmp_path / "head", model)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [(lambda t: t.pop("d2t"), "d2t is missing"),
@@ -168,7 +186,6 @@ def test_a_full_vocabulary_needs_no_map(device, tmp_path):
      (lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1), "another draft id"),
      (lambda t: t.__setitem__("d2t", t["d2t"][:-1]), "d2t has shape"),
      (lambda t: t.__setitem__("d2t", t["d2t"].astype(np.float32)), "d2t has dtype float32"),
-     (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
      (lambda t: t.pop("fc.weight"), "fc.weight is missing"),
      (lambda t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm|layers.0"),
      (lambda t: t.__setitem__("fc.weight", np.ones((48, 145), np.float32)), r"\[48, 145\]"),
