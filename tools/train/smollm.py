@@ -1,91 +1,136 @@
 """Train the EAGLE-3 head of SmolLM2-135M-Instruct and write its checkpoint.
 
-    python -m tools.train.smollm corpus features eagle export --model DIR --work DIR
+    python -m tools.train.smollm rows head export --model DIR --work DIR
 
-``--model`` is the folder that ``graft import`` made. The corpus is what the model itself answers
-to prompts of many kinds, and JSON completions of its requests with a schema. Stages resume from
-what ``--work`` holds. Needs torch (CPU is enough).
+``--model`` is the folder that ``graft import`` made. A row is a request drawn from
+``smollm_prompts.json`` with what the model says to it under its grammar, and the streams that the
+head reads. The head may be trained beside: it takes new rows as they come. Needs torch (CPU is
+enough), and graft's native part for the grammars.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import random
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import demo_tasks
+from graft.grammar import GrammarSpec, Vocabulary, make_backend
+from graft.models.tokenizer import Tokenizer
+
+from ..demo_tasks import with_schema
 from .evaluate import walked
 from .nets import Eagle3, Llama, Sizes, rotary, rotate
 
 SIZES = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=49152,
               theta=100000.0, positions=8192)
+#: The head's own: as many key-value heads as heads, for they carry the embedding of the last token.
+HEAD = replace(SIZES, kv_heads=9, inner=1664, theta=1e6)
 AUX = (1, 14, 26)  # outputs of the layers that EAGLE-3 reads by default of 30
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 END = "<|im_end|>"
-LONGEST = 384
-TOPICS = """rivers|the moon|bread|bicycles|a lost dog|winter|the ocean|jazz|a small village|robots
-gardening|the Roman Empire|photosynthesis|a lighthouse|coffee|chess|whales|the internet|volcanoes
-friendship|trains|honey bees|mountains|the heart|electricity|a haunted house|tea|dinosaurs|maps
-vaccines|paper|a brave mouse|clouds|gravity|music|deserts|cats|budgeting|sleep|running a marathon
-the water cycle|black holes|pottery|recycling|a pirate ship|algebra|glaciers|democracy|yoga|soup
-solar power|castles|the brain|a magic key|penguins|wine|poetry|bridges|time travel|rain|owls
-public speaking|the stock market|airplanes|a time machine|rice|fireworks|stars|painting|sharks
-computers|the desert fox|salt|friendship between a boy and a dragon|tourism|insects|banks|snow
-forests|swimming|a shy giant|learning a language|glass|football|healthy food|rockets|libraries"""
-ASKS = """Write a short poem about {}.|Explain {} to a child.|List five facts about {}.
-Tell me a short story about {}.|What is important to know about {}?|Describe {} in two sentences.
-Why do people like {}?|Write a slogan for {}.|Give three tips about {}.|What is the history of {}?
-Write an email to a friend about {}.|Summarise what you know about {} in one paragraph."""
-FACTS = """Is this review positive or negative? "{} was great, I would come again."
-Name a city near {}.|Write a Python function about {}.|Translate to French: I like {}.
-Which category fits best, science, sports or art: {}?|Give a synonym of the word: {}"""
+HERE, H = Path(__file__).parent, SIZES.hidden
+#: Kinds of requests by family, whose prompts are alike in length; most tokens of an answer.
+FAMILIES = {"free": (("explain", "tips"), 128), "short": (("choices", "choices", "dates"), 16),
+            "json": (("calls",) * 5 + ("records", "nested") * 2, 96)}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """A request and its answer.
+
+    Attributes
+    ----------
+    ids, start : of both, and where the answer begins.
+    kind : of the request.
+    legal : bits over the vocabulary for every token of the answer; empty without a grammar.
+    streams : float16 [n - 1, 4 hidden], those of AUX and the normed last one.
+    """
+
+    ids: list[int]
+    start: int
+    kind: str
+    legal: list[np.ndarray] = field(default_factory=list)
+    streams: Tensor = None
+
+
+class Prompts:
+    """Requests of ``smollm_prompts.json``: texts with slots, behind ``=>`` what is asked for."""
+
+    def __init__(self, seed: int) -> None:
+        self._texts = json.loads((HERE / "smollm_prompts.json").read_text())
+        self._rng = random.Random(seed)
+
+    def draw(self, kind: str) -> tuple[str, GrammarSpec | None]:
+        text, *asked = self._rng.choice(self._texts[kind]).split(" => ")
+        if kind == "choices":
+            about = self._fill(self._rng.choice(self._texts[asked[1]]))
+            return f'{text} "{about}"', GrammarSpec.choice(asked[0].split("|"))
+        if kind == "dates":
+            words, pattern = self._rng.choice(self._texts["date_forms"]).split(" => ")
+            return f"{text} {words}", GrammarSpec.regex(pattern)
+        if not asked:
+            return self._fill(text), None
+        called = re.fullmatch(r"(\w+)\((.*)\)", asked[0])
+        schema = record(called[2] if called else asked[0])
+        if called:
+            schema = closed({called[1]: schema})
+        return with_schema(self._fill(text), schema), GrammarSpec.json_schema(schema)
+
+    def _fill(self, text: str) -> str:
+        """Words in the slots; ``{place}`` and ``{place2}`` are two places."""
+        used: list[str] = []
+        while slot := re.search(r"\{(\w+)\}", text):
+            words = self._texts["slots"][slot[1].rstrip("23")]
+            used.append(self._rng.choice([word for word in words if word not in used]))
+            text = text[: slot.start()] + used[-1] + text[slot.end() :]
+        return text
+
+
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
+    """Schema of an object with exactly these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties),
+            "additionalProperties": False}
+
+
+def record(text: str) -> dict[str, Any]:
+    """Schema of ``name:type`` fields; ``name[...]`` is a list of such records.
+
+    Types: s a string, i an integer, n a number, t a time, d a date, [s] strings, a|b an enum.
+    """
+    plain = {"s": {"type": "string"}, "i": {"type": "integer"}, "n": {"type": "number"},
+             "t": {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"},
+             "d": {"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]-[0-3][0-9]$"}}  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, inner, kind in re.findall(r"(\w+)(?:\[(.*?)\]|:(\[s\]|[\w|]+))", text):
+        if inner or kind == "[s]":
+            items = record(inner) if inner else plain["s"]
+            found[name] = {"type": "array", "items": items, "minItems": 1,
+                           "maxItems": 2 if inner else 3}  # fmt: skip
+        else:
+            found[name] = {"enum": kind.split("|")} if "|" in kind else plain[kind]
+    return closed(found)
 
 
 def prompt(text: str) -> str:
     """A request as the model's chat template writes it."""
     return (f"<|im_start|>system\n{SYSTEM}{END}\n<|im_start|>user\n{text}{END}\n"
             "<|im_start|>assistant\n")
-
-
-def free_prompts() -> list[str]:
-    """Requests whose answers the model writes itself."""
-    topics = [topic for line in TOPICS.split("\n") for topic in line.split("|")]
-    asks = [ask for line in (ASKS + "\n" + FACTS).split("\n") for ask in line.split("|")]
-    pairs = [ask.replace("{}", topic) for ask, topic in itertools.product(asks, topics)]
-    random.Random(0).shuffle(pairs)
-    return pairs
-
-
-def completions(data: Path) -> list[tuple[str, str]]:
-    """(request with a schema, JSON answer): function calls, and records of the demo's kind."""
-    rows = []
-    with gzip.open(data / "bfcl-prompts" / "bfcl_prompts.jsonl.gz", "rt") as lines:
-        for row in map(json.loads, lines):
-            if row["id"].split("_")[-1][-1] != "7":  # those are kept for evaluation
-                asked = demo_tasks.with_schema(row["prompt"], row["schema"])
-                rows.append((asked, row["completion"]))
-    for i in range(1500):
-        task = demo_tasks.make_task(random.Random(f"train-{i}"))
-        asked = task.text if task.schema is None else demo_tasks.with_schema(task.text, task.schema)
-        rows.append((asked, task.answer))
-    random.Random(1).shuffle(rows)
-    return rows
 
 
 def load_target(folder: Path) -> Llama:
@@ -96,261 +141,327 @@ def load_target(folder: Path) -> Llama:
     return model.eval()
 
 
+def unpacked(bits: np.ndarray) -> np.ndarray:
+    """Bits of mask rows, one a byte."""
+    return np.unpackbits(bits, axis=-1, bitorder="little")
+
+
 @torch.no_grad()
-def answers(model: Llama, rows: list[list[int]], most: int, end: int,
-            temperature: float) -> list[list[int]]:
-    """What the model says to prompts, decoded together with a cache."""
-    s, count, width = SIZES, len(rows), max(map(len, rows)) + most
+def answer(model: Llama, rows: list[Row], guides: list[Any], most: int, end: int) -> None:
+    """Let the model go on with the rows, together and greedily; a guide is a matcher or None."""
+    s, count, width = SIZES, len(rows), max(len(row.ids) for row in rows) + most
     keys = torch.zeros(s.layers, count, s.kv_heads, width, s.head_dim)
-    values = torch.zeros_like(keys)
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.zeros(count, int(lengths.max()), dtype=torch.long)
+    values, group, slots = torch.zeros_like(keys), s.heads // s.kv_heads, torch.arange(width)
+    last = torch.tensor([row.start - 1 for row in rows])
+    ids = torch.zeros(count, int(last.max()) + 1, dtype=torch.long)
     for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-    at = torch.arange(ids.shape[1]).expand(count, -1)
-    said: list[list[int]] = [[] for _ in rows]
-    alive = torch.ones(count, dtype=torch.bool)
-    group, slots = s.heads // s.kv_heads, torch.arange(width)
-    for _ in range(most):
-        x = model.model.embed_tokens(ids)
+        ids[i, : row.start] = torch.tensor(row.ids)
+    at, alive, mask = slots[: ids.shape[1]].expand(count, -1), rows, np.zeros(s.vocab // 32, "i4")
+    waiting, streams = guides, {id(row): list[Tensor]() for row in rows}
+    for step in range(most):
+        n = len(alive)
+        x, top, kept = model.model.embed_tokens(ids), int(at.max()) + 1, []
         cos, sin = rotary(s, at.reshape(-1))
-        rope = cos.view(count, 1, -1, s.head_dim), sin.view(count, 1, -1, s.head_dim)
-        unseen = (slots > at[..., None])[:, None]
+        rope = cos.view(n, 1, -1, s.head_dim), sin.view(n, 1, -1, s.head_dim)
+        seen = (slots[:top] <= at[..., None])[:, None]
         spread = at[:, None, :, None].expand(-1, s.kv_heads, -1, s.head_dim)
-        for n, layer in enumerate(model.model.layers):
+        for number, layer in enumerate(model.model.layers):
             y, attend = layer.input_layernorm(x), layer.self_attn
-            heads = (count, y.shape[1], s.kv_heads, s.head_dim)
-            keys[n].scatter_(2, spread, rotate(attend.k_proj(y).view(heads).transpose(1, 2), rope))
-            values[n].scatter_(2, spread, attend.v_proj(y).view(heads).transpose(1, 2))
+            heads = (n, y.shape[1], s.kv_heads, s.head_dim)
+            for cache, made in ((keys, rotate(attend.k_proj(y).view(heads).transpose(1, 2), rope)),
+                                (values, attend.v_proj(y).view(heads).transpose(1, 2))):
+                cache[number].scatter_(2, spread, made)
             mixed = F.scaled_dot_product_attention(
-                attend.q(y, rope), keys[n].repeat_interleave(group, 1),
-                values[n].repeat_interleave(group, 1), attn_mask=~unseen)
+                attend.q(y, rope), keys[number, :, :, :top].repeat_interleave(group, 1),
+                values[number, :, :, :top].repeat_interleave(group, 1), attn_mask=seen)
             x = x + attend.out(mixed)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        last = x[torch.arange(count), (lengths - 1 - at[:, 0]).clamp(max=x.shape[1] - 1)]
-        logits = model.logits(last)
-        token = (logits.argmax(-1) if temperature == 0 else
-                 torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0])
-        for i in range(count):
-            if alive[i]:
-                said[i].append(int(token[i]))
-        alive &= token != end
-        if not alive.any():
+            if number in AUX:
+                kept.append(x)
+        x = model.model.norm(x)
+        made = torch.cat([*kept, x], -1).half()
+        scores = F.linear(x[torch.arange(n), last], model.model.embed_tokens.weight)
+        going = []
+        for i, (row, guide) in enumerate(zip(alive, waiting, strict=True)):
+            streams[id(row)].append(made[i, : last[i] + 1])
+            bits = np.full(s.vocab // 8, 255, np.uint8)
+            if guide is not None and guide.fill(mask):
+                bits = mask.view(np.uint8).copy()
+                scores[i, torch.from_numpy(unpacked(bits) == 0)] = -torch.inf
+            row.ids.append(int(scores[i].argmax()))
+            if guide is not None:
+                guide.accept(row.ids[-1])
+                row.legal.append(bits)
+            if row.ids[-1] != end:
+                going.append(i)
+        if not going:
             break
-        ids, at, lengths = token[:, None], lengths[:, None], lengths + 1
-    return said
+        at, last = (at[:, 0] if step else last)[going, None] + 1, torch.zeros_like(last[going])
+        keys, values = keys[:, going], values[:, going]
+        alive, waiting = [alive[i] for i in going], [waiting[i] for i in going]
+        ids = torch.tensor([row.ids[-1:] for row in alive])
+    for row in rows:
+        row.streams = torch.cat(streams[id(row)])
 
 
-def make_corpus(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """``corpus.jsonl``: ids of prompt and answer, and where the answer begins."""
-    path, end = args.work / "corpus.jsonl", tokenizer.token_to_id(END)
-    have = sum(1 for _ in path.open()) if path.exists() else 0
-    given = completions(args.data)
-    with path.open("a") as out:
-        if have < len(given):
-            for asked, answer in tqdm(given[have:], desc="completions"):
-                head = tokenizer.encode(prompt(asked)).ids
-                tail = tokenizer.encode(answer + END).ids
-                out.write(json.dumps({"ids": head + tail, "start": len(head)}) + "\n")
-            have = len(given)
-        out.flush()
-        model, asked_for = load_target(args.model), free_prompts()[have - len(given):]
-        asked_for = asked_for[: max(0, args.answers - (have - len(given)))]
-        for i in tqdm(range(0, len(asked_for), 32), desc="answers"):
-            rows = [tokenizer.encode(prompt(text)).ids for text in asked_for[i : i + 32]]
-            torch.manual_seed(i + have)
-            for row, tail in zip(rows, answers(model, rows, 160, end, 0.7 * (i // 32 % 2)),
-                                 strict=True):
-                out.write(json.dumps({"ids": row + tail, "start": len(row)}) + "\n")
-            out.flush()
+def make_rows(args: argparse.Namespace) -> None:
+    """``rows/*.pt``, 32 rows each, by families in turn."""
+    tokenizer, model, prompts = Tokenizer(args.model), load_target(args.model), Prompts(args.seed)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, SIZES.vocab, tokenizer.stop_ids)
+    backend, rng = make_backend("llguidance", vocabulary), random.Random(args.seed)
+    (args.work / "rows").mkdir(exist_ok=True)
+    for number, family in zip(tqdm(range(args.batches), "rows"), itertools.cycle(args.families)):
+        kinds, most = FAMILIES[family]
+        rows, guides = [], []
+        for _ in range(32):
+            kind = rng.choice(kinds)
+            text, spec = prompts.draw(kind)
+            ids = tokenizer.backend.encode(prompt(text)).ids
+            rows.append(Row(ids, len(ids), kind))
+            guides.append(None if spec is None else backend.compile(spec).matcher())
+        answer(model, rows, guides, most, tokenizer.stop_ids[0])
+        # What a grammar cuts off runs away, as no document does.
+        rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or family == "free"]
+        made = args.work / "rows" / f"{args.seed}-{number:04}.pt"
+        torch.save([vars(row) for row in rows], made.with_suffix(".part"))
+        made.with_suffix(".part").rename(made)  # whole, for who trains beside
 
 
-def read_corpus(args: argparse.Namespace) -> list[tuple[list[int], int]]:
-    rows = [json.loads(line) for line in (args.work / "corpus.jsonl").open()]
-    return [(row["ids"], row["start"]) for row in rows if len(row["ids"]) <= LONGEST]
+class Data:
+    """The rows found so far; every 16th is held out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.train: list[Row] = []
+        self.held: list[Row] = []
+        self._folder, self._known = folder, set[Path]()
+        self.look()
+        # A few columns of the streams are a thousand times the others: the head learns on what is
+        # left once each is divided by its size, and `export` takes that into `fc`.
+        some = torch.cat([row.streams[:, : 3 * H].float() for row in self.train[::8]])
+        self.scale = some.square().mean(0).sqrt().clamp(min=1e-4)
+
+    def look(self) -> None:
+        """Take what is new."""
+        for path in sorted(set(self._folder.glob("*.pt")) - self._known):
+            rows = [Row(**row) for row in torch.load(path, weights_only=False)]
+            self.held += rows[5::16]
+            self.train += [row for i, row in enumerate(rows) if i % 16 != 5]
+            self._known.add(path)
+
+    def batches(self, tokens: int, rng: random.Random) -> Iterator[list[Row]]:
+        """Rows alike in length together, in random order, for ever."""
+        while True:
+            groups: list[list[Row]] = [[]]
+            for row in sorted(self.train, key=lambda row: len(row.ids) // 48 + rng.random() / 2):
+                if (len(groups[-1]) + 1) * len(row.ids) > tokens:
+                    groups.append([])
+                groups[-1].append(row)
+            rng.shuffle(groups)
+            yield from filter(None, groups)
 
 
-@torch.no_grad()
-def make_features(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """``features.pt``: the streams that the head reads and the last one, float16, a row each."""
-    model, rows = load_target(args.model), read_corpus(args)
-    found = []
-    for ids, _ in tqdm(rows, desc="features"):
-        streams = model(torch.tensor([ids]))
-        kept = [streams[layer][0] for layer in AUX] + [model.model.norm(streams[-1])[0]]
-        found.append(torch.cat(kept, -1).half())
-    torch.save({"rows": rows, "features": found}, args.work / "features.pt")
+class Batch:
+    """Padded rows, and the positions of theirs that are drafted from, for tokens two behind."""
+
+    def __init__(self, rows: list[Row], at: list[list[int]], scale: Tensor, kept: Tensor) -> None:
+        b, n, r = len(rows), max(len(row.ids) for row in rows), max(map(len, at))
+        self.ids = torch.zeros(b, n, dtype=torch.long)
+        streams = torch.zeros(b, n, 4 * H)
+        self.at = torch.full((b, r), n - 3)
+        self.real = torch.zeros(b, r, dtype=torch.bool)
+        legal = []
+        for i, (row, where) in enumerate(zip(rows, at, strict=True)):
+            self.ids[i, : len(row.ids)] = torch.tensor(row.ids)
+            streams[i, : len(row.streams)] = row.streams.float()
+            self.at[i, : len(where)] = torch.tensor(where)
+            self.real[i, : len(where)] = True
+            legal += [row.legal[t + 2 - row.start] if row.legal and t + 2 >= row.start
+                      else np.full(SIZES.vocab // 8, 255, np.uint8) for t in where]
+        #: Of the real positions, [_, kept].
+        self.illegal = torch.from_numpy(unpacked(np.stack(legal))[:, kept.numpy()] == 0)
+        self.features, self.final = streams[:, :-2, : 3 * H] / scale, streams[..., 3 * H :]
 
 
-def draft_vocabulary(rows: list[tuple[list[int], int]], size: int, end: int) -> Tensor:
-    """The ids that answers use most; single bytes and the end are always among them."""
-    counts = Counter(token for ids, start in rows for token in ids[start:])
-    counts.update({token: 1 << 30 for token in range(17, 17 + 256)} | {end: 1 << 30})
-    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
+class Trainer:
+    """A head without output rows of its own: those of the target stand, for a draft vocabulary."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.data, target = args, Data(args.work / "rows"), load_target(args.model).model
+        self.embed, self.norm = target.embed_tokens.weight.detach(), target.norm.weight.detach()
+        self.kept = draft_vocabulary(self.data.train, args.draft_vocab)
+        self.rows = self.embed[self.kept]
+        self.head = Eagle3(HEAD, self.kept)
+        del self.head.lm_head
+        self.rng = random.Random(0)
 
-def batches(count: int, lengths: list[int], tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Row numbers by batch, rows alike in length together, in random order, for ever."""
-    while True:
-        order = sorted(rng.sample(range(count), count), key=lambda i: lengths[i] // 16)
-        groups: list[list[int]] = [[]]
-        for i in order:
-            if (len(groups[-1]) + 1) * lengths[i] > tokens:
-                groups.append([])
-            groups[-1].append(i)
-        rng.shuffle(groups)
-        yield from groups
+    def drafts(self, batch: Batch, steps: int) -> list[Tensor]:
+        """Logits of the draft steps at the real positions, illegal tokens out of reach."""
+        embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
+        return [(self.head.norm(out)[batch.real] @ self.rows.T).masked_fill(batch.illegal, -1e4)
+                for out in self.head.unroll(batch.features, embedded, steps, batch.at)]
 
+    def loss(self, rows: list[Row], steps: int) -> Tensor:
+        """Mean over draft steps, weighted 1, 0.8, 0.64, of the cross-entropy with the target.
 
-def train_eagle(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Cross-entropy with the target's distribution on the draft vocabulary, step by step."""
-    saved = torch.load(args.work / "features.pt")
-    rows, features, target = saved["rows"], saved["features"], load_target(args.model).model
-    embed = target.embed_tokens.weight.detach()
-    # A few columns of the streams are a thousand times the others: the head learns on what is left
-    # once each is divided by its size, and `export` takes that into `fc`.
-    scale = features_size(features)
-    for feature in features:
-        feature[:, : len(scale)] /= scale
-    kept = draft_vocabulary(rows, args.draft_vocab, int(tokenizer.token_to_id(END) or 0))
-    head = Eagle3(replace(SIZES, inner=args.inner), kept)
-    head.lm_head.weight.data.copy_(embed[head.kept()])
-    head.norm.weight.data.copy_(target.norm.weight)
-    held = list(range(0, len(rows), 40))
-    train = [i for i in range(len(rows)) if i % 40]
-    lengths = [len(rows[i][0]) for i in train]
-    matrices = [p for n, p in head.named_parameters() if p.ndim == 2 and n != "lm_head.weight"]
-    rest = [p for n, p in head.named_parameters() if p.ndim != 2 or n == "lm_head.weight"]
-    optimizers = [torch.optim.AdamW(some, lr=1.0, betas=(0.9, 0.97), weight_decay=decay)
-                  for some, decay in ((matrices, 0.02), (rest, 0.0))]
-    spent, step, path = 0.0, 0, args.work / "eagle.pt"
-    if path.exists():
-        was = torch.load(path)
-        head.load_state_dict(was["model"])
-        spent, step = was["spent"], was["step"]
-        for optimizer, state in zip(optimizers, was["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-    stream, losses, clock = batches(len(train), lengths, args.tokens, random.Random(step)), [], 0.0
-    with tqdm(total=args.minutes, unit="min", initial=round(spent, 2)) as bar:
-        while spent < args.minutes:
-            clock = time.monotonic()
-            chosen = [train[i] for i in next(stream)]
-            loss = loss_of(head, embed, [rows[i] for i in chosen], [features[i] for i in chosen])
+        One step learns from a tenth of the prompt's positions, too.
+        """
+        at = [[*sorted(self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
+                       if steps == 1 else range(row.start - 4, row.start - 2)),
+               *range(row.start - 2, len(row.ids) - 2)] for row in rows]
+        batch = Batch(rows, at, self.data.scale, self.kept)
+        batch.features += torch.empty_like(batch.features).uniform_(-0.1, 0.1)
+        final = batch.final.gather(1, (batch.at + 1)[..., None].expand(-1, -1, H))[batch.real]
+        aim = (final @ self.rows.T).masked_fill(batch.illegal, -1e4).softmax(-1)
+        loss = torch.zeros(())
+        for step, logits in enumerate(self.drafts(batch, steps)):
+            made = (torch.arange(batch.at.shape[1]).expand_as(batch.at) >= step)[batch.real]
+            each = logits.logsumexp(-1) - (aim * logits).sum(-1)
+            loss = loss + 0.8**step * each[made & ~batch.illegal.all(-1)].mean()
+        return loss / sum(0.8**step for step in range(steps))
+
+    @torch.no_grad()
+    def acceptance(self, rows: list[Row], k: int = 3) -> dict[str, float]:
+        """Tokens per round of greedy chains of `k` legal drafts along the answers, by kind."""
+        found: dict[str, list[int]] = {}
+        for i in range(0, len(rows), 8):
+            some = rows[i : i + 8]
+            at = [list(range(row.start - 4, len(row.ids) - 2)) for row in some]
+            batch = Batch(some, at, self.data.scale, self.kept)
+            sizes = [len(where) for where in at]
+            guesses = [self.kept[d.argmax(-1)].split(sizes) for d in self.drafts(batch, k)]
+            for j, row in enumerate(some):
+                true = torch.tensor(row.ids[row.start - 2 :])
+                before = [False] * (row.start - 4)
+                hits = [before + (guess[j] == true).tolist() for guess in guesses]
+                rounds, tokens = walked(hits, row.ids, row.start)
+                sums = found.setdefault(row.kind, [0, 0])
+                sums[:] = sums[0] + rounds, sums[1] + tokens
+        found["all"] = [sum(sums) for sums in zip(*found.values(), strict=True)]
+        return {kind: tokens / rounds for kind, (rounds, tokens) in sorted(found.items())}
+
+    @torch.no_grad()
+    def warm(self) -> None:
+        """Begin with a linear model, heads that pass the last token on, and heads that copy.
+
+        ``fc`` is the ridge regression of the target's next normed output on the streams, but for
+        96 directions in which that output hardly varies: these hold which token a stream is of.
+        Six heads find their own position, for queries and keys are the same projection of
+        embeddings, and pass on what the regression says of the last token's embedding. Three look
+        for places where the last token stood before and pass on what came behind it.
+        """
+        head, d, own = self.head, HEAD.head_dim, 6 * HEAD.head_dim
+        attend = head.midlayer.self_attn
+        q, k, v, o = (getattr(attend, f"{n}_proj").weight for n in "qkvo")
+        some = self.data.train[::3]
+        x = torch.cat([row.streams[:-1, : 3 * H].float() for row in some]) / self.data.scale
+        y = torch.cat([row.streams[1:, 3 * H :].float() for row in some]) / self.norm
+        table = F.rms_norm(self.embed, (H,))
+        this = table[torch.cat([torch.tensor(row.ids[:-2]) for row in some])]
+        z = torch.cat([x, table[torch.cat([torch.tensor(row.ids[1:-1]) for row in some])]], 1)
+        gram = z.T @ z / len(z)
+        gram += 0.01 * gram.diagonal().mean() * torch.eye(4 * H)
+        linear = torch.linalg.solve(gram, z.T @ y / len(z)).T
+        # Projections of embeddings in which tokens differ alike.
+        mean = table.mean(0)
+        size, axes = torch.linalg.eigh((table - mean).T @ (table - mean) / len(table))
+        white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
+        looks = torch.linalg.qr(torch.randn(H, H))[0] @ (
+            white - torch.outer(white @ mean, mean) / mean.square().sum())
+        low = torch.linalg.eigh(torch.cov(y.T))[1][:, :96]
+        known = this @ looks[-96:].T
+        token = torch.linalg.solve(gram[: 3 * H, : 3 * H], x.T @ known / len(x)).T
+        rest = linear[:, : 3 * H] - low @ (low.T @ linear[:, : 3 * H])
+        share = 0.15 * (x @ rest.T).square().mean().sqrt() * 6**0.5 / known.square().mean().sqrt()
+        head.fc.weight.copy_(rest + share * low @ token)
+        size = (x @ head.fc.weight.T).square().mean(1).sqrt().mean()
+        q.mul_(0.2)
+        k.mul_(0.2)
+        q[:own, :H] = k[:own, :H] = 1.2 * looks[:own]
+        left, values, right = torch.linalg.svd(linear[:, 3 * H :])
+        v.zero_()
+        v[:own, :H] = values[:own].sqrt()[:, None] * right[:own]
+        o[:, :own] = left[:, :own] * values[:own].sqrt()
+        slow = torch.cat([torch.arange(16, 32), torch.arange(48, 64)])  # hardly rotated
+        copied = torch.linalg.qr(torch.randn(H, 3 * d))[0]
+        for i in range(3):
+            at, which = own + i * d + slow, slice(32 * i, 32 * i + 32)
+            k[at] = 0
+            q[at, :H] = 2.5**0.5 * looks[-96:][which]
+            k[at, H:] = 2.5**0.5 * low[:, which].T * size / share
+        v[own:, :H], o[:, own:] = copied.T, 0.3 * copied
+        head.midlayer.mlp.down_proj.weight.mul_(0.1)
+        head.norm.weight.copy_(0.8 * self.norm)
+
+    def run(self) -> None:
+        """AdamW, the rate falling to nothing with the minutes; of one step or of three, by lot."""
+        args, head = self.args, self.head
+        self.warm()
+        optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+        batches, spent, said, losses = self.data.batches(args.tokens, self.rng), 0.0, 0.0, []
+        for step in itertools.count(1):
+            begun, share = time.monotonic(), spent / args.minutes
+            loss = self.loss(next(batches), 3 if share > 0.7 or self.rng.random() < 0.5 else 1)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            share = spent / args.minutes
-            rate = args.rate * min(1.0, (step + 1) / 60) * max(0.02, 1 - share)
-            for optimizer, scale in zip(optimizers, (1.0, 0.3), strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * scale
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            step, spent = step + 1, spent + (time.monotonic() - clock) / 60
+            for group in optimizer.param_groups:
+                group["lr"] = args.rate * min(1.0, step / 50) * max(0.03, 1 - share)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
-            bar.n = round(spent, 2)
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
-            if step % 100 == 0 or spent >= args.minutes:
-                found = acceptance(head, embed, [rows[i] for i in held],
-                                   [features[i] for i in held])
-                log(args, stage="eagle", step=step, minutes=spent,
-                    loss=sum(losses) / len(losses), acceptance_length=found)
-                losses = []
-                torch.save({"model": head.state_dict(), "scale": scale,
-                            "spent": spent, "step": step,
-                            "optimizers": [o.state_dict() for o in optimizers]}, path)
+            spent += (time.monotonic() - begun) / 60
+            if spent - said < 2 and spent < args.minutes:
+                continue
+            said, row = spent, {"step": step, "minutes": spent, "rows": len(self.data.train),
+                                "loss": sum(losses) / len(losses),
+                                "acceptance_length": self.acceptance(self.data.held)}
+            with (args.work / "training_log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+            tqdm.write(json.dumps(row))
+            torch.save({"head": head.state_dict(), "scale": self.data.scale, "kept": self.kept},
+                       args.work / "head.pt")
+            if spent >= args.minutes:
+                return
+            losses = []
+            self.data.look()
 
 
-def features_size(features: list[Tensor]) -> Tensor:
-    """Root of the mean square of every column that the head reads, of some rows."""
-    some = torch.cat([feature[:, : 3 * SIZES.hidden].float() for feature in features[::20]])
-    return some.square().mean(0).sqrt()
+def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
+    """The end and single bytes, then the ids most used in answers, in prompts, and by number."""
+    said = Counter(token for row in rows for token in row.ids[row.start :])
+    seen = Counter(token for row in rows for token in row.ids)
+    common = [token for counts in (said, seen) for token, _ in counts.most_common()]
+    order = dict.fromkeys([2, *range(17, 17 + 256), *common, *range(SIZES.vocab)])
+    return torch.tensor(sorted(list(order)[:size]))
 
 
-def padded(rows: list[tuple[list[int], int]], features: list[Tensor]) -> tuple[Tensor, Tensor,
-                                                                                Tensor]:
-    """Ids [b, n], features [b, n, 4 hidden] and whether token i + 2 is an answer's [b, n - 2]."""
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    wanted = torch.zeros(len(rows), width - 2, dtype=torch.bool)
-    streams = torch.zeros(len(rows), width, 4 * SIZES.hidden)
-    for b, ((row, start), feature) in enumerate(zip(rows, features, strict=True)):
-        ids[b, : len(row)] = torch.tensor(row)
-        streams[b, : len(row)] = feature.float()
-        wanted[b, start - 2 : len(row) - 2] = True
-    return ids, streams, wanted
+def export(args: argparse.Namespace) -> None:
+    """The head as graft's loader reads it, in bfloat16, with its training's log.
 
-
-def drafted(head: Eagle3, embed: Tensor, ids: Tensor, streams: Tensor, steps: int) -> list[Tensor]:
-    """Normed outputs of the draft steps; the one at position i is for token i + 2."""
-    n = ids.shape[1] - 2
-    every = torch.arange(n).expand(len(ids), -1)
-    outs = head.unroll(streams[:, :n, : 3 * SIZES.hidden], F.embedding(ids[:, 1:-1], embed), steps,
-                       every)
-    return [head.norm(out) for out in outs]
-
-
-def loss_of(head: Eagle3, embed: Tensor, rows: list[tuple[list[int], int]],
-            features: list[Tensor], steps: int = 3) -> Tensor:
-    """Mean over draft steps, weighted 1, 0.8, 0.64, of the cross-entropy on answers."""
-    ids, streams, wanted = padded(rows, features)
-    with torch.no_grad():
-        final = streams[:, 1:-1, 3 * SIZES.hidden :][wanted]  # of the token before
-        aim = (final @ embed[head.kept()].T).softmax(-1)
-    loss = torch.zeros(())
-    for step, out in enumerate(drafted(head, embed, ids, streams, steps)):
-        usable = torch.arange(wanted.shape[1]).expand_as(wanted)[wanted] >= step
-        logits = head.lm_head(out[wanted])
-        each = -(aim * logits.log_softmax(-1)).sum(-1)
-        loss = loss + 0.8**step * each[usable].mean()
-    return loss
-
-
-@torch.no_grad()
-def acceptance(head: Eagle3, embed: Tensor, rows: list[tuple[list[int], int]],
-               features: list[Tensor], k: int = 3) -> float:
-    """Tokens per round of greedy chains of `k` unmasked drafts along the rows' answers."""
-    rounds = tokens = 0
-    for b in range(0, len(rows), 16):
-        some = rows[b : b + 16]
-        ids, streams, _ = padded(some, features[b : b + 16])
-        hits = torch.stack([head.kept()[head.lm_head(out).argmax(-1)] == ids[:, 2:]
-                            for out in drafted(head, embed, ids, streams, k)]).tolist()
-        for i, (row, start) in enumerate(some):
-            found = walked([hit[i] for hit in hits], row, start)
-            rounds, tokens = rounds + found[0], tokens + found[1]
-    return tokens / rounds
-
-
-def log(args: argparse.Namespace, **row: Any) -> None:
-    """Add a line to the training's log."""
-    row = {key: round(value, 4) if isinstance(value, float) else value
-           for key, value in row.items()}
-    with (args.work / "training_log.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    tqdm.write(json.dumps(row))
-
-
-def export(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """The head as graft's loader reads it, in bfloat16, with its training's log."""
-    was = torch.load(args.work / "eagle.pt")
-    head = was["model"]
+    Its output rows are the target's, so its draft vocabulary may be larger than in training.
+    """
+    was = torch.load(args.work / "head.pt")
+    kept, head = set(was["kept"].tolist()), was["head"]
+    kept |= set([token for token in range(SIZES.vocab) if token not in kept]
+                [: args.export_vocab - len(kept)])  # fmt: skip
     head["fc.weight"] = head["fc.weight"] / was["scale"]
+    tensors = {name: value.bfloat16().contiguous() for name, value in head.items()
+               if name not in ("d2t", "t2d")}  # fmt: skip
+    tensors["d2t"] = (torch.tensor(sorted(kept)) - torch.arange(len(kept))).int()
     args.out.mkdir(parents=True, exist_ok=True)
-    save_file({name: (value.bfloat16() if value.is_floating_point() else value).contiguous()
-               for name, value in head.items()}, args.out / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "model.safetensors").chmod(0o644)
     config = {
-        **replace(SIZES, inner=args.inner).config(), "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1, "draft_vocab_size": len(head["d2t"]), "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False, "eagle_config": {
-            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(AUX)},
+        **HEAD.config(), "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+        "draft_vocab_size": len(kept), "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+        "eagle_config": {"use_aux_hidden_state": True,
+                         "eagle_aux_hidden_state_layer_ids": list(AUX)},
     }  # fmt: skip
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (args.out / "training_log.jsonl").write_text((args.work / "training_log.jsonl").read_text())
 
 
-STAGES = {"corpus": make_corpus, "features": make_features, "eagle": train_eagle, "export": export}
+STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "rows": make_rows, "head": lambda args: Trainer(args).run(), "export": export}
 
 
 def main() -> None:
@@ -359,21 +470,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
     parser.add_argument("--model", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--work", type=Path, required=True, help="corpus, checkpoints and log")
-    parser.add_argument("--data", type=Path, required=True, help="folder with bfcl-prompts")
+    parser.add_argument("--work", type=Path, required=True, help="rows, checkpoint and log")
     parser.add_argument("--out", type=Path, help="where export writes")
-    parser.add_argument("--answers", type=int, default=1000, help="that the model writes itself")
-    parser.add_argument("--minutes", type=float, default=45.0, help="of training")
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--tokens", type=int, default=2048, help="a batch")
-    parser.add_argument("--inner", type=int, default=768, help="width of the head's MLP")
-    parser.add_argument("--draft-vocab", type=int, default=3840)
+    parser.add_argument("--batches", type=int, default=60, help="of 32 rows to make")
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--seed", type=int, default=1, help="of the rows")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training")
+    parser.add_argument("--rate", type=float, default=1.2e-3)
+    parser.add_argument("--tokens", type=int, default=1500, help="a batch")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="in training")
+    parser.add_argument("--export-vocab", type=int, default=16384)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     for stage in args.stages:
-        STAGES[stage](args, tokenizer)
+        STAGES[stage](args)
 
 
 if __name__ == "__main__":
