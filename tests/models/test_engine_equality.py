@@ -145,7 +145,7 @@ LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), Meaningless()
 RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
-    {"max_batch_size": 2, "draft_length": 5},
+    {"max_batch_size": 2, "draft_length": 5, "programmatic": True},
     {"max_batch_size": 3, "speculation": False},
     {"max_batch_size": 3, "speculation": False, "forced_drafts": True, "draft_length": 4},
     {"max_batch_size": 4, "draft_legality": "probe"},
