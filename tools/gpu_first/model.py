@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from graft.grammar.statement import GrammarSpec
 from graft.models import llama
 from graft.models.drafters import eagle3
 from graft.models.engine import Engine
+from graft.models.options import Options
 from graft.models.request import Request
 from graft.models.weights import Weights
 from graft.tools.demo_model import demo_model
@@ -90,6 +92,9 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
              "draft_vocab_size": vocab, "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps}}
     head = {"fc.weight": (hidden, 3 * hidden), "midlayer.hidden_norm.weight": (hidden,),
             "norm.weight": (hidden,), **layer_tensors(b.shape, "midlayer", 2 * hidden)}
+    # An engine wants a backend, which requests without grammars do not use.
+    backend: Any = "auto" if guided() else lambda vocabulary: mock.MagicMock()
+    timeline = {"timeline": True} if "timeline" in Options.__dataclass_fields__ else {}
     with (tempfile.TemporaryDirectory() as place,
           mock.patch.object(llama, "Weights", RandomWeights),
           mock.patch.object(eagle3, "Weights", RandomWeights)):
@@ -97,14 +102,20 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
         write_folder(target, config, tensors)
         write_folder(drafter, config | names, head)
         with Engine(target, drafter if drafts else None, max_batch_size=8, max_length=1024,
-                    **({"draft_length": drafts} if drafts else {}),
-                    programmatic=programmatic) as engine:
+                    draft_length=drafts or 1, programmatic=programmatic,
+                    grammar_backend=backend, **timeline) as engine:
             yield engine
 
 
+def guided() -> bool:
+    """Whether a grammar's backend is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
 def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
-    """Milliseconds of a guided round on the device's clock, and of its parts."""
-    grammar = GrammarSpec.regex("[a-z ]{400,}")
+    """Milliseconds of a round on the device's clock, guided where a grammar's backend is installed,
+    and of its parts."""
+    grammar = GrammarSpec.regex("[a-z ]{400,}") if guided() else None
     requests = [Request(tokens=[5 + i] * 100, grammar=grammar, max_tokens=tokens)
                 for i in range(batch)]
     engine.generate(requests)
@@ -112,4 +123,5 @@ def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
     engine.generate(requests)
     stats = engine.stats
     return {name: ns / stats.rounds / 1e6
-            for name, ns in {"round": stats.round_ns, **stats.part_ns}.items()}
+            for name, ns in {"guided round" if guided() else "round": stats.round_ns,
+                             **stats.part_ns}.items()}
