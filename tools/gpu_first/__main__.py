@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                                      description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--minutes", type=float, default=9.5, help="for all (default 9.5)")
-    parser.add_argument("--json", type=Path, default=Path(os.environ.get("OUT", "build"))
-                        / "gpu_first.json", metavar="FILE", help="(default %(default)s)")
+    parser.add_argument("--json", type=Path, default=Path("build/gpu_first.json"), metavar="FILE",
+                        help="(default %(default)s)")
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
     parser.add_argument("--child", type=Path, metavar="LINES", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

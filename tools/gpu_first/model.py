@@ -67,8 +67,9 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[
     shutil.copy(demo_model()[0] / "tokenizer.json", folder)
     header, at = dict[str, Any](), 0
     for name, size in tensors.items():
-        end = at + math.prod(size) * 2
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": (at, end)}
+        dtype, nbytes = ("I32", 4) if name == "d2t" else ("BF16", 2)
+        end = at + math.prod(size) * nbytes
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": (at, end)}
         at = end
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -87,11 +88,13 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
                "model.norm.weight": (hidden,)}
     for i in range(b.shape["num_hidden_layers"]):
         tensors |= layer_tensors(b.shape, f"model.layers.{i}", hidden)
-    taps = [0, 1, 2] if b.small else [2, 16, 29]
+    columns, taps = min(32000, vocab // 2), [0, 1, 2] if b.small else [2, 16, 29]
     names = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-             "draft_vocab_size": vocab, "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps}}
+             "draft_vocab_size": columns,
+             "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps}}
     head = {"fc.weight": (hidden, 3 * hidden), "midlayer.hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,), **layer_tensors(b.shape, "midlayer", 2 * hidden)}
+            "norm.weight": (hidden,), "lm_head.weight": (columns, hidden), "d2t": (columns,),
+            **layer_tensors(b.shape, "midlayer", 2 * hidden)}
     # An engine wants a backend, which requests without grammars do not use.
     backend: Any = "auto" if guided() else lambda vocabulary: mock.MagicMock()
     timeline = {"timeline": True} if "timeline" in Options.__dataclass_fields__ else {}
