@@ -42,5 +42,5 @@ def test_drafts_change_no_text_and_what_is_guided_is_valid(folder, count):
             texts.append([output.text for output in outputs])
     assert texts[0] == texts[1] and len(outputs) == count
     ended = [(r.grammar, o.text) for r, o in zip(requests, outputs, strict=True) if o.finished]
-    assert len(ended) > count // 2
+    assert len(ended) >= 3
     assert all(is_valid(grammar, text) for grammar, text in ended if grammar is not None)
