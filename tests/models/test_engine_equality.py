@@ -148,8 +148,6 @@ LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), DEMO / "dflash"
 RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
-    {"max_batch_size": 2, "draft_length": 5},
-    {"max_batch_size": 4, "draft_legality": "probe"},
     {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
     {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
     {"max_batch_size": 8, "grammar_transport": "mailbox"},
@@ -159,6 +157,8 @@ SHAPES = [
 ]
 QUICK = len(SHAPES)
 SHAPES += [
+    {"max_batch_size": 2, "draft_length": 5},
+    {"max_batch_size": 4, "draft_legality": "probe"},
     {"max_batch_size": 3, "speculation": False},
     {"max_batch_size": 3, "speculation": False, "forced_drafts": True, "draft_length": 4},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
@@ -250,7 +250,8 @@ CELLS = {
     "eagle3": {}, "eagle3, tree": GROWN,
     "dflash": {"drafter": BLOCK}, "dflash, tree": {"drafter": BLOCK, **GROWN},
     "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_legality": "probe"},
-    "dspark": {"drafter": Meaningless(rank=8)}, "mtp": {"drafter": Meaningless(3)},
+    "dspark": {"drafter": Meaningless(rank=8)},
+    "mtp": {"drafter": Meaningless(1), "draft_length": 2},
     "model": {"drafter": TARGET}, "ngram": {"drafter": NGram},
     "suffix": {"drafter": Suffix}, "suffix, tree": {"drafter": Suffix, **GROWN},
     "host": {"drafter": UserDrafter.of(repeat)},
@@ -271,7 +272,7 @@ def prompts(count):
     few = count < 100
     tasks = [t for t in held_out_tasks(2 * count + 40, seed=29) if task_grammar(t) is not None]
     tasks = sorted(tasks, key=lambda task: len(task.text))[:count] if few else tasks[:count]
-    guided = [task_request(task, max_tokens=8 if few else 48) for task in tasks]
+    guided = [task_request(task, max_tokens=6 if few else 48) for task in tasks]
     asked = [replace(r, seed=i, **MODES[mode]) for i, r in enumerate(guided) for mode in MODES]
     asked += [replace(request, grammar=None) for request in asked]
     with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
