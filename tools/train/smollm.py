@@ -330,10 +330,11 @@ class Trainer:
             sizes = [len(where) for where in at]
             guesses = [self.kept[d.argmax(-1)].split(sizes) for d in self.drafts(batch, k)]
             for j, row in enumerate(some):
-                true = torch.tensor(row.ids[row.start - 2 :])
-                before = [False] * (row.start - 4)
-                hits = [before + (guess[j] == true).tolist() for guess in guesses]
-                rounds, tokens = walked(hits, row.ids, row.start)
+                # Draft s behind token t is the one that entry t + s - 1 predicts in step s.
+                hits = [[bool(guess[j][t + s + 3 - row.start] == row.ids[t + s + 1])
+                         for s, guess in enumerate(guesses) if t + s + 1 < len(row.ids)]
+                        for t in range(row.start, len(row.ids))]
+                rounds, tokens = walked([[]] * row.start + hits, row.ids, row.start)
                 sums = found.setdefault(row.kind, [0, 0])
                 sums[:] = sums[0] + rounds, sums[1] + tokens
         found["all"] = [sum(sums) for sums in zip(*found.values(), strict=True)]
