@@ -4,8 +4,8 @@
 #include "row.cuh"
 
 // A thread's columns fall into parts, and it knows the best of each: only the part that a column
-// was taken from is looked through again. One part is enough where a block shares a row.
-constexpr int PARTS = BLOCK == 1 ? 64 : 1;
+// was taken from is looked through again.
+constexpr int PARTS = BLOCK == 1 ? 64 : 8;
 
 struct BestFirst {
   const float* score;
