@@ -57,6 +57,7 @@ class RoundParts:
     draft_length: int
     depth: int  # most drafts that a round may accept: a tree's levels
     composition: str
+    every_part: bool  # whether the timeline has every part of a round
 
     @property
     def width(self) -> int:
@@ -100,12 +101,13 @@ class RoundGraph:
         self.parts, self.batch, self.drafts = parts, batch, drafts
         self.graphs = [Graph(parts.device, name=f"round of {batch}, {drafts} drafts")]
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
-        stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
+        stamps = Stamps(parts.device, parts.timeline, parts.replay, model, parts.every_part)
         feed = Feed(
             parts.device, batch, drafts + 1, parts.branch, parts.state, parts.sampler, scratch
         )
         opening = "open: missing rows"
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
+        parts.exchange.bring(grammar, 0, feed.width)
         masks_ready = grammar.record("masks ready")
         self._begin(model, feed)
         stamps.begin()
@@ -121,7 +123,7 @@ class RoundGraph:
                 model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
                 feed.width,
             )  # fmt: skip
-        stamps.end("verify")
+        stamps.end("verify", last=parts.drafter is None)
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
@@ -171,7 +173,7 @@ class RoundGraph:
             legality.before(level, logits)
             draws.draft(model, logits, feed.row_slot, level, legality.masked)
             legality.after(level)
-        stamps.end("drafting")
+        stamps.end("drafting", last=True)
 
     def _cut(self, mark: object = None) -> None:
         """End a graph; the lanes go on in the next, which is launched behind all marks of this."""

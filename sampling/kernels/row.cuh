@@ -593,6 +593,6 @@ __device__ __forceinline__ int row_sample(const Row& row, const Filter* filter, 
   block_sync();
   if (status == ROW_OK && filter && noise) *column = drawn(meeting.race);
   block_sync();
-  if (leader) meeting.best = meeting.sum = meeting.race = 0;
+  if (leader) meeting.best = meeting.sum = meeting.race = meeting.floor = meeting.end = 0;
   return status;
 }

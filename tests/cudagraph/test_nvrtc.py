@@ -35,6 +35,11 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
     usages = compiled[case].result()
     assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
         f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
+    block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))
+    for usage in usages:  # a block's registers come from one multiprocessor's, in eights
+        assert -(-usage.registers // 8) * 8 * block <= 65536, usage
+        if variant.path.parent.parent.name == "sampling" and block > 1:
+            assert usage.stack_bytes <= 64, usage
 
 
 def test_every_kernel_file_is_compiled():

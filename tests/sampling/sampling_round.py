@@ -50,7 +50,8 @@ class TableRound:
             draft_vocab=self.draft_vocab,
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
-            max_batch=slots, block=block, parts=parts,
+            max_batch=slots, block=block,
+            parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )  # fmt: skip
         self.replay = 0
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
