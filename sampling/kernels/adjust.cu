@@ -1,7 +1,8 @@
 // What a request has done to its target's logits before mask and filters, and is told of them.
 //
 // Rows r = b * width + j, as in target.cu, whose states are read here and nowhere else; a row whose
-// slot asks for nothing costs no more than that. Only p is changed: verification is exact for any drafts, whatever q they were drawn from.
+// slot asks for nothing costs no more than that. Only p is changed: verification is exact for any
+// drafts, whatever q they were drawn from.
 //
 // A slot's table [2][vocab_size]: the bias of every id as a float's bits, -inf where it is banned;
 // then twice the times it was generated, plus one if the prompt has it.
@@ -27,7 +28,7 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
   return x;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot, int width,
                   const Slot* slots, const int* masks, const ExchangeLayout layout,
                   const int* exchange, int* row_state, Meeting* meetings, const int* tables,
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 
 // Behind verification, for the row that decided token i of a batch row: counts the token, and
 // writes what its request is told to the output entry.
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     note_committed(const float* raw, int vocab_size, const int* row_slot, int width,
                    const Slot* slots, const RoundRow* rows, int row_words, int* tables,
                    const int* replay_number, int* ring, const OutputLayout out) {

@@ -20,7 +20,7 @@
 // decoding", 2023). In either, an illegal draft has p = 0 and never passes, nor does any behind it.
 #include "left.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     test_drafts(const int* row_slot, int width, int vocab_size, int draft_vocab, const int* t2d,
                 const float* probs, const int* row_ok, const Slot* slots, const float* q,
                 int most_drafts, float* weights, int* passed, Meeting* meetings, int* faults) {

@@ -11,7 +11,7 @@
 #include "best.cuh"
 #include "slot.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     draft_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                      const int* row_slot, int batch, int j, Meeting* meetings, const Slot* slots,
                      const RoundRow* rows, int row_words, float* q, int most_drafts, int* exchange,
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
   int best_column;
-  const int status = row_sample(row, sampled ? &filter : nullptr, nullptr, score, meetings[r],
-                                STEP_BEST, STEP_DRAW, scratch, &best_column);
+  const int status = row_sample(row, sampled, filter, false, {}, score, meetings[r], STEP_BEST,
+                                STEP_DRAW, scratch, &best_column);
   if (status != ROW_OK) return;
   block_sync();
   if (sampled) {

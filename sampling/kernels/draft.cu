@@ -13,7 +13,7 @@
 #include "row.cuh"
 #include "slot.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_draft(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                  const int* row_slot, int j, int masked, int probed, const int* masks,
                  Meeting* meetings, Slot* slots, const RoundRow* rows, int row_words, float* q,
@@ -56,9 +56,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const u32 purpose = coupled ? PURPOSE_NOISE : PURPOSE_DRAFT;
     const Noise noise = {slot.seed, position, purpose | static_cast<u32>(slot.sample) << 8,
                          coupled ? 0 : slot.n};
-    const int status = row_sample(row, greedy ? nullptr : &filter, greedy ? nullptr : &noise,
-                                  greedy ? nullptr : table, meetings[b], STEP_BEST, STEP_DRAW,
-                                  scratch, &token);
+    const int status = row_sample(row, !greedy, filter, !greedy, noise, greedy ? nullptr : table,
+                                  meetings[b], STEP_BEST, STEP_DRAW, scratch, &token);
     if (status != ROW_OK) return;
     if (d2t) token = d2t[token];
   }

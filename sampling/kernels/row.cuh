@@ -288,13 +288,6 @@ struct Weights {
   float inverse_temperature;
   float* work;
 
-  __device__ __forceinline__ Weights(const Row& of, const Filter& under, float best_logit, float* at)
-      : row(of),
-        filter(under),
-        best(best_logit),
-        inverse_temperature(fdiv(1.0f, under.temperature)),
-        work(at) {}
-
   __device__ __forceinline__ bool cuts() const {
     return (filter.top_k > 0 && filter.top_k < row.size) || filter.top_p < 1.0f;
   }
@@ -530,15 +523,16 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
 
 // Samples a row, or what of that lies from step `from` to step `to`: the best column; weights and
 // what filters cut of them; work[0..size), the filtered distribution (fp32, zero where a token
-// cannot be chosen), and a column drawn from it. Without a filter the best column is all there is,
-// and work, unless null, holds the legal logits; without noise nothing is drawn.
+// cannot be chosen), and a column drawn from it. Where it does not filter the best column is all
+// there is, and work, unless null, holds the legal logits; or nothing is drawn.
 //
 // In a launch of one step all blocks of the row share it. In one of several they share the first,
 // and the others are for the last block. Returns 0 to blocks that have no more to do, to the last
 // one ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, the column, and the row complete.
-__device__ __forceinline__ int row_sample(const Row& row, const Filter* filter, const Noise* noise,
-                                          float* work, Meeting& meeting, int from, int to,
-                                          Scratch& scratch, int* column) {
+__device__ __forceinline__ int row_sample(const Row& row, bool filters, const Filter& filter,
+                                          bool draws, const Noise& noise, float* work,
+                                          Meeting& meeting, int from, int to, Scratch& scratch,
+                                          int* column) {
   const bool leader = threadIdx.x == 0;
   Slice own = own_slice(row.size);
   bool alone = gridDim.y == 1;
@@ -554,8 +548,8 @@ __device__ __forceinline__ int row_sample(const Row& row, const Filter* filter, 
   }
   float best_logit = 0.0f;
   const int status = read_best(row, meeting.best, column, &best_logit);
-  if (status == ROW_OK && filter) {
-    const Weights w(row, *filter, best_logit, work);
+  if (status == ROW_OK && filters) {
+    const Weights w = {row, filter, best_logit, fdiv(1.0f, filter.temperature), work};
     if (from <= STEP_WEIGH) {
       const u64 sum = row_weigh(w, own, scratch);
       Histogram<SPANS>& spans = *reinterpret_cast<Histogram<SPANS>*>(meeting.spans);
@@ -583,15 +577,14 @@ __device__ __forceinline__ int row_sample(const Row& row, const Filter* filter, 
     if (to == STEP_WEIGH) return 0;
     row_normalise(w, {meeting.end, meeting.floor, meeting.sum}, own);
     block_sync();
-    if (noise) {
-      const u64 race =
-          draw_packed(own, row.map, *noise, scratch, [work](int i) { return work[i]; });
+    if (draws) {
+      const u64 race = draw_packed(own, row.map, noise, scratch, [work](int i) { return work[i]; });
       if (leader) atomicMax(&meeting.race, race);
     }
   }
   if (to == STEP_WEIGH || !(alone || is_last(meeting, scratch))) return 0;
   block_sync();
-  if (status == ROW_OK && filter && noise) *column = drawn(meeting.race);
+  if (status == ROW_OK && filters && draws) *column = drawn(meeting.race);
   block_sync();
   if (leader) meeting.best = meeting.sum = meeting.race = meeting.floor = meeting.end = 0;
   return status;

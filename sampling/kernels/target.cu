@@ -41,7 +41,7 @@ __device__ inline int relaxed_token(const Slot& slot, int most, int j, const flo
   return token;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
                   int width, const Slot* slots, const int* masks, const ExchangeLayout layout,
                   const int* row_state, Meeting* meetings, int from, int to, float* probs,
@@ -62,11 +62,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   }
   const Slot& slot = slots[index];
 
-  Row row = {logits + static_cast<long long>(r) * vocab_size, vocab_size, nullptr, token_limit,
-             nullptr};
-  if (state == ROW_READY) {
-    row.mask = mask_of(masks, layout, index, j);
-  }
+  const Row row = {logits + static_cast<long long>(r) * vocab_size, vocab_size,
+                   state == ROW_READY ? mask_of(masks, layout, index, j) : nullptr, token_limit,
+                   nullptr};
 
   int token = -1;
   float* work = probs + static_cast<long long>(r) * vocab_size;
@@ -79,9 +77,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                        PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
   const bool tested = !greedy && j < most && is_testing(slot, most);
   const bool filtered = !greedy || relaxed;
-  const int status =
-      row_sample(row, filtered ? &filter : nullptr, greedy || tested ? nullptr : &noise,
-                        filtered ? work : nullptr, meetings[r], from, to, scratch, &token);
+  const int status = row_sample(row, filtered, filter, !greedy && !tested, noise,
+                                filtered ? work : nullptr, meetings[r], from, to, scratch, &token);
   if (status == 0) return;
   if (status == ROW_OK && relaxed) {
     token = relaxed_token(slot, most, j, work, vocab_size, token, scratch);

@@ -42,9 +42,9 @@ __device__ __forceinline__ bool is_asked(int probed, const int* exchange,
   return asked;
 }
 
-// Row by row of the fed nodes: the ids it would like best, and their log probabilities, by the target's
-// own race with the noise of the position for coupled requests.
-extern "C" __global__ void __launch_bounds__(BLOCK)
+// Row by row of the fed nodes: the ids it would like best, and their log probabilities, by the
+// target's own race with the noise of the position for coupled requests.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                     const int* row_slot, int level, int probed, const Seen seen, Meeting* meetings,
                     const Slot* slots, const RoundRow* rows, int row_words, float* work,
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                    token_limit, d2t};
   float* score = work + static_cast<long long>(r) * draft_vocab;
   int best_column;
-  const int status = row_sample(row, nullptr, nullptr, score, meetings[r], STEP_BEST, STEP_DRAW,
+  const int status = row_sample(row, false, {}, false, {}, score, meetings[r], STEP_BEST, STEP_DRAW,
                                 scratch, &best_column);
   if (status != ROW_OK) return;
   const float best_logit = row.logits[best_column] + 0.0f;
@@ -162,12 +162,12 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
 // One block per batch row: the children of a level, and the nodes that are fed next; at the last
 // level the drafts. With a plan, int32 [most], these are not the best: of each child it says which
 // of the next level's nodes it is, `branch` for a draft that is fed to nobody, -1 for no draft.
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_grow(const int* row_slot, int level, int probed, const Seen seen, Slot* slots,
               const RoundRow* rows, int row_words, const int* top_id, const float* top_value,
               const float* others, int* seen_token, int* seen_parent, float* seen_score,
-              int* fed_as, int* chosen, const int* plan, int* exchange,
-              const ExchangeLayout layout, const int* replay_number) {
+              int* fed_as, int* chosen, const int* plan, int* exchange, const ExchangeLayout layout,
+              const int* replay_number) {
   __shared__ int said;
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);

@@ -1,10 +1,10 @@
 // Verification: walk the tree of drafts, commit to the slot.
 //
-// The last block of a batch row walks, its thread 0: where a child holds the token of its row the walk goes
-// there, else that token is the last. With a token drawn for each row that is exact on any tree,
-// and on one that was made without chance no other rule accepts more. Where the drafts of a chain
-// are tested (block.cu), their tests say what the tokens are. The walk may also end AFTER an
-// accepted token (row not ready, stop id, limit), then without a bonus.
+// The last block of a batch row walks, its thread 0: where a child holds the token of its row the
+// walk goes there, else that token is the last. With a token drawn for each row that is exact on
+// any tree, and on one that was made without chance no other rule accepts more. Where the drafts of
+// a chain are tested (block.cu), their tests say what the tokens are. The walk may also end AFTER
+// an accepted token (row not ready, stop id, limit), then without a bonus.
 #include "left.cuh"
 
 // What tests say of the rows: the accepted drafts, then a token from what is left for the refused
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool settle(const Slot& slot, int tested, int vocab_s
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     verify_drafts(const int* row_slot, int width, int vocab_size, int draft_vocab, const int* t2d,
                   const float* probs, const int* row_ok, Slot* slots, const float* q,
                   int most_drafts, const float* weights, const int* passed, Meeting* meetings,
@@ -86,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
       !is_testing(slot, tested)
           ? is_last(meetings[b], scratch)
           : settle(slot, tested, vocab_size, draft_vocab, t2d,
-           probs + static_cast<long long>(first) * vocab_size, row_ok + first,
-           q + static_cast<long long>(index) * most_drafts * draft_vocab, weights + first,
-           passed + first, target_tok + first, meetings[b], scratch);
+                   probs + static_cast<long long>(first) * vocab_size, row_ok + first,
+                   q + static_cast<long long>(index) * most_drafts * draft_vocab, weights + first,
+                   passed + first, target_tok + first, meetings[b], scratch);
   if (!leader || !last) return;
 
   int count = 0;
