@@ -34,45 +34,49 @@ struct TileRow {
   int pos;  // -1: padding
 };
 
-// Index of the cached position `first` + lane % 16 of a row; -1 beyond the row's own.
+struct Tile {
+  int leader;  // the first row that is no padding
+  int last;    // greatest position of a row
+  int common;  // up to here every row sees the same; -1 with several slots
+};
+
+// Index of the cached position `first` + lane % 16 of a row; beyond the row's own that of its last,
+// which is then loaded in vain.
 __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, int first) {
-  const int pos = first + static_cast<int>(threadIdx.x) % STEP;
-  if (pos > row.pos) return -1;
-  const int cached = cached_at(row.path, pos);
+  const int cached =
+      cached_at(row.path, min(first + static_cast<int>(threadIdx.x) % STEP, row.pos));
   const int inside = cached & ((1 << pages.page_shift) - 1);
   return (page_of(pages, row.slot, cached) << pages.page_shift) + inside;
 }
 
-__device__ __forceinline__ Pack16 load_or_zero(const CACHE16* from, bool there) {
-  Pack16 pack = {};
-  if (there) pack = *reinterpret_cast<const Pack16*>(from);
-  return pack;
+__device__ __forceinline__ long long head_at(const Pages& pages, int index, int kv_head) {
+  return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
 }
 
 // Lane 4 g + t loads of keys g and g + 8 the dimensions 32 c + 8 t .. + 7: B of two products.
-__device__ __forceinline__ void load_keys(const CACHE16* keys, int stride, int at,
-                                          Pack16 (*key)[CHUNKS]) {
+__device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& pages, int kv_head,
+                                          int at, Pack16 (*key)[CHUNKS]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int index = __shfl_sync(FULL_WARP, at, 8 * j + lane / 4);
-    const CACHE16* from = keys + static_cast<long long>(index) * stride + 8 * (lane % 4);
+    const CACHE16* from = keys + head_at(pages, index, kv_head) + 8 * (lane % 4);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) key[j][c] = load_or_zero(from + 32 * c, index >= 0);
+    for (int c = 0; c < CHUNKS; ++c) key[j][c] = *reinterpret_cast<const Pack16*>(from + 32 * c);
   }
 }
 
 // Lane 4 g + t loads of values 2t, 2t + 1, 2t + 8, 2t + 9 the dimensions 64 h + 8 g .. + 7: column
 // g of B of eight products.
-__device__ __forceinline__ void load_values(const CACHE16* values, int stride, int at,
-                                            Pack16 (*value)[HALVES]) {
+__device__ __forceinline__ void load_values(const CACHE16* values, const Pages& pages, int kv_head,
+                                            int at, Pack16 (*value)[HALVES]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int index = __shfl_sync(FULL_WARP, at, 2 * (lane % 4) + j % 2 + 8 * (j / 2));
-    const CACHE16* from = values + static_cast<long long>(index) * stride + 8 * (lane / 4);
+    const CACHE16* from = values + head_at(pages, index, kv_head) + 8 * (lane / 4);
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) value[j][h] = load_or_zero(from + 64 * h, index >= 0);
+    for (int h = 0; h < HALVES; ++h) value[j][h] = *reinterpret_cast<const Pack16*>(from + 64 * h);
   }
 }
 
@@ -101,8 +105,9 @@ __device__ __forceinline__ void add_scaled(Floats4* sum, const Floats4& part, fl
 
 // A padding row has mass 0 and gives zeros.
 __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass) {
+  const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum.f[i] /= mass == 0.0f ? 1.0f : mass;
+  for (int i = 0; i < 4; ++i) sum.f[i] *= inverse;
   *reinterpret_cast<Floats4*>(y) = sum;
 }
 
@@ -118,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                     float* parts, int* arrived) {
   __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, as lanes need them
   __shared__ TileRow tile[16];
+  __shared__ Tile all;
   __shared__ int query_parts[16];  // 0: no query of the tile
   __shared__ int query_index[16];
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: fewer lanes meet in a bank
@@ -138,44 +144,45 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int of_kv = static_cast<int>(blockIdx.y) % head_tiles * tile_heads;
   const int first_head = kv_head * shared_by + of_kv;
   const int head_count = min(tile_heads, shared_by - of_kv);
-  const int stride = kv_heads * WIDE_HEAD;
-  keys += kv_head * WIDE_HEAD;
-  values += kv_head * WIDE_HEAD;
 
-  TileRow own = {{0, -1}, -1, -1};
-  if (lane % 16 < row_count) {
-    const int row = first_row + lane % 16;
-    own.slot = slot[row];
-    own.pos = pos[row];
-    own.path = path_at(tree, row, own.pos);
-    if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
-  }
-  if (threadIdx.x < 16) tile[lane] = own;
-  const unsigned int alive = __ballot_sync(FULL_WARP, own.pos >= 0);
-  const int leader = alive ? __ffs(static_cast<int>(alive)) - 1 : 0;
-  const int slot_of_all = __shfl_sync(FULL_WARP, own.slot, leader);
-  int last = own.pos, common = own.pos >= 0 ? own.path.base : 0x7fffffff;
+  if (warp == 0) {
+    TileRow own = {{0, -1}, -1, -1};
+    if (lane < row_count) {
+      const int row = first_row + lane;
+      own.slot = slot[row];
+      own.pos = pos[row];
+      own.path = path_at(tree, row, own.pos);
+      if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
+    }
+    const unsigned int alive = __ballot_sync(FULL_WARP, own.pos >= 0);
+    const int leader = alive ? __ffs(static_cast<int>(alive)) - 1 : 0;
+    const int slot_of_all = __shfl_sync(FULL_WARP, own.slot, leader);
+    int last = own.pos, common = own.pos >= 0 ? own.path.base : 0x7fffffff;
 #pragma unroll
-  for (int offset = 8; offset > 0; offset >>= 1) {
-    last = max(last, __shfl_xor_sync(FULL_WARP, last, offset));
-    common = min(common, __shfl_xor_sync(FULL_WARP, common, offset));
+    for (int offset = 8; offset > 0; offset >>= 1) {
+      last = max(last, __shfl_xor_sync(FULL_WARP, last, offset));
+      common = min(common, __shfl_xor_sync(FULL_WARP, common, offset));
+    }
+    if (!__all_sync(FULL_WARP, own.pos < 0 || own.slot == slot_of_all)) common = -1;
+    if (lane == 0) all = {leader, last, common};
+    const int r = lane % 16 / tile_heads, head = lane % tile_heads;
+    const int parts_of_row = parts_at(__shfl_sync(FULL_WARP, own.pos, r));
+    if (lane < 16) {
+      tile[lane] = own;
+      query_parts[lane] = r < row_count && head < head_count ? parts_of_row : 0;
+      query_index[lane] = (first_row + r) * heads + first_head + head;
+    }
   }
-  if (!__all_sync(FULL_WARP, own.pos < 0 || own.slot == slot_of_all)) common = -1;
-  const int tile_parts = parts_at(last), blocks = min(static_cast<int>(gridDim.z), tile_parts);
+  __syncthreads();
+  const int tile_parts = parts_at(all.last), blocks = min(static_cast<int>(gridDim.z), tile_parts);
   if (static_cast<int>(blockIdx.z) >= blocks) return;
 
-  if (threadIdx.x < 16) {
-    const int r = lane / tile_heads, head = lane % tile_heads;
-    const int row_pos = __shfl_sync(0xffffu, own.pos, r);
-    query_parts[lane] = r < row_count && head < head_count ? parts_at(row_pos) : 0;
-    query_index[lane] = (first_row + r) * heads + first_head + head;
-  }
   // Queries g and g + 8: all warps need all, and each brings some dimensions.
   int row_of[2];  // -1: padding, or none
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
-    const bool there = __shfl_sync(FULL_WARP, own.pos, r) >= 0 && head < head_count;
+    const bool there = tile[r].pos >= 0 && head < head_count;
     row_of[q] = there ? r : -1;
     const long long row = first_row + r;
     const float* from =
@@ -203,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         const int split = number / (SPLIT / STEP / WARPS) * PARTS + part;
         first = split * SPLIT + (number % (SPLIT / STEP / WARPS) * WARPS + warp) * STEP;
         only = -1;
-        if (first + STEP - 1 <= common || first > last) return first <= last;
+        if (first + STEP - 1 <= all.common || first > all.last) return first <= all.last;
         waiting = __ballot_sync(FULL_WARP, tile[lane % 16].pos >= first) & 0xffffu;
       }
       only = __ffs(static_cast<int>(waiting)) - 1;
@@ -211,15 +218,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       return true;
     };
     bool more = next_step();
-    int at = more ? locate(pages, tile[only < 0 ? leader : only], first) : -1;
+    int at = more ? locate(pages, tile[only < 0 ? all.leader : only], first) : -1;
     Pack16 key[2][CHUNKS], value[4][HALVES];
-    if (more) load_keys(keys, stride, at, key);
+    if (more) load_keys(keys, pages, kv_head, at, key);
     while (more) {
-      load_values(values, stride, at, value);
+      load_values(values, pages, kv_head, at, value);
       const int row = only;
-      const unsigned int seen = __ballot_sync(FULL_WARP, at >= 0);
+      const int seen = tile[row < 0 ? all.leader : row].pos - first;  // up to this one of the 16
       more = next_step();
-      if (more) at = locate(pages, tile[only < 0 ? leader : only], first);
+      if (more) at = locate(pages, tile[only < 0 ? all.leader : only], first);
 
       float score[2][2][4] = {};  // of high and of low parts; of keys 2t, 2t + 1 and 8 behind
 #pragma unroll
@@ -235,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           }
         }
       }
-      if (more) load_keys(keys, stride, at, key);
+      if (more) load_keys(keys, pages, kv_head, at, key);
 
       bool mine[2];
       float shrink[2];
@@ -246,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         float x[4], tile_top = top[q];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool visible = seen >> (2 * t + i % 2 + 8 * (i / 2)) & 1u;
+          const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
           const float s = score[0][i / 2][2 * q + i % 2] + score[1][i / 2][2 * q + i % 2];
           x[i] = visible ? s : LOWEST;
           tile_top = x[i] > tile_top ? x[i] : tile_top;
@@ -258,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool visible = seen >> (2 * t + i % 2 + 8 * (i / 2)) & 1u;
+          const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
           const float e = exp_exact(x[i] - tile_top);
           x[i] = visible ? e : 0.0f;
         }
@@ -340,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    int* count = arrived + blockIdx.x * gridDim.y + blockIdx.y;
+    int* count = arrived + static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y);
     is_last = atomicAdd(count, 1) == blocks - 1;
     if (is_last) *count = 0;
   }

@@ -103,7 +103,7 @@ def test_parts_beyond_the_last_go_round(device, stream):
     assert same_bits(got[1], case.on_stream(stream, 1, positions[1:2])[0])
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads):
     """Decode, chunks and prefill, batches of both slots under a wrong `run`, and any number of
     blocks that share a row's parts."""
