@@ -27,7 +27,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.errors import DrafterError
 from graft.models.feed import Feed, RoundScratch
-from graft.models.legality import Legality, Walk
+from graft.models.legality import Legality
 from graft.models.llama import LlamaModel
 from graft.models.stamps import KERNELS, Part, Stamps
 from graft.sampling.sampler import Sampler
@@ -57,6 +57,7 @@ class RoundParts:
     draft_length: int
     depth: int  # most drafts that a round may accept: a tree's levels
     composition: str
+    programmatic: bool
 
     @property
     def width(self) -> int:
@@ -98,7 +99,8 @@ class RoundGraph:
 
     def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int):
         self.parts, self.batch, self.drafts = parts, batch, drafts
-        self.graphs = [Graph(parts.device, name=f"round of {batch}, {drafts} drafts")]
+        self._name, self.graphs = f"round of {batch}, {drafts} drafts", list[Graph]()
+        self._add_graph()
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
         feed = Feed(
@@ -125,7 +127,13 @@ class RoundGraph:
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
-        self.execs: tuple[GraphExec, ...] = tuple(graph.instantiate() for graph in self.graphs)
+        self.execs: tuple[GraphExec, ...] = tuple(
+            graph.instantiate(priorities=True) for graph in self.graphs
+        )
+
+    def _add_graph(self) -> None:
+        name = f"{self._name} ({len(self.graphs)})" if self.graphs else self._name
+        self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
 
     def _begin(self, lane: GraphLane, feed: Feed) -> None:
         p, rows = self.parts, feed.scratch.target_rows
@@ -161,10 +169,7 @@ class RoundGraph:
         logits = drafter.start(model, feed)
         if drafter.proposes and self.drafts:
             parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.drafts)
-        if isinstance(legality, Walk) and levels:
-            legality.walk(drafter.all_levels(feed)[: levels * self.batch], self.drafts)
-            levels = 0 if parts.branch > 1 else levels
-        for level in range(1, levels + 1):
+        for level in range(1, legality.at_once(drafter, self.drafts) + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)
             if logits is None:
@@ -176,7 +181,7 @@ class RoundGraph:
 
     def _cut(self, mark: object = None) -> None:
         """End a graph; the lanes go on in the next, which is launched behind all marks of this."""
-        self.graphs.append(Graph(self.parts.device, f"{self.graphs[0].name} ({len(self.graphs)})"))
+        self._add_graph()
         for lane in self._lanes:
             lane.graph = self.graphs[-1].lane(lane.name).graph
 
