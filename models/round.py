@@ -149,7 +149,8 @@ class RoundGraph:
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:
         p, count, scratch = self.parts, self.batch * feed.width, feed.scratch
-        hidden = p.target.forward(lane, scratch.target_rows.first(count), feed.features)
+        rows = scratch.target_rows.first(count, feed.width)
+        hidden = p.target.forward(lane, rows, feed.features)
         p.target.head(lane, hidden, scratch.logits[:count])
 
     def _draft(

@@ -28,6 +28,7 @@ CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
 VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
+          "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
           "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512", "1024"), "NORM_THREADS": ("1", "256")}
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
