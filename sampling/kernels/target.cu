@@ -1,6 +1,6 @@
 // Target rows: mask, filters, distribution, and the token of rows whose drafts are not tested.
 //
-// One block per row r = b * width + j. Row j of batch row b holds the logits after row j of slot
+// One block per row r, which is row j of batch row b by the map. It holds the logits after row j of slot
 // row_slot[b], which stands at position n + depth, and decides the next one under mask row j. Rows
 // that nobody will test (padding, inactive, beyond the drafts) and rows without a valid stamp are
 // left: row_ok = 0.
@@ -42,13 +42,13 @@ __device__ inline int relaxed_token(const Slot& slot, int most, int j, const flo
 }
 
 extern "C" __global__ void sample_target(const float* logits, int vocab_size, int token_limit,
-                                         const int* row_slot, int width, const Slot* slots,
+                                         const int* row_slot, const int* map, const Slot* slots,
                                          const int* exchange, const ExchangeLayout layout,
                                          float* probs, int* target_tok, int* row_ok) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int j = r % width;
-  const int index = row_slot[r / width];
+  const int j = draft_row(map[r]);
+  const int index = row_slot[batch_row(map[r])];
   const bool leader = threadIdx.x == 0;
 
   int state = ROW_NOT_READY;
@@ -75,7 +75,7 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
   int status;
   int token = -1;
   float* work = probs + static_cast<long long>(r) * vocab_size;
-  const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const int most = slot.draft_len;
   const bool relaxed = slot.verify == VERIFY_RELAXED && j < most;
   if (slot.temperature < GREEDY_TEMPERATURE) {
     float best_logit;

@@ -43,7 +43,23 @@ __device__ __forceinline__ void settle(const Slot& slot, int tested, int vocab_s
   if (leader) target_tok[j] = token;
 }
 
-extern "C" __global__ void verify_drafts(const int* row_slot, int width, int vocab_size,
+// How often each of `most` drafts is accepted, after a round that tested the first of them. No more
+// often than the one before: so what is reached most often is always a beginning.
+__device__ __forceinline__ void keep_reach(Slot& slot, int most, int tested, u64 reached) {
+  float above = 1.0f;
+  float first = 1.0f;
+  for (int j = 1; j <= most; ++j) {
+    float reach = slot.reach[j - 1];
+    const float seen = reached >> (j - 1) & 1 ? 1.0f : 0.0f;
+    first = fmul(first, REACH_FIRST);
+    reach = j <= tested ? fadd(seen, fmul(REACH_KEPT, fadd(reach, -seen)))
+                        : fadd(reach, fmul(REACH_BACK, fadd(first, -reach)));
+    above = reach < above ? reach : above;
+    slot.reach[j - 1] = above;
+  }
+}
+
+extern "C" __global__ void verify_drafts(const int* row_slot, const int* first_row, int vocab_size,
                                          int draft_vocab, const int* t2d, const float* probs,
                                          const int* row_ok, Slot* slots, const float* q,
                                          int most_drafts, const float* weights, const int* passed,
@@ -61,7 +77,7 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
 
   if (index < 0 || !slots[index].active) {
     if (leader) {
-      *result = {index, 0, REASON_NONE, 0, 0, index < 0 ? 0 : slots[index].n};
+      *result = {index, 0, REASON_NONE, 0, 0, 0, index < 0 ? 0 : slots[index].n};
       if (index >= 0) {
         int* record = record_of(exchange, layout, index, layout.committed);
         *reinterpret_cast<Committed*>(record) = {replay, 0};
@@ -72,8 +88,8 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
 
   Slot& slot = slots[index];
   const int position = slot.n;  // of `last`
-  const int tested = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
-  const int first = b * width;
+  const int tested = slot.draft_len;
+  const int first = first_row[b];
   if (is_testing(slot, tested)) {
     settle(slot, tested, vocab_size, draft_vocab, t2d,
            probs + static_cast<long long>(first) * vocab_size, row_ok + first,
@@ -86,6 +102,7 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
   int accepted = 0;
   int reason = REASON_NONE;
   int j = 0;
+  u64 reached = 0;
   do {
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
@@ -104,17 +121,19 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
     }
     j = child_of(slot, tested, j, token);
     accepted += j > 0;
+    if (j > 0) reached |= 1ull << (j - 1);
   } while (j > 0 && reason == REASON_NONE);
 
   if (count > 0) {
     slot.n = position + count;
     slot.last = tokens[count - 1];
     slot.draft_len = 0;
+    keep_reach(slot, layout.rows - 1, tested, reached);
     int* drafted = record_of(exchange, layout, index, layout.drafted);
     *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }
   if (reason != REASON_NONE) slot.active = 0;
-  *result = {index, count, reason, accepted, tested, position};
+  *result = {index, count, reason, accepted, tested, slot.cut, position};
   int* record = record_of(exchange, layout, index, layout.committed);
   *reinterpret_cast<Committed*>(record) = {replay, count};
   for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];

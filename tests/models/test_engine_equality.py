@@ -128,8 +128,8 @@ class Given:
     def choose(self, size, requests):
         return next(self._lengths)
 
-    def brought(self, request, made, length, accepted):
-        assert accepted <= min(made, length)
+    def brought(self, request, size, length, made, known, accepted):
+        assert accepted <= known <= made and accepted <= size * length
 
 
 def wandering(lengths, seed):

@@ -13,8 +13,15 @@ from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.sampling.adjust import NOTHING
-from graft.sampling.sampler import ROUND_ROW, Sampler, output_ring
+from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import Relaxed, SlotState
+
+
+def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
+    """The map of a round with as many rows for each batch row, in order."""
+    b, j = np.divmod(np.arange(len(row_slot) * width, dtype=np.int32), width)
+    first = device.from_host(np.arange(len(row_slot), dtype=np.int32) * width)
+    return RowMap(row_slot, first, device.from_host(b << 16 | j))
 
 
 class TableRound:
@@ -89,13 +96,21 @@ class TableRound:
         self.stamps[slot, j] = (row.state, row.epoch, row.position, row.more)
 
     def verify(self, logits: np.ndarray) -> dict[str, np.ndarray]:
-        """Run target and verify on logits [B, width, V]; return copies of the ring's fields."""
+        """Run target and verify on logits [B, width, V]; return copies of the ring's fields.
+
+        Drafts that have no row are cut, as the beginning of a round does.
+        """
         self.replay += 1
         batch, width, vocab = logits.shape
         self.replay_ptr.copy_from(np.array([self.replay], np.int32))
         rows = self._up(logits.reshape(batch * width, vocab))
-        self.sampler.target(self.lane, rows, self.row_slot, width)
-        self.sampler.verify(self.lane, self.row_slot, width, self.ring)
+        if width <= self.draft_length:
+            slots = self.state.to_host()
+            slots["draft_len"] = np.minimum(slots["draft_len"], width - 1)
+            self.state.copy_from(slots)
+        placed = even_rows(self.device, self.row_slot, width)
+        self.sampler.target(self.lane, rows, placed)
+        self.sampler.verify(self.lane, placed, self.ring)
         self.ring.poll(self.replay, 30.0)
         out = self.results(self.replay)
         self.ring.consumed(self.replay)
