@@ -204,9 +204,10 @@ class Sampler:
         out, told, stamp = (out_ring.field(name) for name in ("rows", "logprobs", "stamp"))
         check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
         check_range("output rows", out.shape[0], batch, 1 << 16)
-        reads = [self.vocab_size, self.draft_vocab, self.t2d, self.probs,
-                 self.row_ok, self.state.array, self.q, self.q.shape[1],
-                 self._weights, self._passed]  # fmt: skip
+        reads: list[Any] = [
+            self.vocab_size, self.draft_vocab, self.t2d, self.probs, self.row_ok, self.state.array,
+            self.q, self.q.shape[1], self._weights, self._passed,
+        ]  # fmt: skip
         if self.draft_vocab > 0 and rows.count > batch:
             args = [rows.slot, rows.map, *reads, self.faults]
             lane.kernel(self._test, rows.count, self.block, args, name="test drafts")

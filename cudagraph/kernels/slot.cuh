@@ -14,14 +14,15 @@
 #define MAX_STOP_IDS 64
 #define MAX_DRAFTS 64
 #define MAX_LOGPROBS 20
-#define REACH_FIRST 0.7f      // of a draft whose parent is reached, before any round
-#define REACH_KEPT 0.8f       // of the value before, by a round that has tested it
-#define REACH_BACK 0.015625f  // of the way back to the first value, by a round that has not
 #define ADJUST_BIAS 1      // Slot.adjust: what is done to a request's logits, as bits
 #define ADJUST_COUNTS 2    // penalties on tokens that were there before
 #define ADJUST_STOPS 4     // no stop id below `earliest`
 #define ADJUST_LOGPROBS 8  // nothing, but they are kept and told
 #define ADJUST_MASKED 16   // kept as they are once adjusted and masked
+
+#define REACH_FIRST 0.7f      // of a draft whose parent is reached, before any round
+#define REACH_KEPT 0.8f       // of the value before, by a round that has tested it
+#define REACH_BACK 0.015625f  // of the way back to the first value, by a round that has not
 
 // One request. Python reads this struct (sampling/state.py) and hands one over, whole, at joining.
 struct Slot {
@@ -110,7 +111,9 @@ __device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, i
 // Of a row of the target's forward, by its entry in the map: its batch row, and the draft that it
 // feeds; 0: the last token. The rows of a batch row stand together. What is left over follows the
 // last one's, as drafts that are not there.
-__device__ __forceinline__ int map_entry(int b, int j) { return b << 16 | (j < 0xffff ? j : 0xffff); }
+__device__ __forceinline__ int map_entry(int b, int j) {
+  return b << 16 | (j < 0xffff ? j : 0xffff);
+}
 __device__ __forceinline__ int batch_row(int entry) { return entry >> 16; }
 __device__ __forceinline__ int draft_row(int entry) { return entry & 0xffff; }
 

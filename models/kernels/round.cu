@@ -2,8 +2,8 @@
 // and of the drafter's forwards stands for. A row that has no work carries slot -1 and position -1.
 #include "slot.cuh"
 
-// Whether draft i of batch row a is given a place before draft j of b: by what past rounds say of how
-// likely it is accepted, and of equals the one of fewer drafts before it.
+// Whether draft i of batch row a is given a place before draft j of b: by what past rounds say of
+// how likely it is accepted, and of equals the one of fewer drafts before it.
 __device__ __forceinline__ bool has_precedence(const Slot& one, int a, int i, const Slot& other,
                                                int b, int j) {
   const float x = one.reach[i - 1];

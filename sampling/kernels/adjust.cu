@@ -1,7 +1,8 @@
 // What a request has done to its target's logits before mask and filters, and is told of them.
 //
-// One block per row r, row j of batch row b, as in target.cu; a row whose slot asks for nothing costs one
-// read. Only p is changed: verification is exact for any drafts, whatever q they were drawn from.
+// One block per row r, row j of batch row b, as in target.cu; a row whose slot asks for nothing
+// costs one read. Only p is changed: verification is exact for any drafts, whatever q they were
+// drawn from.
 //
 // A slot's table [2][vocab_size]: the bias of every id as a float's bits, -inf where it is banned;
 // then twice the times it was generated, plus one if the prompt has it.

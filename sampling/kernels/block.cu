@@ -1,7 +1,7 @@
 // Which drafts of a chain pass their test, all rows at once.
 //
-// One block per row r, row j of batch row b: row j tests draft j, of which it needs the weight P_j of the
-// chain down to it, and what is left for the next draft. For i drafts before the end g
+// One block per row r, row j of batch row b: row j tests draft j, of which it needs the weight P_j
+// of the chain down to it, and what is left for the next draft. For i drafts before the end g
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
 //   R_i = sum max(P_i p_{i+1} - q_{i+1}, 0)    h_i = R_i / (R_i + 1 - P_i)    h_g = P_g

@@ -1,9 +1,9 @@
 // Target rows: mask, filters, distribution, and the token of rows whose drafts are not tested.
 //
-// One block per row r, which is row j of batch row b by the map. It holds the logits after row j of slot
-// row_slot[b], which stands at position n + depth, and decides the next one under mask row j. Rows
-// that nobody will test (padding, inactive, beyond the drafts) and rows without a valid stamp are
-// left: row_ok = 0.
+// One block per row r, which is row j of batch row b by the map. It holds the logits after row j of
+// slot row_slot[b], which stands at position n + depth, and decides the next one under mask row j.
+// Rows that nobody will test (padding, inactive, beyond the drafts) and rows without a valid stamp
+// are left: row_ok = 0.
 #include "row.cuh"
 #include "slot.cuh"
 

@@ -1,9 +1,14 @@
 """What the engine's tests share: the demo model and requests made from its tasks."""
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import pytest
+
+from graft.cudagraph.device import Device
 from graft.models.engine import Engine
 from graft.models.request import Event, Output, Request
 from graft.tools.bench.demo_evaluation import task_grammar
@@ -16,6 +21,23 @@ TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
 def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:
     """An engine on the shipped model, with its drafter, another or none."""
     return Engine(TARGET, drafter if speculation else None, **options)
+
+
+def swap_text(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
+) -> None:
+    """From now on load kernels of the file `path` with a text, which it has once, replaced."""
+    plain = Device.load
+
+    def load(device: Device, source: Path, defines: Any = None) -> Any:
+        if str(source).endswith(path):
+            text, changed = source.read_text(), Path(mkdtemp(dir=folder), path)
+            assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
+            source = Path(shutil.copytree(source.parent, changed.parent), source.name)
+            source.write_text(text.replace(old, new))
+        return plain(device, source, defines)
+
+    monkeypatch.setattr(Device, "load", load)
 
 
 def task_request(task: Task, **options: Any) -> Request:
