@@ -10,7 +10,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_util import DRAFTER, TARGET, demo_engine, drain, mixed_requests
+from engine_util import (
+    DRAFTER,
+    ROUND,
+    TARGET,
+    UNEVEN,
+    demo_engine,
+    drain,
+    mixed_requests,
+    swap_text,
+)
 from tiny_models import make_tiny_dflash, make_tiny_mtp
 
 from graft.models.drafters import Ahead, NGram, Suffix, UserDrafter
@@ -225,16 +234,19 @@ SHAPES += [
                  marks=[pytest.mark.full] if number >= QUICK else [])
     for number, shape in enumerate(SHAPES)
 ])  # fmt: skip
-def test_disturbed_requests_get_the_same(truth, number):
+def test_disturbed_requests_get_the_same(truth, number, monkeypatch, tmp_path):
     """Greedy and coupled, joined late, preempted, cancelled, by every kind of drafts, transport and
-    batch, late rows included: all tokens as if each ran alone."""
-    shape, mode = SHAPES[number], ("greedy", "coupled")[number % 2]
+    batch, late rows included, whoever has a place: all tokens as if each ran alone."""
+    shape, mode, cuts = SHAPES[number], ("greedy", "coupled")[number % 2], set()
+    if auto := shape.get("draft_length") == "auto":
+        swap_text(monkeypatch, tmp_path, ROUND, *UNEVEN)
     with settled(demo_engine(**shape)) as engine:
-        if auto := shape.get("draft_length") == "auto":
+        if auto:
+            engine._replays.on_row = lambda _, row: cuts.add(row.tested if row.cut else -1)
             engine._scheduler.budget = Given(wandering(engine._built.budget.lengths, number))
         preemptions = check_disturbed(engine, truth, mode, seed=number)
         assert preemptions == engine.stats.preemptions > 0
-        assert (len(engine.stats.rounds_by_length) > 1) == auto
+        assert (len(engine.stats.rounds_by_length) > 1) == auto == (len(cuts) > 2)
         drafts = shape.get("speculation", True) or shape.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == drafts
         probes = engine.counters()["grammar"]["probes"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from engine_util import demo_engine, swap_text
+from engine_util import ROUND, UNEVEN, demo_engine, swap_text
 from sampling_round import open_round
 
 from graft.cudagraph.exchange import Exchange
@@ -15,11 +15,6 @@ from graft.models.request import Request
 from graft.sampling.state import SLOT, SlotState
 
 SLOTS, REPLAY = 9, 5
-ROUND = "models/kernels/round.cu"
-#: Of one request of two all drafts come first, which one it is depends on their positions.
-UNEVEN = ("const float x = one.reach[i - 1];\n  const float y = other.reach[j - 1];",
-          "const float x = 1.0f / ((one.n + a) % 3 + 1);\n"
-          "  const float y = 1.0f / ((other.n + b) % 3 + 1);")
 
 
 def random_slots(rng, most):
@@ -152,8 +147,8 @@ def outcome(monkeypatch, folder):
     """What guided requests get, and fills, of an engine with a place for one draft a row of two,
     whose shares change from round to round."""
     swap_text(monkeypatch, folder, ROUND, *UNEVEN)
-    requests = [Request(tokens=[300 + i], grammar=GrammarSpec.regex("([a-z]{1,5} )+"), max_tokens=30)
-                for i in range(2)]  # fmt: skip
+    words = GrammarSpec.regex("([a-z]{1,5} )+")
+    requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
     with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:
         engine._scheduler.budget, rows = Always(), []
         engine._replays.on_row = lambda seat, row: rows.append(row)

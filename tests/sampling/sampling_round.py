@@ -37,8 +37,8 @@ def open_round(
     laid = *(device.zeros((count,), "int32") for _ in range(3)), device.zeros((count,), "uint64")
     slots, stamp = ring.field("slot"), ring.stamp
     args = [replay, slots, slots.stride, stamp, stamp.stride, ring.entries, state.array,
-            state.slots, batch, count, exchange.memory, exchange.layout, rows.slot, rows.first, rows.map,
-            *laid]  # fmt: skip
+            state.slots, batch, count, exchange.memory, exchange.layout, rows.slot, rows.first,
+            rows.map, *laid]  # fmt: skip
     lane.kernel(device.load(KERNELS)["round_begin"], 1, 128, args, name="begin")
     return rows, laid
 
