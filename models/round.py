@@ -6,7 +6,8 @@ Two lanes meet at marks::
     grammar  open ----------------------^          `- commit ...
 
 `open` fills what the rows of this round still lack, beside the target forward: the row behind the
-drafts made last round, or all rows where drafting filled none. What follows verification is drawn
+drafts made last round, or all rows where drafting filled none. Where a round has fewer rows than
+there may be drafts, `begin` cuts some, and `open` waits for it. What follows verification is drawn
 in `legality`.
 
 Composed in two, for comparison, a round's graph ends with verification; the drafter has graphs of

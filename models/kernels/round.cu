@@ -46,32 +46,34 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     atomicAdd(&drafts, slots[s].draft_len);
   }
   __syncthreads();
-  for (int c = tid; drafts > places && c < batch * most; c += step) {
-    const int b = c / most;
-    const int j = c % most + 1;
-    const int s = row_slot[b];
-    if (s < 0 || j > slots[s].draft_len) continue;
-    int before = 0;
-    for (int a = 0; a < batch && before < places; ++a) {
-      if (row_slot[a] < 0) continue;
-      const Slot& other = slots[row_slot[a]];
-      for (int i = 1; i <= other.draft_len; ++i) {
-        if (!has_precedence(other, a, i, slots[s], b, j)) break;
-        ++before;
+  if (drafts > places) {
+    for (int c = tid; c < batch * most; c += step) {
+      const int b = c / most;
+      const int j = c % most + 1;
+      const int s = row_slot[b];
+      if (s < 0 || j > slots[s].draft_len) continue;
+      int before = 0;
+      for (int a = 0; a < batch && before < places; ++a) {
+        if (row_slot[a] < 0) continue;
+        const Slot& other = slots[row_slot[a]];
+        for (int i = 1; i <= other.draft_len; ++i) {
+          if (!has_precedence(other, a, i, slots[s], b, j)) break;
+          ++before;
+        }
       }
+      if (before >= places) atomicAdd(&slots[s].cut, 1);
     }
-    if (before >= places) atomicAdd(&slots[s].cut, 1);
+    __syncthreads();
+    for (int b = tid; b < batch; b += step) {
+      const int s = row_slot[b];
+      if (s < 0 || slots[s].cut == 0) continue;
+      slots[s].draft_len -= slots[s].cut;
+      int* drafted = record_of(exchange, layout, s, layout.drafted);
+      reinterpret_cast<Drafted*>(drafted)->count = slots[s].draft_len;
+      __threadfence_system();
+    }
+    __syncthreads();
   }
-  __syncthreads();
-  for (int b = tid; b < batch; b += step) {
-    const int s = row_slot[b];
-    if (s < 0 || slots[s].cut == 0) continue;
-    slots[s].draft_len -= slots[s].cut;
-    int* drafted = record_of(exchange, layout, s, layout.drafted);
-    reinterpret_cast<Drafted*>(drafted)->count = slots[s].draft_len;
-    __threadfence_system();
-  }
-  __syncthreads();
   for (int b = tid; b < batch; b += step) {
     int r = b;
     for (int a = 0; a < b; ++a) r += row_slot[a] < 0 ? 0 : slots[row_slot[a]].draft_len;

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import reference_round as ref
+from engine_util import ROUND, swap_text
 from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 from graft.sampling import loading, sampler
@@ -112,4 +113,13 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, mutant):
 
     monkeypatch.setattr(sampler, "load", load)
     wrong, values = wrong_twice(device, stream, mutant.case, mutant.samples)
+    assert wrong, f"the mutant passed: p-values {values}"
+
+
+def test_places_by_what_was_drafted_are_caught(device, stream, tmp_path, monkeypatch):
+    """A draft may have no place because of its own token: then what is accepted follows no law."""
+    swap_text(monkeypatch, tmp_path, ROUND, "const float y = other.reach[j - 1];",
+              "const float y = other.drafts[j - 1] & 1 ? other.reach[j - 1] : 2.0f;")
+    (case,) = (case for case in COVERING if case.placed and case.sharp)
+    wrong, values = wrong_twice(device, stream, case, 40_000)
     assert wrong, f"the mutant passed: p-values {values}"
