@@ -147,8 +147,9 @@ class TableRound:
         self.inputs.reserve(self.replay)
         self.inputs.row("slot", self.replay)[:] = self.row_slot.to_host()
         self.inputs.publish(self.replay)
+        named = self.device.zeros(self.row_slot.shape, "int32")
         placed, _ = open_round(self.device, self.lane, self.state, self.exchange, self.replay_ptr,
-                               self.inputs, self.row_slot, count)  # fmt: skip
+                               self.inputs, named, count)  # fmt: skip
         self.stream.synchronize()
         self.inputs.consumed(self.replay)
         return placed

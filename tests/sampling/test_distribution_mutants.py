@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import reference_round as ref
-from engine_util import ROUND, swap_text
+from engine_util import ROUND, UNEVEN, swap_text
 from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 from graft.sampling import loading, sampler
@@ -117,9 +117,10 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, mutant):
 
 
 def test_places_by_what_was_drafted_are_caught(device, stream, tmp_path, monkeypatch):
-    """A draft may have no place because of its own token: then what is accepted follows no law."""
-    swap_text(monkeypatch, tmp_path, ROUND, "const float y = other.reach[j - 1];",
-              "const float y = other.drafts[j - 1] & 1 ? other.reach[j - 1] : 2.0f;")
+    """A first draft may have no place because of its own token: no law is followed then."""
+    swap_text(monkeypatch, tmp_path, ROUND, UNEVEN[0],
+              "const float x = one.drafts[0] & 1 ? 1.0f : 0.0f;\n"
+              "  const float y = other.drafts[0] & 1 ? 1.0f : 0.0f;")
     (case,) = (case for case in COVERING if case.placed and case.sharp)
     wrong, values = wrong_twice(device, stream, case, 40_000)
     assert wrong, f"the mutant passed: p-values {values}"
