@@ -74,7 +74,7 @@ class Case:
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
     sharp: bool = False  # four tokens, and a drafter far from the target
     short: bool = False  # as many fewer drafts are tested as were accepted the last time
-    placed: bool = False  # a third of all drafts has a place, where past rounds say
+    placed: bool = False  # an eighth of all drafts has a place, where past rounds say
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
@@ -121,7 +121,7 @@ def run_case(
     table, slots = table_of(case), 256 if case.placed else slots  # each draft is ranked in all
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
                    d2t=table.d2t, candidates=PROBED if case.probe else 0,
-                   places=slots * case.draft_length // 3 if case.placed else None)  # fmt: skip
+                   places=slots * case.draft_length // 8 if case.placed else None)  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
     first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
     return np.concatenate([generate(r, table, case, each) for each in first])
