@@ -24,7 +24,8 @@ MUTANTS = {
 def outcome():
     """Tokens, reasons, drafts, fills and desyncs of guided requests whose drafts branch."""
     with demo_engine(draft_length=9, draft_tree=(3, 4), max_batch_size=4) as engine:
-        outputs = engine.generate(mixed_requests(4, max_tokens=40))
+        coupled = {"temperature": 1.2, "verify": "coupled", "seed": 4}
+        outputs = engine.generate(mixed_requests(4, max_tokens=40, **coupled))
         grammar = engine.counters()["grammar"]
         said = [(o.tokens, o.reason, o.drafted, o.accepted) for o in outputs]
         return said, grammar["fills"], grammar["desyncs"]
