@@ -254,7 +254,7 @@ class Layers:
 
     def compact(
         self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,
-        features: DeviceArray | None, width: int,
+        features: DeviceArray | None, first: DeviceArray,
     ) -> None:  # fmt: skip
         """Move what the accepted drafts of a tree left to where a chain would have left it.
 
@@ -262,7 +262,8 @@ class Layers:
         ----------
         kv : of the target, all of whose layers are compacted.
         row_slot, result : int32[B] and int32[B, row words], of the round that was verified.
-        features : float32[B * width, columns], compacted alike.
+        features : float32[R, columns], compacted alike.
+        first : int32[B], the first row of each.
         """
         batch, item = row_slot.shape[0], kv.kv_heads * kv.head_dim
         kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
@@ -272,10 +273,9 @@ class Layers:
         block = 1 if self._thread else _ELEMENT_BLOCK
         lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
         if features is not None:
-            expect("compact: features", features, "float32", R=batch * width,
-                   columns=features.shape[1])  # fmt: skip
+            expect("compact: first", first, "int32", B=batch)
             kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
-            moved = (features, width, features.shape[1], row_slot, result, result.shape[1])
+            moved = (features, first, features.shape[1], row_slot, result, result.shape[1])
             lane.kernel(kernel, batch, block, moved, name="compact features")
 
     def silu_mul(self, lane: Lane, gate_up: DeviceArray, out: DeviceArray) -> None:

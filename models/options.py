@@ -59,8 +59,9 @@ class Options:
     max_batch_size : rows of a round, hence most requests that run at once.
     draft_length : drafts per round, 1 to 63, where anything drafts. "auto": none to 7, or to 31
         where they branch, in each round as many as promise most tokens per second, see
-        `DraftBudget`. Greedy and coupled outputs are the same whatever it is; rejection sampling is
-        reproducible only with equal lengths, hence not with "auto".
+        `DraftBudget`, and more for requests whose drafts are accepted more often. Greedy and
+        coupled outputs are the same whatever it is; rejection sampling is reproducible only with
+        equal lengths, hence not with "auto".
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
         that come level by level are then probed, whatever `draft_legality` says. Or the paths of a

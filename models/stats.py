@@ -13,8 +13,8 @@ class EngineStats:
 
     Attributes
     ----------
-    rounds, rounds_by_length : replays that carried at least one request; by the most drafts that
-        each could test and make.
+    rounds, rounds_by_length : replays that carried at least one request; by the places for
+        drafts that each had per row of its bucket.
     joins : how often a request joined.
     row_rounds : (request, round) pairs; `stalls` of them committed nothing.
     stale_rows, surplus_tokens : rows read after their request had left, and the tokens they

@@ -86,6 +86,7 @@ struct RoundRow {
   int reason;    // REASON_*
   int accepted;  // drafts among the tokens
   int tested;    // drafts there were
+  int cut;       // drafts that the round had no place for
   int old_n;     // position of the slot's last token before
 };
 

@@ -1,8 +1,8 @@
 // What a request has done to its target's logits before mask and filters, and is told of them.
 //
-// Rows r = b * width + j, as in target.cu, whose states are read here and nowhere else; a row whose
-// slot asks for nothing costs no more than that. Only p is changed: verification is exact for any
-// drafts, whatever q they were drawn from.
+// Row r is row j of batch row b by the map, as in target.cu, and its state is read here and nowhere
+// else; a row whose slot asks for nothing costs no more than that. Only p is changed: verification
+// is exact for any drafts, whatever q they were drawn from.
 //
 // A slot's table [2][vocab_size]: the bias of every id as a float's bits, -inf where it is banned;
 // then twice the times it was generated, plus one if the prompt has it.
@@ -29,15 +29,15 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot, int width,
-                  const Slot* slots, const int* masks, const ExchangeLayout layout,
+    adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot,
+                  const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
                   const int* exchange, int* row_state, Meeting* meetings, const int* tables,
                   float* raw) {
   __shared__ Scratch scratch;
   __shared__ float drafted[MAX_DRAFTS];
   const int r = static_cast<int>(blockIdx.x);
-  const int j = r % width;
-  const int index = row_slot[r / width];
+  const int j = draft_row(map[r]);
+  const int index = row_slot[batch_row(map[r])];
   const int tid = static_cast<int>(threadIdx.x);
   const bool used = index >= 0 && slots[index].active && j <= slots[index].draft_len;
   const int position = used ? slots[index].n + depth_of(slots[index], j) : 0;
@@ -112,13 +112,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // Behind verification, for the row that decided token i of a batch row: counts the token, and
 // writes what its request is told to the output entry.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    note_committed(const float* raw, int vocab_size, const int* row_slot, int width,
+    note_committed(const float* raw, int vocab_size, const int* row_slot, const int* map,
                    const Slot* slots, const RoundRow* rows, int row_words, int* tables,
                    const int* replay_number, int* ring, const OutputLayout out) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int b = r / width;
-  const int i = r % width;
+  const int b = batch_row(map[r]);
+  const int i = draft_row(map[r]);
   const int index = row_slot[b];
   if (index < 0 || (slots[index].adjust & (ADJUST_COUNTS | ADJUST_LOGPROBS)) == 0) return;
   const Slot& slot = slots[index];
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
   if ((slot.adjust & ADJUST_LOGPROBS) == 0) return;
 
-  const long long from = static_cast<long long>(b * width + tokens[row_width(row_words) + i]);
+  const long long from = r - i + tokens[row_width(row_words) + i];
   const Row kept = {raw + from * vocab_size, vocab_size, nullptr, 0, nullptr};
   const u32 replay = static_cast<u32>(*replay_number);
   int* at = ring + static_cast<long long>(replay % out.entries) * out.stride + b * out.row;

@@ -1,6 +1,6 @@
 // Which drafts of a chain pass their test, all rows at once.
 //
-// For row r = b * width + j: row j tests draft j, of which it needs the weight P_j of the
+// Row r, row j of batch row b by the map, tests draft j, of which it needs the weight P_j of the
 // chain down to it, and what is left for the next draft. For i drafts before the end g
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
@@ -21,28 +21,29 @@
 #include "left.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    test_drafts(const int* row_slot, int width, int vocab_size, int draft_vocab, const int* t2d,
-                const float* probs, const int* row_ok, const Slot* slots, const float* q,
-                int most_drafts, float* weights, int* passed, Meeting* meetings, int* faults) {
+    test_drafts(const int* row_slot, const int* map, int vocab_size, int draft_vocab,
+                const int* t2d, const float* probs, const int* row_ok, const Slot* slots,
+                const float* q, int most_drafts, float* weights, int* passed, Meeting* meetings,
+                int* faults) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int b = r / width;
-  const int j = r % width;
-  const int index = row_slot[b];
+  const int j = draft_row(map[r]);
+  const int first = r - j;
+  const int index = row_slot[batch_row(map[r])];
   if (index < 0 || !slots[index].active) return;
   const Slot& slot = slots[index];
-  const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const int most = slot.draft_len;
   if (j > most || !is_testing(slot, most)) return;
 
   int end = 0;
-  while (end < most && row_ok[b * width + end] == ROW_OK) ++end;
+  while (end < most && row_ok[first + end] == ROW_OK) ++end;
   const bool per_token = slot.verify == VERIFY_PER_TOKEN;
   const float* tables = q + static_cast<long long>(index) * most_drafts * draft_vocab;
   float weight = j > end ? 0.0f : 1.0f;
   for (int i = per_token && j > 0 ? j - 1 : 0; i < j && j <= end; ++i) {
     const int d = slot.drafts[i];
     const bool known = d >= 0 && d < vocab_size;
-    const float p = known ? probs[static_cast<long long>(b * width + i) * vocab_size + d] : 0.0f;
+    const float p = known ? probs[static_cast<long long>(first + i) * vocab_size + d] : 0.0f;
     const int column = known ? column_of(t2d, draft_vocab, d) : -1;
     const float qd = slot.q_kind[i] == DRAFT_POINT ? 1.0f
                      : column < 0 ? 0.0f

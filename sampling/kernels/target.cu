@@ -1,9 +1,9 @@
 // Target rows: mask, filters, distribution, and the token of rows whose drafts are not tested.
 //
-// One block per row r = b * width + j. Row j of batch row b holds the logits after row j of slot
-// row_slot[b], which stands at position n + depth, and decides the next one under mask row j. Rows
-// that nobody will test (padding, inactive, beyond the drafts) and rows without a valid stamp are
-// left: row_ok = 0. A row's state is what adjust_logits read.
+// Row r is row j of batch row b by the map. It holds the logits after row j of slot row_slot[b],
+// which stands at position n + depth, and decides the next one under mask row j. Rows that nobody
+// will test (padding, inactive, beyond the drafts) and rows without a valid stamp are left:
+// row_ok = 0. A row's state is what adjust_logits read.
 #include "row.cuh"
 #include "slot.cuh"
 
@@ -43,13 +43,13 @@ __device__ inline int relaxed_token(const Slot& slot, int most, int j, const flo
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
-                  int width, const Slot* slots, const int* masks, const ExchangeLayout layout,
+                  const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
                   const int* row_state, Meeting* meetings, int from, int to, float* probs,
                   int* target_tok, int* row_ok) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int j = r % width;
-  const int index = row_slot[r / width];
+  const int j = draft_row(map[r]);
+  const int index = row_slot[batch_row(map[r])];
   const bool leader = threadIdx.x == 0;
 
   const int state = row_state[r];
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   int token = -1;
   float* work = probs + static_cast<long long>(r) * vocab_size;
-  const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const int most = slot.draft_len;
   const bool relaxed = slot.verify == VERIFY_RELAXED && j < most;
   const bool greedy = slot.temperature < GREEDY_TEMPERATURE;
   const Filter filter = greedy ? Filter{1.0f, 0, 1.0f, 0.0f}

@@ -169,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
               int* fed_as, int* chosen, const int* plan, int* exchange, const ExchangeLayout layout,
               const int* replay_number) {
   __shared__ int said;
+  __shared__ int best[MAX_DRAFTS];  // which children the drafts are; -1: there is none
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
@@ -234,18 +235,24 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     return;
   }
 
+  // The best first, of which a round may have a place for the first alone.
   int* row_of = chosen + b * seen.most;
+  for (int f = tid; f < seen.nodes; f += BLOCK) best[f] = -1;
+  block_sync();
   for (int i = tid; i < end; i += BLOCK) {
+    if (!(total[i] > minus_infinity) || (plan != nullptr && plan[i] < 0)) continue;
     int rank = 0;
-    for (int j = 0; plan == nullptr && j < end; ++j) rank += is_before(total, j, i);
-    const bool wanted = plan == nullptr ? rank < seen.nodes : plan[i] >= 0;
-    row_of[i] = total[i] > minus_infinity && wanted;
+    for (int j = 0; j < end; ++j) {
+      rank += plan == nullptr ? is_before(total, j, i) : j < i && plan[j] >= 0;
+    }
+    if (rank < seen.nodes) best[rank] = i;
   }
   block_sync();
   if (tid != 0) return;
   int kept = 0;
-  for (int i = 0; i < end; ++i) {
-    if (row_of[i] == 0 || slot.n + kept + 1 >= slot.room) continue;
+  for (int f = 0; f < seen.nodes; ++f) {
+    const int i = best[f];
+    if (i < 0 || slot.n + kept + 1 >= slot.room) continue;
     const int on = parent[i] == 0 ? 0 : row_of[fed[parent[i] - 1]];
     row_of[i] = ++kept;
     keep_draft(slot, kept, on, token[i], DRAFT_POINT, *replay_number, exchange, layout, index);

@@ -52,11 +52,27 @@ __device__ __forceinline__ bool settle(const Slot& slot, int tested, int vocab_s
   return true;
 }
 
+// How often each of `most` drafts is accepted, after a round that tested the first of them. No more
+// often than the one before: so what is reached most often is always a beginning.
+__device__ __forceinline__ void keep_reach(Slot& slot, int most, int tested, u64 reached) {
+  float above = 1.0f;
+  float first = 1.0f;
+  for (int j = 1; j <= most; ++j) {
+    float reach = slot.reach[j - 1];
+    const float seen = reached >> (j - 1) & 1 ? 1.0f : 0.0f;
+    first = fmul(first, REACH_FIRST);
+    reach = j <= tested ? fadd(seen, fmul(REACH_KEPT, fadd(reach, -seen)))
+                        : fadd(reach, fmul(REACH_BACK, fadd(first, -reach)));
+    above = reach < above ? reach : above;
+    slot.reach[j - 1] = above;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    verify_drafts(const int* row_slot, int width, int vocab_size, int draft_vocab, const int* t2d,
-                  const float* probs, const int* row_ok, Slot* slots, const float* q,
-                  int most_drafts, const float* weights, const int* passed, Meeting* meetings,
-                  int* target_tok, int* exchange, const ExchangeLayout layout,
+    verify_drafts(const int* row_slot, const int* first_row, int vocab_size, int draft_vocab,
+                  const int* t2d, const float* probs, const int* row_ok, Slot* slots,
+                  const float* q, int most_drafts, const float* weights, const int* passed,
+                  Meeting* meetings, int* target_tok, int* exchange, const ExchangeLayout layout,
                   const int* replay_number, RoundRow* rows, int row_words) {
   __shared__ Scratch scratch;
   const int b = static_cast<int>(blockIdx.x);
@@ -69,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   if (index < 0 || !slots[index].active) {
     if (leader && blockIdx.y == 0) {
-      *result = {index, 0, REASON_NONE, 0, 0, index < 0 ? 0 : slots[index].n};
+      *result = {index, 0, REASON_NONE, 0, 0, 0, index < 0 ? 0 : slots[index].n};
       if (index >= 0) {
         int* record = record_of(exchange, layout, index, layout.committed);
         *reinterpret_cast<Committed*>(record) = {replay, 0};
@@ -80,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   Slot& slot = slots[index];
   const int position = slot.n;  // of `last`
-  const int tested = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
-  const int first = b * width;
+  const int tested = slot.draft_len;
+  const int first = first_row[b];
   const bool last =
       !is_testing(slot, tested)
           ? is_last(meetings[b], scratch)
@@ -95,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   int accepted = 0;
   int reason = REASON_NONE;
   int j = 0;
+  u64 reached = 0;
   do {
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
@@ -113,17 +130,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
     j = child_of(slot, tested, j, token);
     accepted += j > 0;
+    if (j > 0) reached |= 1ull << (j - 1);
   } while (j > 0 && reason == REASON_NONE);
 
   if (count > 0) {
     slot.n = position + count;
     slot.last = tokens[count - 1];
     slot.draft_len = 0;
+    keep_reach(slot, layout.rows - 1, tested, reached);
     int* drafted = record_of(exchange, layout, index, layout.drafted);
     *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }
   if (reason != REASON_NONE) slot.active = 0;
-  *result = {index, count, reason, accepted, tested, position};
+  *result = {index, count, reason, accepted, tested, slot.cut, position};
   int* record = record_of(exchange, layout, index, layout.committed);
   *reinterpret_cast<Committed*>(record) = {replay, count};
   for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];

@@ -228,13 +228,14 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
         width = len(nodes) + 1
         rows = [0, *(nodes.index(node) + 1 for node in wanted)]
         result = np.zeros((1, ROUND_ROW.itemsize // 4 + 2 * width), np.int32)
-        result[0, : ROUND_ROW.itemsize // 4].view(ROUND_ROW)[0] = (slot, len(rows), 0, 0, 0, ROOT)
+        head = np.array([(slot, len(rows), 0, 0, 0, 0, ROOT)], ROUND_ROW)
+        result[0, : ROUND_ROW.itemsize // 4] = head.view(np.int32)
         result[0, -width:][: len(rows)] = rows
         model, device = clean.model, clean.model.device
         features = clean.forward_of(width).results[1]
         model.layers.compact(
             StreamLane(stream), model.kv, device.from_host(np.array([slot], np.int32)),
-            device.from_host(result), features, width,
+            device.from_host(result), features, device.zeros((1,), "int32"),
         )  # fmt: skip
         stream.synchronize()
         assert same_bits(cached(model.kv, slot, LENGTH), clean.caches[taken][0])

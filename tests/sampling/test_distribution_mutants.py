@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import reference_round as ref
+from engine_util import ROUND, UNEVEN, swap_text
 from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 from graft.sampling import loading, sampler
@@ -110,4 +111,14 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, mutant):
 
     monkeypatch.setattr(sampler, "load", load)
     wrong, values = wrong_twice(device, stream, mutant.case, mutant.samples)
+    assert wrong, f"the mutant passed: p-values {values}"
+
+
+def test_places_by_what_was_drafted_are_caught(device, stream, tmp_path, monkeypatch):
+    """A first draft may have no place because of its own token: no law is followed then."""
+    swap_text(monkeypatch, tmp_path, ROUND, UNEVEN[0],
+              "const float x = one.drafts[0] & 1 ? 1.0f : 0.0f;\n"
+              "  const float y = other.drafts[0] & 1 ? 1.0f : 0.0f;")
+    (case,) = (case for case in COVERING if case.placed and case.sharp)
+    wrong, values = wrong_twice(device, stream, case, 40_000)
     assert wrong, f"the mutant passed: p-values {values}"
