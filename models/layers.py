@@ -2,8 +2,13 @@
 
 Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (a thread per
 output, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process
-uses one form. The forms may differ in the last bits; within a form a row's bits depend on that row
-alone.
+uses one form. The forms differ in bits; within a form a row's bits depend on that row alone.
+
+Form "warp" multiplies on tensor cores where weights have 16 bits, their inner size is a multiple of
+128 and their outer one of 16. Activations, float32 elsewhere, are then rounded to the weights' type
+on the way in, as models are trained and served; or, where `activations` is "float32", counted as
+two such numbers, the rounded one and what is left: 16 bits of mantissa with bfloat16, 22 with
+float16. Sums are float32.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from graft.models.rows import Rows
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
+ACTIVATIONS = ("rounded", "float32")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
 _THREAD_BLOCK = 16
@@ -29,6 +35,14 @@ _THREAD_CHUNK = 64
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
 _WARP_ROWS = 8
+_MMA_BLOCK = 256
+_MMA_CHUNK = 128
+_MMA_COLUMNS = 16
+_MMA_PARTS = 8
+_MMA_OUTPUTS = 128
+_MMA_STAGES = {32: 3, 64: 4, 128: 3}  # by rows of a block; 64 inner indices of 16 bits each
+_MMA_FEW = 16  # most rows that weights stream past
+_MMA_BLOCKS = 128  # sums of many rows are parted until there are so many blocks
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
 
@@ -51,13 +65,22 @@ class Layers:
     Parameters
     ----------
     form : "thread" or "warp"; by default what suits the device.
+    activations : "rounded" or "float32", see above.
+
+    All work of one object must be ordered: it has sums of its own that calls share.
     """
 
-    def __init__(self, device: Device, form: str | None = None) -> None:
+    def __init__(
+        self, device: Device, form: str | None = None, activations: str = "rounded"
+    ) -> None:
         self.device = device
         self.form = form or ("thread" if device.kind == "soft" else "warp")
         if self.form not in FORMS:
             raise OptionError(f"form {form!r}, expected one of {FORMS}")
+        if activations not in ACTIVATIONS:
+            raise OptionError(f"activations {activations!r}, expected one of {ACTIVATIONS}")
+        self.activations = activations
+        self._partials: dict[str, DeviceArray] = {}
 
     @property
     def _thread(self) -> bool:
@@ -150,15 +173,45 @@ class Layers:
                 raise ShapeError(
                     f"{name}: tap columns {offset}..{offset + columns} outside stride={stride}"
                 )
+        args = (weight, x, residual, out, target, rows, columns, inner, offset, stride)
         if self._thread:
             grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
             block = _THREAD_BLOCK
+        elif weight.dtype != "float32" and not (inner % _MMA_CHUNK or columns % _MMA_COLUMNS):
+            self._linear_mma(lane, _storage(weight), args, name)
+            return
         else:
             grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
             block = _WARP_BLOCK
         kernel = self._formed("linear", WEIGHT=_storage(weight))
-        args = (weight, x, residual, out, target, rows, columns, inner, offset, stride)
         lane.kernel(kernel, grid, block, args, name=name)
+
+    def _linear_mma(self, lane: Lane, storage: str, args: tuple, name: str) -> None:
+        """On tensor cores, in the shape that suits so many rows; see linear_mma.cu."""
+        rows, columns = args[5:7]
+        split = int(self.activations == "float32")
+        rows <<= split
+        how = {"WEIGHT": storage, "SPLIT": split}
+        if rows <= _MMA_FEW:
+            kernel = self._kernel("linear_mma", "linear_few", TILES=_ceil(rows, 8), **how)
+            lane.kernel(kernel, columns // _MMA_COLUMNS, _MMA_BLOCK, args, name=name)
+            return
+        block = next((size for size in _MMA_STAGES if rows <= size), max(_MMA_STAGES))
+        grid = _ceil(columns, _MMA_OUTPUTS), _ceil(rows, block)
+        tiles, splits = grid[0] * grid[1], 1
+        while splits < _MMA_PARTS and tiles * splits < _MMA_BLOCKS:
+            splits *= 2
+        parts = tiles * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
+        more = (self._shared("float32", parts), self._shared("int32", tiles))
+        kernel = self._kernel("linear_mma", "linear_many", ROW_BLOCK=block, **how)
+        shared = _MMA_STAGES[block] * (_MMA_OUTPUTS + block) * 64 * 2
+        lane.kernel(kernel, (*grid, splits), _MMA_BLOCK, (*args, *more), shared=shared, name=name)
+
+    def _shared(self, dtype: str, size: int) -> DeviceArray | None:
+        """Zeros at first, and whatever the calls before have left."""
+        if size and (dtype not in self._partials or self._partials[dtype].shape[0] < size):
+            self._partials[dtype] = self.device.zeros((size,), dtype)
+        return self._partials[dtype] if size else None
 
     def rope_and_store(
         self,
