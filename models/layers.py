@@ -187,13 +187,13 @@ class Layers:
         lane.kernel(kernel, grid, block, args, name=name)
 
     def _linear_mma(self, lane: Lane, storage: str, args: tuple, name: str) -> None:
-        """On tensor cores, in the shape that suits so many rows; see linear_mma.cu."""
+        """On tensor cores, in the shape that suits so many rows; see linear_mma.cuh."""
         rows, columns = args[5:7]
         split = int(self.activations == "float32")
         rows <<= split
-        how = {"WEIGHT": storage, "SPLIT": split}
+        how = {"WEIGHT16": storage, "SPLIT": split}
         if rows <= _MMA_FEW:
-            kernel = self._kernel("linear_mma", "linear_few", TILES=_ceil(rows, 8), **how)
+            kernel = self._kernel("linear_few", "linear_few", TILES=_ceil(rows, 8), **how)
             lane.kernel(kernel, columns // _MMA_COLUMNS, _MMA_BLOCK, args, name=name)
             return
         block = next((size for size in _MMA_STAGES if rows <= size), max(_MMA_STAGES))
@@ -203,7 +203,7 @@ class Layers:
             splits *= 2
         parts = tiles * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
         more = (self._shared("float32", parts), self._shared("int32", tiles))
-        kernel = self._kernel("linear_mma", "linear_many", ROW_BLOCK=block, **how)
+        kernel = self._kernel("linear_many", "linear_many", ROW_BLOCK=block, **how)
         shared = _MMA_STAGES[block] * (_MMA_OUTPUTS + block) * 64 * 2
         lane.kernel(kernel, (*grid, splits), _MMA_BLOCK, (*args, *more), shared=shared, name=name)
 

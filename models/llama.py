@@ -135,7 +135,7 @@ class LlamaModel:
     checkpoint : its tensors are checked by name, shape and dtype; leftovers are refused.
     kv : cache of the model's shape.
     max_rows : most rows of one forward.
-    form : kernel form, see `Layers`.
+    form, activations : of the kernels, see `Layers`.
 
     Raises
     ------
@@ -151,12 +151,13 @@ class LlamaModel:
         *,
         max_rows: int,
         form: str | None = None,
+        activations: str = "rounded",
     ) -> None:
         check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
-        self.layers = Layers(device, form)
+        self.layers = Layers(device, form, activations)
         hidden, vocab = config.hidden_size, config.vocab_size
         weights = Weights(device, checkpoint)
         self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)

@@ -54,6 +54,25 @@ struct MmaLanes {
   unsigned int a[32][4];
   unsigned int b[32][2];
 };
+
+template <typename T>
+__device__ __noinline__ void mma_portable(float* d, const unsigned int* a, const unsigned int* b) {
+  __shared__ MmaLanes of_warp[MMA_WARPS];
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  MmaLanes& held = of_warp[threadIdx.x / 32];
+  __syncwarp();  // the step before may still be read
+  for (int i = 0; i < 4; ++i) held.a[lane][i] = a[i];
+  for (int i = 0; i < 2; ++i) held.b[lane][i] = b[i];
+  __syncwarp();
+  for (int k = 0; k < 16; ++k) {
+    const int from = k / 2 % 4, high = k / 8;
+    for (int i = 0; i < 4; ++i) {
+      const float x = half_of<T>(held.a[g * 4 + from][2 * high + i / 2], k % 2);
+      const float y = half_of<T>(held.b[(2 * t + i % 2) * 4 + from][high], k % 2);
+      d[i] = fmaf(x, y, d[i]);
+    }
+  }
+}
 #endif
 
 // d += A B: A 16 x 16, B 16 x 8 of type T. Lane 4 g + t holds, two to a register: of A rows g and
@@ -75,21 +94,7 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
   }
 #undef MMA_M16N8K16
 #else
-  __shared__ MmaLanes of_warp[MMA_WARPS];
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  MmaLanes& held = of_warp[threadIdx.x / 32];
-  __syncwarp();  // the step before may still be read
-  for (int i = 0; i < 4; ++i) held.a[lane][i] = a[i];
-  for (int i = 0; i < 2; ++i) held.b[lane][i] = b[i];
-  __syncwarp();
-  for (int i = 0; i < 4; ++i) {
-    for (int k = 0; k < 16; ++k) {
-      const int from = k / 2 % 4, high = k / 8;
-      const float x = half_of<T>(held.a[g * 4 + from][2 * high + i / 2], k % 2);
-      const float y = half_of<T>(held.b[(2 * t + i % 2) * 4 + from][high], k % 2);
-      d[i] = fmaf(x, y, d[i]);
-    }
-  }
+  mma_portable<T>(d, a, b);
 #endif
 }
 

@@ -57,7 +57,7 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     """On tensor cores out = x W^T of rounded or whole x, with one row's bits alone, in batches
     that stream weights past, in tiles of any size and where sums are parted."""
     layers, rng = Layers(device, "warp", activations), np.random.default_rng(inner)
-    x = rng.standard_normal((150, inner)).astype(np.float32)
+    x = rng.standard_normal((150, inner)).astype(np.float32)[: None if inner == 384 else 32]
     w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
     w_there = upload(device, w, dtype)
     whole = run_linear(layers, lane, upload(device, x), w_there)
@@ -65,8 +65,8 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     seen = x if kept else rounded(x, dtype)
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
-    for first, count in ((7, 1), (3, 2), (0, 4), (60, 8), (2, 9), (13, 16), (90, 17), (1, 33),
-                         (80, 64), (20, 65)):  # fmt: skip
+    sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
+    for first, count in sizes + ([(1, 33), (80, 64), (20, 65)] if inner == 384 else []):
         part = np.ascontiguousarray(x[first : first + count])
         out = run_linear(layers, lane, upload(device, part), w_there)
         assert same_bits(out, whole[first : first + count].copy()), f"{count} rows from {first}"

@@ -20,7 +20,7 @@ from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.signature import kernel_kinds
 from graft.tools.report import table
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 90, 100, 120)
 ROOMS = ("cudagraph", "sampling", "models", "tools")
 # CuPy appends this to whatever it is given (denormals flush to zero, as on the soft device).
 CUPY_OPTIONS = ("-ftz=true",)
@@ -28,7 +28,9 @@ CUPY_OPTIONS = ("-ftz=true",)
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
 VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
-          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512"), "NORM_THREADS": ("1", "256")}
+          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512"), "NORM_THREADS": ("1", "256"),
+          "WEIGHT16": ("bf16_t", "fp16_t"), "SPLIT": ("0", "1"), "TILES": ("1", "2"),
+          "ROW_BLOCK": ("32", "64", "128")}
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)

@@ -1,144 +1,10 @@
-// y = x W^T (+ residual) on tensor cores: weights are the 16 rows of A, rows of x the columns of B.
-//
-// A dot product is PARTS interleaved partial sums: part p takes the chunks p, p + PARTS, ... of
-// CHUNK inner indices in order, from zero; the parts are added left to right. Within a chunk the
-// order is the same everywhere: lane 4 g + t holds eight neighbours of 32, which are two steps. So
-// neither the rows that share a pass, nor which entry, block or warp sums a part, touches a bit.
-//
-// x is rounded to the weights' type; with SPLIT it is two rows, rounded and what is left, whose
-// parts are added before the others are.
-#include "mma.cuh"
-
-#ifndef WEIGHT
-#define WEIGHT bf16_t
-#endif
-#ifndef SPLIT
-#define SPLIT 0
-#endif
-#ifndef TILES
-#define TILES 1  // of eight rows, split ones counted twice, in a block of linear_few
-#endif
+// Products with many rows: a block makes 128 outputs of ROW_BLOCK rows, of all parts or of some that
+// are neighbours.
 #ifndef ROW_BLOCK
-#define ROW_BLOCK 64  // rows, split ones counted twice, in a block of linear_many
+#define ROW_BLOCK 64  // split ones counted twice
 #endif
-#define PARTS 8
-#define CHUNK 128
-#define WARPS 8
+#include "linear_mma.cuh"
 
-struct Output {
-  const float* residual;  // may be null, may be `out`
-  float* out;
-  float* tap;  // second copy with its own row stride; may be null
-  int rows;
-  int columns;
-  int tap_stride;
-};
-
-__device__ __forceinline__ void store(const Output& y, int row, int column, float value) {
-  if (row >= y.rows || column >= y.columns) return;
-  const long long at = static_cast<long long>(row) * y.columns + column;
-  if (y.residual != nullptr) value += y.residual[at];
-  y.out[at] = value;
-  if (y.tap != nullptr) y.tap[static_cast<long long>(row) * y.tap_stride + column] = value;
-}
-
-// Eight neighbours of a row of x, as `split` (0: rounded, 1: what is left) has them.
-__device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
-  Pack16 pack;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float low = from[i / 2].f[i % 2 * 2], high = from[i / 2].f[i % 2 * 2 + 1];
-    if (SPLIT) {
-      const unsigned int near = pack_pair<WEIGHT>(low, high);
-      low -= split ? half_of<WEIGHT>(near, 0) : 0.0f;
-      high -= split ? half_of<WEIGHT>(near, 1) : 0.0f;
-    }
-    pack.u[i] = pack_pair<WEIGHT>(low, high);
-  }
-  return pack;
-}
-
-// The step `h` of 32 inner indices: `top` and `low` of weight rows g and g + 8.
-__device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
-                                     const Pack16& x, int h) {
-  const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};
-  mma_m16n8k16<WEIGHT>(sum, a, x.u + 2 * h);
-}
-
-__device__ __forceinline__ int parts_of(int inner) {
-  return inner / CHUNK < PARTS ? inner / CHUNK : PARTS;
-}
-
-__device__ __forceinline__ void load_chunk(const WEIGHT* top, const WEIGHT* low,
-                                           Pack16 (*weight)[2]) {
-#pragma unroll
-  for (int j = 0; j < CHUNK / 32; ++j) {
-    weight[j][0] = load_weight(top + 32 * j);
-    weight[j][1] = load_weight(low + 32 * j);
-  }
-}
-
-// For few rows, which weights stream past: a block makes 16 outputs, warp p part p of them. Grid
-// (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-    linear_few(const WEIGHT* weight, const float* x, const float* residual, float* out, float* tap,
-               int rows, int columns, int inner, int tap_offset, int tap_stride) {
-  __shared__ float part[WARPS][16][TILES * 8];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
-  const WEIGHT* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
-  const WEIGHT* low = top + 8ll * inner;
-  const float* from[TILES];
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const int row = first + (n * 8 + g >> SPLIT);  // past the end: the last one again
-    from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
-  }
-  const int chunks = inner / CHUNK;
-  float sum[TILES][4] = {};
-  Pack16 a[2][CHUNK / 32][2];
-  if (warp < chunks) load_chunk(top + warp * CHUNK, low + warp * CHUNK, a[0]);
-  for (int c = warp; c < chunks; c += 2 * WARPS) {
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const int now = c + s * WARPS, next = now + WARPS;
-      if (now >= chunks) break;
-      if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[1 - s]);
-#pragma unroll
-      for (int j = 0; j < CHUNK / 32; ++j) {
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-          const Floats4* at = reinterpret_cast<const Floats4*>(from[n] + now * CHUNK + 32 * j);
-          const Floats4 eight[2] = {at[0], at[1]};
-          const Pack16 b = pack_x(eight, g % 2);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) step(sum[n], a[s][j][0], a[s][j][1], b, h);
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
-  }
-  __syncthreads();
-  const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, rows, columns,
-                    tap_stride};
-  const int parts = parts_of(inner);
-  for (int i = threadIdx.x; i < 16 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
-    const int c = i % 16, r = i / 16;
-    float total = 0.0f;
-    for (int p = 0; p < parts; ++p) {
-      const float* of = part[p][c] + (r << SPLIT);
-      const float value = SPLIT ? of[0] + of[1] : of[0];
-      total = p == 0 ? value : total + value;
-    }
-    store(y, first + r, column + c, total);
-  }
-}
-
-// For many rows: a block makes 128 outputs of ROW_BLOCK rows, of all parts or of neighbouring ones.
 #define OUTPUTS 128
 #define STAGE 64  // inner indices; weights of STAGES - 1 stages are on their way, x of one
 #define STAGES (ROW_BLOCK == 64 ? 4 : 3)
@@ -177,7 +43,7 @@ struct Walk {
 // block sums some parts only, they go to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last of
 // a tile to arrive adds them up; `arrived` [tiles] is zero before and after.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    linear_many(const WEIGHT* weight, const float* x, const float* residual, float* out, float* tap,
+    linear_many(const WEIGHT16* weight, const float* x, const float* residual, float* out, float* tap,
                 int rows, int columns, int inner, int tap_offset, int tap_stride, float* partials,
                 int* arrived) {
   extern __shared__ Pack16 staged[];
