@@ -14,6 +14,7 @@ float16. Sums are float32.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
@@ -57,6 +58,29 @@ def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
 
 def _ceil(count: int, unit: int) -> int:
     return -(-count // unit)
+
+
+class MmaShape(NamedTuple):
+    """How a product on tensor cores is launched, see linear_mma.cuh."""
+
+    kernel: str
+    defines: dict[str, int]
+    grid: tuple[int, int, int]
+    shared: int = 0  # bytes, beside what the text declares
+    partials: int = 0  # floats
+
+
+def mma_shape(rows: int, columns: int) -> MmaShape:
+    """The shape for so many rows, split ones counted twice; all shapes give the same bits."""
+    if rows <= _MMA_FEW:
+        return MmaShape("linear_few", {"TILES": _ceil(rows, 8)}, (columns // _MMA_COLUMNS, 1, 1))
+    block = next((size for size in _MMA_STAGES if rows <= size), max(_MMA_STAGES))
+    across, down, splits = _ceil(columns, _MMA_OUTPUTS), _ceil(rows, block), 1
+    while splits < _MMA_PARTS and across * down * splits < _MMA_BLOCKS:
+        splits *= 2
+    partials = across * down * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
+    shared = _MMA_STAGES[block] * (_MMA_OUTPUTS + block) * 64 * 2
+    return MmaShape("linear_many", {"ROW_BLOCK": block}, (across, down, splits), shared, partials)
 
 
 class Layers:
@@ -109,13 +133,15 @@ class Layers:
     def norm(
         self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
     ) -> None:
-        """RMSNorm of rows: x, out float32[R, width], weight float32[width]."""
+        """RMSNorm of rows: x float32[R, width], weight float32[width], out [R, width], float32 or
+        what `input_dtype` names."""
         rows, width = x.shape
         expect("norm: x", x, "float32", R=rows, width=width)
         expect("norm: weight", weight, "float32", width=width)
-        expect("norm: out", out, "float32", R=rows, width=width)
+        expect("norm: out", out, out.dtype, R=rows, width=width)
         args = (x, weight, out, rows, width, eps)
-        kernel = self._kernel("norm", "norm_rows", WEIGHT="float", NORM_THREADS=self._norm_block)
+        kernel = self._kernel("norm", "norm_rows", WEIGHT="float", OUT=_storage(out),
+                              NORM_THREADS=self._norm_block)  # fmt: skip
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
     def head_norm(
@@ -138,6 +164,16 @@ class Layers:
         args = (qkv, *weights, rows, heads, kv_heads, dim, eps)
         lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
 
+    def input_dtype(self, weight: DeviceArray) -> str:
+        """What `linear` reads fastest, with the bits of float32: as it would round that itself."""
+        rounds = self.activations == "rounded" and self._on_tensor_cores(weight)
+        return weight.dtype if rounds else "float32"
+
+    def _on_tensor_cores(self, weight: DeviceArray) -> bool:
+        columns, inner = weight.shape
+        fits = inner % _MMA_CHUNK == 0 and columns % _MMA_COLUMNS == 0
+        return not self._thread and fits and weight.dtype != "float32"
+
     def linear(
         self,
         lane: Lane,
@@ -153,15 +189,16 @@ class Layers:
 
         Parameters
         ----------
-        x : float32[R, inner].
+        x : [R, inner], float32 or what `input_dtype` says.
         weight : [columns, inner], float32, float16 or bfloat16.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
         """
         rows, inner = x.shape
         columns = weight.shape[0]
-        expect(f"{name}: x", x, "float32", R=rows, inner=inner)
         expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
+        rounded = x.dtype == self.input_dtype(weight) != "float32"
+        expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)
         expect(f"{name}: out", out, "float32", R=rows, columns=columns)
         if residual is not None:
             expect(f"{name}: residual", residual, "float32", R=rows, columns=columns)
@@ -177,8 +214,8 @@ class Layers:
         if self._thread:
             grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
             block = _THREAD_BLOCK
-        elif weight.dtype != "float32" and not (inner % _MMA_CHUNK or columns % _MMA_COLUMNS):
-            self._linear_mma(lane, _storage(weight), args, name)
+        elif self._on_tensor_cores(weight):
+            self._linear_mma(lane, {"WEIGHT16": _storage(weight), "X16": int(rounded)}, args, name)
             return
         else:
             grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
@@ -186,26 +223,15 @@ class Layers:
         kernel = self._formed("linear", WEIGHT=_storage(weight))
         lane.kernel(kernel, grid, block, args, name=name)
 
-    def _linear_mma(self, lane: Lane, storage: str, args: tuple, name: str) -> None:
-        """On tensor cores, in the shape that suits so many rows; see linear_mma.cuh."""
-        rows, columns = args[5:7]
+    def _linear_mma(self, lane: Lane, types: dict, args: tuple, name: str) -> None:
+        """On tensor cores, in the shape that suits so many rows."""
         split = int(self.activations == "float32")
-        rows <<= split
-        how = {"WEIGHT16": storage, "SPLIT": split}
-        if rows <= _MMA_FEW:
-            kernel = self._kernel("linear_few", "linear_few", TILES=_ceil(rows, 8), **how)
-            lane.kernel(kernel, columns // _MMA_COLUMNS, _MMA_BLOCK, args, name=name)
-            return
-        block = next((size for size in _MMA_STAGES if rows <= size), max(_MMA_STAGES))
-        grid = _ceil(columns, _MMA_OUTPUTS), _ceil(rows, block)
-        tiles, splits = grid[0] * grid[1], 1
-        while splits < _MMA_PARTS and tiles * splits < _MMA_BLOCKS:
-            splits *= 2
-        parts = tiles * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
-        more = (self._shared("float32", parts), self._shared("int32", tiles))
-        kernel = self._kernel("linear_many", "linear_many", ROW_BLOCK=block, **how)
-        shared = _MMA_STAGES[block] * (_MMA_OUTPUTS + block) * 64 * 2
-        lane.kernel(kernel, (*grid, splits), _MMA_BLOCK, (*args, *more), shared=shared, name=name)
+        shape = mma_shape(args[5] << split, args[6])
+        kernel = self._kernel(shape.kernel, shape.kernel, SPLIT=split, **types, **shape.defines)
+        if shape.kernel == "linear_many":
+            partials = self._shared("float32", shape.partials)
+            args = (*args, partials, self._shared("int32", shape.grid[0] * shape.grid[1]))
+        lane.kernel(kernel, shape.grid, _MMA_BLOCK, args, shared=shape.shared, name=name)
 
     def _shared(self, dtype: str, size: int) -> DeviceArray | None:
         """Zeros at first, and whatever the calls before have left."""
@@ -296,12 +322,13 @@ class Layers:
             lane.kernel(kernel, batch, block, moved, name="compact features")
 
     def silu_mul(self, lane: Lane, gate_up: DeviceArray, out: DeviceArray) -> None:
-        """out = silu(gate) * up: gate_up float32[R, 2 width], out float32[R, width]."""
+        """out = silu(gate) * up: gate_up float32[R, 2 width], out [R, width] as of `norm`."""
         rows, width = out.shape
         expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
-        expect("silu: out", out, "float32", R=rows, width=width)
+        expect("silu: out", out, out.dtype, R=rows, width=width)
         grid, block = self._elements(rows, width, self._chunk)
-        kernel = self._kernel("elements", "silu_mul", WEIGHT="float", CHUNK=self._chunk)
+        kernel = self._kernel("elements", "silu_mul", WEIGHT="float", OUT=_storage(out),
+                              CHUNK=self._chunk)  # fmt: skip
         lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
 
     def gather(

@@ -64,7 +64,8 @@ class DecoderLayer:
 
 
 class Scratch:
-    """Intermediate activations of one model, float32, sized for `rows` rows."""
+    """Intermediate activations of one model, float32, sized for `rows` rows; and of those that
+    matrices alone read such of the dtype that these read fastest."""
 
     def __init__(self, device: Device, config: LlamaConfig, rows: int, width: int) -> None:
         queries = config.num_attention_heads * config.head_dim
@@ -81,6 +82,16 @@ class Scratch:
         self.mixed = buffer(queries)
         self.gate_up = buffer(2 * inner)
         self.gated = buffer(inner)
+        self._device, self._rounded = device, dict[tuple[str, str], DeviceArray]()
+
+    def read_by(self, weight: DeviceArray, layers: Layers, name: str) -> DeviceArray:
+        """`normed` or `gated`, by name, as input of a product."""
+        array, dtype = getattr(self, name), layers.input_dtype(weight)
+        if dtype == "float32":
+            return array
+        if (name, dtype) not in self._rounded:
+            self._rounded[name, dtype] = self._device.empty(array.shape, dtype)
+        return self._rounded[name, dtype]
 
 
 def run_layer(
@@ -103,7 +114,9 @@ def run_layer(
     """
     n, heads = rows.count, config.num_attention_heads
     stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
-    normed, gate_up, gated = scratch.normed[:n], scratch.gate_up[:n], scratch.gated[:n]
+    normed = scratch.read_by(weights.gate_up, layers, "normed")[:n]
+    gated = scratch.read_by(weights.down, layers, "gated")[:n]
+    gate_up = scratch.gate_up[:n]
     layers.linear(lane, x, weights.qkv, qkv, name="qkv")
     if weights.head_norms is not None:
         layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
@@ -209,9 +222,10 @@ class LlamaModel:
                 raise OptionError("features asked for, but set_feature_layers was not called")
             expect("features", features, "float32", R=n, width=len(self._taps) * hidden)
         scratch = self.scratch
-        stream, normed = scratch.stream[:n], scratch.normed[:n]
+        stream = scratch.stream[:n]
         self.layers.gather(lane, self.embedding, rows.token, stream, name="embed")
         for i, weights in enumerate(self.decoder):
+            normed = scratch.read_by(weights.qkv, self.layers, "normed")[:n]
             self.layers.norm(lane, stream, weights.input_norm, self.config.rms_norm_eps, normed)
             tap = None
             if features is not None and i in self._taps:
@@ -230,6 +244,6 @@ class LlamaModel:
 
     def head(self, lane: Lane, hidden: DeviceArray, logits: DeviceArray) -> None:
         """Final norm and output head: hidden float32[R, hidden] to logits float32[R, vocab]."""
-        normed = self.scratch.normed[: hidden.shape[0]]
+        normed = self.scratch.read_by(self.lm_head, self.layers, "normed")[: hidden.shape[0]]
         self.layers.norm(lane, hidden, self.final_norm, self.config.rms_norm_eps, normed)
         self.layers.linear(lane, normed, self.lm_head, logits, name="lm head")

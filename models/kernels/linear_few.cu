@@ -1,6 +1,7 @@
-// Products with few rows, which weights stream past: a block makes 16 outputs, warp p part p of them.
+// Products with few rows, which weights stream past: a block makes 16 outputs of TILES times eight
+// rows, split ones counted twice; warp p part p of them.
 #ifndef TILES
-#define TILES 1  // of eight rows, split ones counted twice, in a block
+#define TILES 1
 #endif
 #include "linear_mma.cuh"
 
@@ -13,16 +14,26 @@ __device__ __forceinline__ void load_chunk(const WEIGHT16* top, const WEIGHT16* 
   }
 }
 
+__device__ __forceinline__ Pack16 load_x(const WEIGHT16* from, int) {
+  return *reinterpret_cast<const Pack16*>(from);
+}
+
+__device__ __forceinline__ Pack16 load_x(const float* from, int split) {
+  const Floats4* at = reinterpret_cast<const Floats4*>(from);
+  const Floats4 eight[2] = {at[0], at[1]};
+  return pack_x(eight, split);
+}
+
 // Grid (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-    linear_few(const WEIGHT16* weight, const float* x, const float* residual, float* out, float* tap,
+    linear_few(const WEIGHT16* weight, const Input* x, const float* residual, float* out, float* tap,
                int rows, int columns, int inner, int tap_offset, int tap_stride) {
   __shared__ float part[WARPS][16][TILES * 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
   const WEIGHT16* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
   const WEIGHT16* low = top + 8ll * inner;
-  const float* from[TILES];
+  const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const int row = first + (n * 8 + g >> SPLIT);  // past the end: the last one again
@@ -42,9 +53,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       for (int j = 0; j < CHUNK / 32; ++j) {
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          const Floats4* at = reinterpret_cast<const Floats4*>(from[n] + now * CHUNK + 32 * j);
-          const Floats4 eight[2] = {at[0], at[1]};
-          const Pack16 b = pack_x(eight, g % 2);
+          const Pack16 b = load_x(from[n] + now * CHUNK + 32 * j, g % 2);
 #pragma unroll
           for (int h = 0; h < 2; ++h) step(sum[n], a[s][j][0], a[s][j][1], b, h);
         }
@@ -60,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, rows, columns,
                     tap_stride};
   const int parts = parts_of(inner);
+#pragma unroll 1
   for (int i = threadIdx.x; i < 16 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
     const int c = i % 16, r = i / 16;
     float total = 0.0f;

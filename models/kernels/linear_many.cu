@@ -1,17 +1,18 @@
-// Products with many rows: a block makes 128 outputs of ROW_BLOCK rows, of all parts or of some that
-// are neighbours.
+// Products with many rows: a block makes 128 outputs of ROW_BLOCK rows, split ones counted twice; of
+// all parts, or of some that are neighbours.
 #ifndef ROW_BLOCK
-#define ROW_BLOCK 64  // split ones counted twice
+#define ROW_BLOCK 64
 #endif
 #include "linear_mma.cuh"
 
 #define OUTPUTS 128
-#define STAGE 64  // inner indices; weights of STAGES - 1 stages are on their way, x of one
+#define STAGE 64  // inner indices; STAGES - 1 stages are on their way, floats of x half a one
 #define STAGES (ROW_BLOCK == 64 ? 4 : 3)
 #define ROW_WARPS (ROW_BLOCK == 128 ? 4 : 2)
 #define ROW_TILES (ROW_BLOCK / 8 / ROW_WARPS)
 #define COLUMN_WARPS (WARPS / ROW_WARPS)
 #define COLUMN_TILES (OUTPUTS / 16 / COLUMN_WARPS)
+#define X_PACKS (ROW_BLOCK * (STAGE / 8))
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 
 // Where pack t of 32 inner indices `sub` of a row lies, rows of 64 bytes: no two of eight lanes
@@ -43,7 +44,7 @@ struct Walk {
 // block sums some parts only, they go to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last of
 // a tile to arrive adds them up; `arrived` [tiles] is zero before and after.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    linear_many(const WEIGHT16* weight, const float* x, const float* residual, float* out, float* tap,
+    linear_many(const WEIGHT16* weight, const Input* x, const float* residual, float* out, float* tap,
                 int rows, int columns, int inner, int tap_offset, int tap_stride, float* partials,
                 int* arrived) {
   extern __shared__ Pack16 staged[];
@@ -58,38 +59,49 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   Walk ahead = here;
   Pack16* const staged_x = staged + STAGES * OUTPUTS * (STAGE / 8);
 
-  const auto copy_weights = [&](int stage) {
+  // Pack i of a stage of x; of rows past the end the last one again.
+  const auto x_at = [&](int i, const Walk& at) {
+    const int row = first + (i / 8 >> SPLIT);
+    return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() + i % 8 * 8;
+  };
+  const auto copy_stage = [&](int stage) {
     if (ahead.there()) {
       Pack16* to = staged + stage * OUTPUTS * (STAGE / 8);
-      for (int i = threadIdx.x; i < OUTPUTS * (STAGE / 8); i += WARPS * 32) {
-        const int row = i / 8, at = column + row < columns ? column + row : columns - 1;
+#pragma unroll
+      for (int n = 0; n < OUTPUTS * (STAGE / 8) / (WARPS * 32); ++n) {
+        const int i = n * WARPS * 32 + threadIdx.x, row = i / 8;
+        const int at = column + row < columns ? column + row : columns - 1;
         copy_async(to + place(OUTPUTS, row, i % 8 / 4, i % 4),
                    weight + static_cast<long long>(at) * inner + ahead.inner() + i % 8 * 8);
+      }
+#pragma unroll
+      for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
+        const int i = n * WARPS * 32 + threadIdx.x;
+        copy_async(staged_x + stage * X_PACKS + place(ROW_BLOCK, i / 8, i % 8 / 4, i % 4),
+                   x_at(i, ahead));
       }
       ahead.next();
     }
     end_copies();
   };
-  // Those of x that come while the 32 inner indices `sub` are summed.
+  // Floats of x that come while the 32 inner indices `sub` are summed.
   Floats4 coming[X_AT_ONCE][2];
   const auto load_x = [&](int sub) {
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x;
-      if (pack >= ROW_BLOCK * (STAGE / 8)) break;
-      const int row = first + (pack / 8 >> SPLIT);
-      const float* from = x + static_cast<long long>(row < rows ? row : rows - 1) * inner;
-      const Floats4* at = reinterpret_cast<const Floats4*>(from + here.inner() + pack % 8 * 8);
+      if (X_PACKS % (2 * WARPS * 32) && pack >= X_PACKS) break;
+      const Floats4* at = reinterpret_cast<const Floats4*>(x_at(pack, here));
       coming[i][0] = at[0];
       coming[i][1] = at[1];
     }
   };
   const auto store_x = [&](int sub, int stage) {
-    Pack16* to = staged_x + stage * ROW_BLOCK * (STAGE / 8);
+    Pack16* to = staged_x + stage * X_PACKS;
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x, row = pack / 8;
-      if (pack >= ROW_BLOCK * (STAGE / 8)) break;
+      if (X_PACKS % (2 * WARPS * 32) && pack >= X_PACKS) break;
       to[place(ROW_BLOCK, row, pack % 8 / 4, pack % 4)] = pack_x(coming[i], row % 2);
     }
   };
@@ -110,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
           const float value = SPLIT ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
           if (splits == 1) {
             total[m][n][i] = part == 0 ? value : total[m][n][i] + value;
-          } else if (!SPLIT || i % 2 == 0) {
-            const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT;
+          } else if (const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT;
+                     first + r < rows && (!SPLIT || i % 2 == 0)) {
             const int c = own_column + m * 16 + g + i / 2 * 8;
             parted[(part * ROW_BLOCK + r) * OUTPUTS + c] = value;
           }
@@ -122,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
   };
 
-  for (int s = 0; s < STAGES - 1; ++s) copy_weights(s);
-  for (int sub = 0; sub < 2 && here.there(); ++sub) {
+  for (int s = 0; s < STAGES - 1; ++s) copy_stage(s);
+  for (int sub = 0; !X16 && sub < 2 && here.there(); ++sub) {
     load_x(sub);
     store_x(sub, 0);
   }
@@ -134,12 +146,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     here.next();
     copies_left<STAGES - 2>();
     __syncthreads();
-    copy_weights(at > 0 ? at - 1 : STAGES - 1);
+    copy_stage(at > 0 ? at - 1 : STAGES - 1);
     const Pack16* w = staged + at * OUTPUTS * (STAGE / 8);
-    const Pack16* v = staged_x + at * ROW_BLOCK * (STAGE / 8);
+    const Pack16* v = staged_x + at * X_PACKS;
 #pragma unroll
     for (int sub = 0; sub < STAGE / 32; ++sub) {
-      if (here.there()) load_x(sub);
+      if (!X16 && here.there()) load_x(sub);
       Pack16 a[COLUMN_TILES][2];
       Pack16 b[ROW_TILES];
 #pragma unroll
@@ -157,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
           for (int n = 0; n < ROW_TILES; ++n) step(sum[m][n], a[m][0], a[m][1], b[n], h);
         }
       }
-      if (here.there()) store_x(sub, after);
+      if (!X16 && here.there()) store_x(sub, after);
     }
     if (ends) end_part(part);
   }
@@ -186,7 +198,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   if (!last) return;
   __threadfence();
   const volatile float* of = parted;
+#pragma unroll 1
   for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT) * OUTPUTS; i += WARPS * 32) {
+    if (first + i / OUTPUTS >= rows) break;
     float value = of[i];
     for (int p = 1; p < parts; ++p) value += of[p * ROW_BLOCK * OUTPUTS + i];
     store(y, first + i / OUTPUTS, column + i % OUTPUTS, value);

@@ -5,8 +5,9 @@
 // order is the same everywhere: lane 4 g + t holds eight neighbours of 32, which are two steps. So
 // neither the rows that share a pass, nor which entry, block or warp sums a part, touches a bit.
 //
-// x is rounded to the weights' type; with SPLIT it is two rows, rounded and what is left, whose
-// parts are added before the others are.
+// x is float, and rounded to the weights' type, which changes no bit where X16 says that it has that
+// type already; with SPLIT it is two rows, rounded and what is left, whose parts are added before
+// the others are.
 #pragma once
 #include "mma.cuh"
 
@@ -15,6 +16,12 @@
 #endif
 #ifndef SPLIT
 #define SPLIT 0
+#endif
+#ifndef X16
+#define X16 0
+#endif
+#if X16 && SPLIT
+#error "a rounded x leaves nothing to split off"
 #endif
 #define PARTS 8
 #define CHUNK 128
@@ -36,6 +43,12 @@ __device__ __forceinline__ void store(const Output& y, int row, int column, floa
   y.out[at] = value;
   if (y.tap != nullptr) y.tap[static_cast<long long>(row) * y.tap_stride + column] = value;
 }
+
+#if X16
+typedef WEIGHT16 Input;
+#else
+typedef float Input;
+#endif
 
 // Eight neighbours of a row of x, as `split` (0: rounded, 1: what is left) has them.
 __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {

@@ -66,6 +66,10 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
     sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
+    if (narrow := layers.input_dtype(w_there)) != "float32":
+        assert same_bits(run_linear(layers, lane, upload(device, x, narrow), w_there), whole)
+        few = upload(device, x[:9], narrow)
+        assert same_bits(run_linear(layers, lane, few, w_there), whole[:9].copy())
     for first, count in sizes + ([(1, 33), (80, 64), (20, 65)] if inner == 384 else []):
         part = np.ascontiguousarray(x[first : first + count])
         out = run_linear(layers, lane, upload(device, part), w_there)
