@@ -166,13 +166,13 @@ class Layers:
 
     def input_dtype(self, weight: DeviceArray) -> str:
         """What `linear` reads fastest, with the bits of float32: as it would round that itself."""
-        rounds = self.activations == "rounded" and self._on_tensor_cores(weight)
+        rounds = self.activations == "rounded" and self.gates(weight.dtype, *weight.shape)
         return weight.dtype if rounds else "float32"
 
-    def _on_tensor_cores(self, weight: DeviceArray) -> bool:
-        columns, inner = weight.shape
+    def gates(self, dtype: str, columns: int, inner: int) -> bool:
+        """Whether products with such a weight run on tensor cores, and may be gated."""
         fits = inner % _MMA_CHUNK == 0 and columns % _MMA_COLUMNS == 0
-        return not self._thread and fits and weight.dtype != "float32"
+        return not self._thread and fits and dtype != "float32"
 
     def linear(
         self,
@@ -183,6 +183,7 @@ class Layers:
         *,
         residual: DeviceArray | None = None,
         tap: tuple[DeviceArray, int] | None = None,
+        gated: bool = False,
         name: str = "linear",
     ) -> None:
         """out = x W^T, plus `residual` where given (which may be `out`).
@@ -193,13 +194,19 @@ class Layers:
         weight : [columns, inner], float32, float16 or bfloat16.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
+        gated : out [R, columns / 2] of any dtype is silu(gate) * up instead, of a weight that
+            `gates` and was interleaved (`Weights.stacked`).
         """
         rows, inner = x.shape
         columns = weight.shape[0]
         expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
         rounded = x.dtype == self.input_dtype(weight) != "float32"
         expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)
-        expect(f"{name}: out", out, "float32", R=rows, columns=columns)
+        expect(f"{name}: out", out, out.dtype if gated else "float32", R=rows,
+               columns=columns >> gated)  # fmt: skip
+        if gated and (residual or tap or not self.gates(weight.dtype, columns, inner)):
+            raise ShapeError(f"{name}: a product of {weight.dtype}[{columns}, {inner}] in the form "
+                             f"{self.form}, a residual or a tap cannot be gated")  # fmt: skip
         if residual is not None:
             expect(f"{name}: residual", residual, "float32", R=rows, columns=columns)
         target, offset = tap if tap is not None else (None, 0)
@@ -214,8 +221,10 @@ class Layers:
         if self._thread:
             grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
             block = _THREAD_BLOCK
-        elif self._on_tensor_cores(weight):
-            self._linear_mma(lane, {"WEIGHT16": _storage(weight), "X16": int(rounded)}, args, name)
+        elif self.gates(weight.dtype, columns, inner):
+            types = {"WEIGHT16": _storage(weight), "X16": int(rounded), "GATED": int(gated),
+                     "OUT": _storage(out)}  # fmt: skip
+            self._linear_mma(lane, types, args, name)
             return
         else:
             grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)

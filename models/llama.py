@@ -1,6 +1,7 @@
 """Llama, and Qwen3, which adds norms of heads, on paged keys and values.
 
-Nine kernels a layer, or ten; activations float32, any lane.
+Nine kernels a layer, ten with norms of heads; one less where gates are applied on tensor cores.
+Any lane.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class DecoderLayer:
     head_norms: tuple[DeviceArray, DeviceArray] | None = None  # of queries, of keys
 
     @staticmethod
-    def load(weights: Weights, prefix: str, config: LlamaConfig, width: int) -> DecoderLayer:
-        """Read one layer's tensors; `width` is the input size of its attention."""
+    def load(
+        weights: Weights, prefix: str, config: LlamaConfig, width: int, layers: Layers
+    ) -> DecoderLayer:
+        """Read one layer's tensors for `layers`; `width` is the input size of its attention."""
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -51,7 +54,9 @@ class DecoderLayer:
             out=weights.matrix(f"{attention}.o_proj.weight", hidden, queries),
             post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=weights.stacked(
-                {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner}, hidden
+                {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
+                hidden,
+                layers.gates,
             ),
             down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
             head_norms=(
@@ -124,8 +129,12 @@ def run_layer(
     layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
     layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")
     layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
-    layers.linear(lane, normed, weights.gate_up, gate_up, name="gate, up")
-    layers.silu_mul(lane, gate_up, gated)
+    up = weights.gate_up
+    if layers.gates(up.dtype, *up.shape):
+        layers.linear(lane, normed, up, gated, gated=True, name="gate, up")
+    else:
+        layers.linear(lane, normed, up, gate_up, name="gate, up")
+        layers.silu_mul(lane, gate_up, gated)
     layers.linear(lane, gated, weights.down, stream, residual=stream, tap=tap, name="down")
 
 
@@ -175,7 +184,7 @@ class LlamaModel:
         weights = Weights(device, checkpoint)
         self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
-            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden)
+            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden, self.layers)
             for i in range(config.num_hidden_layers)
         ]
         self.final_norm = weights.vector("model.norm.weight", hidden)

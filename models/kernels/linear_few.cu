@@ -26,7 +26,7 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
 
 // Grid (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-    linear_few(const WEIGHT16* weight, const Input* x, const float* residual, float* out, float* tap,
+    linear_few(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
                int rows, int columns, int inner, int tap_offset, int tap_stride) {
   __shared__ float part[WARPS][16][TILES * 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -66,18 +66,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
   }
   __syncthreads();
-  const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, rows, columns,
-                    tap_stride};
+  const Output y = {residual, out,     tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,     columns, tap_stride};
   const int parts = parts_of(inner);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
-    const int c = i % 16, r = i / 16;
+  const auto folded = [&](int r, int c) {
     float total = 0.0f;
     for (int p = 0; p < parts; ++p) {
       const float* of = part[p][c] + (r << SPLIT);
       const float value = SPLIT ? of[0] + of[1] : of[0];
       total = p == 0 ? value : total + value;
     }
-    store(y, first + r, column + c, total);
+    return total;
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
+    const int c = i % 8, r = i / 8;
+    store_pair(y, first + r, column + c, folded(r, c), folded(r, c + 8));
   }
 }

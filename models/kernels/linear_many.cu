@@ -1,5 +1,5 @@
-// Products with many rows: a block makes 128 outputs of ROW_BLOCK rows, split ones counted twice; of
-// all parts, or of some that are neighbours.
+// Products with many rows: a block makes 128 outputs of ROW_BLOCK rows, split ones counted twice;
+// of all parts, or of some that are neighbours.
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
@@ -44,7 +44,7 @@ struct Walk {
 // block sums some parts only, they go to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last of
 // a tile to arrive adds them up; `arrived` [tiles] is zero before and after.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    linear_many(const WEIGHT16* weight, const Input* x, const float* residual, float* out, float* tap,
+    linear_many(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
                 int rows, int columns, int inner, int tap_offset, int tap_stride, float* partials,
                 int* arrived) {
   extern __shared__ Pack16 staged[];
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x;
-      if (X_PACKS % (2 * WARPS * 32) && pack >= X_PACKS) break;
+      if (ROW_BLOCK < 64 && sub > 0) break;
       const Floats4* at = reinterpret_cast<const Floats4*>(x_at(pack, here));
       coming[i][0] = at[0];
       coming[i][1] = at[1];
@@ -101,13 +101,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x, row = pack / 8;
-      if (X_PACKS % (2 * WARPS * 32) && pack >= X_PACKS) break;
+      if (ROW_BLOCK < 64 && sub > 0) break;
       to[place(ROW_BLOCK, row, pack % 8 / 4, pack % 4)] = pack_x(coming[i], row % 2);
     }
   };
 
-  const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, rows, columns,
-                    tap_stride};
+  const Output y = {residual, out,     tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,     columns, tap_stride};
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const parted = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
@@ -180,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; i += 1 + SPLIT) {
-          store(y, first + (own_row + n * 8 + 2 * t + i % 2 >> SPLIT),
-                column + own_column + m * 16 + g + i / 2 * 8, total[m][n][i]);
+        for (int i = 0; i < 2; i += 1 + SPLIT) {
+          store_pair(y, first + (own_row + n * 8 + 2 * t + i >> SPLIT),
+                     column + own_column + m * 16 + g, total[m][n][i], total[m][n][i + 2]);
         }
       }
     }
@@ -199,10 +199,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   __threadfence();
   const volatile float* of = parted;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT) * OUTPUTS; i += WARPS * 32) {
-    if (first + i / OUTPUTS >= rows) break;
-    float value = of[i];
-    for (int p = 1; p < parts; ++p) value += of[p * ROW_BLOCK * OUTPUTS + i];
-    store(y, first + i / OUTPUTS, column + i % OUTPUTS, value);
+  for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT) * OUTPUTS / 2; i += WARPS * 32) {
+    const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
+    if (first + r >= rows) break;
+    float top = of[r * OUTPUTS + c], low = of[r * OUTPUTS + c + 8];
+    for (int p = 1; p < parts; ++p) {
+      top += of[(p * ROW_BLOCK + r) * OUTPUTS + c];
+      low += of[(p * ROW_BLOCK + r) * OUTPUTS + c + 8];
+    }
+    store_pair(y, first + r, column + c, top, low);
   }
 }

@@ -5,11 +5,15 @@
 // order is the same everywhere: lane 4 g + t holds eight neighbours of 32, which are two steps. So
 // neither the rows that share a pass, nor which entry, block or warp sums a part, touches a bit.
 //
-// x is float, and rounded to the weights' type, which changes no bit where X16 says that it has that
-// type already; with SPLIT it is two rows, rounded and what is left, whose parts are added before
-// the others are.
+// x is float, and rounded to the weights' type, which changes no bit where X16 says that it has
+// that type already; with SPLIT it is two rows, rounded and what is left, whose parts are added
+// before the others are.
+//
+// With GATED the rows of W are eight gates, the eight that these gate, and so on, and what is
+// stored is silu(gate) * up.
 #pragma once
 #include "mma.cuh"
+#include "model.cuh"
 
 #ifndef WEIGHT16
 #define WEIGHT16 bf16_t
@@ -20,6 +24,12 @@
 #ifndef X16
 #define X16 0
 #endif
+#ifndef GATED
+#define GATED 0
+#endif
+#ifndef OUT
+#define OUT float
+#endif
 #if X16 && SPLIT
 #error "a rounded x leaves nothing to split off"
 #endif
@@ -29,7 +39,7 @@
 
 struct Output {
   const float* residual;  // may be null, may be `out`
-  float* out;
+  OUT* out;
   float* tap;  // second copy with its own row stride; may be null
   int rows;
   int columns;
@@ -40,8 +50,20 @@ __device__ __forceinline__ void store(const Output& y, int row, int column, floa
   if (row >= y.rows || column >= y.columns) return;
   const long long at = static_cast<long long>(row) * y.columns + column;
   if (y.residual != nullptr) value += y.residual[at];
-  y.out[at] = value;
+  from_float(value, y.out + at);
   if (y.tap != nullptr) y.tap[static_cast<long long>(row) * y.tap_stride + column] = value;
+}
+
+// Outputs `column` and `column` + 8 of the 16 of a tile.
+__device__ __forceinline__ void store_pair(const Output& y, int row, int column, float top,
+                                           float low) {
+  if (!GATED) {
+    store(y, row, column, top);
+    store(y, row, column + 8, low);
+  } else if (row < y.rows && column < y.columns) {
+    const long long at = static_cast<long long>(row) * (y.columns / 2);
+    from_float(gated(top, low), y.out + at + column / 16 * 8 + column % 16);
+  }
 }
 
 #if X16

@@ -52,7 +52,7 @@ def test_linear_is_the_matrix_product(layers, lane, dtype, rows, columns, inner)
      ("float16", "rounded", 16, 1152), ("float16", "float32", 32, 256)],
 )  # fmt: skip
 def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
-    device, lane, dtype, activations, columns, inner
+    device, lane, monkeypatch, dtype, activations, columns, inner
 ):
     """On tensor cores out = x W^T of rounded or whole x, with one row's bits alone, in batches
     that stream weights past, in tiles of any size and where sums are parted."""
@@ -66,6 +66,11 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
     sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
+    for blocks in (1, 2, 4):
+        monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", blocks)
+        out = run_linear(layers, lane, upload(device, x[:29]), w_there)
+        assert same_bits(out, whole[:29].copy()), f"sums parted for {blocks} blocks"
+    monkeypatch.undo()
     if (narrow := layers.input_dtype(w_there)) != "float32":
         assert same_bits(run_linear(layers, lane, upload(device, x, narrow), w_there), whole)
         few = upload(device, x[:9], narrow)
@@ -74,6 +79,30 @@ def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
         part = np.ascontiguousarray(x[first : first + count])
         out = run_linear(layers, lane, upload(device, part), w_there)
         assert same_bits(out, whole[first : first + count].copy()), f"{count} rows from {first}"
+
+
+@pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
+def test_gated_products_have_the_bits_of_two_kernels(
+    device, lane, monkeypatch, rows, activations
+):
+    """silu(gate) * up behind the sums, few or many, whole or parted, is what silu_mul makes of
+    them; rows of gates and of what they gate lie by eights."""
+    layers, rng = Layers(device, "warp", activations), np.random.default_rng(rows)
+    x, w = rng.standard_normal((rows, 256)), rng.standard_normal((2, 24, 256)) / 4
+    x_there, out = upload(device, x), device.zeros((rows, 24), "bfloat16")
+    apart = run_linear(layers, lane, x_there, upload(device, w.reshape(48, 256), "bfloat16"))
+    layers.silu_mul(lane, upload(device, apart), out)
+    wanted = host(lane.stream, out)
+    woven = np.stack([m.reshape(3, 8, 256) for m in w], 1).reshape(48, 256)
+    gated = device.zeros((rows, 24), "bfloat16")
+    layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
+    assert same_bits(host(lane.stream, gated), wanted)
+    monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", 1)
+    layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
+    assert same_bits(host(lane.stream, gated), wanted)
+    with pytest.raises(ShapeError, match="gated"):
+        layers.linear(lane, x_there, upload(device, w[0], "bfloat16"),
+                      device.zeros((rows, 12), "float32"), gated=True)  # fmt: skip
 
 
 @pytest.mark.parametrize(("columns", "inner"), [(16, 120), (24, 128)])

@@ -35,7 +35,7 @@ STORAGE = ("float", "fp16_t", "bf16_t")
 VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "OUT": STORAGE, "HEAD_DIM": ("32", "64", "128"),
           "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512"), "NORM_THREADS": ("1", "256"),
           "WEIGHT16": ("bf16_t", "fp16_t"), "SPLIT": ("0", "1"), "TILES": ("1", "2"),
-          "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1")}
+          "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"), "GATED": ("0", "1")}
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
@@ -158,7 +158,7 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         usages = parse_log(variant.title, f"sm_{arch}", said)
         code = bytearray(_value(nvrtc.nvrtcGetCUBINSize(program)))
         _value(nvrtc.nvrtcGetCUBIN(program, code))
-        loops = main_loops(code) if b"mma.sync" in _texts(variant.path) else {}
+        loops = main_loops(bytes(code)) if b"mma.sync" in _texts(variant.path) else {}
         return [replace(usage, loop=loops.get(usage.kernel, Counter())) for usage in usages]
     finally:
         _value(nvrtc.nvrtcDestroyProgram(program))
