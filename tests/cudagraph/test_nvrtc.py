@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from graft.tools.bench import kernel_report
+from graft.models.layers import mma_shape
+from graft.tools.bench import kernel_report, roofline
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
 VARIANTS = kernel_report.all_variants()
@@ -61,6 +62,16 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
             assert usage.registers <= registers and usage.shared_bytes <= shared
             assert usage.spilled_bytes == 0
             assert [usage.loop[name] for name in ("mma", "load", "shared load", "copy")] == loop
+
+
+def test_products_on_tensor_cores_fit_into_every_gpu_and_stand_on_paper():
+    """No shape asks for more than the 99 KB of shared memory of a block on sm_120, and the roof of
+    each matrix is at least the time that its weights take."""
+    for rows in range(1, 300):
+        assert mma_shape(rows, 4096).shared + 16 <= 99 * 1024
+    for line in roofline.roofline().splitlines()[1:]:
+        *_, weights, _, _, predicted, _ = line.split()
+        assert float(predicted) >= 0.98 * float(weights) * 1e12 / roofline.MEMORY
 
 
 def test_every_kernel_file_is_compiled():
