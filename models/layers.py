@@ -9,6 +9,9 @@ Form "warp" multiplies on tensor cores where weights have 16 bits, their inner s
 on the way in, as models are trained and served; or, where `activations` is "float32", counted as
 two such numbers, the rounded one and what is left: 16 bits of mantissa with bfloat16, 22 with
 float16. Sums are float32.
+
+Attention over caches of 16 bits and heads of 64 or 128 runs on tensor cores there too. Both have
+workspace that all calls share: all work of one `Layers` must be ordered.
 """
 
 from __future__ import annotations
@@ -46,6 +49,10 @@ _MMA_FEW = 16  # most rows that weights stream past
 _MMA_BLOCKS = 128  # sums of many rows are parted until there are so many blocks
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
+_TILE = 16
+_SPLIT = 256
+_PARTS = 32
+_SPLIT_BLOCKS = 512  # about what a GPU runs at once
 
 
 def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
@@ -105,6 +112,9 @@ class Layers:
             raise OptionError(f"activations {activations!r}, expected one of {ACTIVATIONS}")
         self.activations = activations
         self._partials: dict[str, DeviceArray] = {}
+        # Of attention: parts of rows' sums, and counts that every kernel leaves zero.
+        self._parts: DeviceArray | None = None
+        self._arrived: DeviceArray | None = None
 
     @property
     def _thread(self) -> bool:
@@ -298,11 +308,39 @@ class Layers:
         count, dim = rows.count, kv.head_dim
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
+        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
+        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5)
+        parts = self.attention_parts(count, heads, kv)
+        if parts:
+            defines = {"CACHE16": STORAGE[kv.dtype], "WIDE_HEAD": dim}
+            kernel = self._kernel("attention_split", "attention_split", **defines)
+            stacked = _ceil(heads // kv.kv_heads, _TILE)
+            tile_heads = _ceil(heads // kv.kv_heads, stacked)
+            run = min(rows.run, count)
+            tiles = _ceil(count, run) * _ceil(run, _TILE // tile_heads)
+            shares = _SPLIT_BLOCKS // (tiles * kv.kv_heads * stacked)
+            tiled = (tiles, kv.kv_heads * stacked, max(1, min(shares, parts)))
+            more = (run, tile_heads, self._parts, self._arrived)
+            lane.kernel(kernel, tiled, _WARP_BLOCK, (*args, *sizes, *more), name="attention")
+            return
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
         grid, block = (count, heads) if self._thread else ((heads, count, 1), _WARP_BLOCK)
-        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
-        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
-        lane.kernel(kernel, grid, block, (*args, *sizes, dim**-0.5), name="attention")
+        lane.kernel(kernel, grid, block, (*args, *sizes), name="attention")
+
+    def attention_parts(self, rows: int, heads: int, kv: PagedKV) -> int:
+        """Parts in which `attention` adds up a row over this cache, after making room for `rows`.
+
+        0 where a kernel without parts serves the cache.
+        """
+        if self._thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
+            return 0
+        parts = min(_ceil(kv.positions, _SPLIT), _PARTS)
+        size = parts * rows * heads * (kv.head_dim + 4)
+        if parts > 1 and (self._parts is None or self._parts.shape[0] < size):
+            self._parts = self.device.empty((size,), "float32")
+        if self._arrived is None or self._arrived.shape[0] < rows * heads:
+            self._arrived = self.device.zeros((rows * heads,), "int32")
+        return parts
 
     def compact(
         self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,

@@ -41,7 +41,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_SWITCHES = ("mask_drafts", "forced_drafts", "overlap")
+_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_legality": LEGALITIES,
     "verify": VERIFY_MODES,
@@ -111,6 +111,10 @@ class Options:
         rounded to the weights' type, as models are trained and served; sums, and all between the
         matrices, are float32. "float32": inputs kept to 16 bits of mantissa or more, at up to twice
         the arithmetic and the same traffic of weights.
+    programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
+        the same.
+    timeline : have the device stamp the border of every part of a round, which costs a kernel each
+        (`EngineStats.part_ns`, traces); False: only where a round begins and ends.
     limits : what one request may cost the host, and how many may wait.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
         seconds that one may take in its process, whatever its backend.
@@ -141,6 +145,8 @@ class Options:
     overlap: bool = True
     composition: str = "one"
     activations: str = "rounded"
+    programmatic: bool = False
+    timeline: bool = False
     limits: Limits = field(default_factory=Limits)
     compile_threads: int = 2
     compile_timeout_s: float = 30.0

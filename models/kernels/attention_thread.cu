@@ -63,6 +63,7 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
                                             const CACHE* keys, const CACHE* values, float* out,
                                             int rows, int heads, int kv_heads, int slots,
                                             int max_pages, int page_shift, float scale) {
+  wait_for_kernel_before();
   const int row = blockIdx.x;
   const int head = threadIdx.x;
   if (row >= rows || head >= heads) return;

@@ -28,6 +28,7 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
                int rows, int columns, int inner, int tap_offset, int tap_stride) {
+  wait_for_kernel_before();
   __shared__ float part[WARPS][16][TILES * 8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);

@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     linear_many(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
                 int rows, int columns, int inner, int tap_offset, int tap_stride, float* partials,
                 int* arrived) {
+  wait_for_kernel_before();
   extern __shared__ Pack16 staged[];
   __shared__ int last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;

@@ -76,6 +76,7 @@ __device__ __noinline__ void rows_by_columns(const WEIGHT* weight, const float* 
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* x,
                                          const float* residual, float* out, float* tap, int rows,
                                          int columns, int inner, int tap_offset, int tap_stride) {
+  wait_for_kernel_before();
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   if (column >= columns) return;
   const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, columns,

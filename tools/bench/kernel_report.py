@@ -27,18 +27,20 @@ from graft.tools.report import table
 
 ARCHITECTURES = (80, 90, 100, 120)
 ROOMS = ("cudagraph", "sampling", "models", "tools")
-# CuPy appends this to whatever it is given (denormals flush to zero, as on the soft device).
-CUPY_OPTIONS = ("-ftz=true",)
+# CuPy appends these to whatever it is given (denormals flush to zero, as on the soft device).
+CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
 VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "OUT": STORAGE, "HEAD_DIM": ("32", "64", "128"),
-          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512"), "NORM_THREADS": ("1", "256"),
+          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512", "1024"),
+          "NORM_THREADS": ("1", "256"), "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
           "WEIGHT16": ("bf16_t", "fp16_t"), "SPLIT": ("0", "1"), "TILES": ("1", "2"),
           "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"), "GATED": ("0", "1")}
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+STACK = re.compile(r"(\d+) bytes stack frame")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -77,6 +79,7 @@ class Usage:
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    stack_bytes: int = 0  # arrays with run-time indices, and what is spilled
     loop: Counter[str] = field(default_factory=Counter)
 
 
@@ -212,10 +215,11 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:
         name = part.split("'")[1]
         spills, used, shared = SPILLS.search(part), USED.search(part), SHARED.search(part)
+        stack = STACK.search(part)
         if spills is None or used is None:
             raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
         usages.append(Usage(title, name, arch, int(used[1]), int(shared[1]) if shared else 0,
-                            sum(map(int, spills.groups()))))
+                            sum(map(int, spills.groups())), int(stack[1]) if stack else 0))
     return usages
 
 
