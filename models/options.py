@@ -13,6 +13,7 @@ from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.layers import ACTIVATIONS
 from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
@@ -46,6 +47,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
     "grammar_transport": TRANSPORTS,
+    "activations": ACTIVATIONS,
     "device": (None, "auto", "cuda", "soft"),
 }
 
@@ -106,6 +108,10 @@ class Options:
     composition : "one": a round is one graph. "two": the drafter has graphs of its own, which the
         host launches behind verification and behind each grammar step that they wait for, with no
         overlap; slower, to measure what one graph gains. Outputs are the same.
+    activations : what matrices of 16-bit weights are multiplied with on GPUs. "rounded": inputs
+        rounded to the weights' type, as models are trained and served; sums, and all between the
+        matrices, are float32. "float32": inputs kept to 16 bits of mantissa or more, at up to twice
+        the arithmetic and the same traffic of weights.
     programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
         the same.
     timeline : have the device stamp the border of every part of a round, which costs a kernel each
@@ -139,6 +145,7 @@ class Options:
     grammar_budget_us: float | None = 5000.0
     overlap: bool = True
     composition: str = "one"
+    activations: str = "rounded"
     programmatic: bool = False
     timeline: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -84,8 +84,8 @@ class Eagle3Head:
         hidden, vocab, draft = config.hidden_size, config.vocab_size, config.draft_vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
-        self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden)]
-        self.decoder += [DecoderLayer.load(weights, f"layers.{i}", config, hidden)
+        self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.layers)]
+        self.decoder += [DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.layers)
                          for i in range(1, config.num_hidden_layers)]  # fmt: skip
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)

@@ -73,7 +73,7 @@ class Mtp(Drafter):
             weights.vector(f"{name}.enorm.weight", hidden),
             weights.vector(f"{name}.hnorm.weight", hidden),
             weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
-            DecoderLayer.load(weights, name, config, hidden),
+            DecoderLayer.load(weights, name, config, hidden, target.layers),
             weights.vector(f"{name}.shared_head.norm.weight", hidden),
             shared(f"{name}.shared_head.head.weight", target.lm_head),
         ) for name in names]  # fmt: skip

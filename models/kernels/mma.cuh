@@ -76,17 +76,17 @@ __device__ __noinline__ void mma_portable(float* d, const unsigned int* a, const
 #endif
 
 // d += A B: A 16 x 16, B 16 x 8 of type T. Lane 4 g + t holds, two to a register: of A rows g and
-// g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and of columns 2t + 8, 2t + 9 (a[2], a[3]); of B the same
-// rows of column g (b[0], b[1]); of the sums, rows g and g + 8 of columns 2t, 2t + 1.
+// g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and of columns 2t + 8, 2t + 9 (a[2], a[3]); of B the
+// same rows of column g (b[0], b[1]); of the sums, rows g and g + 8 of columns 2t, 2t + 1.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
                                              const unsigned int* b) {
 #ifdef __CUDA_ARCH__
-#define MMA_M16N8K16(TYPE)                                                          \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                        \
-      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                  \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                              \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+#define MMA_M16N8K16(TYPE)                                                  \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE       \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
   if constexpr (IsBf16<T>::value) {
     MMA_M16N8K16("bf16");
   } else {
@@ -104,8 +104,8 @@ __device__ __forceinline__ Pack16 load_weight(const T* from) {
 #ifdef __CUDA_ARCH__
   Pack16 p;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(p.u[0]), "=r"(p.u[1]), "=r"(p.u[2]), "=r"(p.u[3])
-      : "l"(from));
+               : "=r"(p.u[0]), "=r"(p.u[1]), "=r"(p.u[2]), "=r"(p.u[3])
+               : "l"(from));
   return p;
 #else
   return *reinterpret_cast<const Pack16*>(from);

@@ -24,6 +24,11 @@ __device__ __forceinline__ float exp_exact(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
+// SwiGLU's gate (Shazeer, 2020): silu(gate) * up.
+__device__ __forceinline__ float gated(float gate, float up) {
+  return gate / (1.0f + exp_exact(-gate)) * up;
+}
+
 // Sums of COUNT rows of 16 values, each as one fixed tree. Stage by stage into arrays of their own,
 // rows side by side, because that is what C++ compilers vectorise.
 template <int COUNT>
