@@ -22,9 +22,9 @@ FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
-_THREAD_BLOCK = 16
-_THREAD_COLUMNS = 4 * _THREAD_BLOCK
-_THREAD_ROWS = 16
+_THREAD_BLOCK = 4
+_THREAD_COLUMNS = 16 * _THREAD_BLOCK
+_THREAD_ROWS = 48
 _THREAD_CHUNK = 64
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
