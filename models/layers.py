@@ -26,6 +26,8 @@ _THREAD_BLOCK = 4
 _THREAD_COLUMNS = 16 * _THREAD_BLOCK
 _THREAD_ROWS = 48
 _THREAD_CHUNK = 64
+_THREAD_QUERIES = 24
+_THREAD_SHARES = 8  # of a few rows' attention, for several workers
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
 _WARP_ROWS = 8
@@ -211,10 +213,16 @@ class Layers:
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
-        grid, block = (count, heads) if self._thread else ((heads, count, 1), _WARP_BLOCK)
-        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
-        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
-        lane.kernel(kernel, grid, block, (*args, *sizes, dim**-0.5), name="attention")
+        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out,
+                count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift,
+                dim**-0.5)  # fmt: skip
+        grid, block = (heads, count, 1), _WARP_BLOCK
+        if self._thread:
+            group = heads // kv.kv_heads
+            queries = min(max(_ceil(count * heads, _THREAD_SHARES), group), _THREAD_QUERIES)
+            args = (*args, queries)
+            grid, block = (_ceil(count * group, queries), kv.kv_heads, 1), 1
+        lane.kernel(kernel, grid, block, args, name="attention")
 
     def compact(
         self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,

@@ -33,6 +33,14 @@ __device__ __forceinline__ Lanes load_lanes(const T* from) {
   return x;
 }
 
+#ifdef __SOFTCUDA__
+__device__ __forceinline__ Lanes load_lanes(const float* from) {
+  Lanes x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+#endif
+
 // The first `count` of them, zeros behind.
 template <typename T>
 __device__ __noinline__ Lanes load_some(const T* from, int count) {
