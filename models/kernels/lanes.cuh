@@ -49,6 +49,14 @@ __device__ __noinline__ Lanes load_some(const T* from, int count) {
   return load_lanes(padded);
 }
 
+// The same, kept in a register where it is used more than once; compilers would load it again.
+__device__ __forceinline__ Lanes held(Lanes x) {
+#if defined(__SOFTCUDA__) && defined(__x86_64__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 __device__ __forceinline__ Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
   UNROLLED for (int i = 0; i < LANES; ++i) c[i] = fmaf(a[i], b[i], c[i]);
   return c;

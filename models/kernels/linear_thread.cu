@@ -12,6 +12,7 @@
 #endif
 #define COLUMNS 16
 #define ROW_BLOCK 48
+#define FETCH 32  // weights that one prefetch brings, or more
 
 struct Product {
   const WEIGHT* weight;
@@ -34,12 +35,12 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column) {
   long long k = 0;
   for (; k + LANES <= inner; k += LANES) {
     Lanes weight[COUNT];
-    UNROLLED for (int c = 0; c < COUNT; ++c) {
-      if (ROWS <= 4) PREFETCH(w + (c + COUNT) * inner + k);
-      weight[c] = load_lanes(w + c * inner + k);
+    if (ROWS <= 4 && k % FETCH == 0) {  // what comes from memory for a few rows
+      UNROLLED for (int c = 0; c < COUNT; ++c) PREFETCH(w + (c + COUNT) * inner + k);
     }
+    UNROLLED for (int c = 0; c < COUNT; ++c) weight[c] = load_lanes(w + c * inner + k);
     UNROLLED for (int r = 0; r < ROWS; ++r) {
-      const Lanes input = load_lanes(x + r * inner + k);
+      const Lanes input = held(load_lanes(x + r * inner + k));
       UNROLLED for (int c = 0; c < COUNT; ++c) {
         partial[r * COUNT + c] = fma_lanes(weight[c], input, partial[r * COUNT + c]);
       }
