@@ -1,7 +1,7 @@
 """The native parts under sanitizers: random graphs against a sequential model, faults, guides.
 
-``make test`` runs the short form (address and undefined-behaviour sanitizers, some hundred graphs);
-``make test-sanitize`` adds more graphs, other settings, and the thread sanitizer.
+``make test`` runs the short form (address sanitizer, some hundred graphs); ``make test-sanitize``
+adds the sanitizers of undefined behaviour and threads, more graphs and other settings.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def graphs(kind: str, seed: int, count: int, threads: int, *more: str, timeout_s
     assert re.match(rf"{count} graphs on {threads} threads; ", said)
 
 
-@pytest.mark.parametrize("first, count", [
-    (1, 150), pytest.param(151, 250, marks=pytest.mark.full),
+@pytest.mark.parametrize("kind, first, count", [
+    ("address", 1, 150), pytest.param("undefined", 1, 400, marks=pytest.mark.full),
 ])
-def test_random_graphs_agree_with_a_sequential_model(first, count):
+def test_random_graphs_agree_with_a_sequential_model(kind, first, count):
     """Forks, joins, host steps, failures, updates and drops: right, and no memory error or leak."""
-    graphs("address", first, count, 3, SOFTCUDA_WORKERS="3")
+    graphs(kind, first, count, 3, SOFTCUDA_WORKERS="3")
 
 
 def test_a_fault_is_named_and_everything_later_is_refused():
@@ -122,7 +122,7 @@ def test_late_and_probed_slots_of_the_guide_get_their_own_rows():
 def test_threads_and_budgets_of_the_guide_have_no_data_race():
     """The same under the thread sanitizer, with many more settings; and more under the other."""
     guide("thread", 1000, 60, timeout_s=600)
-    guide("address", 2000, 100, timeout_s=600)
+    guide("undefined", 2000, 100, timeout_s=600)
 
 
 def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
@@ -153,7 +153,7 @@ def test_work_is_freed_after_the_worker_that_ran_it():
 @pytest.mark.full
 @pytest.mark.parametrize("kind, seed, count, setting", [
     *(("thread", 50_000, 1500, setting) for setting in ("WORKERS=4", *SETTINGS)),
-    *(("address", 10_000, 4000, setting) for setting in (
+    *(("undefined", 10_000, 4000, setting) for setting in (
         "WORKERS=1", "WORKERS=6", "LOCK_MODEL=1", "POISON=1", *SETTINGS)),
 ])
 def test_many_random_graphs_under_other_settings(kind, seed, count, setting):
