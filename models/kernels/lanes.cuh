@@ -39,6 +39,13 @@ __device__ __forceinline__ Lanes load_lanes(const float* from) {
   memcpy(&x, from, sizeof x);
   return x;
 }
+#ifdef __F16C__  // the loop above is not vectorised for it
+__device__ __forceinline__ Lanes load_lanes(const fp16_t* from) {
+  short bits __attribute__((vector_size(2 * LANES)));
+  memcpy(&bits, from, sizeof bits);
+  return __builtin_ia32_vcvtph2ps256(bits);
+}
+#endif
 #endif
 
 // The first `count` of them, zeros behind.
