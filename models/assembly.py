@@ -25,6 +25,7 @@ from graft.models.legality import Blind, Fill, Legality, Probe, Walk
 from graft.models.llama import LlamaModel
 from graft.models.options import Options
 from graft.models.prefill import Prefill
+from graft.models.prefix import PrefixCache
 from graft.models.round import RoundParts
 from graft.models.stamps import make_timeline
 from graft.models.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class Assembly:
     budget: DraftBudget
     prefill: Prefill
     caches: tuple[PagedKV, ...]
+    prefixes: PrefixCache
     compiler: GrammarService
 
 
@@ -91,7 +93,19 @@ def assemble(
     shape = made.shape if made else TreeShape(0)
     lengths = ladder(shape.nodes) if options.draft_length == "auto" else [shape.nodes]
     budget = DraftBudget(lengths, len(shape.levels) or shape.nodes, branches=shape.branch > 1)
-    return Assembly(stream, parts, budget, prefill, caches, compiler)
+    prefixes = _prefixes(options, made, caches)
+    return Assembly(stream, parts, budget, prefill, caches, prefixes, compiler)
+
+
+def _prefixes(
+    options: Options, drafter: Drafter | None, caches: tuple[PagedKV, ...]
+) -> PrefixCache:
+    """What is kept of requests that are over: nothing, where a drafter's entries are no use."""
+    lookahead = drafter.lookahead if drafter else 0
+    pages, most = caches[0].scratch_page, options.prefix_cache_bytes
+    if most is not None:
+        pages = min(pages, most // sum(cache.page_bytes for cache in caches))
+    return PrefixCache(caches, lookahead or 0, 0 if lookahead is None else pages)
 
 
 def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, dtype: str):

@@ -104,8 +104,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._replays,
             Seating(
-                self.options.slots, self.options.max_batch_size, built.caches, built.prefill,
-                built.parts.state, StreamLane(built.stream), self.options.slack,
+                self.options.slots, self.options.max_batch_size, built.caches, built.prefixes,
+                built.prefill, built.parts.state, StreamLane(built.stream), self.options.slack,
             ),
             self.rounds,
             self.stats,
@@ -321,6 +321,18 @@ class Engine:
         self._count_forced()
         return [done[name] for name in names]
 
+    def warm(self, request: Request) -> None:
+        """Prefill a request's prompt, such as a beginning that many will share, for those to come.
+
+        Raises
+        ------
+        RequestError
+            It is refused as a request.
+        """
+        output = self.generate([replace(request, max_tokens=1, n=1)])[0]
+        if output.reason == "refused":
+            raise RequestError(output.error)
+
     def _count_forced(self) -> dict[str, int]:
         counters = self._parts.decoder.counters()
         self.stats.forced_tokens = counters["forced_tokens"] - self._forced_before
@@ -332,15 +344,23 @@ class Engine:
             raise OptionError("the engine is closed")
         grammar = self._count_forced()
         seating, replays = self._scheduler.seating, self._replays
+        caches, prefixes = self._built.caches, self._built.prefixes
+        used = sum(c.scratch_page - len(c.free) - prefixes.unused for c in caches)
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
+            "prefixes": {
+                "pages": len(prefixes),
+                "bytes": len(prefixes) * sum(cache.page_bytes for cache in caches),
+                "hit_tokens": prefixes.hits,
+                "evictions": prefixes.evictions,
+            },
             "held": {
                 "slots": seating.taken,
                 "leaving_slots": seating.leaving,
-                "pages": sum(c.scratch_page - len(c.free) for c in self._built.caches),
+                "pages": used,
                 "unread_replays": len(replays.unread),
                 "unretired_replays": replays.number - replays.retired,
             },

@@ -1,5 +1,7 @@
 """Paged key-value cache: device pages, the page table kernels read, and the host's allocator.
 
+A page may be shared: it is free again when the last who holds it drops it.
+
 Rewinding needs no work on the device: keys and values are addressed by position, so a rejected
 position is overwritten when it is next fed.
 
@@ -12,6 +14,8 @@ Ownership of a slot's row in the page table
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -78,6 +82,7 @@ class PagedKV:
         empty = np.full((slots, self.max_pages), self.scratch_page, dtype=np.int32)
         self.page_table: DeviceArray = device.from_host(empty)
         self.free = list(range(pages - 1, -1, -1))
+        self._references = [0] * pages
         self._owned: list[list[int]] = [[] for _ in range(slots)]
         self._staged = [device.pinned((self.max_pages,), "int32") for _ in range(slots)]
         for row in self._staged:
@@ -88,12 +93,21 @@ class PagedKV:
         """Most positions one slot can hold."""
         return self.max_pages * self.page_size
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers, keys and values."""
+        return 2 * self.k.nbytes // (self.scratch_page + 1)
+
     def pages_of(self, slot: int) -> tuple[int, ...]:
         """Pages a slot owns, in order of position."""
         return tuple(self._owned[self._checked(slot)])
 
-    def allocate(self, slot: int, positions: int) -> bool:
+    def allocate(self, slot: int, positions: int, shared: Sequence[int] = ()) -> bool:
         """Own pages for positions 0..positions-1 of `slot`, growing what it has.
+
+        Parameters
+        ----------
+        shared : pages of others, for the first positions of a slot that has none.
 
         Returns
         -------
@@ -104,18 +118,36 @@ class PagedKV:
         wanted = -(-positions // self.page_size)
         if wanted <= len(owned):
             return True
-        if wanted > self.max_pages or wanted - len(owned) > len(self.free):
+        new = wanted - len(owned) - len(shared)
+        if wanted > self.max_pages or new > len(self.free):
             return False
-        pages = [self.free.pop() for _ in range(wanted - len(owned))]
+        pages = [*shared, *(self.free.pop() for _ in range(new))]
+        for page in pages:
+            self.hold(page)
         self._staged[slot].array[len(owned) : wanted] = pages
         owned.extend(pages)
         return True
 
+    def hold(self, page: int) -> None:
+        """Hold a page that is in use, or was just taken from `free`."""
+        self._references[page] += 1
+
+    def drop(self, page: int) -> None:
+        """Hold a page no longer."""
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self.free.append(page)
+
+    def references(self, page: int) -> int:
+        """How many hold a page."""
+        return self._references[page]
+
     def release(self, slot: int) -> None:
-        """Give back all pages of `slot`."""
+        """Drop all pages of `slot`."""
         owned = self._owned[self._checked(slot)]
         self._staged[slot].array[: len(owned)] = self.scratch_page
-        self.free.extend(reversed(owned))
+        for page in reversed(owned):
+            self.drop(page)
         owned.clear()
 
     def set_table(self, lane: Lane, slot: int) -> None:

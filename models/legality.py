@@ -28,6 +28,7 @@ from graft.cudagraph.graph import GraphLane, GraphMark
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.memory import DeviceArray
 from graft.grammar.decoder import GuidedDecoder
+from graft.models.drafters.base import Drafter
 from graft.models.feed import Feed
 from graft.models.stamps import Stamps
 from graft.sampling.sampler import Sampler
@@ -65,6 +66,11 @@ class Legality:
     def committed(self) -> None:
         """Behind verification: the matchers take what was committed."""
         self._ready = self._ask("commit", self._guide.commit_work(), self.commit)
+
+    def at_once(self, drafter: Drafter, most: int) -> int:
+        """Behind the logits of level 0: of `most` drafts make those that need no level's end;
+        returns how many levels are left to be drawn."""
+        return self._levels
 
     def before(self, level: int, logits: DeviceArray) -> None:
         """Between a level's logits and its draft, levels from 1."""
@@ -130,19 +136,20 @@ class Probe(Legality):
 
 
 class Walk(Legality):
-    """Drafts are legal paths through the candidates of all levels."""
+    """Drafts are legal paths through the candidates of all levels; of a chain, those of requests
+    without a grammar are left to be drawn."""
 
     masked = True
     commit = "commit"
 
-    def walk(self, logits: DeviceArray, most: int) -> None:
-        """Make `most` drafts of logits float32 [levels * B, Vd], a level's rows together.
-
-        Of a chain those of requests without a grammar are left to be drawn, level by level.
-        """
-        sampler, row_slot = self._feed.sampler, self._feed.row_slot
+    def at_once(self, drafter: Drafter, most: int) -> int:
+        if not self._levels:
+            return 0
+        feed, sampler, row_slot = self._feed, self._feed.sampler, self._feed.row_slot
+        logits = drafter.all_levels(feed)[: self._levels * feed.batch]
         sampler.candidates(self._model, logits, row_slot, most)
         self._stamps.end("drafter extend")
         self._ready = self._ask("walk", self._guide.draft_work(1), "walk")
         self._wait("wait for drafts", "walk")
         sampler.place(self._model, None, row_slot, most=most)
+        return 0 if feed.branch > 1 else self._levels

@@ -52,12 +52,16 @@ class Prefill:
         )
 
     def run(
-        self, lane: StreamLane, slot: int, tokens: Sequence[int]
+        self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int = 0
     ) -> Iterator[tuple[int, Callable[[], bool]]]:
         """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
 
         An earlier prompt of the same slot must have been prefilled by now: its staging area is
         rewritten. No other prompt may be begun before this one was enqueued as a whole.
+
+        Parameters
+        ----------
+        cached : of the first tokens, fewer than all, whose entries all caches hold.
 
         Yields
         ------
@@ -65,14 +69,18 @@ class Prefill:
             After each chunk, its rows, and what tells whether the device is over it.
         """
         last = len(tokens) - 1
-        if last == 0 and self._drafter is None:
+        if last == cached and self._drafter is None:
             return
         staged = self._staged[slot].array[:, : last + 1]
         staged[0], staged[2], staged[3] = tokens, slot, np.arange(last + 1)
         staged[1, :-1] = tokens[1:]
         lane.copy(self._rows, self._staged[slot], name="prompt")
         token, following, slots, pos = (self._rows[i] for i in range(4))
-        for begin in range(0, max(last, 1), self._chunk):
+        if self._drafter is not None:
+            for begin in range(0, cached, self._chunk):
+                end = min(begin + self._chunk, cached)
+                self._drafter.resume(lane, Rows(token[begin:end], slots[begin:end], pos[begin:end]))
+        for begin in range(cached, max(last, cached + 1), self._chunk):
             end = min(begin + self._chunk, last)
             features = entries = None
             if end > begin:

@@ -171,6 +171,8 @@ class Output:
     exact : False where drafts were accepted that were not the target's own tokens ("relaxed").
     rounds : rounds in which this request committed at least one token.
     drafted, accepted : drafts tested for it, and drafts accepted.
+    cached_tokens : tokens that needed no forward when it joined, for their keys and values were
+        there; summed over the times that it joined.
     preempted : times it lost its slot and went on later.
     queue_s, first_token_s, total_s : seconds from its submission until it got a slot, until the
         host read its first token, and until it ended; None where that never was.
@@ -190,6 +192,7 @@ class Output:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    cached_tokens: int = 0
     preempted: int = 0
     queue_s: float | None = None
     first_token_s: float | None = None

@@ -27,7 +27,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.errors import DrafterError
 from graft.models.feed import Feed, RoundScratch
-from graft.models.legality import Legality, Walk
+from graft.models.legality import Legality
 from graft.models.llama import LlamaModel
 from graft.models.stamps import KERNELS, Part, Stamps
 from graft.sampling.sampler import Sampler
@@ -160,10 +160,7 @@ class RoundGraph:
         logits = drafter.start(model, feed)
         if drafter.proposes and self.drafts:
             parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.drafts)
-        if isinstance(legality, Walk) and levels:
-            legality.walk(drafter.all_levels(feed)[: levels * self.batch], self.drafts)
-            levels = 0 if parts.branch > 1 else levels
-        for level in range(1, levels + 1):
+        for level in range(1, legality.at_once(drafter, self.drafts) + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)
             if logits is None:

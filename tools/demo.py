@@ -16,7 +16,7 @@ from graft.models.drafters import DrafterChoice, NGram
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
 from graft.models.stats import EngineStats
-from graft.tools.demo_model import demo_model
+from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.demo_prompts import DemoPrompt, demo_prompts, llm_prompts
 from graft.tools.report import table
 from graft.tools.smollm import smollm
@@ -96,10 +96,10 @@ of its own. What speculation saves here is rounds and not time: where seconds di
 launches saved with a tiny model. None of these times is a GPU's."""
 
 
-def main(llm: bool = False) -> int:
+def main(llm: bool = False, drafter_name: str = DRAFTERS[0]) -> int:
     """Run a demo; returns 1 when an output does not obey its grammar."""
     prompts, device = llm_prompts() if llm else demo_prompts(), open_device()
-    target, drafter = (smollm(), NGram) if llm else demo_model()
+    target, drafter = (smollm(), NGram) if llm else demo_model(drafter_name)
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")
     if llm:

@@ -15,7 +15,7 @@ from typing import Any
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
-from graft.tools.demo_model import demo_model
+from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.grammar_options import add_grammar_arguments
 from graft.tools.prompt_rows import Asked, read_requests
 from graft.tools.trace.rounds import trace_rounds
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     models.add_argument("--draft", metavar="FOLDER|MODULE:NAME",
-                        help="drafter's folder, or one of your own (default: the demo's)")
+                        help="drafter's folder, or one of your own; of the demo model "
+                             f"{' or '.join(DRAFTERS)} (default {DRAFTERS[0]})")
     models.add_argument("--draft-length", type=read_length, default=3, metavar="N|auto",
                         help="drafts per round, or as many as pay (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
@@ -112,9 +113,9 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
     """The engine that the options describe, with no more slots than there are requests."""
     target, drafter = options.model, options.draft
     if target is None:
-        if drafter is not None:
+        if drafter not in (None, *DRAFTERS):
             raise OptionError("--draft needs the --model that it was trained for")
-        target, drafter = demo_model()
+        target, drafter = demo_model(drafter or DRAFTERS[0])
     if options.no_speculation:
         drafter = None
     return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),

@@ -48,6 +48,8 @@ class Ahead(Drafter):
         self.taps = tuple(sorted({tap for drafter in both for tap in drafter.taps}))
         if any(drafter.taps not in ((), self.taps) for drafter in both):
             raise OptionError("Ahead: the two read different layers of the target")
+        looks = [drafter.lookahead for drafter in both]
+        self.lookahead = None if None in looks else max(n for n in looks if n is not None)
         self.caches = (*self._first.caches, *self._then.caches)
 
     @property
@@ -59,6 +61,10 @@ class Ahead(Drafter):
     ) -> None:
         for drafter in (self._first, self._then):
             drafter.prefill(lane, own, following, features)
+
+    def resume(self, lane: Lane, own: Rows) -> None:
+        for drafter in (self._first, self._then):
+            drafter.resume(lane, own)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._first.start(lane, feed)

@@ -103,6 +103,8 @@ class Drafter:
     caches : paged keys and values of its own; slots get pages in all of them.
     reads_rows : whether `start` reads the mask rows made after the commit, and waits for them.
     at_once : whether the logits of all levels are there after `start`, whatever is drafted.
+    lookahead : tokens behind a position that its entries in `caches` depend on; None: entries are
+        of use only to whoever was fed what is before them, so prefixes are not shared.
     """
 
     shape: TreeShape
@@ -111,6 +113,7 @@ class Drafter:
     caches: tuple[PagedKV, ...] = ()
     reads_rows: bool = False
     at_once: bool = False
+    lookahead: int | None = 1
 
     @property
     def proposes(self) -> bool:
@@ -128,6 +131,9 @@ class Drafter:
         following : the token BEHIND each position but the last; None: the prompt is one token.
         features : of the target at the positions of `following`, float32 [R, taps * hidden].
         """
+
+    def resume(self, lane: Lane, own: Rows) -> None:
+        """Learn of the tokens of a prefix whose entries in `caches` are there already."""
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         """Absorb what this round committed; return the logits of level 0, float32 [B, Vd].

@@ -80,6 +80,7 @@ class Mtp(Drafter):
         weights.finish(("model.embed_tokens.", "model.norm.", "lm_head.", "rotary_emb.inv_freq",
                         *(f"model.layers.{i}." for i in range(layers))))  # fmt: skip
         self._several = len(modules) > 1
+        self.lookahead = None if self._several else 1  # the modules behind the first carry state
         drafts = min(room.drafts, len(modules)) if self._several else room.drafts
         self.shape = TreeShape.by_level(drafts, None if self._several else room.tree)
         self.taps, self.vocab = (layers - 1,), DraftVocab(config.vocab_size)

@@ -90,6 +90,9 @@ class Texts(Drafter):
     ) -> None:
         self._note(lane, own)
 
+    def resume(self, lane: Lane, own: Rows) -> None:
+        self._note(lane, own)
+
     def start(self, lane: Lane, feed: Feed) -> None:
         self._note(lane, feed.committed(lane, shift=1))
         if feed.width == 1:

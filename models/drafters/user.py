@@ -101,6 +101,9 @@ class UserDrafter(Drafter):
     def prefill(
         self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
     ) -> None:
+        self.resume(lane, own)
+
+    def resume(self, lane: Lane, own: Rows) -> None:
         self._tell(lane, own, None, self._prompt)
         lane.host(PythonWork(self._note, self._prompt.array[: own.count]), name="note prompt")
 

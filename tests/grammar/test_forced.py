@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_util import demo_engine, mixed_requests
-from guide_util import SPECS, Device
+from guide_device import Device
+from guide_util import SPECS
 from reference_round import COUPLED, pack_bits
 from table_model import COLD, MIXED, PLAIN, Case, wrong_twice
 from test_guide_rounds import equal_counters

@@ -9,7 +9,8 @@ import weakref
 
 import numpy as np
 import pytest
-from guide_util import KINDS, SPECS, Device, Rig, exchange_for, joined, run_work
+from guide_device import Device
+from guide_util import KINDS, SPECS, Rig, exchange_for, joined, run_work
 from reference_round import ERROR, FREE, NOT_READY, READY
 
 from graft.cudagraph.hostwork import NativeWork

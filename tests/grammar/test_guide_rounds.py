@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from guide_util import KINDS, SPECS, Device, byte_vocabulary
+from guide_device import Device
+from guide_util import KINDS, SPECS, byte_vocabulary
 from stock import StockLLGuidance
 
 from graft.grammar import GrammarBackend, GrammarError

@@ -11,7 +11,8 @@ import weakref
 import guide_util
 import numpy as np
 import pytest
-from guide_util import SPECS, Device, Rig, exchange_for, joined, run_work
+from guide_device import Device, SlotTruth
+from guide_util import SPECS, Rig, exchange_for, joined, run_work
 from reference_round import NOT_READY, READY, record
 
 from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
@@ -57,7 +58,7 @@ class HeldDevice(Device):
                     time.sleep(1e-4)
         guide_util.run_held(self.works[index][0], self.decoders[0], self.clock, self.gates)
 
-    def _check_row(self, truth: guide_util.SlotTruth, j: int) -> None:
+    def _check_row(self, truth: SlotTruth, j: int) -> None:
         """A row may be missing where the slot is late; one that is there is right."""
         if self.hold and self._state(truth, j) == NOT_READY:
             self.sat_out += j == 0

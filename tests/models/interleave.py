@@ -20,6 +20,7 @@ from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
 from graft.models.scheduler import Scheduler
@@ -85,6 +86,8 @@ class Interleaving:
         length = 32 + slack
         pages = rng.randint(-(-length // PAGE), self.rows * length // PAGE + 4)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
+        self.prefixes = PrefixCache(toy.caches, rng.randrange(2), rng.choice((0, 2, pages, pages)))
+        self.beginnings = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
         toy.exchange = exchange_for(slots, self.k, VOCAB)
         width, batch, entries = self.k + 1, self.rows, self.depth + 1
         self.rings = [
@@ -105,7 +108,7 @@ class Interleaving:
         budget: Any = Lengths(rng, self.k)
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
-            Seating(slots, self.rows, toy.caches, toy, toy, None, slack),
+            Seating(slots, self.rows, toy.caches, self.prefixes, toy, toy, None, slack),
             {(size, k): self._graph(size, k) for size in {1, self.rows} for k in range(self.k + 1)},
             EngineStats(draft_length=self.k),
             budget,
@@ -129,7 +132,10 @@ class Interleaving:
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""
         rng = self.rng
-        prompt = [rng.randrange(VOCAB - 2) for _ in range(rng.randint(1, 9))]
+        shared = [token for i in range(0, 9, PAGE)
+                  for token in rng.choice(self.beginnings)[i : i + PAGE]][: rng.randrange(10)]
+        own = rng.randint(1, 10 - len(shared))
+        prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(own))]
         grammar, stop = self.grammars(rng) if rng.random() < 0.7 else None, ()
         if grammar is None:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
@@ -228,6 +234,8 @@ class Interleaving:
         s.replays.settle(s.stats)
         s.seating.reclaim_idle()
         assert not s.seating.leaving and len(s.seating._free) == len(self.toy.slots)
+        assert self.prefixes.unused == len(self.prefixes)
+        self.prefixes.clear()
         assert all(len(c.free) == c.scratch_page for c in self.toy.caches), "pages are lost"
         assert s.replays.retired == s.replays.number == self.toy.completed
         self.toy.decoder.close()  # refuses while a snapshot is live

@@ -56,6 +56,7 @@ class ToyCache(PagedKV):
         self.toy, self.slots, self.page_size = device, slots, PAGE
         self.max_pages, self.scratch_page = -(-length // PAGE), pages
         self.free = list(range(pages))
+        self._references = [0] * pages
         self._owned = [[] for _ in range(slots)]
         self.table = np.full((slots, self.max_pages), pages)
         self._staged: Any = [SimpleNamespace(array=row) for row in self.table.copy()]
@@ -143,7 +144,7 @@ class ToyDevice:
             pass
 
     def run(
-        self, lane: Any, slot: int, tokens: Sequence[int]
+        self, lane: Any, slot: int, tokens: Sequence[int], cached: int
     ) -> Iterator[tuple[int, Callable[[], bool]]]:
         """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
         after chunk from where the copy has put it."""
@@ -162,7 +163,7 @@ class ToyDevice:
                     cache.write(*row)
 
         self.enqueue(copy)
-        for begin in range(0, len(tokens) - 1, PAGE - 1):
+        for begin in range(cached, len(tokens) - 1, PAGE - 1):
             self.enqueue(functools.partial(chunk, begin))
             yield PAGE - 1, self.query
 

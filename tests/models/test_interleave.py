@@ -12,6 +12,8 @@ from graft.cudagraph.pinned import Ring
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
+from graft.models.kv import PagedKV
+from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays, Seat
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Running, Seating
@@ -95,8 +97,8 @@ MUTANTS = {
     "preempted request gets a new budget": (
         Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
     "pages reserved for what is known only": (
-        Seating, "join", "self._allocate(slot, running.limit + self._slack)",
-        "self._allocate(slot, len(tokens))"),
+        Seating, "join", "self._allocate(slot, running.limit + self._slack, shared)",
+        "self._allocate(slot, len(tokens), shared)"),
     "tokens after the stop string are kept": (
         Running, "push", "return self._tell(), True",
         "self.output.tokens.append(token); return self._tell(), True"),
@@ -105,6 +107,14 @@ MUTANTS = {
         "list(self._joining.values())[-1]"),
     "seated before its prompt is enqueued": (
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
+    "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "== 1"),
+    "the page of the last token is shared": (
+        PrefixCache, "_keys", "- max(self._lookahead, 1) + 1", "+ 1"),
+    "pages that are found make room for themselves": (
+        PrefixCache, "make_room", "not in stay", "is not None"),
+    "pages of a prompt that was not prefilled to its end": (
+        Seating, "leave", "self._leaving[slot] = launched",
+        "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)"),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
 }  # fmt: skip

@@ -15,7 +15,7 @@ WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 0, 2**7
 RIGHT = {
     "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
     "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70, 0),
-    "grammar_cache_bytes": (0,), "ordinal": (0,),
+    "grammar_cache_bytes": (0,), "prefix_cache_bytes": (0,), "ordinal": (0,),
 }  # fmt: skip
 NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}  # None is no value of these
 

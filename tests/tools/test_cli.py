@@ -300,10 +300,10 @@ def test_drafts_as_many_as_pay(capsys):
 CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
 
 
-@pytest.mark.parametrize("option", ["--no-speculation", "--no-draft-mask"])
-def test_how_drafts_are_made_does_not_change_greedy_output(option, capsys):
-    """Without speculation, or with unmasked drafts, the same tokens come out."""
-    usual, other = (run_json(capsys, *CODE, *flags)["outputs"][0] for flags in ([], [option]))
+@pytest.mark.parametrize("options", ["--no-speculation", "--no-draft-mask", "--draft dflash"])
+def test_how_drafts_are_made_does_not_change_greedy_output(options, capsys):
+    """Without speculation, with unmasked drafts or another drafter, the same tokens come out."""
+    usual, other = (run_json(capsys, *CODE, *more)["outputs"][0] for more in ([], options.split()))
     assert other["tokens"] == usual["tokens"] and other["valid"] is True
 
 

@@ -86,15 +86,19 @@ def cell(**told: Any) -> dict[str, Any]:
 
 
 def test_differences_are_of_cells_that_differ_in_one_thing():
-    """Masked against blind, a tree against chains of as many drafts, one verification and other."""
+    """Masked against blind, a tree against chains of as many drafts, one verification and other,
+    drafters against the first."""
     cells = [cell(), cell(length="auto"), cell(length="auto", legality="blind"),
              cell(legality="blind", by_prompt=[1.0, 2.5]), cell(length=2),
-             cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]), cell(drafter="e"),
+             cell(legality="probe", tree="2x3", by_prompt=[4.0, 3.5]),
+             cell(drafter="e", legality=None, by_prompt=[2.0, 3.5]),
+             cell(drafter="f", legality="walk", by_prompt=[2.0, 5.0]),
              cell(verify="coupled", temperature=1.0), cell(verify="rejection", temperature=1.0)]
     found = {one["of"]: (one["mean"], one["length"], one["temperature"])
              for one in speculation.differences(cells)}
     assert found == {"fill - blind": (0.75, 4, 0.0), "2x3 - chain, fill": (1.25, 4, 0.0),
-                     "coupled - rejection": (0.0, 4, 1.0)}
+                     "coupled - rejection": (0.0, 4, 1.0), "e - d, fill": (0.25, 4, 0.0),
+                     "f - d, fill": (1.0, 4, 0.0)}
 
 
 def test_costs_weigh_tokens_by_survival_against_the_time_of_rows():

@@ -4,10 +4,11 @@
         [--trees 2x4] [--legality fill blind] [--temperatures 0] [--batches 1 8] [--out FOLDER]
 
 Writes ``speculation.json``, a row a cell and kind of prompt as ``speculation.csv``, and pictures.
-A drafter is ``forced``, ``ngram``, ``suffix``, ``eagle`` (the demo model's own head), a folder, or
-MODULE:NAME; ``ngram+``, ``suffix+`` and ``forced+`` put one before another. Every cell is played in
-turn with decoding without speculation, which is what its speed is compared with. An acceptance
-length has the bonus token in it. Intervals are of 95 %, with prompts as what is independent.
+A drafter is ``forced``, ``ngram``, ``suffix``, ``eagle`` or ``dflash`` (the demo model's own), a
+folder, or MODULE:NAME; ``ngram+``, ``suffix+`` and ``forced+`` put one before another. Every cell
+is played in turn with decoding without speculation, which is what its speed is compared with. An
+acceptance length has the bonus token in it. Intervals are of 95 %, with prompts as what is
+independent.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from graft.tools.report import program
 from graft.tools.smollm import smollm
 
 AT_ONCE = {"ngram": NGram, "suffix": Suffix}
+OWN = {"eagle": "eagle3", "dflash": "dflash"}
 #: Below it a request decodes greedily.
 GREEDY = 1e-5
 
@@ -146,22 +148,27 @@ def differences(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tokens a round of cells that differ in one thing alone, prompt by prompt.
 
     Masked minus blind drafts; a tree minus the chain of as many drafts, hence verified rows; one
-    way to verify minus another. Of masked chains, filled or probed, a tree meets either.
+    way to verify minus another; a drafter minus the first one that is named. However drafts are
+    masked, those of a tree or another drafter are compared with them.
     """
     found = []
+    first = next((cell["drafter"] for cell in cells if cell["length"]), None)
     chosen = [cell for cell in cells if cell["length"] != "auto"]  # else by the clock
     for one, other in itertools.permutations(chosen, 2):
         same = {key for key in KEYS if one[key] == other[key]}
-        masked = [cell["legality"] not in (None, "blind") for cell in (one, other)]
+        masked = [cell["legality"] != "blind" for cell in (one, other)]
         if masked == [True, True]:
             same.add("legality")
         apart = set(KEYS) - same
         if not ((apart == {"legality"} and masked[0])
                 or (apart == {"tree"} and other["tree"] is None)
+                or (apart == {"drafter"} and other["drafter"] == first)
                 or (apart == {"verify"} and one["verify"] < other["verify"])):  # fmt: skip
             continue
         key, pairs = apart.pop(), zip(one["by_prompt"], other["by_prompt"], strict=True)
-        of = f"{one[key]} - {other[key] or 'chain, ' + str(other['legality'])}"
+        of = f"{one[key]} - {other[key] or 'chain'}"
+        if masked[0] and masked[1] and other["legality"] not in (None, one["legality"]):
+            of += f", {other['legality']}"
         found.append({"of": of} | {name: one[name] for name in KEYS}
                      | estimate_mean([a - b for a, b in pairs]))
     return found
@@ -224,9 +231,10 @@ def choose(name: str, head: Path | None) -> DrafterChoice | None:
         return partial(Ahead, first=AT_ONCE[first], then=choose(then, head) or then)
     if plus and first == "forced":
         return choose(then, head)
-    if name == "eagle" and head is None:
-        raise OptionError("drafter eagle is the demo model's own; name another model's folder")
-    return {"forced": None, "eagle": head, **AT_ONCE}.get(name, name)
+    if name in OWN and head is None:
+        raise OptionError(f"drafter {name} is the demo model's own; name another model's folder")
+    own = {known: demo_model(folder)[1] for known, folder in OWN.items()}
+    return {"forced": None, **own, **AT_ONCE}.get(name, name)
 
 
 def cell(play: Play, plain: Play, kinds: Sequence[str], depth: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Train the demo model and its EAGLE-3 head, and write both checkpoints.
+"""Train the demo model, its EAGLE-3 head and its block drafter, and write the checkpoints.
 
-    python -m tools.train.demo tokenizer target eagle export --work DIR
+    python -m tools.train.demo tokenizer target eagle block export --work DIR
 
 Stages run in the order given and resume from what `--work` holds. Needs torch (CPU
 is enough), tokenizers, safetensors, jinja2 and tqdm: a development-time extra.
@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ from tqdm import tqdm
 from .. import demo_tasks as demo
 from . import data
 from . import tasks as drawn
-from .evaluate import AUX, acceptance, whole_right
-from .nets import Eagle3, Llama, Sizes
+from .evaluate import AUX, BLOCK_AUX, acceptance, block_acceptance, blocks_of, whole_right
+from .nets import Block, Eagle3, Llama, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every batch has its own shape; without these glibc gives memory back to the kernel
@@ -45,6 +45,9 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_":
 #: Of the target's training, and the tokens of a batch; then those of the drafter's.
 RATE, TOKENS = 4e-3, 4096
 EAGLE_TOKENS, DRAFT_VOCABULARY, UNROLLED = 3072, 1024, 3
+#: Of the block drafter's: tokens, blocks a sequence, rows of a block, sizes of its own.
+BLOCK_TOKENS, BLOCKS, WIDTH = 2048, 16, 8
+BLOCK_SIZES = {"layers": 3, "inner": 192}
 
 
 class Run:
@@ -77,6 +80,37 @@ class Run:
         model.load_state_dict(state)
         return model.eval()
 
+    def block(self) -> Block:
+        """A new one, or what is trained."""
+        model = Block(replace(self.sizes, **BLOCK_SIZES), len(BLOCK_AUX))
+        path = self.work / "block.pt"
+        if path.exists():
+            model.load_state_dict(torch.load(path)["model"])
+        return model
+
+    def mask(self) -> int:
+        """The token whose embedding stands for what is to be drafted; no answer holds it."""
+        return self.tokenizer().get_vocab()["<|user|>"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal by an iteration of Newton and Schulz (Jordan et al., 2024), which
+    torch's own does in bfloat16: where a CPU has none, that takes longer than all the rest."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                kept.lerp_(p.grad, 0.05)
+                x = p.grad.lerp(kept, 0.95)
+                x = x / x.norm().clamp(min=1e-7)
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
+                rate = group["lr"]
+                p.mul_(1 - 0.05 * rate).sub_(x, alpha=0.2 * max(p.shape) ** 0.5 * rate)
+
 
 class Optimizers:
     """Muon for the matrices inside the layers, AdamW for the rest; one schedule by time."""
@@ -84,8 +118,8 @@ class Optimizers:
     def __init__(self, model: nn.Module, minutes: float) -> None:
         inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "layer" in n]
         rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layer" in n)]
-        self.all = [
-            torch.optim.Muon(inner, lr=RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        self.all: list[torch.optim.Optimizer] = [
+            Muon(inner, {"lr": RATE}),
             torch.optim.AdamW(rest, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
         ]
         self.minutes, self.step_no, self.spent = minutes, 0, 0.0
@@ -240,6 +274,55 @@ def train_eagle(run: Run) -> None:
             torch.save({"model": head.state_dict(), "optimizers": opt.state()}, path)
 
 
+def block_loss(drafter: Block, target: Llama, ids: Tensor, answer: Tensor, width: int,
+               mask: int) -> Tensor:  # fmt: skip
+    """Cross-entropy to the target's distribution, of blocks at random places of the answers."""
+    wanted = answer[:, 1:]
+    with torch.no_grad():
+        streams = target(ids[:, :-1])
+        p = target.logits(streams[-1][wanted]).softmax(-1)
+        start = torch.multinomial(wanted.float(), BLOCKS, replacement=True)
+        rows = start[..., None] + torch.arange(width - 1)
+        real = rows < wanted.shape[1]
+        rows = rows.clamp(max=wanted.shape[1] - 1)
+        real &= wanted.gather(1, rows.flatten(1)).view_as(rows)
+        place = (wanted.flatten().cumsum(0) - 1).view_as(wanted).gather(1, rows.flatten(1))
+        p = p[place.view_as(rows)[real]]
+        features = torch.cat([streams[i] for i in BLOCK_AUX], -1)
+        blocks = blocks_of(target, ids, start, width, mask)
+    out = drafter(features, blocks, start)[:, :, 1:][real]
+    logq = F.linear(out, target.model.embed_tokens.weight.detach()).log_softmax(-1)
+    weight = (0.8 ** torch.arange(width - 1)).expand(real.shape)[real]
+    return -(weight * (p * logq).sum(-1)).sum() / weight.sum()
+
+
+def train_block(run: Run) -> None:
+    """Distil the target into the block drafter, with blocks of several widths."""
+    target, tokenizer, drafter, mask = run.target(), run.tokenizer(), run.block(), run.mask()
+    opt = Optimizers(drafter, run.args.block_minutes)
+    path = run.work / "block.pt"
+    if path.exists():
+        opt.load(torch.load(path)["optimizers"])
+    probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
+    tasks = drawn.mixture(run.documents, 0.0, 2 * 10**8 + opt.step_no * 1000)
+    rng = random.Random(opt.step_no)
+    stream = data.batches(tokenizer, tasks, BLOCK_TOKENS, 320, rng)
+    share, losses = opt.progress(), []
+    bar = tqdm(total=run.args.block_minutes, unit="min", initial=opt.spent)
+    while share < 1.0:
+        loss = block_loss(drafter, target, *next(stream), rng.randint(4, WIDTH), mask)
+        share = opt.step(loss)
+        losses.append(loss.item())
+        bar.n = opt.spent
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        if opt.step_no % 200 == 0 or share >= 1.0:
+            run.log(stage="block", step=opt.step_no, minutes=opt.spent,
+                    loss=sum(losses) / len(losses),
+                    acceptance_length=block_acceptance(drafter, target, probe, UNROLLED, mask))
+            losses = []
+            torch.save({"model": drafter.state_dict(), "optimizers": opt.state()}, path)
+
+
 def export(run: Run) -> None:
     """Write the checkpoints in the form of the Hugging Face and EAGLE-3 loaders, in bf16."""
     s, tokenizer = run.sizes, run.tokenizer()
@@ -268,6 +351,15 @@ def export(run: Run) -> None:
             "draft_vocab_size": len(head.d2t), "tie_word_embeddings": False,
             "eagle_config": {"use_aux_hidden_state": True,
                              "eagle_aux_hidden_state_layer_ids": list(AUX)}}
+    if (run.work / "block.pt").exists():
+        drafter = run.block()
+        weights["dflash"] = {k: v.bfloat16() for k, v in drafter.state_dict().items()}
+        files["dflash/config.json"] = {
+            **shape, **drafter.s.config(), "model_type": "qwen3",
+            "architectures": ["DFlashDraftModel"], "num_hidden_layers": drafter.s.layers,
+            "num_target_layers": s.layers, "tie_word_embeddings": False,
+            "dflash_config": {"block_size": WIDTH, "mask_token_id": run.mask(),
+                              "target_layer_ids": list(BLOCK_AUX)}}
     for name, tensors in weights.items():
         (run.out / name).mkdir(parents=True, exist_ok=True)
         path = run.out / name / "model.safetensors"
@@ -280,7 +372,7 @@ def export(run: Run) -> None:
 
 
 STAGES = {"tokenizer": make_tokenizer, "target": train_target, "eagle": train_eagle,
-          "export": export}
+          "block": train_block, "export": export}
 
 
 def main() -> None:
@@ -293,6 +385,7 @@ def main() -> None:
                         default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz"))
     parser.add_argument("--minutes", type=float, default=45.0, help="of the target's training")
     parser.add_argument("--eagle-minutes", type=float, default=12.0)
+    parser.add_argument("--block-minutes", type=float, default=12.0)
     parser.add_argument("--threads", type=int, default=2, help="use 1 where others compute too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,9 +1,10 @@
-"""The demo model and its EAGLE-3 head in plain torch, for training only.
+"""The demo model and its drafters in plain torch, for training only.
 
 `Llama` computes what a Hugging Face ``LlamaForCausalLM`` computes (RMSNorm before
 each block, half-split rotary embedding, grouped-query attention, SwiGLU, tied
 output head); parameter names are those of the checkpoint. `Eagle3` is one such
-layer over [embedding, feature] with its own head over a pruned vocabulary.
+layer over [embedding, feature] with its own head over a pruned vocabulary. `Block`
+is DFlash: layers with normalised queries and keys, and the target's own head.
 """
 
 from __future__ import annotations
@@ -66,24 +67,27 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Projections and rotary embedding; `width` is the input's size."""
 
-    def __init__(self, s: Sizes, width: int) -> None:
+    def __init__(self, s: Sizes, width: int, head_norm: bool = False) -> None:
         super().__init__()
         self.s = s
         self.q_proj = nn.Linear(width, s.heads * s.head_dim, bias=False)
         self.k_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
         self.v_proj = nn.Linear(width, s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
+        norms = (RMSNorm(s.head_dim, s.eps) if head_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = norms
 
     def q(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """(batch, heads, length, head_dim)."""
         b, n, _ = x.shape
-        return rotate(self.q_proj(x).view(b, n, self.s.heads, -1).transpose(1, 2), rope)
+        q = self.q_norm(self.q_proj(x).view(b, n, self.s.heads, -1))
+        return rotate(q.transpose(1, 2), rope)
 
     def kv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(batch, heads, length, head_dim) each, repeated from the key-value heads."""
         b, n, _ = x.shape
         group = self.s.heads // self.s.kv_heads
-        k = self.k_proj(x).view(b, n, self.s.kv_heads, -1).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(b, n, self.s.kv_heads, -1)).transpose(1, 2)
         v = self.v_proj(x).view(b, n, self.s.kv_heads, -1).transpose(1, 2)
         return rotate(k, rope).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
@@ -104,10 +108,10 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: Sizes, head_norm: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(s.hidden, s.eps)
-        self.self_attn = Attention(s, s.hidden)
+        self.self_attn = Attention(s, s.hidden, head_norm)
         self.post_attention_layernorm = RMSNorm(s.hidden, s.eps)
         self.mlp = MLP(s)
 
@@ -240,3 +244,52 @@ class Eagle3(nn.Module):
             outs.append(out)
             g = F.pad(out[:, :-1], (0, 0, 1, 0))
         return outs
+
+
+class Block(nn.Module):
+    """DFlash; a block is the last token and masks behind it, in place of tokens to draft."""
+
+    def __init__(self, s: Sizes, taps: int) -> None:
+        super().__init__()
+        self.s = s
+        self.fc = nn.Linear(taps * s.hidden, s.hidden, bias=False)
+        self.hidden_norm, self.norm = RMSNorm(s.hidden, s.eps), RMSNorm(s.hidden, s.eps)
+        self.layers = nn.ModuleList(Layer(s, head_norm=True) for _ in range(s.layers))
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, features: Tensor, embedded: Tensor, start: Tensor) -> Tensor:
+        """What the target's head reads, of many blocks of a sequence at once.
+
+        Parameters
+        ----------
+        features : Tensor
+            (batch, n, taps * hidden), of the target at positions 0..n-1.
+        embedded : Tensor
+            (batch, blocks, width, hidden), rows of the blocks.
+        start : Tensor
+            (batch, blocks), position of each one's first row; it sees features before it.
+
+        Returns
+        -------
+        Tensor
+            (batch, blocks, width, hidden); row j predicts the token at position start + j.
+        """
+        batch, blocks, width, _ = embedded.shape
+        n = features.shape[1]
+        at = (start[..., None] + torch.arange(width)).flatten(1)
+        own = torch.arange(blocks).repeat_interleave(width)
+        before = torch.arange(n) < start.repeat_interleave(width, 1)[..., None]
+        seen = torch.cat((before, (own == own[:, None]).expand(batch, -1, -1)), -1)[:, None]
+        cos, sin = rotary(self.s, torch.arange(n + width))
+        rope, behind = (cos[at][:, None], sin[at][:, None]), (cos[:n], sin[:n])
+        context, x = self.hidden_norm(self.fc(features)), embedded.flatten(1, 2)
+        for layer in self.layers:
+            y, attend = layer.input_layernorm(x), layer.self_attn
+            pairs = zip(attend.kv(context, behind), attend.kv(y, rope), strict=True)
+            k, v = (torch.cat(pair, 2) for pair in pairs)
+            q = attend.q(y, rope)
+            x = x + attend.out(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x).view_as(embedded)

@@ -1,0 +1,112 @@
+"""Prefix cache: pages of keys and values that outlive their request, found again by their tokens.
+
+A page's key is a chain of hashes over all tokens up to its end, and `lookahead` tokens behind it:
+entry i of a draft head depends on token i + 1. Kernels are row-invariant, so a page holds the same
+bits whoever wrote it, in prefill or round by round; a grammar has no part in them.
+
+Invariants
+----------
+1. A page that is kept is never written: whoever holds it has its first position of its own behind
+   it (`match` leaves at least one token).
+2. What is kept was enqueued before it was kept, on the replays' stream; so whoever finds it reads
+   it behind whoever wrote it.
+3. A kept page holds one reference of the cache's own; it may be given up while that is the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from graft.models.kv import PagedKV
+
+#: A page in each of the caches.
+Pages = tuple[int, ...]
+
+
+class PrefixCache:
+    """Which pages hold which tokens, in several paged caches whose pages go together.
+
+    Parameters
+    ----------
+    caches : of one page size.
+    lookahead : tokens behind a page that its entries depend on.
+    most : pages that are kept at most.
+
+    Attributes
+    ----------
+    hits : tokens that needed no forward.
+    evictions : pages given up.
+    """
+
+    def __init__(self, caches: Sequence[PagedKV], lookahead: int, most: int) -> None:
+        self._caches, self._lookahead, self._most = caches, lookahead, most
+        self._kept: OrderedDict[bytes, Pages] = OrderedDict()  # least recently used first
+        self.hits = self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        """Keys of the pages whose entries `tokens` decide, and behind which a token is left."""
+        size, key = self._caches[0].page_size, b""
+        every = np.asarray(tokens, np.int32)
+        for end in range(size, len(every) - max(self._lookahead, 1) + 1, size):
+            told = every[end - size : end + self._lookahead].tobytes()
+            key = hashlib.blake2b(key + told, digest_size=32).digest()
+            yield key
+
+    def match(self, tokens: Sequence[int]) -> list[Pages]:
+        """Pages of the longest prefix that is kept; they are the last to be given up."""
+        found = []
+        for key in self._keys(tokens):
+            if key not in self._kept:
+                break
+            found.append(key)
+        for key in reversed(found):  # the beginning last: without it the rest is not found
+            self._kept.move_to_end(key)
+        return [self._kept[key] for key in found]
+
+    def keep(self, slot: int, tokens: Sequence[int]) -> None:
+        """Keep the pages of a slot whose entries for `tokens`, all but the last, are enqueued."""
+        if self._most == 0:
+            return
+        owned = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
+        keys = list(zip(self._keys(tokens), owned, strict=False))
+        for key, pages in reversed(keys[: self._most]):
+            if key not in self._kept:
+                for cache, page in zip(self._caches, pages, strict=True):
+                    cache.hold(page)
+                self._kept[key] = pages
+            self._kept.move_to_end(key)
+        self._give_up(list(self._kept)[: max(0, len(self._kept) - self._most)])
+
+    def make_room(self, pages: int, stay: Collection[Pages]) -> None:
+        """Give up pages that nobody uses until so many are free, least recently used first; none
+        where that would not do, and none of those that are to stay."""
+        count = pages - min(len(cache.free) for cache in self._caches)
+        unused = [key for key in self._unused() if self._kept[key] not in stay]
+        if count <= len(unused):
+            self._give_up(unused[: max(0, count)])
+
+    @property
+    def unused(self) -> int:
+        """Kept pages that no slot has."""
+        return len(self._unused())
+
+    def _unused(self) -> list[bytes]:
+        first = self._caches[0]
+        return [key for key, pages in self._kept.items() if first.references(pages[0]) == 1]
+
+    def clear(self) -> None:
+        """Give up everything."""
+        self._give_up(list(self._kept))
+
+    def _give_up(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            for cache, page in zip(self._caches, self._kept.pop(key), strict=True):
+                cache.drop(page)
+            self.evictions += 1

@@ -1,0 +1,286 @@
+"""A device in NumPy for the guide's tests.
+
+`Device` does what the kernels do with a slot: verify against mask rows, commit, draft. It decides
+from the masks it is given and a random generator, and compares them with `oracle_row`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import reference_round as ref
+from guide_util import KINDS, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
+from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
+
+from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
+from graft.grammar.decoder import GuidedDecoder, GuidedRequest
+from graft.grammar.forced import ForcedText
+
+MARKER_TOKENS = [*b'a":', 261, 265]
+
+
+@dataclass
+class SlotTruth(ref.Slot):
+    """What the simulated device knows about one slot."""
+
+    index: int = 0
+    name: int = 0  # what it generates depends on it
+    start: Callable[[], Matcher] | None = None  # None: unconstrained
+    position: int = 0  # n when it joined
+    history: list[int] = field(default_factory=list)
+    reason: int = 0
+    confused: bool = False  # an illegal token was committed on purpose
+    left: bool = False  # the host knows that it has ended
+
+
+class Device:
+    """Runs rounds of decoders that must agree, by the kind of their matchers, checking every row
+    against the oracle."""
+
+    def __init__(
+        self, backend: GrammarBackend, *, oracle: GrammarBackend | None = None, slots: int,
+        draft_length: int, masked: bool, seed: int, kinds: Sequence[str] = ("native", "python"),
+        illegal: float = 0.1, stall: float = 0.05, wrong: float = 0.0, probe: bool = False,
+        forced: ForcedText | None = None, options: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        self.forced = forced
+        self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
+        self.oracle = functools.cache((oracle or backend).compile)
+        self.rng = np.random.default_rng(seed)
+        self.size = backend.vocabulary.size
+        self.illegal, self.stall, self.wrong = illegal, stall, wrong
+        self.kinds = kinds
+        sizes = (slots, draft_length, self.size, 4 * probe)
+        self.exchanges = [exchange_for(*sizes) for _ in kinds]
+        options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
+        self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
+        self.slots: list[Any] = [None] * slots
+        self.matchers: list[list[Matcher | None]] = [[None] * slots for _ in kinds]
+        self.epoch = self.replay = self.published = 0
+        self.snapshots: dict[int, list[int]] = {}
+        self.ended: list[SlotTruth] = []
+        self.works = [[d.open_work() for d in self.decoders]]
+        if draft_length:
+            self.works.append([d.commit_work() for d in self.decoders])
+        for j in range(1, draft_length + probe if masked else 0):
+            self.works.append([d.draft_work(j) for d in self.decoders])
+
+    # The host's side.
+
+    def join(
+        self, slot: int, compiled: CompiledGrammar | None, *, limit: int, name: int | None = None
+    ) -> None:
+        """Put a new request into a slot; it takes part from the next published replay on."""
+        self.epoch += 1
+        name = self.epoch if name is None else name
+        position = mix(name) % 50
+        self.slots[slot] = SlotTruth(
+            n=position, tree=ref.chain(-1), limit=position + limit, epoch=self.epoch,
+            stop_ids=(STOP, OTHER_STOP), index=slot, name=name, position=position,
+            start=None if compiled is None else self.oracle(compiled.spec).matcher,
+        )  # fmt: skip
+        for kind, matchers in zip(self.kinds, self.matchers, strict=True):
+            matchers[slot] = compiled and KINDS[kind](compiled.matcher())
+
+    def is_idle(self, slot: int) -> bool:
+        """Whether the slot may be given to a new request: no replay in flight names it."""
+        truth = self.slots[slot]
+        named = any(slot in rows for rows in self.snapshots.values())
+        return truth is None or (truth.left and not named)
+
+    def publish(self, leave_out: Sequence[int] = ()) -> None:
+        """Announce the next replay with every slot that is not known to have ended."""
+        self.published += 1
+        here = [s for s, truth in enumerate(self.slots) if truth and not truth.left]
+        rows = [s for s in here if s not in leave_out]
+        self.rng.shuffle(rows)
+        self.snapshots[self.published] = rows
+        for decoder, matchers in zip(self.decoders, self.matchers, strict=True):
+            named = [(s, self.slots[s]) for s in rows]
+            requests = [GuidedRequest(s, t.epoch, matchers[s], t.position) for s, t in named]
+            decoder.publish(self.published, requests)
+            requests.clear()  # which changes no replay
+
+    # The device's side.
+
+    def run(self) -> None:
+        """One replay: open, verify, commit, draft, with all checks; then the replay retires."""
+        self.replay += 1
+        truths = [self.slots[s] for s in self.snapshots.pop(self.replay)]
+        self._step(0)
+        for truth in truths:
+            made = len(truth.drafts) + 1 if truth.active else 0
+            for j in range(made):
+                self._check_row(truth, j)
+            if made and truth.start and not truth.confused:  # nothing of a longer round is left
+                assert {self._state(truth, j) for j in range(made, self.k + 1)} <= {NOT_READY}
+        drafting = [truth for truth in truths if self._verify(truth)]
+        if self.k:
+            self._step(1)
+            for truth in drafting:
+                if not self.probe:
+                    self._check_row(truth, 0)
+        for j in range(1, self.k + 1):
+            if self.probe:
+                self._probe(j, drafting)
+                continue
+            for truth in drafting:
+                self._draft(truth, j)
+            if self.masked and j < self.k:
+                self._step(1 + j)
+                for truth in drafting:
+                    if len(truth.drafts) == j:
+                        self._check_row(truth, j)
+        for decoder in self.decoders:
+            decoder.retire(self.replay)
+
+    def clear_ended(self) -> None:
+        """Take slots whose request has ended out of the next snapshots."""
+        for truth in self.slots:
+            if truth and not truth.active and not truth.left:
+                truth.left = True
+                self.ended.append(truth)
+
+    def _step(self, index: int) -> None:
+        for work in self.works[index]:
+            run_work(work)
+        first = self.exchanges[0]
+        for other in self.exchanges[1:]:
+            for name in ("stamps", "masks", "answer"):
+                np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
+
+    def _state(self, truth: SlotTruth, j: int) -> int:
+        """The row's state as a kernel reads it."""
+        return ref.row_at(self.exchanges[0], truth.index, j).counts_as(truth, truth.n + j)
+
+    def _legal(self, truth: SlotTruth, j: int) -> np.ndarray:
+        ready = self._state(truth, j) == READY
+        return bits(self.exchanges[0].masks[truth.index, j]) if ready else np.arange(self.size)
+
+    def _oracle_row(self, truth: SlotTruth, drafts: Sequence[int]) -> np.ndarray | None:
+        return oracle_row(truth.start, [*truth.history, *drafts])
+
+    def _known(self, truth: SlotTruth) -> np.ndarray:
+        """Legal ids after the drafts; all where nothing is constrained or nothing legal."""
+        row = self._oracle_row(truth, truth.drafts) if truth.start else None
+        ids = bits(row) if row is not None and row.any() else np.arange(self.size)
+        return ids[ids < self.size]
+
+    def _check_row(self, truth: SlotTruth, j: int) -> None:
+        """Row j is a fresh matcher's after the history and j drafts; its state says what it is."""
+        state, where = self._state(truth, j), (truth.index, j)
+        if truth.start is None:
+            assert state == FREE
+            return
+        if truth.confused:
+            assert j > 0 or state == ERROR
+            return
+        row = self._oracle_row(truth, truth.drafts[:j])
+        if row is None:
+            # the history has ended (row 0), or drafts no row can follow
+            assert state == (DEAD_END if j == 0 else NOT_READY), where
+        elif (row == -1).all():
+            assert state == FREE, where
+        else:
+            assert state == (READY if row.any() else DEAD_END), where
+            if self.forced is not None and state == READY:
+                more = self.exchanges[0].stamps["more"][where]
+                assert more == 1 + self.forced.token(row)
+            np.testing.assert_array_equal(self.exchanges[0].masks[where], row)
+
+    def _verify(self, truth: SlotTruth) -> bool:
+        """Verify and commit; whether there is something to draft for."""
+
+        def row(node: int, position: int) -> tuple[int, np.ndarray]:
+            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < self.stall
+            stalls = stalls and state in (FREE, READY)
+            return NOT_READY if stalls else state, self._legal(truth, node)
+
+        def decide(node: int, position: int, legal: np.ndarray) -> tuple[int, int | None]:
+            if truth.start and self.rng.random() < self.wrong:
+                truth.confused = True
+                illegal = np.setdiff1d(np.arange(self.size + 3), legal)
+                return int(self.rng.choice(illegal)), None
+            token = self._wanted(truth, position, legal)
+            return token, truth.tree.child(node, token)
+
+        outcome = ref.walk(truth, row, decide)
+        ref.commit(truth, outcome)
+        for exchange in self.exchanges:
+            ref.record(exchange, truth.index, self.replay, outcome.tokens)
+        if not truth.confused:
+            truth.history += outcome.tokens
+        truth.reason = truth.reason or outcome.reason
+        return truth.active and bool(outcome.tokens)
+
+    def _wanted(self, truth: SlotTruth, position: int, legal: np.ndarray) -> int:
+        """One of the legal ids, by request and position alone; often one that a marker is made of,
+        where those are legal."""
+        likely = np.intersect1d(MARKER_TOKENS, legal)
+        if len(likely) and len(legal) > 200 and mix(truth.name, position) % 10 < 8:
+            legal = likely
+        return max(legal.tolist(), key=lambda token: mix(truth.name, position, token))
+
+    def _draft(self, truth: SlotTruth, j: int) -> None:
+        if not ref.is_drafting(truth, j):
+            return
+        token = ref.row_at(self.exchanges[0], truth.index, j - 1).forced(truth, truth.n + j - 1)
+        if token >= 0:
+            self._keep(truth, token)
+            return
+        if self.forced is not None and not self.masked:
+            return
+        if self.masked and self._state(truth, j - 1) not in (FREE, READY):
+            return
+        # without masks, a drafter that mostly knows what is legal
+        choices = self._legal(truth, j - 1) if self.masked else self._known(truth)
+        token = self._wanted(truth, truth.n + j, choices)
+        if self.rng.random() < 0.25:
+            token = int(self.rng.choice(choices))
+        if self.rng.random() < self.illegal:
+            token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
+        self._keep(truth, token)
+
+    def _probe(self, j: int, truths: Sequence[SlotTruth]) -> None:
+        """Offer candidates, legal and not; the answer is the first that is legal."""
+        offers = [(truth, self._offer(truth, j)) for truth in truths if ref.is_drafting(truth, j)]
+        self._step(1 + j)
+        for truth, offer in offers:
+            legal = np.arange(self.size)
+            token = -1
+            if truth.start is not None:
+                row = self._oracle_row(truth, truth.drafts)
+                answer = self.exchanges[0].answer[truth.index].tolist()
+                if truth.confused or row is None:
+                    assert answer[:2] != (self.replay, j)
+                    continue
+                legal = bits(row)
+                if not len(legal):  # a dead end: found by filling the row
+                    self._check_row(truth, j - 1)
+                    continue
+                legal = legal[legal < self.size]
+                token = next((id for id in offer if id in legal), -1)
+                assert answer == (self.replay, j, token)
+                if token < 0:
+                    self._check_row(truth, j - 1)
+            self._keep(truth, token if token >= 0 else self._wanted(truth, truth.n + j, legal))
+
+    def _offer(self, truth: SlotTruth, j: int) -> list[int]:
+        knows = self.rng.random() < 0.8
+        likely = self._known(truth) if knows else np.arange(self.size)
+        count = int(self.rng.integers(0, 5))
+        offer = self.rng.choice([-1, self.size, 2**31 - 1, *likely], count).tolist()
+        if count and knows:
+            offer[-1] = self._wanted(truth, truth.n + j, likely)
+        for exchange in self.exchanges:
+            exchange.candidates[truth.index, : 3 + count] = [self.replay, j, count, *offer]
+        return offer
+
+    def _keep(self, truth: SlotTruth, token: int) -> None:
+        ref.keep(truth, token)
+        for exchange in self.exchanges:
+            ref.record_drafts(exchange, truth.index, self.replay, truth.drafts)
