@@ -1,9 +1,9 @@
 """Layers as device work: each method adds one kernel to a lane, after checking named shapes.
 
-Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (a thread per
-output, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process
-uses one form. The forms may differ in the last bits; within a form a row's bits depend on that row
-alone.
+Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (threads of
+many outputs, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A
+process uses one form. The forms may differ in the last bits; within a form a row's bits depend on
+that row alone.
 """
 
 from __future__ import annotations
@@ -213,9 +213,10 @@ class Layers:
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
-        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out,
-                count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift,
-                dim**-0.5)  # fmt: skip
+        args: tuple[object, ...] = (
+            qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out,
+            count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5,
+        )  # fmt: skip
         grid, block = (heads, count, 1), _WARP_BLOCK
         if self._thread:
             group = heads // kv.kv_heads
