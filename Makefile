@@ -3,7 +3,8 @@
 #   PYTHON=/path/to/python3   the Python to build with (default: the newest usable one, 3.11 or later)
 #   VENV=folder               the virtual environment (default .venv); VENV=none uses PYTHON as it is,
 #                             downloads nothing and builds into build/tree with CMake directly
-#   TESTS="tests/grammar"   which tests to run;  PYTEST="-x -k name" passes options on
+#   TESTS="tests/grammar"   which tests to run;  PYTEST="-x -k name" passes options on, and
+#                           GPU="--sections gaps --minutes 2" those of make gpu
 
 PYTHON ?=
 VENV ?= .venv
@@ -28,7 +29,7 @@ RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
 
-.PHONY: help setup packages native demo demo-llm test test-full test-sanitize soak test-cuda lint clean
+.PHONY: help setup packages native demo demo-llm test test-full test-sanitize soak test-cuda gpu lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +73,9 @@ test-sanitize: setup ## stress tests of the native parts under address, undefine
 
 test-cuda: setup ## every test on CUDA hardware (no network needed: PYTHON=python3 VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)
+
+gpu: setup ## what a GPU does in ten minutes beside what was predicted (PYTHON=python3 VENV=none)
+	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
 lint: packages ## ruff, mypy, clang-format and line budgets, changing nothing
 	@$(PY) tools/budget.py

@@ -22,7 +22,8 @@ from graft.native import _native
 
 KINDS = ("auto", "cuda", "soft")
 SONAME = "libcuda.so.1"
-PROBE_LIMIT_S = 3.0
+#: The first cuInit of a machine can take many seconds.
+PROBE_LIMIT_S = 30.0
 #: Packages that talk to NVIDIA's driver on their own and cannot run on the soft device.
 GUARDED = ("cupy", "torch.cuda")
 
@@ -66,7 +67,7 @@ def ask_child(
     return done.stdout.strip(), ""
 
 
-def probe_cuda(limit_s: float = PROBE_LIMIT_S) -> tuple[dict[str, Any], str]:
+def probe_cuda() -> tuple[dict[str, Any], str]:
     """Ask NVIDIA's driver in a child process.
 
     Returns
@@ -75,7 +76,7 @@ def probe_cuda(limit_s: float = PROBE_LIMIT_S) -> tuple[dict[str, Any], str]:
         Its ``version`` and the names of its ``devices``, where it was found; and "" when a device
         answers, else why not.
     """
-    said, why = ask_child("-I", "-S", "-c", PROBE, limit_s=limit_s)
+    said, why = ask_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
     if why:
         return {}, why
     found = json.loads(said)
@@ -84,13 +85,17 @@ def probe_cuda(limit_s: float = PROBE_LIMIT_S) -> tuple[dict[str, Any], str]:
     return found, "" if found["devices"] else "the driver has no device"
 
 
-def choose(kind: str) -> str:
-    """Turn "auto", "cuda" or "soft" into "cuda" or "soft"; OptionError for anything else."""
+def choose(kind: str) -> tuple[str, str]:
+    """Turn "auto", "cuda" or "soft" into "cuda" or "soft", and say why "auto" did not take CUDA.
+
+    OptionError for anything else.
+    """
     if kind not in KINDS:
         raise OptionError(f"device kind {kind!r} is not one of {', '.join(KINDS)} (GRAFT_DEVICE)")
     if kind != "auto":
-        return kind
-    return "soft" if probe_cuda()[1] else "cuda"
+        return kind, ""
+    why = probe_cuda()[1]
+    return "soft" if why else "cuda", why
 
 
 def preload_soft() -> Path:

@@ -61,7 +61,8 @@ def open_device(kind: str | None = None, ordinal: int | None = None) -> Device:
                     f"runs on {_device.kind}:{_device.ordinal}"
                 )
             return _device
-        _device = Device(chooser.choose(wanted), ordinal or 0)
+        kind, why = chooser.choose(wanted)
+        _device = Device(kind, ordinal or 0, why)
         return _device
 
 
@@ -76,10 +77,13 @@ class Device(Context):
     compute_capability : tuple of int
     cores : int
         Multiprocessors, or worker threads of the soft device.
+    why : str
+        Why "auto" took the soft device; else empty.
     """
 
-    def __init__(self, kind: str, ordinal: int) -> None:
+    def __init__(self, kind: str, ordinal: int, why: str = "") -> None:
         super().__init__(kind, ordinal)
+        self.why = why
         atexit.register(_end)
         self.name = call(cu.cuDeviceGetName, 128, self._handle).split(b"\0")[0].decode()
         major, minor = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR"
@@ -87,10 +91,11 @@ class Device(Context):
         self.cores = self.attribute("MULTIPROCESSOR_COUNT")
 
     def describe(self) -> str:
-        """Return one line about the device."""
+        """Return one line about the device, and why it is not CUDA where nobody asked for that."""
         major, minor = self.compute_capability
         if self.kind == "soft":
-            return f"soft device on {self.cores} CPU workers (no GPU; timings say nothing of one)"
+            said = f"soft device on {self.cores} CPU workers (no GPU; timings say nothing of one)"
+            return f"{said}, as CUDA did not answer: {self.why}" if self.why else said
         return f"cuda:{self.ordinal} {self.name}, {self.cores} SMs, compute {major}.{minor}"
 
     def stream(self, name: str = "") -> Stream:

@@ -32,10 +32,13 @@ from graft.native import _native
 STATUS_WORDS = 16
 #: Given the graph, keeps what a node uses; returns (code, api, user object, ...).
 Attach = Callable[[int], tuple]
-#: Given the graph, the nodes it depends on and what was attached, makes the driver's node.
+#: Given the graph, the nodes it depends on and what was attached, behind which stands whether the
+#: node depends programmatically, makes the driver's node.
 Make = Callable[[int, list[Any], tuple], Any]
 #: The driver that can move a graph into another one: CUDA 12.9.
 MOVES_SINCE = 12090
+#: Compute capability, and CUDA, that know programmatic edges: 9.0 and 12.3.
+PROGRAMMATIC_SINCE = (9, 12030)
 
 
 class Graph:
@@ -47,6 +50,15 @@ class Graph:
         The device.
     name : str
         Name for errors and drawings.
+    programmatic : bool
+        Let a kernel come up while the one before it on its lane runs (programmatic dependent
+        launch), where nothing but that kernel is between the two, no mark either, and its text
+        calls ``wait_for_kernel_before()``. Such nodes cannot be changed in executables.
+
+    Raises
+    ------
+    OptionError
+        The device or the driver knows no programmatic edges.
 
     Attributes
     ----------
@@ -62,9 +74,19 @@ class Graph:
 
     _resource: _native.Resource | None
 
-    def __init__(self, context: Context, name: str = "graph") -> None:
+    def __init__(
+        self, context: Context, name: str = "graph", *, programmatic: bool = False
+    ) -> None:
+        if programmatic:
+            major, cuda = context.attribute("COMPUTE_CAPABILITY_MAJOR"), call(cu.cuDriverGetVersion)
+            if major < PROGRAMMATIC_SINCE[0] or cuda < PROGRAMMATIC_SINCE[1]:
+                raise OptionError(
+                    f"graph {name!r} cannot have programmatic edges: they need compute capability "
+                    f"9.0 and CUDA 12.3, here are {major}.x and {cuda // 1000}.{cuda % 1000 // 10}"
+                )
         status = PinnedArray(context, (STATUS_WORDS,), "int32")
         self._begin(context, name, status, _native.GraphState(status.host_ptr))
+        self.programmatic = programmatic
         handle = int(call(cu.cuGraphCreate, 0))
         self._resource = _native.Resource(_native.ResourceKind.GRAPH, handle)
 
@@ -82,6 +104,11 @@ class Graph:
         # Lane name -> nodes that its next node depends on. Lanes are handles on this, so that a
         # graph is freed as soon as it is dropped, with no reference cycle to be collected.
         self._ends: dict[str, tuple[int, ...]] = {}
+        self.programmatic = False
+        # Lanes whose next node depends on one kernel of theirs alone, which no mark names; and the
+        # nodes at programmatic edges.
+        self._chained: set[str] = set()
+        self._at_programmatic: set[int] = set()
         self._handles: list[Any] = []
         self._worker: MailboxWorker | None = None
         self._moved_into: str | None = None
@@ -148,6 +175,10 @@ class Graph:
                 f"cannot {what} {node.kind} node {node.name!r} of graph {self.name!r}: only {kind} "
                 "nodes"
             )
+        if node.index in self._at_programmatic:
+            raise OptionError(
+                f"cannot {what} node {node.name!r} of graph {self.name!r}: its edge is programmatic"
+            )
         if self._moved_into is None:
             self.handle  # noqa: B018  (raises when the graph is closed)
         return int(self._handles[node.index])
@@ -158,9 +189,11 @@ class Graph:
         self.cells.append(made)
         return made
 
-    def add(self, kind: str, name: str, lane: str, attach: Attach, make: Make) -> int:
+    def add(
+        self, kind: str, name: str, lane: str, attach: Attach, make: Make, waits: bool = False
+    ) -> int:
         """Add one node, for lanes: attach what it needs, then make it, undoing the first if that
-        fails; returns its index."""
+        fails; returns its index. ``waits``: it may depend programmatically."""
         self.refuse(kind, name)
         with self.editing() as graph:
             enter("cuGraphAddNode")
@@ -170,7 +203,8 @@ class Graph:
             code, api, user_object = attached[:3]
             check_code(api, code)
             try:
-                node = make(graph, [self._handles[i] for i in depends], attached)
+                follows = waits and self.programmatic and lane in self._chained
+                node = make(graph, [self._handles[i] for i in depends], (*attached, follows))
             except BaseException:
                 _native.detach(keeper, user_object)
                 raise
@@ -179,6 +213,8 @@ class Graph:
             self.nodes.append(Node(name, kind, lane, index))
             self.edges.extend((i, index) for i in depends)
             self._ends[lane] = (index,)
+            self._at_programmatic.update((*depends, index) if follows else ())
+            self._chained = self._chained - {lane} | ({lane} if kind == "kernel" else set())
             return index
 
     def add_pair(
@@ -228,12 +264,14 @@ class Graph:
             child._resource, child._moved_into = None, self.name
 
     def end(self, lane: str) -> tuple[int, ...]:
-        """Return what the next node of a lane will depend on."""
+        """Return what the next node of a lane will depend on, for a mark."""
+        self._chained.discard(lane)
         return self._ends[lane]
 
     def join(self, lane: str, nodes: Iterable[int]) -> None:
         """Let the next node of a lane depend on more nodes."""
         with self._lock:
+            self._chained.discard(lane)
             self._ends[lane] = tuple(sorted({*self._ends[lane], *nodes}))
 
     def settle(self) -> None:
@@ -336,13 +374,11 @@ class GraphLane:
         packed = kernel.pack(args)
         kernel.allow_shared(shared)
 
-        def make(graph: int, after: list[Any], _: tuple) -> Any:
-            node = nodes.add_kernel(graph, after, kernel.function, *dims, shared, packed)
-            if priority is not None:
-                nodes.set_priority(node, priority)
-            return node
-
-        self._add("kernel", name or kernel.name, packed.owners, make)
+        self.graph.add(
+            "kernel", name or kernel.name, self.name, keep(packed.owners),
+            lambda graph, after, attached: nodes.add_kernel(
+                graph, after, kernel.function, *dims, shared, packed, priority, attached[-1]),
+            kernel.waits)
 
     def copy(self, dst: Array, src: Array, *, name: str | None = None) -> None:
         """Add a copy node between device and pinned arrays."""

@@ -19,7 +19,7 @@ from graft.cudagraph.driver import call, check, cu, enter
 from graft.cudagraph.errors import DeviceError, KernelError
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.pinned import PinnedField
-from graft.cudagraph.signature import FLOAT, INT, OTHER, POINTER, kernel_kinds
+from graft.cudagraph.signature import FLOAT, INT, OTHER, POINTER, kernel_kinds, waiting_kernels
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
@@ -59,7 +59,10 @@ class PackedArgs:
 
 
 class Kernel:
-    """One entry of a module, loaded; ``param_sizes`` are the bytes of its parameters."""
+    """One entry of a module, loaded; ``param_sizes`` are the bytes of its parameters.
+
+    ``waits`` says that its text calls ``wait_for_kernel_before()``.
+    """
 
     def __init__(self, module: KernelModule, name: str, function: Any) -> None:
         self.module = module
@@ -67,6 +70,7 @@ class Kernel:
         self.function = function
         self._layout = _parameters(function)
         self.param_sizes = tuple(size for _, size in self._layout)
+        self.waits = name in module.waiting
         kinds = module.kinds.get(name, ())
         self._kinds = kinds if len(kinds) == len(self._layout) else (OTHER,) * len(self._layout)
         self._offsets = tuple(offset for offset, _ in self._layout)
@@ -178,10 +182,11 @@ class KernelModule:
     """
 
     def __init__(
-        self, name: str, handle: Any, keep: object, kinds: Mapping[str, tuple[str, ...]]
+        self, name: str, handle: Any, keep: object, kinds: Mapping[str, tuple[str, ...]],
+        waiting: frozenset[str],
     ) -> None:
         self.name = name
-        self.kinds = kinds
+        self.kinds, self.waiting = kinds, waiting
         self._handle = handle
         self._keep = keep
         # Weak: a kernel holds its module, and both should go when nobody uses them.
@@ -262,7 +267,7 @@ def load_text(
     """
     enter("cuModuleLoadData")
     handle, keep = compile_text(context, text, name, defines or {}, folder)
-    return KernelModule(name, handle, keep, kernel_kinds(text))
+    return KernelModule(name, handle, keep, kernel_kinds(text), waiting_kernels(text))
 
 
 def _parameters(function: Any) -> list[tuple[int, int]]:

@@ -103,7 +103,8 @@ class Mailbox:
     """One mailbox of a graph: its words, its work, its two nodes. Made by lanes.
 
     The wait descends from its request, and the request from everything that is on the lane before:
-    a worker can then never be asked for something that stands behind its own answer.
+    a worker can then never be asked for something that stands behind its own answer. In executables
+    made with ``priorities`` their kernels do not queue behind the blocks of a large one.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class Mailbox:
         """Add the node that posts a request."""
         asks = self._kernels["mailbox_request"]
         packed = asks.pack((self._counter, self._device_address(REQUEST)))
-        return nodes.add_kernel(graph, after, asks.function, ONE, ONE, 0, packed)
+        return nodes.add_kernel(graph, after, asks.function, ONE, ONE, 0, packed,
+                                nodes.highest_priority())
 
     def wait(self, graph: int, after: list[Any], _: tuple) -> Any:
         """Add the node that waits for its answer."""
@@ -142,7 +144,8 @@ class Mailbox:
         waits = self._kernels["mailbox_wait"]
         words = (self._device_address(ACK), self._device_address(GAVE_UP))
         packed = waits.pack((self._counter, *words, int(self._limits.device_s * 1e9)))
-        return nodes.add_kernel(graph, after, waits.function, ONE, ONE, 0, packed)
+        return nodes.add_kernel(graph, after, waits.function, ONE, ONE, 0, packed,
+                                nodes.highest_priority())
 
     def port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
         """Return what hands the host's side to a graph: (code, api, user object)."""

@@ -36,13 +36,31 @@ class Node:
 
 def add_kernel(
     graph: int, after: list[Any], function: Any, grid: tuple[int, int, int],
-    block: tuple[int, int, int], shared: int, packed: PackedArgs,
+    block: tuple[int, int, int], shared: int, packed: PackedArgs, priority: int | None = None,
+    programmatic: bool = False,
 ) -> Any:
-    """Add a kernel node and return its CUgraphNode."""
-    params = kernel_params(function, grid, block, shared, packed)
-    node = call(cu.cuGraphAddKernelNode, graph, after, len(after), params)
-    del packed, params  # not before the call has returned
+    """Add a kernel node and return its CUgraphNode; ``programmatic`` says how it depends."""
+    any_node, edges = cu.CUgraphNodeParams(), None
+    any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    fill_kernel(any_node.kernel, function, grid, block, shared, packed)
+    if programmatic:
+        edges = [cu.CUgraphEdgeData() for _ in after]
+        for edge in edges:
+            edge.from_port = int(cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
+            edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    node = call(cu.cuGraphAddNode, graph, after, edges, len(after), any_node)
+    del packed, any_node  # not before the call has returned
+    if priority is not None:
+        value = cu.CUkernelNodeAttrValue()
+        value.priority = priority
+        which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+        call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
     return node
+
+
+def highest_priority() -> int:
+    """Return the number of the priority that runs first."""
+    return int(call(cu.cuCtxGetStreamPriorityRange)[1])
 
 
 def kernel_params(
@@ -51,12 +69,20 @@ def kernel_params(
 ) -> Any:
     """Return a kernel's structure; ``packed`` must live until the driver has read it."""
     params = cu.CUDA_KERNEL_NODE_PARAMS()
+    fill_kernel(params, function, grid, block, shared, packed)
+    return params
+
+
+def fill_kernel(
+    params: Any, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int],
+    shared: int, packed: PackedArgs,
+) -> None:
+    """Fill a kernel's structure, or that of a node of any kind."""
     params.func = function
     params.gridDimX, params.gridDimY, params.gridDimZ = grid
     params.blockDimX, params.blockDimY, params.blockDimZ = block
     params.sharedMemBytes = shared
     params.kernelParams = packed.address
-    return params
 
 
 def add_copy(graph: int, after: list[Any], dst: Span, src: Span) -> Any:
@@ -90,14 +116,6 @@ def add_fill(graph: int, after: list[Any], address: int, byte: int, nbytes: int)
     params.height = 1
     context = call(cu.cuCtxGetCurrent)
     return call(cu.cuGraphAddMemsetNode, graph, after, len(after), params, context)
-
-
-def set_priority(node: Any, priority: int) -> None:
-    """Give a kernel node a priority."""
-    value = cu.CUkernelNodeAttrValue()
-    value.priority = priority
-    which = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-    call(cu.cuGraphKernelNodeSetAttribute, node, which, value)
 
 
 def move_child(graph: int, after: list[Any], child: int) -> Any:

@@ -17,6 +17,10 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
     rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
 )
+# A statement of a body's own, in no inner block and behind no return.
+_WAIT = re.compile(
+    r"\s*\{(?:(?:(?!\breturn\b)[^{}])*;)?\s*wait_for_kernel_before\s*\(\s*\)\s*;"
+)
 _INT_WORDS = frozenset({"unsigned", "signed", "char", "short", "int", "long"})
 _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphConditionalHandle")
 _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__"})
@@ -39,6 +43,13 @@ def kernel_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
             )
         found[name] = kinds
     return found
+
+
+def waiting_kernels(text: str) -> frozenset[str]:
+    """Return the entries that call ``wait_for_kernel_before()`` before any block or return."""
+    parts = _ENTRY.split(_COMMENT.sub(" ", text))[1:]  # name, parameters, what follows
+    entries = list(zip(parts[::3], map(_WAIT.match, parts[2::3]), strict=True))
+    return frozenset(n for n, at in entries if at) - {n for n, at in entries if not at}
 
 
 def _kind(parameter: str) -> str:

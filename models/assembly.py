@@ -250,4 +250,5 @@ def _parts(
         draft_length=drafts,
         depth=levels or (options.tree.levels if options.tree else drafts),
         composition=options.composition,
+        programmatic=options.programmatic,
     )

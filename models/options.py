@@ -40,7 +40,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_SWITCHES = ("mask_drafts", "forced_drafts", "overlap")
+_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_legality": LEGALITIES,
     "verify": VERIFY_MODES,
@@ -105,6 +105,8 @@ class Options:
     composition : "one": a round is one graph. "two": the drafter has graphs of its own, which the
         host launches behind verification and behind each grammar step that they wait for, with no
         overlap; slower, to measure what one graph gains. Outputs are the same.
+    programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
+        the same.
     limits : what one request may cost the host, and how many may wait.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
         seconds that one may take in its process, whatever its backend.
@@ -134,6 +136,7 @@ class Options:
     grammar_budget_us: float | None = 5000.0
     overlap: bool = True
     composition: str = "one"
+    programmatic: bool = False
     limits: Limits = field(default_factory=Limits)
     compile_threads: int = 2
     compile_timeout_s: float = 30.0

@@ -57,6 +57,7 @@ class RoundParts:
     draft_length: int
     depth: int  # most drafts that a round may accept: a tree's levels
     composition: str
+    programmatic: bool
 
     @property
     def width(self) -> int:
@@ -98,7 +99,8 @@ class RoundGraph:
 
     def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int):
         self.parts, self.batch, self.drafts = parts, batch, drafts
-        self.graphs = [Graph(parts.device, name=f"round of {batch}, {drafts} drafts")]
+        self._name, self.graphs = f"round of {batch}, {drafts} drafts", list[Graph]()
+        self._add_graph()
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
         stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
         feed = Feed(
@@ -125,7 +127,13 @@ class RoundGraph:
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
-        self.execs: tuple[GraphExec, ...] = tuple(graph.instantiate() for graph in self.graphs)
+        self.execs: tuple[GraphExec, ...] = tuple(
+            graph.instantiate(priorities=True) for graph in self.graphs
+        )
+
+    def _add_graph(self) -> None:
+        name = f"{self._name} ({len(self.graphs)})" if self.graphs else self._name
+        self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
 
     def _begin(self, lane: GraphLane, feed: Feed) -> None:
         p, rows = self.parts, feed.scratch.target_rows
@@ -172,7 +180,7 @@ class RoundGraph:
 
     def _cut(self, mark: object = None) -> None:
         """End a graph; the lanes go on in the next, which is launched behind all marks of this."""
-        self.graphs.append(Graph(self.parts.device, f"{self.graphs[0].name} ({len(self.graphs)})"))
+        self._add_graph()
         for lane in self._lanes:
             lane.graph = self.graphs[-1].lane(lane.name).graph
 

@@ -22,8 +22,6 @@ from graft.cudagraph.errors import GraftError, OptionError
 from graft.native import _native
 from graft.tools import watch
 
-DRIVER_DEADLINE_S = 20
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -85,7 +83,7 @@ def check_compiler() -> Finding:
 
 def check_driver() -> Finding:
     """NVIDIA's driver, asked in a child process."""
-    found, why = chooser.probe_cuda(DRIVER_DEADLINE_S)
+    found, why = chooser.probe_cuda()
     number = found.get("version", 0)
     detail = f"CUDA {number // 1000}.{number % 1000 // 10}, " if number else ""
     if why:

@@ -82,6 +82,16 @@ __device__ __forceinline__ void from_float(float f, fp16_t* out) {
 #endif
 }
 
+// What the kernel before on the lane wrote can be read and what it read can be written from here
+// on, and the kernel behind may come up, to wait here in its turn. Every thread calls it, at the
+// top of the kernel's body: before, only what no kernel of the graph writes may be read. A graph
+// with programmatic edges needs it (programmatic dependent launch); elsewhere it does nothing.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Sum over a full warp; every lane receives the same bits (xor butterfly, fixed order).
 __device__ __forceinline__ float warp_sum(float x) {
   for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL_WARP, x, offset);

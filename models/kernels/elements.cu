@@ -24,6 +24,7 @@ __device__ __forceinline__ Part part_of_thread(int width) {
 // out[r] = x[index[r]] as float; an index out of range gives zeros. An embedding is one of these.
 extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float* out, int count,
                                        int rows, int width) {
+  wait_for_kernel_before();
   const Part part = part_of_thread(width);
   if (part.row >= count) return;
   const int row = index[part.row];
@@ -35,6 +36,7 @@ extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float*
 
 // SwiGLU's gate (Shazeer, 2020): out = silu(gate) * up, with gate and up side by side in a row.
 extern "C" __global__ void silu_mul(const float* gate_up, float* out, int rows, int width) {
+  wait_for_kernel_before();
   const Part part = part_of_thread(width);
   if (part.row >= rows) return;
   const float* gate = gate_up + static_cast<long long>(part.row) * 2 * width;

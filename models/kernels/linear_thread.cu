@@ -85,6 +85,7 @@ __device__ __noinline__ void band(const Product& y, int row, int column, int end
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* x,
                                          const float* residual, float* out, float* tap, int rows,
                                          int columns, int inner, int tap_offset, int tap_stride) {
+  wait_for_kernel_before();
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   if (column >= columns) return;
   const int last = column + COLUMNS < columns ? column + COLUMNS : columns;

@@ -122,6 +122,7 @@ __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const floa
 extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* x, const float* residual,
                                        float* out, float* tap, int rows, int columns, int inner,
                                        int tap_offset, int tap_stride) {
+  wait_for_kernel_before();
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int column = warp * COLUMNS;
   if (column >= columns) return;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import threading
 from pathlib import Path
 
@@ -77,9 +78,27 @@ def test_auto_takes_soft_where_no_cuda_device_answers() -> None:
     done = run_python("""
 from graft.cudagraph import chooser, open_device
 _, why = chooser.probe_cuda()
-print(open_device().kind, bool(why))
+device = open_device()
+print(device.kind, bool(why), device.why == why and device.describe().endswith(why))
 """, GRAFT_DEVICE="auto")  # fmt: skip
-    assert done.stdout.split() in (["soft", "True"], ["cuda", "False"]), done.stderr
+    assert done.stdout.split() in (["soft", "True", "True"], ["cuda", "False", "True"]), done.stderr
+
+
+@pytest.mark.parametrize(("takes_s", "chosen"), [(20, ("cuda", "")),
+                                                 (60, ("soft", "no answer within 30 s"))])
+def test_a_driver_that_starts_slowly_is_waited_for(
+    monkeypatch, takes_s: float, chosen: tuple[str, str]
+) -> None:
+    """A cold driver has half a minute to answer; one that takes longer is said to be the reason."""
+
+    def slow_child(command: list[str], *, timeout: float, **_: object) -> object:
+        if timeout < takes_s:
+            raise subprocess.TimeoutExpired(command, timeout)
+        said = '{"status": 0, "version": 13000, "devices": ["a GPU"]}'
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(subprocess, "run", slow_child)
+    assert chooser.choose("auto") == chosen
 
 
 def test_soft_device_guards_imports(device: Device) -> None:

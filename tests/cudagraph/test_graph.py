@@ -13,11 +13,42 @@ import pytest
 from cudagraph_util import in_threads, refused, replay, settled
 
 from graft import native
-from graft.cudagraph import Device, Graph, KernelError, NativeWork, OptionError, PythonWork, Stream
+from graft.cudagraph import (
+    Device,
+    Graph,
+    KernelError,
+    NativeWork,
+    OptionError,
+    PythonWork,
+    Stream,
+    condition,
+    if_,
+    load_text,
+)
+from graft.cudagraph import graph as graph_module
+from graft.cudagraph.driver import call, cu
 
 TEXT = """
 extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += value; }
 extern "C" __global__ void scale(int* data, int value) { data[threadIdx.x] *= value; }
+"""
+WAITING = """
+#include "graft.cuh"
+extern "C" __global__ void plain(int* data) { *data += 1; /* wait_for_kernel_before(); */ }
+extern "C" __global__ void wait(int* data) {
+  const int one = 1;
+  wait_for_kernel_before();
+  *data += one;
+}
+extern "C" __global__ void late(int* data) {
+  if (data == nullptr) return;
+  wait_for_kernel_before();
+  *data += 1;
+}
+extern "C" __global__ void inner(int* data) {
+  if (data != nullptr) wait_for_kernel_before();
+  *data += 1;
+}
 """
 
 
@@ -291,6 +322,62 @@ def test_disabled_nodes_do_nothing(
     assert data.to_host()[0] == 21
     with pytest.raises(OptionError, match=r"host node 'masks'.*'switch'"):
         executable.set_enabled("masks", False)
+
+
+def test_only_kernels_that_wait_follow_programmatically(
+    device: Device, stream: Stream, monkeypatch
+) -> None:
+    """Edges are programmatic from one kernel of a lane to the next that waits at its top, never at
+    a mark, another node or a body; such nodes are not changed; where no driver has such edges, a
+    graph of them is refused."""
+    monkeypatch.setattr(graph_module, "PROGRAMMATIC_SINCE", (9, 10**9))
+    refused(OptionError, {"'p'.*9.0": lambda: Graph(device, "p", programmatic=True)})
+    monkeypatch.undo()
+    if device.compute_capability < (9, 0):
+        pytest.skip("programmatic edges need compute capability 9.0")
+    kernels = load_text(device, WAITING, "waiting.cu")
+    assert {n for n in ("plain", "wait", "late", "inner") if kernels[n].waits} == {"wait"}
+    totals = []
+    for programmatic in (False, True):
+        data = device.zeros((1,), "int32")
+        graph = Graph(device, "p", programmatic=programmatic)
+        main, other = graph.lane("main"), graph.lane("other")
+
+        def add(name: str, lane=main, data=data) -> None:
+            lane.kernel(kernels[name], 1, 1, [data])
+
+        for name in ("wait", "wait", "plain", "wait", "late", "wait", "inner"):
+            add(name)
+        main.fill(device.zeros((1,), "int32"))
+        add("wait")
+        mark = main.record()
+        add("wait")
+        other.wait(mark)
+        add("wait", other)
+        main.wait(other.record())
+        add("wait")
+        main.host(list)
+        body = if_(main, condition(graph, 1))
+        add("wait", body.lane("main"))
+        add("wait", body.lane("main"))
+        found = []
+        for one in (graph, body):
+            nodes, count = call(cu.cuGraphGetNodes, one.handle, 99)
+            at = {int(node): i for i, node in enumerate(nodes[:count])}
+            *edges, count = call(cu.cuGraphGetEdges, one.handle, 99)
+            found.append([(at[int(a)], at[int(b)])
+                          for a, b, how in list(zip(*edges, strict=True))[:count]
+                          if (int(how.type), how.from_port) == (1, 1)])
+        assert found == [[(0, 1), (2, 3), (4, 5)] if programmatic else [], []]
+        run = replay(graph, stream)
+        totals.append(data.to_host()[0])
+        for node in graph.nodes[:7]:
+            change = partial(run.set_enabled, node, True)
+            if programmatic and node.index < 6:
+                refused(OptionError, {"is programmatic": change})
+            else:
+                change()
+    assert totals == [13, 13]
 
 
 def test_wrong_changes_are_refused(device: Device, stream: Stream, module) -> None:

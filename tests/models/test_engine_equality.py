@@ -150,7 +150,7 @@ SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
     {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
-    {"max_batch_size": 8, "grammar_transport": "mailbox"},
+    {"max_batch_size": 8, "grammar_transport": "mailbox", "programmatic": True},
     {"max_batch_size": 3, "composition": "two"},
     {"max_batch_size": 3, "draft_length": "auto"},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "forced_drafts": True},

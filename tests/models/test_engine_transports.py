@@ -7,17 +7,36 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 
 from graft.cudagraph import transports
+from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.transports import choose_transport, probe_transport
 from graft.grammar.decoder import GuidedDecoder
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "spinkernel"])
-def test_no_host_node_where_another_transport_is_asked_for(transport):
-    """Requests and waits take the place of the driver's host functions, in every bucket."""
-    with demo_engine(max_batch_size=2, grammar_transport=transport) as engine:
-        kinds = {node.kind for one in engine.rounds.values() for node in one.graphs[0].nodes}
-    assert {"request", "wait"} <= kinds and "host" not in kinds
+def test_no_host_node_where_another_transport_is_asked_for(device, transport):
+    """Requests and waits take the place of the driver's host functions, in every bucket, and go
+    before the models' kernels, of which most follow one another programmatically where asked."""
+    priority = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+    honoured = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+    kernels = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    _, first = call(cu.cuCtxGetStreamPriorityRange)
+    with demo_engine(max_batch_size=2, grammar_transport=transport, programmatic=True) as engine:
+        for one in engine.rounds.values():
+            graph = one.graphs[0]
+            assert int(call(cu.cuGraphExecGetFlags, one.execs[0].handle)) == honoured
+            nodes = dict(zip(map(int, call(cu.cuGraphGetNodes, graph.handle, 999)[0]), graph.nodes,
+                             strict=False))
+            assert {"request", "wait"} <= {n.kind for n in nodes.values()} <= {
+                "request", "wait", "kernel"}
+            for handle, node in nodes.items():
+                if call(cu.cuGraphNodeGetType, handle) == kernels:
+                    value = call(cu.cuGraphKernelNodeGetAttribute, handle, priority)
+                    assert value.priority == (0 if node.kind == "kernel" else first)
+            edges = zip(*call(cu.cuGraphGetEdges, graph.handle, 999)[:3], strict=True)
+            follow = [(nodes[int(a)], nodes[int(b)]) for a, b, how in edges if int(how.type)]
+            assert {(n.kind, n.lane) for pair in follow for n in pair} == {("kernel", "model")}
+            assert len(follow) > 8 * engine._parts.target.config.num_hidden_layers
 
 
 def test_auto_takes_host_nodes_on_few_cores_and_the_mailbox_on_many(device, monkeypatch):

@@ -69,7 +69,7 @@ def test_asking_the_driver_leaves_the_process_alone():
 def test_a_driver_that_hangs_is_reported(monkeypatch):
     """A driver that does not answer in time is a finding, not a hang."""
     monkeypatch.setattr(chooser, "PROBE", "import time; time.sleep(60)")
-    monkeypatch.setattr(doctor, "DRIVER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(doctor.chooser, "PROBE_LIMIT_S", 0.5)
     finding = doctor.check_driver()
     assert finding.status == "absent" and "no answer" in finding.detail
 

@@ -97,6 +97,40 @@ def test_structure_reads_back(soft, kernels, graph, tmp_path):
     assert "kernel add" in text and text.count("->") == 2
 
 
+def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph, log):
+    """They join kernels only, read back from definitions and clones, order like full ones, and make
+    another shape; they go with their nodes."""
+    d, full = soft.d, soft.cuGraphCreate(0)
+    edge = d.CUgraphEdgeData()
+    edge.from_port, edge.type = 1, d.CUgraphDependencyType(1)
+    for one in (graph, full):
+        nodes = [soft.add_kernel(one, [], kernels.append, 1, 1, log, np.int32(i)) for i in range(3)]
+        data = [edge, edge] if one is graph else None
+        soft.cuGraphAddDependencies(one, nodes[:2], nodes[1:], data, 2)
+    soft.replay(graph, stream)
+    assert entries(soft, log) == [0, 1, 2]
+    for one in (graph, soft.cuGraphClone(graph)):
+        *_, data, count = soft.cuGraphGetEdges(one, 8)
+        assert [(e.from_port, e.to_port, int(e.type)) for e in data[:count]] == [(1, 0, 1)] * 2
+    for asked in (soft.cuGraphNodeGetDependencies, soft.cuGraphNodeGetDependentNodes):
+        assert soft.cuGraphGetEdges(full, 8)[2][0].from_port == 0
+        last = soft.cuGraphGetNodes(graph, 8)[0][1]
+        assert asked(last, 8)[1][0].from_port == 1
+    executable = soft.cuGraphInstantiate(graph, 0)
+    assert code(d.cuGraphExecUpdate(executable, full)) == "GRAPH_EXEC_UPDATE_FAILURE"
+    params, first = d.CUgraphNodeParams(), soft.cuGraphGetNodes(graph, 8)[0][0]
+    params.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
+    assert code(d.cuGraphAddNode(graph, [first], [edge], 1, params)) == "INVALID_VALUE"
+    edge.from_port = 3
+    assert code(d.cuGraphAddDependencies(graph, [first], [last], [edge], 1)) == "INVALID_VALUE"
+    count, nodes = ctypes.c_size_t(1), (ctypes.c_void_p * 2)()
+    lossy = soft.lib.cuGraphGetEdges_v2(ctypes.c_void_p(int(graph)), nodes, nodes, None,
+                                        ctypes.byref(count))
+    assert lossy == int(d.CUresult.CUDA_ERROR_LOSSY_QUERY)
+    soft.cuGraphDestroyNode(last)
+    assert soft.cuGraphGetEdges(graph, 8)[-1] == 0
+
+
 def test_bad_structures_are_refused(soft, graph):
     """Foreign and duplicate dependencies, cycles and unknown node types are refused."""
     d, elsewhere = soft.d, soft.cuGraphCreate(0)

@@ -22,8 +22,8 @@ from graft.tools.report import table
 
 ARCHITECTURES = (80, 90, 100)
 ROOMS = ("cudagraph", "sampling", "models", "tools")
-# CuPy appends this to whatever it is given (denormals flush to zero, as on the soft device).
-CUPY_OPTIONS = ("-ftz=true",)
+# CuPy appends these to whatever it is given (denormals flush to zero, as on the soft device).
+CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")

@@ -54,6 +54,7 @@ void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<
   for (auto& node : graph.nodes) {
     for (Node* dependency : node->dependencies) {
       (*out)[head[node.get()]].dependencies.push_back((*tail)[dependency]);
+      (*out)[head[node.get()]].ports.push_back(node->port(dependency));
     }
   }
 }
@@ -109,7 +110,7 @@ int same_shape(const std::vector<FlatNode>& after, const std::vector<FlatNode>& 
   if (after.size() != now.size()) return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
   for (size_t i = 0; i < after.size(); ++i) {
     *blame = after[i].source;
-    if (after[i].dependencies != now[i].dependencies) {
+    if (after[i].dependencies != now[i].dependencies || after[i].ports != now[i].ports) {
       return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
     }
     if (after[i].type != now[i].type) return CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED;

@@ -16,8 +16,14 @@ static void give_list(CUgraphNode* out, size_t* n, const std::vector<void*>& lis
   *n = out != nullptr ? std::min(*n, list.size()) : list.size();
 }
 
-static void give_edge_data(CUgraphEdgeData* data, const CUgraphNode* asked, size_t n) {
-  if (data != nullptr && asked != nullptr) std::fill_n(data, n, CUgraphEdgeData{});
+// The same for edges, of which n were given; without a place for their data all must be full ones.
+static void give_edge_data(CUgraphEdgeData* data, const CUgraphNode* asked, size_t n,
+                           const std::vector<unsigned char>& ports) {
+  for (size_t i = 0; asked != nullptr && i < n; ++i) {
+    need(data != nullptr || ports[i] == 0, CUDA_ERROR_LOSSY_QUERY, "an edge is programmatic");
+    const unsigned char type = ports[i] != 0;
+    if (data != nullptr) data[i] = CUgraphEdgeData{ports[i], 0, type, {}};
+  }
 }
 
 SC_API(cuGraphGetNodes, 10000, 0, CUgraph, handle, CUgraphNode*, out, size_t*, n) {
@@ -44,8 +50,10 @@ SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgrap
   need(n != nullptr && (from == nullptr) == (to == nullptr));
   std::lock_guard<std::mutex> lock(graph_mutex());
   std::vector<void*> sources, targets;
+  std::vector<unsigned char> ports;
   for (auto& node : graph->nodes) {
     for (Node* dependency : node->dependencies) {
+      ports.push_back(node->port(dependency));
       sources.push_back(dependency->handle);
       targets.push_back(node->handle);
     }
@@ -53,7 +61,7 @@ SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgrap
   size_t limit = *n;
   give_list(from, n, sources);
   give_list(to, &limit, targets);
-  give_edge_data(data, from, *n);
+  give_edge_data(data, from, *n, ports);
 }
 
 SC_API(cuGraphNodeGetDependencies_v2, 12030, 0, CUgraphNode, handle, CUgraphNode*, out,
@@ -61,9 +69,13 @@ SC_API(cuGraphNodeGetDependencies_v2, 12030, 0, CUgraphNode, handle, CUgraphNode
   const auto node = graph_nodes().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
   std::vector<void*> before;
-  for (Node* dependency : node->dependencies) before.push_back(dependency->handle);
+  std::vector<unsigned char> ports;
+  for (Node* dependency : node->dependencies) {
+    before.push_back(dependency->handle);
+    ports.push_back(node->port(dependency));
+  }
   give_list(out, n, before);
-  give_edge_data(data, out, *n);
+  give_edge_data(data, out, *n, ports);
 }
 
 SC_API(cuGraphNodeGetDependentNodes_v2, 12030, 0, CUgraphNode, handle, CUgraphNode*, out,
@@ -71,13 +83,16 @@ SC_API(cuGraphNodeGetDependentNodes_v2, 12030, 0, CUgraphNode, handle, CUgraphNo
   const auto node = graph_nodes().find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex());
   std::vector<void*> after;
+  std::vector<unsigned char> ports;
   for (auto& other : node->graph->nodes) {
     const auto& list = other->dependencies;
     const bool depends = std::find(list.begin(), list.end(), node.get()) != list.end();
-    if (depends) after.push_back(other->handle);
+    if (!depends) continue;
+    after.push_back(other->handle);
+    ports.push_back(other->port(node.get()));
   }
   give_list(out, n, after);
-  give_edge_data(data, out, *n);
+  give_edge_data(data, out, *n, ports);
 }
 
 SC_API(cuGraphNodeGetType, 10000, 0, CUgraphNode, handle, int*, out) {

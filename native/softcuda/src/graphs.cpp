@@ -46,6 +46,9 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
   }
   for (auto& node : clone->nodes) {
     for (Node*& dependency : node->dependencies) dependency = made[dependency];
+    std::map<const Node*, unsigned char> ports;
+    for (auto& item : node->ports) ports[made[item.first]] = item.second;
+    node->ports = std::move(ports);
   }
   return clone;
 }
@@ -191,12 +194,25 @@ static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
   moving->moved = true;
 }
 
+// The port of a programmatic edge, which is taken as a full one (G9); 0 for a full one.
+static unsigned char port_of(const CUgraphEdgeData& edge, CUgraphNodeType from,
+                             CUgraphNodeType to) {
+  constexpr auto kernel = CU_GRAPH_NODE_TYPE_KERNEL;
+  const bool full = edge.from_port == 0 && edge.type == 0;
+  const bool programmatic = (edge.from_port == 1 || edge.from_port == 2) && edge.type == 1;
+  need(edge.to_port == 0 && (full || (programmatic && from == kernel && to == kernel)),
+       CUDA_ERROR_INVALID_VALUE, "programmatic edges lead from port 1 or 2 of kernels to kernels");
+  return edge.from_port;
+}
+
 SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps,
        const CUgraphEdgeData*, edges, size_t, n, CUgraphNodeParams*, params) {
-  need(params != nullptr);
+  need(params != nullptr && (deps != nullptr || n == 0));
+  std::map<const Node*, unsigned char> ports;
   for (size_t i = 0; edges != nullptr && i < n; ++i) {
-    need(edges[i].from_port == 0 && edges[i].to_port == 0 && edges[i].type == 0,
-         CUDA_ERROR_NOT_SUPPORTED, "programmatic edges are not implemented");
+    const auto from = graph_nodes().find(deps[i]);
+    const unsigned char port = port_of(edges[i], from->type, params->type);
+    if (port != 0) ports[from.get()] = port;
   }
   CUDA_CHILD_GRAPH_NODE_PARAMS& child = params->graph;
   if (params->type == CU_GRAPH_NODE_TYPE_CONDITIONAL) {
@@ -210,10 +226,12 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
          "no such ownership of a child graph");
     child.graph = add_clone(out, graph, deps, n, child.graph);
   }
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  graph_nodes().find(*out)->ports = std::move(ports);
 }
 
 static void change_dependencies(CUgraph handle, const CUgraphNode* from, const CUgraphNode* to,
-                                size_t n, bool add) {
+                                const CUgraphEdgeData* data, size_t n, bool add) {
   const auto graph = graphs().find(handle);
   need(n == 0 || (from != nullptr && to != nullptr));
   std::lock_guard<std::mutex> lock(graph_mutex());
@@ -225,22 +243,25 @@ static void change_dependencies(CUgraph handle, const CUgraphNode* from, const C
     auto it = std::find(list.begin(), list.end(), a.get());
     need(add == (it == list.end()), CUDA_ERROR_INVALID_VALUE,
          add ? "the edge exists" : "there is no such edge");
-    if (add) {
-      list.push_back(a.get());
-    } else {
+    if (!add) {
       list.erase(it);
+      b->ports.erase(a.get());
+      continue;
     }
+    const unsigned char port = data == nullptr ? 0 : port_of(data[i], a->type, b->type);
+    list.push_back(a.get());
+    if (port != 0) b->ports[a.get()] = port;
   }
 }
 
 SC_API(cuGraphAddDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
        const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
-  change_dependencies(graph, from, to, n, true);
+  change_dependencies(graph, from, to, data, n, true);
 }
 
 SC_API(cuGraphRemoveDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
        const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
-  change_dependencies(graph, from, to, n, false);
+  change_dependencies(graph, from, to, data, n, false);
 }
 
 SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {
@@ -254,6 +275,7 @@ SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {
   for (auto& other : nodes) {
     auto& list = other->dependencies;
     list.erase(std::remove(list.begin(), list.end(), node.get()), list.end());
+    other->ports.erase(node.get());
   }
   nodes.erase(std::find(nodes.begin(), nodes.end(), node));
 }

@@ -62,6 +62,8 @@ struct Node {
   std::vector<std::shared_ptr<Graph>> bodies;
   std::vector<CUgraph> body_handles;
   std::vector<Node*> dependencies;
+  std::map<const Node*, unsigned char> ports;  // of programmatic edges, by where they come from
+  unsigned char port(const Node* from) const { return ports.count(from) ? ports.at(from) : 0; }
 };
 
 struct Graph {
@@ -83,6 +85,7 @@ struct FlatNode {
   bool enabled = true;
   void* source = nullptr;  // handle of the definition's node, for SetParams
   std::vector<unsigned> dependencies;
+  std::vector<unsigned char> ports{};  // of programmatic edges; 0: a full one
   // Of a conditional node.
   std::shared_ptr<Condition> condition{};
   int condition_type = 0;

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
-    soft = chooser.choose(os.environ.get("GRAFT_DEVICE", "auto")) == "soft"
+    soft = chooser.choose(os.environ.get("GRAFT_DEVICE", "auto"))[0] == "soft"
     cells = options.cell or (SHORT if options.short else matrix(soft))
     verdicts = play_all(cells, soft, min(options.jobs, len(cells)))
     print(details(verdicts) if options.cell or options.short else table(verdicts))
