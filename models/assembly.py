@@ -251,4 +251,5 @@ def _parts(
         depth=levels or (options.tree.levels if options.tree else drafts),
         composition=options.composition,
         programmatic=options.programmatic,
+        every_part=options.timeline,
     )

@@ -85,7 +85,7 @@ class Feed:
         With shift 0 a token stands at the position of the one before it, whose feature it is
         paired with; with 1 at its own.
         """
-        rows = self.scratch.committed.first(self.batch * self.width)
+        rows = self.scratch.committed.first(self.batch * self.width, self.width)
         args = [*self._reads, self.batch, self.width, shift, rows.token, rows.slot, rows.pos]
         self._launch(lane, "committed_rows", [*args, self.last], "committed rows")
         return rows
@@ -95,7 +95,7 @@ class Feed:
 
         [B], or [B * branch] of a tree, where not every row has a draft; see `origin`.
         """
-        rows = self.scratch.drafts.first(self.batch * self.branch)
+        rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.tree is not None:
             nodes = [*self._reads, self.batch, self.branch, level + 1, shift, rows.token, rows.slot,
                      rows.pos, rows.tree, self.origin]  # fmt: skip

@@ -3,7 +3,8 @@
 Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (threads of
 many outputs, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A
 process uses one form. The forms may differ in the last bits; within a form a row's bits depend on
-that row alone.
+that row alone. In the form "warp", attention over caches of 16 bits and heads of 64 or 128 runs on
+tensor cores, with workspace that all calls share: all work of one `Layers` must be ordered.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
 _WARP_ROWS = 8
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
+_TILE = 16
+_SPLIT = 256
+_PARTS = 32
+_SPLIT_BLOCKS = 512  # about what a GPU runs at once
 
 
 def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
@@ -60,6 +65,9 @@ class Layers:
         self.form = form or ("thread" if device.kind == "soft" else "warp")
         if self.form not in FORMS:
             raise OptionError(f"form {form!r}, expected one of {FORMS}")
+        # Of attention: parts of rows' sums, and counts that every kernel leaves zero.
+        self._parts: DeviceArray | None = None
+        self._arrived: DeviceArray | None = None
 
     @property
     def _thread(self) -> bool:
@@ -212,18 +220,45 @@ class Layers:
         count, dim = rows.count, kv.head_dim
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
+        args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
+        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5)
+        parts = self.attention_parts(count, heads, kv)
+        if parts:
+            defines = {"CACHE16": STORAGE[kv.dtype], "WIDE_HEAD": dim}
+            kernel = self._kernel("attention_split", "attention_split", **defines)
+            stacked = _ceil(heads // kv.kv_heads, _TILE)
+            tile_heads = _ceil(heads // kv.kv_heads, stacked)
+            run = min(rows.run, count)
+            tiles = _ceil(count, run) * _ceil(run, _TILE // tile_heads)
+            shares = _SPLIT_BLOCKS // (tiles * kv.kv_heads * stacked)
+            tiled = (tiles, kv.kv_heads * stacked, max(1, min(shares, parts)))
+            more = (run, tile_heads, self._parts, self._arrived)
+            lane.kernel(kernel, tiled, _WARP_BLOCK, (*args, *sizes, *more), name="attention")
+            return
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
-        args: tuple[object, ...] = (
-            qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out,
-            count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5,
-        )  # fmt: skip
+        own: tuple[int, ...] = ()
         grid, block = (heads, count, 1), _WARP_BLOCK
         if self._thread:
             group = heads // kv.kv_heads
             queries = min(max(_ceil(count * heads, _THREAD_SHARES), group), _THREAD_QUERIES)
-            args = (*args, queries)
+            own = (queries,)
             grid, block = (_ceil(count * group, queries), kv.kv_heads, 1), 1
-        lane.kernel(kernel, grid, block, args, name="attention")
+        lane.kernel(kernel, grid, block, (*args, *sizes, *own), name="attention")
+
+    def attention_parts(self, rows: int, heads: int, kv: PagedKV) -> int:
+        """Parts in which `attention` adds up a row over this cache, after making room for `rows`.
+
+        0 where a kernel without parts serves the cache.
+        """
+        if self._thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
+            return 0
+        parts = min(_ceil(kv.positions, _SPLIT), _PARTS)
+        size = parts * rows * heads * (kv.head_dim + 4)
+        if parts > 1 and (self._parts is None or self._parts.shape[0] < size):
+            self._parts = self.device.empty((size,), "float32")
+        if self._arrived is None or self._arrived.shape[0] < rows * heads:
+            self._arrived = self.device.zeros((rows * heads,), "int32")
+        return parts
 
     def compact(
         self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,

@@ -172,6 +172,7 @@ class LlamaModel:
         weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(device, config, max_rows, hidden)
+        self.layers.attention_parts(max_rows, config.num_attention_heads, kv)
         self._taps: dict[int, int] = {}
 
     @property

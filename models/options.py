@@ -40,7 +40,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic")
+_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_legality": LEGALITIES,
     "verify": VERIFY_MODES,
@@ -107,6 +107,8 @@ class Options:
         overlap; slower, to measure what one graph gains. Outputs are the same.
     programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
         the same.
+    timeline : have the device stamp the border of every part of a round, which costs a kernel each
+        (`EngineStats.part_ns`, traces); False: only where a round begins and ends.
     limits : what one request may cost the host, and how many may wait.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
         seconds that one may take in its process, whatever its backend.
@@ -137,6 +139,7 @@ class Options:
     overlap: bool = True
     composition: str = "one"
     programmatic: bool = False
+    timeline: bool = False
     limits: Limits = field(default_factory=Limits)
     compile_threads: int = 2
     compile_timeout_s: float = 30.0

@@ -58,6 +58,7 @@ class RoundParts:
     depth: int  # most drafts that a round may accept: a tree's levels
     composition: str
     programmatic: bool
+    every_part: bool  # whether the timeline has every part of a round
 
     @property
     def width(self) -> int:
@@ -102,12 +103,13 @@ class RoundGraph:
         self._name, self.graphs = f"round of {batch}, {drafts} drafts", list[Graph]()
         self._add_graph()
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
-        stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
+        stamps = Stamps(parts.device, parts.timeline, parts.replay, model, parts.every_part)
         feed = Feed(
             parts.device, batch, drafts + 1, parts.branch, parts.state, parts.sampler, scratch
         )
         opening = "open: missing rows"
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
+        parts.exchange.bring(grammar, 0, feed.width)
         masks_ready = grammar.record("masks ready")
         self._begin(model, feed)
         stamps.begin()
@@ -123,7 +125,7 @@ class RoundGraph:
                 model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
                 feed.width,
             )  # fmt: skip
-        stamps.end("verify")
+        stamps.end("verify", last=parts.drafter is None)
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
@@ -147,7 +149,8 @@ class RoundGraph:
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:
         p, count, scratch = self.parts, self.batch * feed.width, feed.scratch
-        hidden = p.target.forward(lane, scratch.target_rows.first(count), feed.features)
+        rows = scratch.target_rows.first(count, feed.width)
+        hidden = p.target.forward(lane, rows, feed.features)
         p.target.head(lane, hidden, scratch.logits[:count])
 
     def _draft(
@@ -176,7 +179,7 @@ class RoundGraph:
             legality.before(level, logits)
             draws.draft(model, logits, feed.row_slot, level, legality.masked)
             legality.after(level)
-        stamps.end("drafting")
+        stamps.end("drafting", last=True)
 
     def _cut(self, mark: object = None) -> None:
         """End a graph; the lanes go on in the next, which is launched behind all marks of this."""

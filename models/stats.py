@@ -28,7 +28,7 @@ class EngineStats:
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
         and the tokens they committed, from which the acceptance length is taken.
     round_ns : nanoseconds of all replays on the device's clock, as of when each was read.
-    part_ns : the same per part of the round.
+    part_ns : the same per part of the round, with the option `timeline`.
     """
 
     draft_length: int = 0

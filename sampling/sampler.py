@@ -14,7 +14,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedField, Ring
 from graft.sampling.checks import check_array, check_range
-from graft.sampling.loading import load, row_block
+from graft.sampling.loading import KERNELS, load, row_block, row_parts
 from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
 __all__ = ["ROUND_ROW", "Sampler", "output_ring", "row_words"]
@@ -77,6 +77,7 @@ class Sampler:
     max_batch : most batch rows of a call.
     block : threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device.
         Results do not depend on it.
+    parts : blocks that share a row, alike.
 
     Attributes
     ----------
@@ -106,6 +107,7 @@ class Sampler:
         d2t: DeviceArray | None = None,
         t2d: DeviceArray | None = None,
         block: int | None = None,
+        parts: int | None = None,
     ) -> None:
         vocab_size, draft_length = exchange.vocab_size, exchange.drafts
         check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
@@ -143,7 +145,13 @@ class Sampler:
         self._weights = device.zeros((rows,), "float32")
         self._passed = device.zeros((rows,), "int32")
         self._replay = replay
+        self._state = device.zeros((rows,), "int32")
+        shared = max(width, int(exchange.layout["branch"]), int(exchange.layout["levels"]))
+        meeting = read_struct(KERNELS / "row.cuh", "Meeting").itemsize
+        self.meetings = device.zeros((max_batch * shared, meeting), "uint8")
         self.block = row_block(device) if block is None else block
+        self._parts = row_parts(device, vocab_size) if parts is None else parts
+        self.draft_parts = row_parts(device, draft_vocab) if parts is None else parts
         self._target = load(device, "target", self.block)["sample_target"]
         self._test = load(device, "block", self.block)["test_drafts"]
         adjust = load(device, "adjust", self.block)
@@ -166,12 +174,18 @@ class Sampler:
         check_range("width", width, 1, self.draft_length + 1)
         rows = {"B*width": batch * width, "V": self.vocab_size}
         check_array("logits", logits, "float32", ("B*width", "V"), rows)
+        grid = (batch * width, self._parts, 1)
         reads = [logits, self.vocab_size, self.token_limit, row_slot, width, self.state.array,
-                 *self._exchange]  # fmt: skip
-        adjusting = [*reads, self.state.tables, self.raw]
-        lane.kernel(self._adjust, batch * width, self.block, adjusting, name="adjust logits")
-        deciding = [*reads, self.probs, self.target_tok, self.row_ok]
-        lane.kernel(self._target, batch * width, self.block, deciding, name="target rows")
+                 self.exchange.near, self.exchange.layout]  # fmt: skip
+        args = [*reads, self.exchange.memory, self._state, self.meetings, self.state.tables,
+                self.raw]  # fmt: skip
+        lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
+        # Blocks share a step of a launch alone; one block needs no more than one launch.
+        steps = [(0, 2)] if self._parts == 1 else [(step, step) for step in range(3)]
+        for first, last in steps:
+            args = [*reads, self._state, self.meetings, first, last, self.probs, self.target_tok,
+                    self.row_ok]  # fmt: skip
+            lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
 
     def verify(self, lane: Lane, row_slot: DeviceArray, width: int, out_ring: Ring) -> None:
         """Test and walk the drafts, commit, write the output entry and publish its stamp.
@@ -185,12 +199,12 @@ class Sampler:
         check_range("output rows", out.shape[0], batch, 1 << 16)
         reads = [row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
                  self.row_ok, self.state.array, self.q, self.q.shape[1],
-                 self._weights, self._passed]  # fmt: skip
+                 self._weights, self._passed, self.meetings]  # fmt: skip
         if self.draft_vocab > 0 and width > 1:
-            args = [*reads, self.faults]
-            lane.kernel(self._test, batch * width, self.block, args, name="test drafts")
+            grid = (batch * width, self._parts, 1)
+            lane.kernel(self._test, grid, self.block, [*reads, self.faults], name="test drafts")
         args = [*reads, self.target_tok, *self.shared, self.rows, self.row_words]
-        lane.kernel(self._verify, batch, self.block, args, name="verify")
+        lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
         args = [self.raw, self.vocab_size, row_slot, width, self.state.array, self.rows,
                 self.row_words, self.state.tables, self._replay, told,
                 _layout(out_ring, told)]  # fmt: skip
@@ -209,9 +223,12 @@ class Sampler:
         """
         batch = self._check_draft(draft_logits, row_slot, j)
         probed = masked and self.exchange.layout["candidates"] > 0
+        # A probe that found nothing has filled a row, now and then: it is not worth a copy.
+        masks = self.exchange.far if probed else self.exchange.near
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                int(masked), int(probed), *self._drafting(), *self.shared]  # fmt: skip
-        lane.kernel(self._draft, batch, self.block, args, name=f"draft {j}")
+                int(masked), int(probed), masks, *self._drafting(), *self.shared]  # fmt: skip
+        grid = (batch, self.draft_parts, 1)
+        lane.kernel(self._draft, grid, self.block, args, name=f"draft {j}")
 
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
@@ -228,7 +245,8 @@ class Sampler:
         self._check_draft(draft_logits, row_slot, j, levels)
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, batch, j,
                 *self._drafting(), *self.shared]  # fmt: skip
-        lane.kernel(self._candidates, levels * batch, self.block, args, name=f"candidates {j}")
+        grid = (levels * batch, self.draft_parts, 1)
+        lane.kernel(self._candidates, grid, self.block, args, name=f"candidates {j}")
 
     def place(
         self, lane: Lane, proposal: DeviceArray | None, row_slot: DeviceArray,
@@ -269,7 +287,8 @@ class Sampler:
         return (self.exchange.memory, self.exchange.layout)
 
     def _drafting(self) -> tuple[object, ...]:
-        return (self.state.array, self.rows, self.row_words, self.q, self.q.shape[1])
+        return (self.meetings, self.state.array, self.rows, self.row_words, self.q,
+                self.q.shape[1])  # fmt: skip
 
     @staticmethod
     def _threads(batch: int) -> tuple[int, int]:

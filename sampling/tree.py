@@ -184,6 +184,7 @@ class TreeSampler:
         rows = row_slot.shape[0] * (1 if level == 1 else self._branch)
         check_array("logits", logits, "float32", ("R", "Vd"), {"R": rows, "Vd": s.draft_vocab})
         args = [logits, s.draft_vocab, s.token_limit, s.d2t, row_slot, level, int(probed),
-                self._seen, s.state.array, s.rows, s.row_words, self._work, *self._best,
-                *s.shared]  # fmt: skip
-        lane.kernel(self._candidates, rows, s.block, args, name=f"candidates {level}")
+                self._seen, s.meetings, s.state.array, s.rows, s.row_words, self._work,
+                *self._best, *s.shared]  # fmt: skip
+        grid = (rows, s.draft_parts, 1)
+        lane.kernel(self._candidates, grid, s.block, args, name=f"candidates {level}")

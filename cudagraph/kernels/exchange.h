@@ -75,7 +75,7 @@ struct ExchangeLayout {
   int drafted;
   int candidate_ids;  // Candidates
   int answer;
-  int masks;  // [rows][words]
+  int masks;  // of all slots, behind their parts: [rows][slots][words]
 };
 
 // What a replay brought to one row of its batch; `width` tokens follow, and as many rows: the one

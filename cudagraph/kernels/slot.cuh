@@ -69,10 +69,10 @@ __device__ __forceinline__ const RowStamp* stamp_of(const int* exchange, const E
          j;
 }
 
-__device__ __forceinline__ const unsigned int* mask_of(const int* exchange, const ExchangeLayout& x,
+__device__ __forceinline__ const unsigned int* mask_of(const int* masks, const ExchangeLayout& x,
                                                        int slot, int j) {
-  return reinterpret_cast<const unsigned int*>(exchange + static_cast<long long>(slot) * x.stride +
-                                               x.masks + static_cast<long long>(j) * x.words);
+  return reinterpret_cast<const unsigned int*>(masks) +
+         (static_cast<long long>(j) * x.slots + slot) * x.words;
 }
 
 __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x, int slot,

@@ -20,7 +20,7 @@ from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeSha
 from graft.models.errors import CheckpointError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
-from graft.models.layers import Layers, expect
+from graft.models.layers import expect
 from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layer
 from graft.models.rows import Rows
 from graft.models.weights import Weights
@@ -70,7 +70,7 @@ class Eagle3Head:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
         self.device, self.config, self.target, self.kv = device, config, target, kv
         self.max_rows, self.draft_vocab = max_rows, config.draft_vocab_size
-        self.layers = Layers(device, target.layers.form)
+        self.layers = target.layers
         self.feature_layers = config.resolve_feature_layers(target.config.num_hidden_layers)
         self._load(Weights(device, checkpoint))
         hidden = config.hidden_size

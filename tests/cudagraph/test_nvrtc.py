@@ -35,6 +35,13 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
     usages = compiled[case].result()
     assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
         f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
+    block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))
+    for usage in usages:  # a block's registers come from one multiprocessor's, in eights
+        assert -(-usage.registers // 8) * 8 * block <= 65536, usage
+        # Local memory holds what is spilled, and no arrays.
+        if block > 1:
+            assert usage.spilled_bytes <= 256, usage
+            assert usage.spilled_bytes or not usage.stack_bytes, usage
 
 
 def test_every_kernel_file_is_compiled():

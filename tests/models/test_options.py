@@ -14,6 +14,7 @@ WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 0, 2**7
 #: What of these is right, by option.
 RIGHT = {
     "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
+    "programmatic": (True,), "timeline": (True,),
     "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70, 0),
     "grammar_cache_bytes": (0,), "prefix_cache_bytes": (0,), "ordinal": (0,),
 }  # fmt: skip

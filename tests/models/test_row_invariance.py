@@ -20,6 +20,7 @@ LENGTH = 35  # past one attention tile of 32
 SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
+RUN = 5  # rows said to be of one slot, which they need not be
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
 ROOT, FORK = 26, 31  # three ways lead from one position, and two of them part later
 SEQUENCES[:2, : ROOT + 1] = SEQUENCES[2, : ROOT + 1]
@@ -33,7 +34,7 @@ class Forward:
         device, zeros = model.device, np.zeros(count, np.int32)
         tree = device.zeros((count,), "uint64")
         self.rows, self.entries = (
-            replace(make_rows(device, zeros, zeros, zeros), tree=tree) for _ in range(2)
+            replace(make_rows(device, zeros, zeros, zeros), tree=tree, run=RUN) for _ in range(2)
         )
         features = device.zeros((count, 3 * 48), "float32")
         logits = device.zeros((count, model.vocab_size), "float32")
@@ -95,14 +96,16 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["thread-bfloat16", "thread-float32", "warp-bfloat16",
-            pytest.param("warp-float32", marks=pytest.mark.full)],
+    params=["thread-bfloat16-8", "thread-float32-8", "warp-bfloat16-8",
+            pytest.param("warp-float32-8", marks=pytest.mark.full),
+            pytest.param("warp-float16-64", marks=pytest.mark.full)],
 )  # fmt: skip
 def case(device, request, tmp_path_factory):
-    form, dtype = request.param.split("-")
+    form, dtype, head_dim = request.param.split("-")
     folder = tmp_path_factory.mktemp("invariance")
-    make_tiny_llama(folder / "target", dtype=dtype, **SHAPE)
-    make_tiny_eagle3(folder / "head", llama_config(**SHAPE), dtype=dtype, draft_vocab=50)
+    sizes = {**SHAPE, "head_dim": int(head_dim)}
+    make_tiny_llama(folder / "target", dtype=dtype, **sizes)
+    make_tiny_eagle3(folder / "head", llama_config(**sizes), dtype=dtype, draft_vocab=50)
     shape = {"slots": SLOTS, "pages": 100}
     model = load_llama(device, folder / "target", form=form, **shape)
     drafter = load_eagle3(device, folder / "head", model, **shape)

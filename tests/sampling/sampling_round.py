@@ -23,6 +23,7 @@ class TableRound:
     def __init__(
         self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
         token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
+        parts: int | None = None,
         entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0, levels: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
@@ -50,6 +51,7 @@ class TableRound:
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
             max_batch=slots, block=block,
+            parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )  # fmt: skip
         self.replay = 0
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
@@ -94,6 +96,7 @@ class TableRound:
         batch, width, vocab = logits.shape
         self.replay_ptr.copy_from(np.array([self.replay], np.int32))
         rows = self._up(logits.reshape(batch * width, vocab))
+        self.exchange.bring(self.lane, 0, width)
         self.sampler.target(self.lane, rows, self.row_slot, width)
         self.sampler.verify(self.lane, self.row_slot, width, self.ring)
         self.ring.poll(self.replay, 30.0)
@@ -159,6 +162,7 @@ class TableRound:
 
     def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
         """Draw draft j from logits [B, Vd]."""
+        self.exchange.bring(self.lane, j - 1, j)
         self.sampler.draft(self.lane, self._up(logits), self.row_slot, j, masked)
         self.stream.synchronize()
 

@@ -28,10 +28,12 @@ CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
 VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
-          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512"), "NORM_THREADS": ("1", "256")}
+          "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
+          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512", "1024"), "NORM_THREADS": ("1", "256")}
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+STACK = re.compile(r"(\d+) bytes stack frame")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -61,6 +63,7 @@ class Usage:
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    stack_bytes: int = 0  # arrays with run-time indices, and what is spilled
 
 
 class CompileError(Exception):
@@ -149,10 +152,11 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:
         name = part.split("'")[1]
         spills, used, shared = SPILLS.search(part), USED.search(part), SHARED.search(part)
+        stack = STACK.search(part)
         if spills is None or used is None:
             raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
         usages.append(Usage(title, name, arch, int(used[1]), int(shared[1]) if shared else 0,
-                            sum(map(int, spills.groups()))))
+                            sum(map(int, spills.groups())), int(stack[1]) if stack else 0))
     return usages
 
 
