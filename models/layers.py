@@ -1,8 +1,9 @@
 """Layers as device work: each method adds one kernel to a lane, after checking named shapes.
 
-Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (a thread per
-output, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process
-uses one form. The forms differ in bits; within a form a row's bits depend on that row alone.
+Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (threads of
+many outputs, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A
+process uses one form. The forms differ in bits; within a form a row's bits depend on that row
+alone.
 
 Form "warp" multiplies on tensor cores where weights have 16 bits, their inner size is a multiple of
 128 and their outer one of 16. Activations, float32 elsewhere, are then rounded to the weights' type
@@ -32,10 +33,12 @@ FORMS = ("thread", "warp")
 ACTIVATIONS = ("rounded", "float32")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
-_THREAD_BLOCK = 16
-_THREAD_COLUMNS = 4 * _THREAD_BLOCK
-_THREAD_ROWS = 16
+_THREAD_BLOCK = 4
+_THREAD_COLUMNS = 16 * _THREAD_BLOCK
+_THREAD_ROWS = 48
 _THREAD_CHUNK = 64
+_THREAD_QUERIES = 24
+_THREAD_SHARES = 8  # of a few rows' attention, for several workers
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
 _WARP_ROWS = 8
@@ -324,8 +327,14 @@ class Layers:
             lane.kernel(kernel, tiled, _WARP_BLOCK, (*args, *sizes, *more), name="attention")
             return
         kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
-        grid, block = (count, heads) if self._thread else ((heads, count, 1), _WARP_BLOCK)
-        lane.kernel(kernel, grid, block, (*args, *sizes), name="attention")
+        own: tuple[int, ...] = ()
+        grid, block = (heads, count, 1), _WARP_BLOCK
+        if self._thread:
+            group = heads // kv.kv_heads
+            queries = min(max(_ceil(count * heads, _THREAD_SHARES), group), _THREAD_QUERIES)
+            own = (queries,)
+            grid, block = (_ceil(count * group, queries), kv.kv_heads, 1), 1
+        lane.kernel(kernel, grid, block, (*args, *sizes, *own), name="attention")
 
     def attention_parts(self, rows: int, heads: int, kv: PagedKV) -> int:
         """Parts in which `attention` adds up a row over this cache, after making room for `rows`.

@@ -129,9 +129,11 @@ def test_linear_converts_every_half_exactly(layers, lane):
         else:
             stored, exact = bits, (bits.astype(np.uint32) << 16).view(np.float32)
         normal = np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))
-        w = layers.device.from_host(stored.reshape(-1, 1), dtype)
-        out = run_linear(layers, lane, upload(layers.device, np.ones((1, 1))), w)[0]
-        np.testing.assert_array_equal(out[normal], exact[normal])
+        stored[~np.isfinite(exact)] = 0
+        for inner in (1, 8):
+            w = layers.device.from_host(stored.reshape(-1, inner), dtype)
+            out = run_linear(layers, lane, upload(layers.device, np.eye(inner)), w).T.ravel()
+            np.testing.assert_array_equal(out[normal], exact[normal])
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
