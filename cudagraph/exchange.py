@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from graft.cudagraph.context import Context
 from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.memory import PinnedArray
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import PinnedArray, zeros
 
 HEADER = Path(__file__).parent / "kernels" / "exchange.h"
 #: ROW_* and REASON_*, by name.
@@ -40,9 +41,11 @@ class Exchange:
     layout : np.void
         ``ExchangeLayout``, as kernels take it by value.
     memory : PinnedArray
-        int32 [slots, layout.stride].
+        int32, [slots, layout.stride] and then masks.
     stamps : RowStamp [slots, rows]; masks : int32 [slots, rows, words]
-        What the worker writes and the kernels read.
+        What the worker writes and the kernels read, the masks as `bring` copied them.
+    near : DeviceArray; far : PinnedArray
+        int32 [rows, slots, words]; the copies, and the masks as they are written.
     committed, drafted, candidates : int32 [slots, ...]; answer : Answer [slots]
         Header words, then ids.
     legal : uint32 [slots, ...]
@@ -76,7 +79,6 @@ class Exchange:
             "drafted": head["Drafted"] + 2 * max(drafts, fed),
             "candidate_ids": head["Candidates"] + (2 * levels or branch) * candidates,
             "answer": head["Answer"] + (2 * drafts if levels else branch if branch > 1 else 0),
-            "masks": rows * words,
         }
         at, end = {}, 0
         for name, count in parts.items():
@@ -85,19 +87,22 @@ class Exchange:
         layout = np.zeros((), read_struct(HEADER, "ExchangeLayout"))
         for name, value in {
             "slots": slots, "stride": end, "rows": rows, "words": words, "candidates": candidates,
-            "drafts": max(drafts, fed), "branch": branch, "levels": levels,
+            "drafts": max(drafts, fed), "branch": branch, "levels": levels, "masks": slots * end,
         }.items() | at.items():  # fmt: skip
             layout[name] = value
         self.layout: Any = layout[()]
         self.slots, self.drafts, self.vocab_size = slots, drafts, vocab_size
-        self.memory = PinnedArray(context, (slots, end), "int32")
-        whole = self.memory.array
+        self.memory = PinnedArray(context, slots * (end + rows * words), "int32")
+        whole, masks = np.split(self.memory.array, [slots * end])
+        whole = whole.reshape(slots, end)
 
         def part(name: str) -> NDArray:
             return whole[:, at[name] : at[name] + parts[name]]
 
         self.stamps = part("stamps").view(stamp)
-        self.masks = part("masks").reshape(slots, rows, words)
+        self.masks = masks.reshape(rows, slots, words).swapaxes(0, 1)
+        self.near = zeros(context, (rows, slots, words), "int32")
+        self.far = self.memory.part(slots * end, (rows, slots, words))
         self.committed, self.drafted = part("committed"), part("drafted")
         self.candidates = part("candidate_ids")
         answer, size = part("answer"), head["Answer"]
@@ -108,6 +113,12 @@ class Exchange:
     def host_ptr(self) -> int:
         """Host address of slot 0's first word."""
         return self.memory.host_ptr
+
+    def bring(self, lane: Lane, first: int, end: int) -> None:
+        """Copy mask rows `first` to `end` of all slots to the device, behind who writes them."""
+        _, slots, words = self.far.shape
+        far = self.far.part(first * slots * words, (end - first, slots, words))
+        lane.copy(self.near[first:end], far, name=f"mask rows {first} to {end - 1}")
 
     def close(self) -> None:
         """Drop the memory; nobody may use the views any more."""

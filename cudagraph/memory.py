@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -316,8 +317,8 @@ class PinnedArray:
     dtype : str
     """
 
-    __slots__ = ("__weakref__", "_allocation", "_device_pointer", "array", "context", "dtype",
-                 "shape")  # fmt: skip
+    __slots__ = ("__weakref__", "_allocation", "_device_pointer", "_offset", "array", "context",
+                 "dtype", "shape")  # fmt: skip
 
     def __init__(self, context: Context, shape: int | tuple[int, ...], dtype: str) -> None:
         self.context = context
@@ -329,13 +330,22 @@ class PinnedArray:
         )
         host = self._allocation.address
         self._device_pointer = int(call(cu.cuMemHostGetDevicePointer, host, 0))
+        self._offset = 0
         self.array = np.asarray(_HostView(host, self.shape, dtype, self._allocation.resource))
         self.array.fill(0)
+
+    def part(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
+        """View the elements from `first` on, of all that there are; closing closes all."""
+        seen = copy(self)
+        seen.shape, seen._offset = shape, self._offset + first * itemsize(self.dtype)
+        seen._device_pointer += seen._offset - self._offset
+        seen.array = self.array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+        return seen
 
     @property
     def host_ptr(self) -> int:
         """Host address."""
-        return self._allocation.resource.handle
+        return self._allocation.resource.handle + self._offset
 
     @property
     def ptr(self) -> int:
@@ -355,7 +365,7 @@ class PinnedArray:
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        return self._allocation.nbytes
+        return math.prod(self.shape) * itemsize(self.dtype)
 
     def span(self) -> Span:
         """Return the bytes of this array, for copies and fills."""

@@ -133,7 +133,8 @@ def _target(device: Device, options: Options, model: Path, config: LlamaConfig) 
         device, options, config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
         config.dtype,
     )  # fmt: skip
-    return LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options))
+    return LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options),
+                      activations=options.activations)  # fmt: skip
 
 
 def _drafter(
@@ -251,4 +252,5 @@ def _parts(
         depth=levels or (options.tree.levels if options.tree else drafts),
         composition=options.composition,
         programmatic=options.programmatic,
+        every_part=options.timeline,
     )

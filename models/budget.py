@@ -1,7 +1,9 @@
 """How many drafts a round tests and makes: as many as bring most tokens per second.
 
-That is chosen from rounds that were read, never from the drafts that it may cut. So outputs keep
-their distribution.
+Chosen here is how many rows the target's forward has; whose drafts have a place among them is
+chosen on the device (kernels/round.cu), by how often drafts of each request were accepted. Both are
+chosen from past rounds, never from the drafts that may be cut. So outputs keep their
+distribution.
 """
 
 from __future__ import annotations
@@ -26,18 +28,20 @@ PERIOD, PROBE = 64, 4
 
 
 def ladder(most: int) -> list[int]:
-    """Lengths that have graphs of their own: 0, 1, 3, 7 and so on, and the most."""
+    """Lengths that have graphs of their own: 0, 1, 3, 7 and so on, and the most. Rows double."""
     return [*(n for n in ((1 << i) - 1 for i in range(most.bit_length())) if n < most), most]
 
 
 class DraftBudget:
     """Chooses the draft length of each round.
 
-    With K drafts a request's round is expected to bring ``1 + s_1 + .. + s_K`` tokens, where s_j is
-    the product of the chances that drafts 1 to j are accepted if those before are. A chance is an
-    exponential average over the request's rounds, which begins with that of all requests; a draft
-    that was not made counts as refused, one that could not be as likely as the one before. Where
-    drafts branch, fewer are another tree: each length has chances of its own, and j is the depth.
+    A length is the places for drafts that a round has per row of its bucket. A request with K of
+    them is expected to get ``1 + s_1 + .. + s_K`` tokens, where s_j is the product of the chances
+    that drafts 1 to j are accepted if those before are; places go where s is largest. A chance is
+    an exponential average over the request's rounds, which begins with that of all requests; a
+    draft that was not made counts as refused, one that could not be as likely as the one before.
+    Where drafts branch, fewer are another tree: each length has chances of its own, with the places
+    that it gives, and j is the depth.
 
     Times are exponential averages of live rounds: no profile knows how grammars, long contexts and
     drafters on the host delay them. A length that has not run yet takes as long as an idle replay,
@@ -53,7 +57,6 @@ class DraftBudget:
     def __init__(self, lengths: Sequence[int], levels: int, branches: bool = False):
         self.lengths = tuple(lengths)
         self._branches = branches
-        self._depths = [min(length, levels) for length in lengths]
         self._all = np.full((len(self.lengths) if branches else 1, levels), np.nan)
         self._of: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
         self._idle: dict[tuple[int, int], float] = {}  # by bucket and length
@@ -70,13 +73,22 @@ class DraftBudget:
         else:
             self._live[key] = DECAY * self._live.get(key, ns) + (1 - DECAY) * ns
 
-    def brought(self, request: object, made: int, length: int, accepted: int) -> None:
-        """Take how many drafts of a request were accepted in a round of this length; one of length
-        `made` had made them, or none had: 0."""
-        if len(self.lengths) == 1 or (self._branches and made != length):
+    def made(self, size: int, length: int) -> int:
+        """Drafts to make per request in a round of this length: more than the round after it has
+        places for on average, so that they can go where they pay."""
+        at = self.lengths.index(length)
+        return self.lengths[min(at + 1, len(self.lengths) - 1)] if size > 1 and length else length
+
+    def brought(
+        self, request: object, size: int, length: int, made: int, known: int, accepted: int
+    ) -> None:
+        """Take how many drafts of a request were accepted in a round of this bucket and length; up
+        to `made` could have been made before, and of `known` it is known what became of them."""
+        if len(self.lengths) == 1 or (self._branches and made != self.made(size, length)):
             return
         at = self.lengths.index(length)
-        tested = min(made, self._depths[at], accepted + 1)
+        known = made if self._branches else known
+        tested = min(known, self._all.shape[1], accepted + 1)
         own = self._of.setdefault(request, self._all.copy())
         for every in (self._all, own) if tested else ():
             chances = every[at if self._branches else 0, :tested]
@@ -117,12 +129,13 @@ class DraftBudget:
         idle, live = sum(self._idle[key] for key in ran), sum(self._live[key] for key in ran)
         scale = live / idle if ran else 1.0
         chances = _known(np.stack([self._of.get(request, self._all) for request in requests]))
-        survival = np.cumprod(chances, axis=2).sum(axis=0)
+        survival = np.cumprod(chances, axis=2)
         rates = []
         for at, key in enumerate(keys):
-            drafts = survival[at if self._branches else 0, : self._depths[at]].sum()
+            each = survival[:, at if self._branches else 0, : self.made(*key)]
+            best = each if self._branches else np.sort(each, axis=None)[::-1][: size * key[1]]
             time = self._live.get(key, scale * self._idle[key])
-            rates.append((len(requests) + float(drafts)) / time)
+            rates.append((len(requests) + float(best.sum())) / time)
         return rates
 
 

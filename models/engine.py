@@ -127,13 +127,13 @@ class Engine:
             raise
 
     def _build_rounds(self) -> None:
-        """One graph per bucket and draft length, and idle replays of each: what loads lazily is
+        """One graph per bucket and number of rows, and idle replays of each: what loads lazily is
         loaded by the first, and the others tell the budget how long it takes."""
         scratch = self._parts.scratch(self.options.max_batch_size)
-        lengths = self._built.budget.lengths
-        for key in itertools.product(buckets(self.options.max_batch_size), lengths):
-            self.rounds[key] = RoundGraph(self._parts, scratch, *key)
-            for _ in range(1 if len(lengths) == 1 else 3):
+        budget = self._built.budget
+        for key in itertools.product(buckets(self.options.max_batch_size), budget.lengths):
+            self.rounds[key] = RoundGraph(self._parts, scratch, *key, budget.made(*key))
+            for _ in range(1 if len(budget.lengths) == 1 else 3):
                 self._replays.launch(self.rounds[key], [])
                 self._replays.wait(self.stats, Shield())
                 self._replays.finish()

@@ -7,7 +7,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.rows import Rows
 from graft.models.stamps import KERNELS
-from graft.sampling.sampler import Sampler
+from graft.sampling.sampler import RowMap, Sampler
 from graft.sampling.state import SlotState
 
 __all__ = ["Feed", "RoundScratch"]
@@ -30,7 +30,7 @@ class RoundScratch:
         def ints(*shape: int) -> DeviceArray:
             return device.zeros(shape, "int32")
 
-        self.row_slot = ints(max_batch)
+        self.row_slot, self.first, self.map = ints(max_batch), ints(max_batch), ints(rows)
         paths = device.zeros((rows,), "uint64") if tree else None
         self.target_rows = Rows(ints(rows), ints(rows), ints(rows), paths)
         self.committed = Rows(ints(rows), ints(rows), ints(rows))
@@ -51,12 +51,15 @@ class Feed:
 
     Attributes
     ----------
-    batch, width : requests per replay, and rows of the target's forward per request; of the next
-        round too no more than width - 1 drafts are wanted, which with 1 are none.
+    batch, count : requests per replay, and rows of the target's forward.
+    width : tokens that a round tests per request at most, if its drafts are those made now: no more
+        than width - 1 are wanted, which with 1 are none.
     branch : rows of a level of drafts, per request; 1 in a chain.
     state, sampler : ``Slot`` of every request and ``RoundRow`` of every batch row, for kernels.
+    rows : which row of whom each row is.
     row_slot : int32 [B], slot of each batch row; -1: padding.
-    features : float32 [B * width, taps * hidden]; row b * width + j is of position n + j before.
+    first : int32 [B], the first row of each.
+    features : float32 [R, taps * hidden]; row first[b] + j is of position n + j before.
     last : int32 [B], after `committed`: the row that holds a request's last token.
     logits : float32 [B * branch, Vd], where a drafter may leave its logits.
     origin : int32 [B * branch], after `drafts`: the row of the level before that each hangs on.
@@ -66,27 +69,29 @@ class Feed:
     """
 
     def __init__(
-        self, device: Device, batch: int, width: int, branch: int, state: SlotState,
+        self, device: Device, batch: int, count: int, width: int, branch: int, state: SlotState,
         sampler: Sampler, scratch: RoundScratch,
     ):  # fmt: skip
-        self.device, self.batch, self.width = device, batch, width
+        self.device, self.batch, self.count, self.width = device, batch, count, width
         self.state, self.sampler, self.scratch = state, sampler, scratch
-        self.row_slot, self.last = scratch.row_slot[:batch], scratch.last[:batch]
+        self.row_slot, self.first = scratch.row_slot[:batch], scratch.first[:batch]
+        self.rows = RowMap(self.row_slot, self.first, scratch.map[:count])
+        self.last = scratch.last[:batch]
         self.branch = branch
         self.logits = scratch.draft_logits[: batch * branch]
         self.origin, self.proposal = scratch.origin[: batch * branch], scratch.proposal[:batch]
         self.parents = None if scratch.parents is None else scratch.parents[:batch]
         features = scratch.features
-        self.features = None if features is None else features[: batch * width]
+        self.features = None if features is None else features[:count]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
-        """Rows [B * width] of the tokens this round committed, token i at ``old_n + shift + i``.
+        """Rows [R] of the tokens this round committed, token i at ``old_n + shift + i``.
 
         With shift 0 a token stands at the position of the one before it, whose feature it is
         paired with; with 1 at its own.
         """
-        rows = self.scratch.committed.first(self.batch * self.width)
-        args = [*self._reads, self.batch, self.width, shift, rows.token, rows.slot, rows.pos]
+        rows = self.scratch.committed.first(self.count, self.width)
+        args = [*self._reads, self.rows.map, self.count, shift, rows.token, rows.slot, rows.pos]
         self._launch(lane, "committed_rows", [*args, self.last], "committed rows")
         return rows
 
@@ -95,7 +100,7 @@ class Feed:
 
         [B], or [B * branch] of a tree, where not every row has a draft; see `origin`.
         """
-        rows = self.scratch.drafts.first(self.batch * self.branch)
+        rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.tree is not None:
             nodes = [*self._reads, self.batch, self.branch, level + 1, shift, rows.token, rows.slot,
                      rows.pos, rows.tree, self.origin]  # fmt: skip

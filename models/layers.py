@@ -1,14 +1,24 @@
 """Layers as device work: each method adds one kernel to a lane, after checking named shapes.
 
-Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (a thread per
-output, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A process
-uses one form. The forms may differ in the last bits; within a form a row's bits depend on that row
+Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (threads of
+many outputs, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A
+process uses one form. The forms differ in bits; within a form a row's bits depend on that row
 alone.
+
+Form "warp" multiplies on tensor cores where weights have 16 bits, their inner size is a multiple of
+128 and their outer one of 16. Activations, float32 elsewhere, are then rounded to the weights' type
+on the way in, as models are trained and served; or, where `activations` is "float32", counted as
+two such numbers, the rounded one and what is left: 16 bits of mantissa with bfloat16, 22 with
+float16. Sums are float32.
+
+Attention over caches of 16 bits and heads of 64 or 128 runs on tensor cores there too. Both have
+workspace that all calls share: all work of one `Layers` must be ordered.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
@@ -20,17 +30,32 @@ from graft.models.rows import Rows
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
+ACTIVATIONS = ("rounded", "float32")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
-_THREAD_BLOCK = 16
-_THREAD_COLUMNS = 4 * _THREAD_BLOCK
-_THREAD_ROWS = 16
+_THREAD_BLOCK = 4
+_THREAD_COLUMNS = 16 * _THREAD_BLOCK
+_THREAD_ROWS = 48
 _THREAD_CHUNK = 64
+_THREAD_QUERIES = 24
+_THREAD_SHARES = 8  # of a few rows' attention, for several workers
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
 _WARP_ROWS = 8
+_MMA_BLOCK = 256
+_MMA_CHUNK = 128
+_MMA_COLUMNS = 16
+_MMA_PARTS = 8
+_MMA_OUTPUTS = 128
+_MMA_STAGES = {32: 3, 64: 4, 128: 3}  # by rows of a block; 64 inner indices of 16 bits each
+_MMA_FEW = 16  # most rows that weights stream past
+_MMA_BLOCKS = 128  # sums of many rows are parted until there are so many blocks
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
+_TILE = 16
+_SPLIT = 256
+_PARTS = 32
+_SPLIT_BLOCKS = 512  # about what a GPU runs at once
 
 
 def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
@@ -45,19 +70,54 @@ def _ceil(count: int, unit: int) -> int:
     return -(-count // unit)
 
 
+class MmaShape(NamedTuple):
+    """How a product on tensor cores is launched, see linear_mma.cuh."""
+
+    kernel: str
+    defines: dict[str, int]
+    grid: tuple[int, int, int]
+    shared: int = 0  # bytes, beside what the text declares
+    partials: int = 0  # floats
+
+
+def mma_shape(rows: int, columns: int) -> MmaShape:
+    """The shape for so many rows, split ones counted twice; all shapes give the same bits."""
+    if rows <= _MMA_FEW:
+        return MmaShape("linear_few", {"TILES": _ceil(rows, 8)}, (columns // _MMA_COLUMNS, 1, 1))
+    block = next((size for size in _MMA_STAGES if rows <= size), max(_MMA_STAGES))
+    across, down, splits = _ceil(columns, _MMA_OUTPUTS), _ceil(rows, block), 1
+    while splits < _MMA_PARTS and across * down * splits < _MMA_BLOCKS:
+        splits *= 2
+    partials = across * down * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
+    shared = _MMA_STAGES[block] * (_MMA_OUTPUTS + block) * 64 * 2
+    return MmaShape("linear_many", {"ROW_BLOCK": block}, (across, down, splits), shared, partials)
+
+
 class Layers:
     """The kernels of one device in one form.
 
     Parameters
     ----------
     form : "thread" or "warp"; by default what suits the device.
+    activations : "rounded" or "float32", see above.
+
+    All work of one object must be ordered: it has sums of its own that calls share.
     """
 
-    def __init__(self, device: Device, form: str | None = None) -> None:
+    def __init__(
+        self, device: Device, form: str | None = None, activations: str = "rounded"
+    ) -> None:
         self.device = device
         self.form = form or ("thread" if device.kind == "soft" else "warp")
         if self.form not in FORMS:
             raise OptionError(f"form {form!r}, expected one of {FORMS}")
+        if activations not in ACTIVATIONS:
+            raise OptionError(f"activations {activations!r}, expected one of {ACTIVATIONS}")
+        self.activations = activations
+        self._partials: dict[str, DeviceArray] = {}
+        # Of attention: parts of rows' sums, and counts that every kernel leaves zero.
+        self._parts: DeviceArray | None = None
+        self._arrived: DeviceArray | None = None
 
     @property
     def _thread(self) -> bool:
@@ -86,13 +146,15 @@ class Layers:
     def norm(
         self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
     ) -> None:
-        """RMSNorm of rows: x, out float32[R, width], weight float32[width]."""
+        """RMSNorm of rows: x float32[R, width], weight float32[width], out [R, width], float32 or
+        what `input_dtype` names."""
         rows, width = x.shape
         expect("norm: x", x, "float32", R=rows, width=width)
         expect("norm: weight", weight, "float32", width=width)
-        expect("norm: out", out, "float32", R=rows, width=width)
+        expect("norm: out", out, out.dtype, R=rows, width=width)
         args = (x, weight, out, rows, width, eps)
-        kernel = self._kernel("norm", "norm_rows", WEIGHT="float", NORM_THREADS=self._norm_block)
+        kernel = self._kernel("norm", "norm_rows", WEIGHT="float", OUT=_storage(out),
+                              NORM_THREADS=self._norm_block)  # fmt: skip
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
     def head_norm(
@@ -115,6 +177,16 @@ class Layers:
         args = (qkv, *weights, rows, heads, kv_heads, dim, eps)
         lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
 
+    def input_dtype(self, weight: DeviceArray) -> str:
+        """What `linear` reads fastest, with the bits of float32: as it would round that itself."""
+        rounds = self.activations == "rounded" and self.gates(weight.dtype, *weight.shape)
+        return weight.dtype if rounds else "float32"
+
+    def gates(self, dtype: str, columns: int, inner: int) -> bool:
+        """Whether products with such a weight run on tensor cores, and may be gated."""
+        fits = inner % _MMA_CHUNK == 0 and columns % _MMA_COLUMNS == 0
+        return not self._thread and fits and dtype != "float32"
+
     def linear(
         self,
         lane: Lane,
@@ -124,22 +196,30 @@ class Layers:
         *,
         residual: DeviceArray | None = None,
         tap: tuple[DeviceArray, int] | None = None,
+        gated: bool = False,
         name: str = "linear",
     ) -> None:
         """out = x W^T, plus `residual` where given (which may be `out`).
 
         Parameters
         ----------
-        x : float32[R, inner].
+        x : [R, inner], float32 or what `input_dtype` says.
         weight : [columns, inner], float32, float16 or bfloat16.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
+        gated : out [R, columns / 2] of any dtype is silu(gate) * up instead, of a weight that
+            `gates` and was interleaved (`Weights.stacked`).
         """
         rows, inner = x.shape
         columns = weight.shape[0]
-        expect(f"{name}: x", x, "float32", R=rows, inner=inner)
         expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
-        expect(f"{name}: out", out, "float32", R=rows, columns=columns)
+        rounded = x.dtype == self.input_dtype(weight) != "float32"
+        expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)
+        expect(f"{name}: out", out, out.dtype if gated else "float32", R=rows,
+               columns=columns >> gated)  # fmt: skip
+        if gated and (residual or tap or not self.gates(weight.dtype, columns, inner)):
+            raise ShapeError(f"{name}: a product of {weight.dtype}[{columns}, {inner}] in the form "
+                             f"{self.form}, a residual or a tap cannot be gated")  # fmt: skip
         if residual is not None:
             expect(f"{name}: residual", residual, "float32", R=rows, columns=columns)
         target, offset = tap if tap is not None else (None, 0)
@@ -150,15 +230,36 @@ class Layers:
                 raise ShapeError(
                     f"{name}: tap columns {offset}..{offset + columns} outside stride={stride}"
                 )
+        args = (weight, x, residual, out, target, rows, columns, inner, offset, stride)
         if self._thread:
             grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
             block = _THREAD_BLOCK
+        elif self.gates(weight.dtype, columns, inner):
+            types = {"WEIGHT16": _storage(weight), "X16": int(rounded), "GATED": int(gated),
+                     "OUT": _storage(out)}  # fmt: skip
+            self._linear_mma(lane, types, args, name)
+            return
         else:
             grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
             block = _WARP_BLOCK
         kernel = self._formed("linear", WEIGHT=_storage(weight))
-        args = (weight, x, residual, out, target, rows, columns, inner, offset, stride)
         lane.kernel(kernel, grid, block, args, name=name)
+
+    def _linear_mma(self, lane: Lane, types: dict, args: tuple, name: str) -> None:
+        """On tensor cores, in the shape that suits so many rows."""
+        split = int(self.activations == "float32")
+        shape = mma_shape(args[5] << split, args[6])
+        kernel = self._kernel(shape.kernel, shape.kernel, SPLIT=split, **types, **shape.defines)
+        if shape.kernel == "linear_many":
+            partials = self._shared("float32", shape.partials)
+            args = (*args, partials, self._shared("int32", shape.grid[0] * shape.grid[1]))
+        lane.kernel(kernel, shape.grid, _MMA_BLOCK, args, shared=shape.shared, name=name)
+
+    def _shared(self, dtype: str, size: int) -> DeviceArray | None:
+        """Zeros at first, and whatever the calls before have left."""
+        if size and (dtype not in self._partials or self._partials[dtype].shape[0] < size):
+            self._partials[dtype] = self.device.zeros((size,), dtype)
+        return self._partials[dtype] if size else None
 
     def rope_and_store(
         self,
@@ -210,15 +311,49 @@ class Layers:
         count, dim = rows.count, kv.head_dim
         expect("attention: qkv", qkv, "float32", R=count, heads=(heads + 2 * kv.kv_heads) * dim)
         expect("attention: out", out, "float32", R=count, heads=heads * dim)
-        kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
-        grid, block = (count, heads) if self._thread else ((heads, count, 1), _WARP_BLOCK)
         args = (qkv, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer], out)
-        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
-        lane.kernel(kernel, grid, block, (*args, *sizes, dim**-0.5), name="attention")
+        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift, dim**-0.5)
+        parts = self.attention_parts(count, heads, kv)
+        if parts:
+            defines = {"CACHE16": STORAGE[kv.dtype], "WIDE_HEAD": dim}
+            kernel = self._kernel("attention_split", "attention_split", **defines)
+            stacked = _ceil(heads // kv.kv_heads, _TILE)
+            tile_heads = _ceil(heads // kv.kv_heads, stacked)
+            run = min(rows.run, count)
+            tiles = _ceil(count, run) * _ceil(run, _TILE // tile_heads)
+            shares = _SPLIT_BLOCKS // (tiles * kv.kv_heads * stacked)
+            tiled = (tiles, kv.kv_heads * stacked, max(1, min(shares, parts)))
+            more = (run, tile_heads, self._parts, self._arrived)
+            lane.kernel(kernel, tiled, _WARP_BLOCK, (*args, *sizes, *more), name="attention")
+            return
+        kernel = self._formed("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
+        own: tuple[int, ...] = ()
+        grid, block = (heads, count, 1), _WARP_BLOCK
+        if self._thread:
+            group = heads // kv.kv_heads
+            queries = min(max(_ceil(count * heads, _THREAD_SHARES), group), _THREAD_QUERIES)
+            own = (queries,)
+            grid, block = (_ceil(count * group, queries), kv.kv_heads, 1), 1
+        lane.kernel(kernel, grid, block, (*args, *sizes, *own), name="attention")
+
+    def attention_parts(self, rows: int, heads: int, kv: PagedKV) -> int:
+        """Parts in which `attention` adds up a row over this cache, after making room for `rows`.
+
+        0 where a kernel without parts serves the cache.
+        """
+        if self._thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
+            return 0
+        parts = min(_ceil(kv.positions, _SPLIT), _PARTS)
+        size = parts * rows * heads * (kv.head_dim + 4)
+        if parts > 1 and (self._parts is None or self._parts.shape[0] < size):
+            self._parts = self.device.empty((size,), "float32")
+        if self._arrived is None or self._arrived.shape[0] < rows * heads:
+            self._arrived = self.device.zeros((rows * heads,), "int32")
+        return parts
 
     def compact(
         self, lane: Lane, kv: PagedKV, row_slot: DeviceArray, result: DeviceArray,
-        features: DeviceArray | None, width: int,
+        features: DeviceArray | None, first: DeviceArray,
     ) -> None:  # fmt: skip
         """Move what the accepted drafts of a tree left to where a chain would have left it.
 
@@ -226,7 +361,8 @@ class Layers:
         ----------
         kv : of the target, all of whose layers are compacted.
         row_slot, result : int32[B] and int32[B, row words], of the round that was verified.
-        features : float32[B * width, columns], compacted alike.
+        features : float32[R, columns], compacted alike.
+        first : int32[B], the first row of each.
         """
         batch, item = row_slot.shape[0], kv.kv_heads * kv.head_dim
         kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
@@ -236,19 +372,19 @@ class Layers:
         block = 1 if self._thread else _ELEMENT_BLOCK
         lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
         if features is not None:
-            expect("compact: features", features, "float32", R=batch * width,
-                   columns=features.shape[1])  # fmt: skip
+            expect("compact: first", first, "int32", B=batch)
             kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
-            moved = (features, width, features.shape[1], row_slot, result, result.shape[1])
+            moved = (features, first, features.shape[1], row_slot, result, result.shape[1])
             lane.kernel(kernel, batch, block, moved, name="compact features")
 
     def silu_mul(self, lane: Lane, gate_up: DeviceArray, out: DeviceArray) -> None:
-        """out = silu(gate) * up: gate_up float32[R, 2 width], out float32[R, width]."""
+        """out = silu(gate) * up: gate_up float32[R, 2 width], out [R, width] as of `norm`."""
         rows, width = out.shape
         expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
-        expect("silu: out", out, "float32", R=rows, width=width)
+        expect("silu: out", out, out.dtype, R=rows, width=width)
         grid, block = self._elements(rows, width, self._chunk)
-        kernel = self._kernel("elements", "silu_mul", WEIGHT="float", CHUNK=self._chunk)
+        kernel = self._kernel("elements", "silu_mul", WEIGHT="float", OUT=_storage(out),
+                              CHUNK=self._chunk)  # fmt: skip
         lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
 
     def gather(

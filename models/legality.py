@@ -53,6 +53,7 @@ class Legality:
 
     masked = False
     commit = "commit, fill row 0"
+    committed_row: int | None = None  # that drafts are drawn under
 
     def __init__(
         self, guide: GuidedDecoder, model: GraphLane, grammar: GraphLane,
@@ -65,7 +66,8 @@ class Legality:
 
     def committed(self) -> None:
         """Behind verification: the matchers take what was committed."""
-        self._ready = self._ask("commit", self._guide.commit_work(), self.commit)
+        work = self._guide.commit_work()
+        self._ready = self._ask("commit", work, self.commit, self.committed_row)
 
     def at_once(self, drafter: Drafter, most: int) -> int:
         """Behind the logits of level 0: of `most` drafts make those that need no level's end;
@@ -83,10 +85,13 @@ class Legality:
         self._stamps.end("drafter extend")
         self._wait("wait for row 0", self.commit)
 
-    def _ask(self, mark: str, work: NativeWork, name: str) -> GraphMark:
-        """A step of the grammar, once the model's lane is here; it is done at the mark."""
+    def _ask(self, mark: str, work: NativeWork, name: str, row: int | None = None) -> GraphMark:
+        """A step of the grammar, once the model's lane is here; it is done at the mark, and the
+        mask row that it fills for this round is on the device."""
         self._grammar.wait(self._model.record(f"{mark}: asked"))
         self._guide.add(self._grammar, work, name=name)
+        if row is not None:
+            self._feed.sampler.exchange.bring(self._grammar, row, row + 1)
         return self._grammar.record(f"{mark}: done")
 
     def _wait(self, part: str, step: str) -> None:
@@ -109,6 +114,7 @@ class Fill(Legality):
     """Draft j is drawn under mask row j - 1."""
 
     masked = True
+    committed_row = 0
 
     def before(self, level: int, logits: DeviceArray) -> None:
         self._drafted(level)
@@ -118,7 +124,7 @@ class Fill(Legality):
     def after(self, level: int) -> None:
         if level < self._levels:
             name = f"fill row {level}"
-            self._ready = self._ask(name, self._guide.draft_work(level), name)
+            self._ready = self._ask(name, self._guide.draft_work(level), name, row=level)
 
 
 class Probe(Legality):

@@ -1,6 +1,7 @@
 """Llama, and Qwen3, which adds norms of heads, on paged keys and values.
 
-Nine kernels a layer, or ten; activations float32, any lane.
+Nine kernels a layer, ten with norms of heads; one less where gates are applied on tensor cores.
+Any lane.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class DecoderLayer:
     head_norms: tuple[DeviceArray, DeviceArray] | None = None  # of queries, of keys
 
     @staticmethod
-    def load(weights: Weights, prefix: str, config: LlamaConfig, width: int) -> DecoderLayer:
-        """Read one layer's tensors; `width` is the input size of its attention."""
+    def load(
+        weights: Weights, prefix: str, config: LlamaConfig, width: int, layers: Layers
+    ) -> DecoderLayer:
+        """Read one layer's tensors for `layers`; `width` is the input size of its attention."""
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -51,7 +54,9 @@ class DecoderLayer:
             out=weights.matrix(f"{attention}.o_proj.weight", hidden, queries),
             post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=weights.stacked(
-                {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner}, hidden
+                {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
+                hidden,
+                layers.gates,
             ),
             down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
             head_norms=(
@@ -64,7 +69,8 @@ class DecoderLayer:
 
 
 class Scratch:
-    """Intermediate activations of one model, float32, sized for `rows` rows."""
+    """Intermediate activations of one model, float32, sized for `rows` rows; and of those that
+    matrices alone read such of the dtype that these read fastest."""
 
     def __init__(self, device: Device, config: LlamaConfig, rows: int, width: int) -> None:
         queries = config.num_attention_heads * config.head_dim
@@ -81,6 +87,16 @@ class Scratch:
         self.mixed = buffer(queries)
         self.gate_up = buffer(2 * inner)
         self.gated = buffer(inner)
+        self._device, self._rounded = device, dict[tuple[str, str], DeviceArray]()
+
+    def read_by(self, weight: DeviceArray, layers: Layers, name: str) -> DeviceArray:
+        """`normed` or `gated`, by name, as input of a product."""
+        array, dtype = getattr(self, name), layers.input_dtype(weight)
+        if dtype == "float32":
+            return array
+        if (name, dtype) not in self._rounded:
+            self._rounded[name, dtype] = self._device.empty(array.shape, dtype)
+        return self._rounded[name, dtype]
 
 
 def run_layer(
@@ -103,7 +119,9 @@ def run_layer(
     """
     n, heads = rows.count, config.num_attention_heads
     stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
-    normed, gate_up, gated = scratch.normed[:n], scratch.gate_up[:n], scratch.gated[:n]
+    normed = scratch.read_by(weights.gate_up, layers, "normed")[:n]
+    gated = scratch.read_by(weights.down, layers, "gated")[:n]
+    gate_up = scratch.gate_up[:n]
     layers.linear(lane, x, weights.qkv, qkv, name="qkv")
     if weights.head_norms is not None:
         layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
@@ -111,8 +129,12 @@ def run_layer(
     layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
     layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")
     layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
-    layers.linear(lane, normed, weights.gate_up, gate_up, name="gate, up")
-    layers.silu_mul(lane, gate_up, gated)
+    up = weights.gate_up
+    if layers.gates(up.dtype, *up.shape):
+        layers.linear(lane, normed, up, gated, gated=True, name="gate, up")
+    else:
+        layers.linear(lane, normed, up, gate_up, name="gate, up")
+        layers.silu_mul(lane, gate_up, gated)
     layers.linear(lane, gated, weights.down, stream, residual=stream, tap=tap, name="down")
 
 
@@ -135,7 +157,7 @@ class LlamaModel:
     checkpoint : its tensors are checked by name, shape and dtype; leftovers are refused.
     kv : cache of the model's shape.
     max_rows : most rows of one forward.
-    form : kernel form, see `Layers`.
+    form, activations : of the kernels, see `Layers`.
 
     Raises
     ------
@@ -151,17 +173,18 @@ class LlamaModel:
         *,
         max_rows: int,
         form: str | None = None,
+        activations: str = "rounded",
     ) -> None:
         check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
-        self.layers = Layers(device, form)
+        self.layers = Layers(device, form, activations)
         hidden, vocab = config.hidden_size, config.vocab_size
         weights = Weights(device, checkpoint)
         self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
-            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden)
+            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden, self.layers)
             for i in range(config.num_hidden_layers)
         ]
         self.final_norm = weights.vector("model.norm.weight", hidden)
@@ -172,6 +195,7 @@ class LlamaModel:
         weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(device, config, max_rows, hidden)
+        self.layers.attention_parts(max_rows, config.num_attention_heads, kv)
         self._taps: dict[int, int] = {}
 
     @property
@@ -208,9 +232,10 @@ class LlamaModel:
                 raise OptionError("features asked for, but set_feature_layers was not called")
             expect("features", features, "float32", R=n, width=len(self._taps) * hidden)
         scratch = self.scratch
-        stream, normed = scratch.stream[:n], scratch.normed[:n]
+        stream = scratch.stream[:n]
         self.layers.gather(lane, self.embedding, rows.token, stream, name="embed")
         for i, weights in enumerate(self.decoder):
+            normed = scratch.read_by(weights.qkv, self.layers, "normed")[:n]
             self.layers.norm(lane, stream, weights.input_norm, self.config.rms_norm_eps, normed)
             tap = None
             if features is not None and i in self._taps:
@@ -229,6 +254,6 @@ class LlamaModel:
 
     def head(self, lane: Lane, hidden: DeviceArray, logits: DeviceArray) -> None:
         """Final norm and output head: hidden float32[R, hidden] to logits float32[R, vocab]."""
-        normed = self.scratch.normed[: hidden.shape[0]]
+        normed = self.scratch.read_by(self.lm_head, self.layers, "normed")[: hidden.shape[0]]
         self.layers.norm(lane, hidden, self.final_norm, self.config.rms_norm_eps, normed)
         self.layers.linear(lane, normed, self.lm_head, logits, name="lm head")

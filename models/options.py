@@ -13,6 +13,7 @@ from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.layers import ACTIVATIONS
 from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
@@ -40,12 +41,13 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic")
+_SWITCHES = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_legality": LEGALITIES,
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
     "grammar_transport": TRANSPORTS,
+    "activations": ACTIVATIONS,
     "device": (None, "auto", "cuda", "soft"),
 }
 
@@ -59,8 +61,9 @@ class Options:
     max_batch_size : rows of a round, hence most requests that run at once.
     draft_length : drafts per round, 1 to 63, where anything drafts. "auto": none to 7, or to 31
         where they branch, in each round as many as promise most tokens per second, see
-        `DraftBudget`. Greedy and coupled outputs are the same whatever it is; rejection sampling is
-        reproducible only with equal lengths, hence not with "auto".
+        `DraftBudget`, and more for requests whose drafts are accepted more often. Greedy and
+        coupled outputs are the same whatever it is; rejection sampling is reproducible only with
+        equal lengths, hence not with "auto".
     draft_tree : (branch, levels) lets drafts branch: a drafter keeps up to `branch` under a token,
         2 to 16, and `levels` of them, and the likeliest `draft_length` of all are verified. Those
         that come level by level are then probed, whatever `draft_legality` says. Or the paths of a
@@ -105,8 +108,14 @@ class Options:
     composition : "one": a round is one graph. "two": the drafter has graphs of its own, which the
         host launches behind verification and behind each grammar step that they wait for, with no
         overlap; slower, to measure what one graph gains. Outputs are the same.
+    activations : what matrices of 16-bit weights are multiplied with on GPUs. "rounded": inputs
+        rounded to the weights' type, as models are trained and served; sums, and all between the
+        matrices, are float32. "float32": inputs kept to 16 bits of mantissa or more, at up to twice
+        the arithmetic and the same traffic of weights.
     programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
         the same.
+    timeline : have the device stamp the border of every part of a round, which costs a kernel each
+        (`EngineStats.part_ns`, traces); False: only where a round begins and ends.
     limits : what one request may cost the host, and how many may wait.
     compile_threads, compile_timeout_s : grammars compiled at once off the critical path, and the
         seconds that one may take in its process, whatever its backend.
@@ -136,7 +145,9 @@ class Options:
     grammar_budget_us: float | None = 5000.0
     overlap: bool = True
     composition: str = "one"
+    activations: str = "rounded"
     programmatic: bool = False
+    timeline: bool = False
     limits: Limits = field(default_factory=Limits)
     compile_threads: int = 2
     compile_timeout_s: float = 30.0

@@ -84,13 +84,16 @@ class Prefill:
             end = min(begin + self._chunk, last)
             features = entries = None
             if end > begin:
-                rows = Rows(token[begin:end], slots[begin:end], pos[begin:end])
-                entries = Rows(following[begin:end], slots[begin:end], pos[begin:end])
+                run = end - begin
+                rows = Rows(token[begin:end], slots[begin:end], pos[begin:end], run=run)
+                entries = Rows(following[begin:end], slots[begin:end], pos[begin:end], run=run)
                 features = None if self._features is None else self._features[: end - begin]
                 self._target.forward(lane, rows, features)
             if self._drafter is not None:
                 stop = end + (end == last)
-                own = Rows(token[begin:stop], slots[begin:stop], pos[begin:stop])
+                own = Rows(
+                    token[begin:stop], slots[begin:stop], pos[begin:stop], run=stop - begin
+                )
                 self._drafter.prefill(lane, own, entries, features)
             over = self._device.event("prefill")
             lane.record_event(over)

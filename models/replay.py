@@ -69,7 +69,7 @@ class RowResult:
     ----------
     slot : who sat there, -1 for a padding row.
     reason : REASON_* of cudagraph/kernels/exchange.h; 0 goes on.
-    accepted, tested : drafts accepted and drafts there were.
+    accepted, tested, cut : drafts accepted, drafts there were, and more that had no place.
     tokens : what was committed, in order.
     logprobs : of the tokens, where the request asks for them.
     """
@@ -78,6 +78,7 @@ class RowResult:
     reason: int
     accepted: int
     tested: int
+    cut: int
     tokens: list[int]
     logprobs: list[Logprob] = field(default_factory=list)
 
@@ -225,9 +226,9 @@ class Replays:
         outputs, flight = self._parts.outputs, self.unread[0]
         replay, most = flight.replay, flight.seats[b].running.request.logprobs
         row = outputs.row("rows", replay)[b]
-        slot, count, reason, accepted, tested = row[:5].tolist()
+        slot, count, reason, accepted, tested, cut = row[:6].tolist()
         tokens = row[_HEAD : _HEAD + count].tolist()
-        result = RowResult(slot, reason, accepted, tested, tokens)
+        result = RowResult(slot, reason, accepted, tested, cut, tokens)
         if most is not None:
             told = outputs.row("logprobs", replay)[b].view(LOGPROBS)[:count]
             for token in told:

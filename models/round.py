@@ -6,7 +6,8 @@ Two lanes meet at marks::
     grammar  open ----------------------^          `- commit ...
 
 `open` fills what the rows of this round still lack, beside the target forward: the row behind the
-drafts made last round, or all rows where drafting filled none. What follows verification is drawn
+drafts made last round, or all rows where drafting filled none. Where a round has fewer rows than
+there may be drafts, `begin` cuts some, and `open` waits for it. What follows verification is drawn
 in `legality`.
 
 Composed in two, for comparison, a round's graph ends with verification; the drafter has graphs of
@@ -58,6 +59,7 @@ class RoundParts:
     depth: int  # most drafts that a round may accept: a tree's levels
     composition: str
     programmatic: bool
+    every_part: bool  # whether the timeline has every part of a round
 
     @property
     def width(self) -> int:
@@ -80,16 +82,18 @@ class RoundParts:
 
 
 class RoundGraph:
-    """The graphs of one batch bucket and draft length: built once, replayed every round, one behind
-    the other.
+    """The graphs of one batch bucket and number of rows: built once, replayed every round, one
+    behind the other.
 
     Parameters
     ----------
     parts : what the round is made of.
     scratch : row-indexed arrays, at least `batch` requests wide.
     batch : the bucket: requests (padding rows included) per replay.
-    drafts : most drafts that it tests, and that it makes for the next round; with 0 the drafter
-        only takes in what was committed.
+    drafts : so many times the bucket's are the drafts that it has a place for. A fixed draft length
+        is as many as a request can have; with fewer they go to whose are likely to be accepted.
+    made : most drafts per request that it makes for the next round; with 0 the drafter only takes
+        in what was committed.
 
     Attributes
     ----------
@@ -97,33 +101,37 @@ class RoundGraph:
     timed : the parts of its timeline.
     """
 
-    def __init__(self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int):
-        self.parts, self.batch, self.drafts = parts, batch, drafts
+    def __init__(
+        self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int, made: int
+    ):
+        self.parts, self.batch, self.drafts, self.made = parts, batch, drafts, made
         self._name, self.graphs = f"round of {batch}, {drafts} drafts", list[Graph]()
         self._add_graph()
         model, grammar = self._lanes = [self.graphs[0].lane(name) for name in ("model", "grammar")]
-        stamps = Stamps(parts.device, parts.timeline, parts.replay, model)
-        feed = Feed(
-            parts.device, batch, drafts + 1, parts.branch, parts.state, parts.sampler, scratch
-        )
+        stamps = Stamps(parts.device, parts.timeline, parts.replay, model, parts.every_part)
+        rows = batch * (drafts + 1)
+        feed = Feed(parts.device, batch, rows, made + 1, parts.branch, parts.state, parts.sampler,
+                    scratch)  # fmt: skip
+        self._begin(model, feed)
+        if drafts < parts.draft_length:
+            grammar.wait(model.record("places are given"))
         opening = "open: missing rows"
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
+        parts.exchange.bring(grammar, 0, min(parts.width, rows - batch + 1))
         masks_ready = grammar.record("masks ready")
-        self._begin(model, feed)
         stamps.begin()
         self._target(model, feed)
         stamps.end("target forward")
         model.wait(masks_ready)
         stamps.end("wait for masks", opening)
-        logits = scratch.logits[: batch * feed.width]
-        parts.sampler.target(model, logits, feed.row_slot, feed.width)
-        parts.sampler.verify(model, feed.row_slot, feed.width, parts.outputs)
-        if parts.branch > 1 and drafts > 1:
+        parts.sampler.target(model, scratch.logits[:rows], feed.rows)
+        parts.sampler.verify(model, feed.rows, parts.outputs)
+        if parts.branch > 1 and rows > batch + 1:
             parts.target.layers.compact(
                 model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
-                feed.width,
+                feed.first,
             )  # fmt: skip
-        stamps.end("verify")
+        stamps.end("verify", last=parts.drafter is None)
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)
         self.timed: tuple[Part, ...] = tuple(stamps.parts)
@@ -140,22 +148,24 @@ class RoundGraph:
         ring_rows, stamp = p.inputs.field("slot"), p.inputs.stamp
         args = [
             p.replay, ring_rows, ring_rows.stride, stamp, stamp.stride, p.inputs.entries,
-            p.state.array, p.state.slots, self.batch, feed.width,
-            feed.row_slot, rows.token, rows.slot, rows.pos, rows.tree,
+            p.state.array, p.state.slots, self.batch, feed.count, p.exchange.memory,
+            p.exchange.layout, feed.row_slot, feed.first, feed.rows.map,
+            rows.token, rows.slot, rows.pos, rows.tree,
         ]  # fmt: skip
         lane.kernel(p.device.load(KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:
-        p, count, scratch = self.parts, self.batch * feed.width, feed.scratch
-        hidden = p.target.forward(lane, scratch.target_rows.first(count), feed.features)
+        p, count, scratch = self.parts, feed.count, feed.scratch
+        rows = scratch.target_rows.first(count, self.drafts + 1)
+        hidden = p.target.forward(lane, rows, feed.features)
         p.target.head(lane, hidden, scratch.logits[:count])
 
     def _draft(
         self, model: GraphLane, grammar: GraphLane, stamps: Stamps, feed: Feed, drafter: Drafter
     ) -> None:
         """Commit what was accepted, and make the drafts of the next round."""
-        parts, levels = self.parts, min(len(drafter.shape.levels), self.drafts)
-        draws = parts.tree.of(self.drafts) if parts.tree and levels else parts.sampler
+        parts, levels = self.parts, min(len(drafter.shape.levels), self.made)
+        draws = parts.tree.of(self.made) if parts.tree and levels else parts.sampler
         wait = model.wait
         if parts.composition == "two":
             wait = self._cut
@@ -163,12 +173,12 @@ class RoundGraph:
             stamps.end("host")
         legality = parts.legality(parts.decoder, model, grammar, wait, stamps, feed, draws, levels)
         legality.committed()
-        if drafter.reads_rows and self.drafts:
+        if drafter.reads_rows and self.made:
             legality.wait_rows()
         logits = drafter.start(model, feed)
-        if drafter.proposes and self.drafts:
-            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.drafts)
-        for level in range(1, legality.at_once(drafter, self.drafts) + 1):
+        if drafter.proposes and self.made:
+            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.made)
+        for level in range(1, legality.at_once(drafter, self.made) + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)
             if logits is None:
@@ -176,7 +186,7 @@ class RoundGraph:
             legality.before(level, logits)
             draws.draft(model, logits, feed.row_slot, level, legality.masked)
             legality.after(level)
-        stamps.end("drafting")
+        stamps.end("drafting", last=True)
 
     def _cut(self, mark: object = None) -> None:
         """End a graph; the lanes go on in the next, which is launched behind all marks of this."""

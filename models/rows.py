@@ -21,22 +21,25 @@ class Rows:
     tree : uint64[R], of rows that are drafts of a tree: those on the way to each and itself, bit
         j - 1 for draft j. Draft j is cached j positions behind the tree's root, at whatever
         position it stands. 0, and None for all rows: cached at its position.
+    run : every so many rows, from the first on, are mostly of one slot. Attention then reads a key
+        once for several rows; no bit depends on it.
     """
 
     token: DeviceArray
     slot: DeviceArray
     pos: DeviceArray
     tree: DeviceArray | None = None
+    run: int = 1
 
     @property
     def count(self) -> int:
         """Number of rows R."""
         return self.token.shape[0]
 
-    def first(self, count: int) -> Rows:
-        """The first rows."""
+    def first(self, count: int, run: int = 1) -> Rows:
+        """The first rows, in runs of so many."""
         tree = None if self.tree is None else self.tree[:count]
-        return Rows(self.token[:count], self.slot[:count], self.pos[:count], tree)
+        return Rows(self.token[:count], self.slot[:count], self.pos[:count], tree, run)
 
     def check(self, limit: int) -> int:
         """R, after checking shapes and dtypes. Raises ShapeError."""
@@ -52,6 +55,8 @@ class Rows:
             raise ShapeError(
                 f"rows.tree is {tree.dtype}{list(tree.shape)}, expected uint64[R={self.count}]"
             )
+        if self.run < 1:
+            raise ShapeError(f"rows.run is {self.run}, expected at least 1")
         if not 1 <= self.count <= limit:
             raise ShapeError(f"rows: R={self.count}, expected 1..max_rows={limit}")
         return self.count

@@ -274,10 +274,10 @@ class Scheduler:
                     )
                 self.end(seat.running, "error", error, told=True)
                 continue
-            self._collect(seat.running, row, flight.graph.drafts)
+            self._collect(seat.running, row, flight.graph)
         self.replays.finish()
 
-    def _collect(self, running: Running, row: RowResult, drafts: int) -> None:
+    def _collect(self, running: Running, row: RowResult, graph: RoundGraph) -> None:
         """Take a row's tokens; ends the request when the device or a stop string says so."""
         tokens, output = row.tokens, running.output
         self.stats.count_row(len(tokens), row.tested, row.accepted)
@@ -287,8 +287,10 @@ class Scheduler:
             running.stalled_at = running.stalled_at if running.stalls else time.monotonic()
             running.stalls += 1
         if tokens:
-            self.budget.brought(running, running.drafts, drafts, row.accepted)
-            running.drafts = drafts
+            known = row.tested if row.cut else running.drafts
+            self.budget.brought(running, graph.batch, graph.drafts, running.drafts, known,
+                                row.accepted)  # fmt: skip
+            running.drafts = graph.made
             if output.first_token_s is None:
                 output.first_token_s = running.age_s
             output.rounds += 1

@@ -42,6 +42,7 @@ class Stamps:
     timeline : made by `make_timeline`; entry ``replay % entries`` is written.
     replay : int32 [1], the number of the replay.
     lane : the model's lane.
+    every : whether there are stamps between the first and the last.
 
     Attributes
     ----------
@@ -49,20 +50,23 @@ class Stamps:
     """
 
     def __init__(
-        self, device: Device, timeline: PinnedSlots, replay: DeviceArray, lane: Lane
-    ) -> None:
+        self, device: Device, timeline: PinnedSlots, replay: DeviceArray, lane: Lane,
+        every: bool,
+    ) -> None:  # fmt: skip
         self._kernel = device.load(KERNELS)["stamp_time"]
         self._field, self._entries = timeline.field("ns"), timeline.slots
-        self._replay, self._lane = replay, lane
+        self._replay, self._lane, self._every = replay, lane, every
         self.parts: list[Part] = []
 
     def begin(self) -> None:
         """The round begins."""
         self._stamp(0, "begin")
 
-    def end(self, name: str, waits_for: str = "") -> None:
+    def end(self, name: str, waits_for: str = "", last: bool = False) -> None:
         """A part ends that began at the last stamp."""
-        self.parts.append(Part(name, waits_for))
+        if not (self._every or last):
+            return
+        self.parts.append(Part(name if self._every else "round", waits_for))
         self._stamp(len(self.parts), name)
 
     def _stamp(self, column: int, name: str) -> None:

@@ -13,8 +13,8 @@ class EngineStats:
 
     Attributes
     ----------
-    rounds, rounds_by_length : replays that carried at least one request; by the most drafts that
-        each could test and make.
+    rounds, rounds_by_length : replays that carried at least one request; by the places for
+        drafts that each had per row of its bucket.
     joins : how often a request joined.
     row_rounds : (request, round) pairs; `stalls` of them committed nothing.
     stale_rows, surplus_tokens : rows read after their request had left, and the tokens they
@@ -28,7 +28,7 @@ class EngineStats:
     speculated_rounds, speculated_tokens : the (request, round) pairs that tested at least one draft
         and the tokens they committed, from which the acceptance length is taken.
     round_ns : nanoseconds of all replays on the device's clock, as of when each was read.
-    part_ns : the same per part of the round.
+    part_ns : the same per part of the round, with the option `timeline`.
     """
 
     draft_length: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from graft.cudagraph.device import Device
@@ -30,8 +32,14 @@ class Weights:
         array, dtype = self.read(name, (rows, columns))
         return self.device.from_host(np.ascontiguousarray(array), dtype)
 
-    def stacked(self, parts: dict[str, int], columns: int) -> DeviceArray:
-        """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows."""
+    def stacked(
+        self, parts: dict[str, int], columns: int,
+        interleave: Callable[[str, int, int], bool] | None = None,
+    ) -> DeviceArray:  # fmt: skip
+        """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows.
+
+        Or eight rows of each by turns, if `interleave` wants that of this dtype and shape.
+        """
         arrays = [self.read(name, (rows, columns)) for name, rows in parts.items()]
         first = arrays[0][1]
         for name, (_, dtype) in zip(parts, arrays, strict=True):
@@ -40,7 +48,11 @@ class Weights:
                     f"{self.checkpoint.path}: {name} is {dtype} but {next(iter(parts))} is "
                     f"{first}; matrices that act together must share a dtype"
                 )
-        return self.device.from_host(np.concatenate([a for a, _ in arrays]), first)
+        matrices = [array for array, _ in arrays]
+        if interleave is not None and interleave(first, sum(parts.values()), columns):
+            eights = [matrix.reshape(-1, 8, columns) for matrix in matrices]
+            return self.device.from_host(np.stack(eights, 1).reshape(-1, columns), first)
+        return self.device.from_host(np.concatenate(matrices), first)
 
     def vector(self, name: str, size: int) -> DeviceArray:
         """[size] as float32."""

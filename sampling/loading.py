@@ -7,7 +7,7 @@ from typing import Any
 
 from graft.cudagraph.device import Device
 
-__all__ = ["KERNELS", "load", "row_block"]
+__all__ = ["KERNELS", "load", "row_block", "row_parts"]
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -19,6 +19,11 @@ _ROW_BLOCK = {"soft": 1, "cuda": 512}
 def row_block(device: Device) -> int:
     """Return the threads per row block that suit the device."""
     return _ROW_BLOCK[device.kind]
+
+
+def row_parts(device: Device, columns: int) -> int:
+    """Return the blocks that share a row, so that each has a few thousand columns."""
+    return 1 if device.kind == "soft" else min(max(columns // 4096, 1), 32)
 
 
 def load(device: Device, name: str, block: int) -> Any:

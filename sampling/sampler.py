@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedField, Ring
 from graft.sampling.checks import check_array, check_range
-from graft.sampling.loading import load, row_block
+from graft.sampling.loading import KERNELS, load, row_block, row_parts
 from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
-__all__ = ["ROUND_ROW", "Sampler", "output_ring", "row_words"]
+__all__ = ["ROUND_ROW", "RowMap", "Sampler", "output_ring", "row_words"]
 
 #: ``struct RoundRow`` of cudagraph/kernels/exchange.h, where its fields are explained.
 ROUND_ROW = read_struct(HEADER, "RoundRow")
@@ -51,6 +52,30 @@ def _layout(ring: Ring, field: PinnedField) -> Any:
     return layout[()]
 
 
+@dataclass(frozen=True)
+class RowMap:
+    """Which row of whom each row of the target's forward is: written on the device, every round.
+
+    Row j of batch row b follows draft j of its slot, or its last token (j = 0), and stands at
+    ``first[b] + j``. Rows that are left over, and those of slot -1, are padding.
+
+    Attributes
+    ----------
+    slot : int32 [B], of each batch row; -1: nobody.
+    first : int32 [B], where its rows begin.
+    map : int32 [R], ``b << 16 | j`` of each row; R is B or more.
+    """
+
+    slot: DeviceArray
+    first: DeviceArray
+    map: DeviceArray
+
+    @property
+    def count(self) -> int:
+        """Number of rows R."""
+        return self.map.shape[0]
+
+
 class Sampler:
     """Writes the sampling kernels of a round on lanes.
 
@@ -59,8 +84,8 @@ class Sampler:
     top-k, top-p, min-p, renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id
     fails the row (reason error).
 
-    Methods take the lane, row_slot int32 [B] (the slot of each batch row, -1 for padding) and,
-    where they stand for one, the number j of a draft, from 1 to K. Before any launch they raise
+    Methods take the lane, a `RowMap` or its slots alone as row_slot int32 [B] and, where they stand
+    for one, the number j of a draft, from 1 to K. Before any launch they raise
     OptionError or ShapeError for a size or array that does not fit, by name; so does the sampler.
 
     Parameters
@@ -77,6 +102,7 @@ class Sampler:
     max_batch : most batch rows of a call.
     block : threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device.
         Results do not depend on it.
+    parts : blocks that share a row, alike.
 
     Attributes
     ----------
@@ -106,6 +132,7 @@ class Sampler:
         d2t: DeviceArray | None = None,
         t2d: DeviceArray | None = None,
         block: int | None = None,
+        parts: int | None = None,
     ) -> None:
         vocab_size, draft_length = exchange.vocab_size, exchange.drafts
         check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
@@ -143,7 +170,13 @@ class Sampler:
         self._weights = device.zeros((rows,), "float32")
         self._passed = device.zeros((rows,), "int32")
         self._replay = replay
+        self._state = device.zeros((rows,), "int32")
+        shared = max(width, int(exchange.layout["branch"]), int(exchange.layout["levels"]))
+        meeting = read_struct(KERNELS / "row.cuh", "Meeting").itemsize
+        self.meetings = device.zeros((max_batch * shared, meeting), "uint8")
         self.block = row_block(device) if block is None else block
+        self._parts = row_parts(device, vocab_size) if parts is None else parts
+        self.draft_parts = row_parts(device, draft_vocab) if parts is None else parts
         self._target = load(device, "target", self.block)["sample_target"]
         self._test = load(device, "block", self.block)["test_drafts"]
         adjust = load(device, "adjust", self.block)
@@ -155,46 +188,51 @@ class Sampler:
         place = load(device, "place", _PLACE_BLOCK)
         self._place, self._forced = place["place_drafts"], place["propose_forced"]
 
-    def target(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, width: int) -> None:
+    def target(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
         """Adjust, mask and filter the target's rows; decide the token of each that no test decides.
 
-        Row ``b * width + j`` of the logits, float32 [B * width, V], follows draft j of slot
-        ``row_slot[b]``, or its last token (j = 0), 1 <= width <= K+1; those of requests with an
-        `Adjust` are changed in place.
+        From logits float32 [R, V]; those of requests with an `Adjust` are changed in place.
         """
-        batch = self._batch(row_slot)
-        check_range("width", width, 1, self.draft_length + 1)
-        rows = {"B*width": batch * width, "V": self.vocab_size}
-        check_array("logits", logits, "float32", ("B*width", "V"), rows)
-        reads = [logits, self.vocab_size, self.token_limit, row_slot, width, self.state.array,
-                 *self._exchange]  # fmt: skip
-        adjusting = [*reads, self.state.tables, self.raw]
-        lane.kernel(self._adjust, batch * width, self.block, adjusting, name="adjust logits")
-        deciding = [*reads, self.probs, self.target_tok, self.row_ok]
-        lane.kernel(self._target, batch * width, self.block, deciding, name="target rows")
+        self._check_rows(rows)
+        sizes = {"R": rows.count, "V": self.vocab_size}
+        check_array("logits", logits, "float32", ("R", "V"), sizes)
+        grid = (rows.count, self._parts, 1)
+        reads = [logits, self.vocab_size, self.token_limit, rows.slot, rows.map, self.state.array,
+                 self.exchange.near, self.exchange.layout]  # fmt: skip
+        args = [*reads, self.exchange.memory, self._state, self.meetings, self.state.tables,
+                self.raw]  # fmt: skip
+        lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
+        # Blocks share a step of a launch alone; one block needs no more than one launch.
+        steps = [(0, 2)] if self._parts == 1 else [(step, step) for step in range(3)]
+        for first, last in steps:
+            args = [*reads, self._state, self.meetings, first, last, self.probs, self.target_tok,
+                    self.row_ok]  # fmt: skip
+            lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
 
-    def verify(self, lane: Lane, row_slot: DeviceArray, width: int, out_ring: Ring) -> None:
+    def verify(self, lane: Lane, rows: RowMap, out_ring: Ring) -> None:
         """Test and walk the drafts, commit, write the output entry and publish its stamp.
 
         `out_ring` was made by `output_ring`; its entry ``replay % entries`` is written.
         """
-        batch = self._batch(row_slot)
-        check_range("width", width, 1, self.draft_length + 1)
+        batch = self._check_rows(rows)
         out, told, stamp = (out_ring.field(name) for name in ("rows", "logprobs", "stamp"))
         check_range("words of an output row", out.shape[1], self.row_words, self.row_words)
         check_range("output rows", out.shape[0], batch, 1 << 16)
-        reads = [row_slot, width, self.vocab_size, self.draft_vocab, self.t2d, self.probs,
-                 self.row_ok, self.state.array, self.q, self.q.shape[1],
-                 self._weights, self._passed]  # fmt: skip
-        if self.draft_vocab > 0 and width > 1:
-            args = [*reads, self.faults]
-            lane.kernel(self._test, batch * width, self.block, args, name="test drafts")
-        args = [*reads, self.target_tok, *self.shared, self.rows, self.row_words]
-        lane.kernel(self._verify, batch, self.block, args, name="verify")
-        args = [self.raw, self.vocab_size, row_slot, width, self.state.array, self.rows,
+        reads: list[Any] = [
+            self.vocab_size, self.draft_vocab, self.t2d, self.probs, self.row_ok, self.state.array,
+            self.q, self.q.shape[1], self._weights, self._passed,
+        ]  # fmt: skip
+        if self.draft_vocab > 0 and rows.count > batch:
+            args = [rows.slot, rows.map, *reads, self.meetings, self.faults]
+            lane.kernel(self._test, (rows.count, self._parts, 1), self.block, args,
+                        name="test drafts")  # fmt: skip
+        args = [rows.slot, rows.first, *reads, self.meetings, self.target_tok, *self.shared,
+                self.rows, self.row_words]  # fmt: skip
+        lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
+        args = [self.raw, self.vocab_size, rows.slot, rows.map, self.state.array, self.rows,
                 self.row_words, self.state.tables, self._replay, told,
                 _layout(out_ring, told)]  # fmt: skip
-        lane.kernel(self._note, batch * width, self.block, args, name="note committed")
+        lane.kernel(self._note, rows.count, self.block, args, name="note committed")
         args = [self.rows, batch, self._replay, out, _layout(out_ring, out), stamp, stamp.stride]
         lane.kernel(self._publish, 1, _PUBLISH_BLOCK, args, name="publish tokens")
 
@@ -209,9 +247,12 @@ class Sampler:
         """
         batch = self._check_draft(draft_logits, row_slot, j)
         probed = masked and self.exchange.layout["candidates"] > 0
+        # A probe that found nothing has filled a row, now and then: it is not worth a copy.
+        masks = self.exchange.far if probed else self.exchange.near
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, j,
-                int(masked), int(probed), *self._drafting(), *self.shared]  # fmt: skip
-        lane.kernel(self._draft, batch, self.block, args, name=f"draft {j}")
+                int(masked), int(probed), masks, *self._drafting(), *self.shared]  # fmt: skip
+        grid = (batch, self.draft_parts, 1)
+        lane.kernel(self._draft, grid, self.block, args, name=f"draft {j}")
 
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
@@ -228,7 +269,8 @@ class Sampler:
         self._check_draft(draft_logits, row_slot, j, levels)
         args = [draft_logits, self.draft_vocab, self.token_limit, self.d2t, row_slot, batch, j,
                 *self._drafting(), *self.shared]  # fmt: skip
-        lane.kernel(self._candidates, levels * batch, self.block, args, name=f"candidates {j}")
+        grid = (levels * batch, self.draft_parts, 1)
+        lane.kernel(self._candidates, grid, self.block, args, name=f"candidates {j}")
 
     def place(
         self, lane: Lane, proposal: DeviceArray | None, row_slot: DeviceArray,
@@ -269,7 +311,8 @@ class Sampler:
         return (self.exchange.memory, self.exchange.layout)
 
     def _drafting(self) -> tuple[object, ...]:
-        return (self.state.array, self.rows, self.row_words, self.q, self.q.shape[1])
+        return (self.meetings, self.state.array, self.rows, self.row_words, self.q,
+                self.q.shape[1])  # fmt: skip
 
     @staticmethod
     def _threads(batch: int) -> tuple[int, int]:
@@ -291,6 +334,13 @@ class Sampler:
         batch = self._batch(row_slot)
         sizes = {"B": batch, "K": self.draft_length}
         check_array("proposal", proposal, "int32", ("B", "K"), sizes)
+        return batch
+
+    def _check_rows(self, rows: RowMap) -> int:
+        batch = self._batch(rows.slot)
+        check_array("first", rows.first, "int32", ("B",), {"B": batch})
+        check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))
+        check_array("map", rows.map, "int32", ("R",), {"R": rows.count})
         return batch
 
     def _batch(self, row_slot: DeviceArray) -> int:

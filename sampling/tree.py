@@ -87,11 +87,11 @@ class TreeSampler:
     For each level there are ``candidates``, where the grammar is asked, and then ``draft``. Level
     1 reads logits of one row per request, the others of `branch` rows. A node's score is the sum
     of the log probabilities down to it; the best `branch` of a level are fed, and the best K of all
-    that were seen are the drafts, numbered as they were seen. Of equal scores the earlier is
+    that were seen are the drafts, the best first. Of equal scores the earlier is
     better. Coupled requests rank by the race that the target's draw will run with its noise.
 
     With `paths` neither is so: a node's child of rank c is the c-th of its likeliest, and those
-    that are there of the ones in `TreePlan` are the drafts.
+    that are there of the ones in `TreePlan` are the drafts, in its order.
 
     A log probability is that among all ids but those that the grammar was asked about and refused:
     where it leaves one, that one is certain. A node without a legal one among its first 32 has no
@@ -184,6 +184,7 @@ class TreeSampler:
         rows = row_slot.shape[0] * (1 if level == 1 else self._branch)
         check_array("logits", logits, "float32", ("R", "Vd"), {"R": rows, "Vd": s.draft_vocab})
         args = [logits, s.draft_vocab, s.token_limit, s.d2t, row_slot, level, int(probed),
-                self._seen, s.state.array, s.rows, s.row_words, self._work, *self._best,
-                *s.shared]  # fmt: skip
-        lane.kernel(self._candidates, rows, s.block, args, name=f"candidates {level}")
+                self._seen, s.meetings, s.state.array, s.rows, s.row_words, self._work,
+                *self._best, *s.shared]  # fmt: skip
+        grid = (rows, s.draft_parts, 1)
+        lane.kernel(self._candidates, grid, s.block, args, name=f"candidates {level}")

@@ -576,8 +576,8 @@ def grow(
     """The tree of drafts that grows from `children_of` the paths, how many were fed by level, and
     the smallest difference of two scores: one below rounding may be seen otherwise elsewhere.
 
-    The best `branch` of a level are fed, the best `drafts` of all that were seen are kept; of
-    equals the one that was seen earlier. Whatever is kept, its parent is.
+    The best `branch` of a level are fed, the best `drafts` of all that were seen are kept, in this
+    order; of equals the one that was seen earlier. Whatever is kept, its parent is.
     """
     seen: list[tuple[float, tuple[int, ...]]] = []
     fed, feeds = [(0.0, ())], []
@@ -590,7 +590,7 @@ def grow(
                      key=lambda s: -s[0])[:branch]  # fmt: skip
         feeds.append(len(fed))
     kept = sorted(range(len(seen)), key=lambda i: -seen[i][0])[:drafts]
-    paths = [seen[i][1] for i in sorted(kept)][: max(room - slot.n - 1, 0)]
+    paths = [seen[i][1] for i in kept][: max(room - slot.n - 1, 0)]
     gaps = np.diff(np.unique([score for score, _ in seen]))
     return tree_of(slot.last, paths), feeds, gaps.min(initial=1)
 

@@ -42,7 +42,7 @@ def run_arm(name: str, prompts: Sequence[DemoPrompt], target: Path,
             drafter: DrafterChoice | None = None, *, masked: bool = True) -> Arm:
     """Run all prompts together at temperature 0 on a fresh engine."""
     with Engine(target, drafter, max_batch_size=len(prompts), max_length=MAX_LENGTH,
-                draft_length=DRAFT_LENGTH, mask_drafts=masked) as engine:
+                draft_length=DRAFT_LENGTH, mask_drafts=masked, timeline=True) as engine:
         begun = time.perf_counter()
         outputs = engine.generate([
             Request(prompt=p.text, grammar=p.grammar, max_tokens=MAX_TOKENS) for p in prompts])

@@ -124,7 +124,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
                   verify=options.verify, overlap=options.overlap, composition=options.composition,
-                  max_length=options.max_length)
+                  max_length=options.max_length, timeline=True)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:

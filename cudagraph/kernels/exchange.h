@@ -75,7 +75,7 @@ struct ExchangeLayout {
   int drafted;
   int candidate_ids;  // Candidates
   int answer;
-  int masks;  // [rows][words]
+  int masks;  // of all slots, behind their parts: [rows][slots][words]
 };
 
 // What a replay brought to one row of its batch; `width` tokens follow, and as many rows: the one
@@ -86,6 +86,7 @@ struct RoundRow {
   int reason;    // REASON_*
   int accepted;  // drafts among the tokens
   int tested;    // drafts there were
+  int cut;       // drafts that the round had no place for
   int old_n;     // position of the slot's last token before
 };
 

@@ -20,11 +20,16 @@
 #define ADJUST_LOGPROBS 8  // nothing, but they are kept and told
 #define ADJUST_MASKED 16   // kept as they are once adjusted and masked
 
+#define REACH_FIRST 0.7f      // of a draft whose parent is reached, before any round
+#define REACH_KEPT 0.8f       // of the value before, by a round that has tested it
+#define REACH_BACK 0.015625f  // of the way back to the first value, by a round that has not
+
 // One request. Python reads this struct (sampling/state.py) and hands one over, whole, at joining.
 struct Slot {
   int n;          // position of `last`
   int last;       // the last committed token
   int draft_len;  // drafts at hand
+  int cut;        // drafts that were, too, but have no place in this round
   int active;
   int epoch;  // generation of the slot; its mask rows carry it
   int limit;  // tokens are produced at positions below it
@@ -44,6 +49,7 @@ struct Slot {
   int parent[MAX_DRAFTS];               // row that each hangs on, a smaller one
   unsigned long long path[MAX_DRAFTS];  // the drafts down to each and itself; bit j - 1 is draft j
   int q_kind[MAX_DRAFTS];               // DRAFT_*
+  float reach[MAX_DRAFTS];              // how often each is accepted, by past rounds; never rises
   int adjust;                           // ADJUST_*; 0: nothing, and what follows is not read
   int earliest;
   int logprobs;  // best ids told with each token
@@ -69,10 +75,10 @@ __device__ __forceinline__ const RowStamp* stamp_of(const int* exchange, const E
          j;
 }
 
-__device__ __forceinline__ const unsigned int* mask_of(const int* exchange, const ExchangeLayout& x,
+__device__ __forceinline__ const unsigned int* mask_of(const int* masks, const ExchangeLayout& x,
                                                        int slot, int j) {
-  return reinterpret_cast<const unsigned int*>(exchange + static_cast<long long>(slot) * x.stride +
-                                               x.masks + static_cast<long long>(j) * x.words);
+  return reinterpret_cast<const unsigned int*>(masks) +
+         (static_cast<long long>(j) * x.slots + slot) * x.words;
 }
 
 __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x, int slot,
@@ -101,6 +107,15 @@ __device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, i
   if (stamp->state == ROW_FREE && stamp->more != 0) return ROW_FREE;
   return stamp->position == position ? stamp->state : ROW_NOT_READY;
 }
+
+// Of a row of the target's forward, by its entry in the map: its batch row, and the draft that it
+// feeds; 0: the last token. The rows of a batch row stand together. What is left over follows the
+// last one's, as drafts that are not there.
+__device__ __forceinline__ int map_entry(int b, int j) {
+  return b << 16 | (j < 0xffff ? j : 0xffff);
+}
+__device__ __forceinline__ int batch_row(int entry) { return entry >> 16; }
+__device__ __forceinline__ int draft_row(int entry) { return entry & 0xffff; }
 
 // Whether the slot's request has no grammar: every row is free, whatever its position. Unlike the
 // states of other rows this does not change while a round drafts.

@@ -62,7 +62,7 @@ class DFlash(Drafter):
                                     ("lm_head.weight", target.lm_head)))  # fmt: skip
         self._fc = weights.matrix("fc.weight", hidden, len(self.taps) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
-        self._decoder = [DecoderLayer.load(weights, f"layers.{i}", config, hidden)
+        self._decoder = [DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._layers)
                          for i in range(config.num_hidden_layers)]  # fmt: skip
         self._norm = weights.vector("norm.weight", hidden)
         self._markov = [weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)

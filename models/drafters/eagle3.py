@@ -20,7 +20,7 @@ from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeSha
 from graft.models.errors import CheckpointError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
-from graft.models.layers import Layers, expect
+from graft.models.layers import expect
 from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layer
 from graft.models.rows import Rows
 from graft.models.weights import Weights
@@ -70,7 +70,7 @@ class Eagle3Head:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
         self.device, self.config, self.target, self.kv = device, config, target, kv
         self.max_rows, self.draft_vocab = max_rows, config.draft_vocab_size
-        self.layers = Layers(device, target.layers.form)
+        self.layers = target.layers
         self.feature_layers = config.resolve_feature_layers(target.config.num_hidden_layers)
         self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
@@ -84,8 +84,8 @@ class Eagle3Head:
         hidden, vocab, draft = config.hidden_size, config.vocab_size, config.draft_vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
-        self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden)]
-        self.decoder += [DecoderLayer.load(weights, f"layers.{i}", config, hidden)
+        self.decoder = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.layers)]
+        self.decoder += [DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.layers)
                          for i in range(1, config.num_hidden_layers)]  # fmt: skip
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)

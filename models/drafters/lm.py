@@ -39,7 +39,8 @@ class SmallModel(Drafter):
         check_tokens(folder, room.tokenizer)
         cache = room.cache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
                            config.dtype)  # fmt: skip
-        model = LlamaModel(room.device, config, Checkpoint(folder), cache, max_rows=room.max_rows)
+        model = LlamaModel(room.device, config, Checkpoint(folder), cache, max_rows=room.max_rows,
+                           activations=room.target.layers.activations)  # fmt: skip
         return cls(model, TreeShape.by_level(room.drafts, room.tree))
 
     def prefill(

@@ -73,7 +73,7 @@ class Mtp(Drafter):
             weights.vector(f"{name}.enorm.weight", hidden),
             weights.vector(f"{name}.hnorm.weight", hidden),
             weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
-            DecoderLayer.load(weights, name, config, hidden),
+            DecoderLayer.load(weights, name, config, hidden, target.layers),
             weights.vector(f"{name}.shared_head.norm.weight", hidden),
             shared(f"{name}.shared_head.head.weight", target.lm_head),
         ) for name in names]  # fmt: skip
@@ -142,7 +142,7 @@ class Mtp(Drafter):
                 args = [hidden, rows.slot, rows.pos, earlier, carried, n, len(carried), width]
                 delay = target.device.load(KERNELS)["delay_rows"]
                 lane.kernel(delay, -(-width // _BLOCK), _BLOCK, args, name="delay rows")
-                rows = Rows(rows.token, rows.slot, earlier)
+                rows = Rows(rows.token, rows.slot, earlier, run=rows.run)
             self._run(lane, j, rows, hidden)
             if last is not None:
                 layers.gather(lane, hidden, last, self._ends[j][: len(last)])

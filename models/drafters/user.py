@@ -116,7 +116,9 @@ class UserDrafter(Drafter):
             return
         to = [array for array in (feed.proposal, feed.parents) if array is not None]
         drafts = [feed.device.pinned(array.shape, "int32") for array in to]
-        work = PythonWork(self._draft, told.array, feed.width, *(pinned.array for pinned in drafts))
+        first = feed.device.pinned(feed.first.shape, "int32")
+        lane.copy(first, feed.first, name="first rows")
+        work = PythonWork(self._draft, told.array, first.array, *(d.array for d in drafts))
         lane.host(work, name=f"drafter {self._name}")
         for array, pinned in zip(to, drafts, strict=True):
             lane.copy(array, pinned, name="drafts")
@@ -141,12 +143,12 @@ class UserDrafter(Drafter):
             if slot >= 0:
                 self._texts.setdefault(slot, [])[position:] = [token]
 
-    def _draft(self, told: NDArray, width: int, *drafts: NDArray) -> None:
+    def _draft(self, told: NDArray, first: NDArray, *drafts: NDArray) -> None:
         """Ask for the drafts of every request that has committed something and goes on."""
         self._note(told)
         for array in drafts:
             array.fill(-1)
-        rows = [(row, slot, epoch) for row, (slot, epoch) in enumerate(told[::width, :2].tolist())
+        rows = [(row, slot, epoch) for row, (slot, epoch) in enumerate(told[first, :2].tolist())
                 if slot >= 0]  # fmt: skip
         if not rows or (self._asked is not None and not self._asked.over.is_set()):
             return

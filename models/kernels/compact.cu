@@ -33,17 +33,17 @@ extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long l
   }
 }
 
-// The same for an array of `width` rows of `columns` per batch row. Grid (batch).
-extern "C" __global__ void compact_rows(float* array, int width, int columns, const int* row_slot,
-                                        const RoundRow* rows, int row_words) {
+// The same for an array of rows of `columns`, a batch row's from first_row[b] on. Grid (batch).
+extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
+                                        const int* row_slot, const RoundRow* rows, int row_words) {
   const int b = static_cast<int>(blockIdx.x);
   if (row_slot[b] < 0) return;
   const RoundRow* row = round_row(rows, row_words, b);
   const int* from = reinterpret_cast<const int*>(row + 1) + row_width(row_words);
   for (int i = 1; i < row->count; ++i) {
     if (from[i] == i) continue;
-    float* to = array + (static_cast<long long>(b) * width + i) * columns;
-    const float* of = array + (static_cast<long long>(b) * width + from[i]) * columns;
+    float* to = array + static_cast<long long>(first_row[b] + i) * columns;
+    const float* of = array + static_cast<long long>(first_row[b] + from[i]) * columns;
     for (int e = static_cast<int>(threadIdx.x); e < columns; e += static_cast<int>(blockDim.x)) {
       to[e] = of[e];
     }

@@ -4,6 +4,9 @@
 #ifndef WEIGHT
 #define WEIGHT bf16_t
 #endif
+#ifndef OUT
+#define OUT float
+#endif
 #ifndef CHUNK
 #define CHUNK 1
 #endif
@@ -34,16 +37,13 @@ extern "C" __global__ void gather_rows(const WEIGHT* x, const int* index, float*
   for (int i = part.begin; i < part.end; ++i) to[i] = known ? to_float(from[i]) : 0.0f;
 }
 
-// SwiGLU's gate (Shazeer, 2020): out = silu(gate) * up, with gate and up side by side in a row.
-extern "C" __global__ void silu_mul(const float* gate_up, float* out, int rows, int width) {
+// out = silu(gate) * up, with gate and up side by side in a row.
+extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, int width) {
   wait_for_kernel_before();
   const Part part = part_of_thread(width);
   if (part.row >= rows) return;
   const float* gate = gate_up + static_cast<long long>(part.row) * 2 * width;
   const float* up = gate + width;
-  float* to = out + static_cast<long long>(part.row) * width;
-  for (int i = part.begin; i < part.end; ++i) {
-    const float g = gate[i];
-    to[i] = g / (1.0f + exp_exact(-g)) * up[i];
-  }
+  OUT* to = out + static_cast<long long>(part.row) * width;
+  for (int i = part.begin; i < part.end; ++i) from_float(gated(gate[i], up[i]), to + i);
 }

@@ -2,67 +2,69 @@
 //
 // Each (row, column) owns LANES partial sums: partial i takes the inner indices i, i + LANES, ...
 // in order; the partials are folded as a tree. The order depends on `inner` alone, so a row's bits
-// do not depend on how many rows share the pass. Loops over lanes run over more than 16 items
-// because that is what C++ compilers vectorise.
-#include "model.cuh"
+// do not depend on how many rows share the pass. Tiles of rows by columns are as many as vector
+// registers hold; a thread's columns are read once for all rows of a block, whose input stays in
+// the second level of a cache.
+#include "lanes.cuh"
 
 #ifndef WEIGHT
 #define WEIGHT bf16_t
 #endif
-#define LANES 32
-#define COLUMNS 4
-#define ROW_TILE 16
+#define COLUMNS 16
+#define ROW_BLOCK 48
+#define FETCH 32  // weights that one prefetch brings, or more
 
-struct Output {
+struct Product {
+  const WEIGHT* weight;
+  const float* x;
   const float* residual;  // may be null, may be `out`
   float* out;
   float* tap;  // second copy with its own row stride; may be null
   int columns;
+  int inner;
   int tap_stride;
 };
 
-// Half-folded partial sums of ROWS rows with one column.
-template <int ROWS>
-__device__ __forceinline__ void dot(const WEIGHT* w, const float* x, int inner,
-                                    float (*folded)[LANES / 2]) {
-  float partial[ROWS][LANES] = {};
-  int k = 0;
+// ROWS rows from `row` on by COUNT columns from `column` on.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void tile(const Product& y, int row, int column) {
+  const WEIGHT* w = y.weight + static_cast<long long>(column) * y.inner;
+  const float* x = y.x + static_cast<long long>(row) * y.inner;
+  const long long inner = y.inner;
+  Lanes partial[ROWS * COUNT] = {};
+  long long k = 0;
   for (; k + LANES <= inner; k += LANES) {
-    float weight[LANES];
-    for (int i = 0; i < LANES; ++i) weight[i] = to_float(w[k + i]);
-    for (int r = 0; r < ROWS; ++r) {
-      const float* input = x + static_cast<long long>(r) * inner + k;
-      for (int i = 0; i < LANES; ++i) partial[r][i] = fmaf(weight[i], input[i], partial[r][i]);
+    Lanes weight[COUNT];
+    if (ROWS <= 4 && k % FETCH == 0) {  // what comes from memory for a few rows
+      UNROLLED for (int c = 0; c < COUNT; ++c) PREFETCH(w + (c + COUNT) * inner + k);
+    }
+    UNROLLED for (int c = 0; c < COUNT; ++c) weight[c] = load_lanes(w + c * inner + k);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      const Lanes input = held(load_lanes(x + r * inner + k));
+      UNROLLED for (int c = 0; c < COUNT; ++c) {
+        partial[r * COUNT + c] = fma_lanes(weight[c], input, partial[r * COUNT + c]);
+      }
     }
   }
-  for (int i = 0; i < LANES; ++i) {
-    if (k + i >= inner) continue;
-    const float weight = to_float(w[k + i]);
-    for (int r = 0; r < ROWS; ++r) {
-      const float* input = x + static_cast<long long>(r) * inner + k;
-      partial[r][i] = fmaf(weight, input[i], partial[r][i]);
+  if (k < inner) {
+    const int left = static_cast<int>(inner - k);
+    Lanes weight[COUNT];
+    UNROLLED for (int c = 0; c < COUNT; ++c) weight[c] = load_some(w + c * inner + k, left);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      const Lanes input = load_some(x + r * inner + k, left);
+      UNROLLED for (int c = 0; c < COUNT; ++c) {
+        partial[r * COUNT + c] = fma_lanes(weight[c], input, partial[r * COUNT + c]);
+      }
     }
   }
+  Lanes complete[ROWS * COUNT];
+  UNROLLED for (int i = 0; i < ROWS * COUNT; ++i) complete[i] = partial[i];
+  float sum[ROWS * COUNT];
+  fold_lanes<ROWS * COUNT>(complete, sum);
   for (int r = 0; r < ROWS; ++r) {
-    for (int i = 0; i < LANES / 2; ++i) folded[r][i] = partial[r][i] + partial[r][i + LANES / 2];
-  }
-}
-
-template <int ROWS>
-__device__ __noinline__ void rows_by_columns(const WEIGHT* weight, const float* x, int inner,
-                                             const Output& y, int row, int column) {
-  const int count = y.columns - column < COLUMNS ? y.columns - column : COLUMNS;
-  float folded[COLUMNS * ROWS][LANES / 2];
-  for (int c = 0; c < COLUMNS; ++c) {
-    const int at = column + (c < count ? c : 0);  // a column past the end is computed, not stored
-    dot<ROWS>(weight + static_cast<long long>(at) * inner, x, inner, folded + c * ROWS);
-  }
-  float sum[COLUMNS * ROWS];
-  fold_rows<COLUMNS * ROWS>(folded, sum);
-  for (int r = 0; r < ROWS; ++r) {
-    for (int c = 0; c < count; ++c) {
+    for (int c = 0; c < COUNT; ++c) {
       const long long at = static_cast<long long>(row + r) * y.columns + column + c;
-      float value = sum[c * ROWS + r];
+      float value = sum[r * COUNT + c];
       if (y.residual != nullptr) value += y.residual[at];
       y.out[at] = value;
       if (y.tap != nullptr) {
@@ -72,28 +74,33 @@ __device__ __noinline__ void rows_by_columns(const WEIGHT* weight, const float* 
   }
 }
 
-// Grid (columns / (COLUMNS * block), rows / ROW_TILE).
+// ROWS rows by all columns of a thread.
+template <int ROWS, int COUNT>
+__device__ __noinline__ void band(const Product& y, int row, int column, int end) {
+  for (; column + COUNT <= end; column += COUNT) tile<ROWS, COUNT>(y, row, column);
+  for (; column < end; ++column) tile<ROWS, 1>(y, row, column);
+}
+
+// Grid (columns / (COLUMNS * block), rows / ROW_BLOCK).
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* x,
                                          const float* residual, float* out, float* tap, int rows,
                                          int columns, int inner, int tap_offset, int tap_stride) {
   wait_for_kernel_before();
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   if (column >= columns) return;
-  const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, columns,
-                    tap_stride};
-  int row = blockIdx.y * ROW_TILE;
-  const int end = row + ROW_TILE < rows ? row + ROW_TILE : rows;
-  while (row < end) {
-    const float* input = x + static_cast<long long>(row) * inner;
-    if (end - row >= 4) {
-      rows_by_columns<4>(weight, input, inner, y, row, column);
-      row += 4;
-    } else if (end - row >= 2) {
-      rows_by_columns<2>(weight, input, inner, y, row, column);
-      row += 2;
-    } else {
-      rows_by_columns<1>(weight, input, inner, y, row, column);
-      row += 1;
-    }
+  const int last = column + COLUMNS < columns ? column + COLUMNS : columns;
+  const Product y = {weight,  x,     residual,  out, tap != nullptr ? tap + tap_offset : nullptr,
+                     columns, inner, tap_stride};
+  int row = blockIdx.y * ROW_BLOCK;
+  const int end = row + ROW_BLOCK < rows ? row + ROW_BLOCK : rows;
+  for (; row + 6 <= end; row += 6) band<6, 2>(y, row, column, last);
+  if (row + 4 <= end) {
+    band<4, 2>(y, row, column, last);
+    row += 4;
   }
+  if (row + 2 <= end) {
+    band<2, 4>(y, row, column, last);
+    row += 2;
+  }
+  if (row < end) band<1, 4>(y, row, column, last);
 }

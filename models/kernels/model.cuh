@@ -24,21 +24,9 @@ __device__ __forceinline__ float exp_exact(float x) {
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
 }
 
-// Sums of COUNT rows of 16 values, each as one fixed tree. Stage by stage into arrays of their own,
-// rows side by side, because that is what C++ compilers vectorise.
-template <int COUNT>
-__device__ __forceinline__ void fold_rows(const float (*rows)[16], float* sum) {
-  float eight[COUNT * 8];
-  float four[COUNT * 4];
-  for (int j = 0; j < COUNT; ++j) {
-    for (int i = 0; i < 8; ++i) eight[j * 8 + i] = rows[j][i] + rows[j][i + 8];
-  }
-  for (int j = 0; j < COUNT; ++j) {
-    for (int i = 0; i < 4; ++i) four[j * 4 + i] = eight[j * 8 + i] + eight[j * 8 + i + 4];
-  }
-  for (int j = 0; j < COUNT; ++j) {
-    sum[j] = (four[j * 4] + four[j * 4 + 2]) + (four[j * 4 + 1] + four[j * 4 + 3]);
-  }
+// SwiGLU's gate (Shazeer, 2020): silu(gate) * up.
+__device__ __forceinline__ float gated(float gate, float up) {
+  return gate / (1.0f + exp_exact(-gate)) * up;
 }
 
 // Sum of COUNT values (a power of two) as a fixed tree, halves folded onto each other; destroys

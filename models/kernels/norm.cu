@@ -6,6 +6,9 @@
 #ifndef WEIGHT
 #define WEIGHT bf16_t
 #endif
+#ifndef OUT
+#define OUT float
+#endif
 #ifndef NORM_THREADS
 #define NORM_THREADS 256
 #endif
@@ -54,16 +57,16 @@ __device__ __forceinline__ float inverse_rms(const T* x, int width, float eps) {
 }
 #endif
 
-template <typename T>
-__device__ __forceinline__ void norm_row(const T* x, const float* weight, float* y, int width,
+template <typename T, typename Y>
+__device__ __forceinline__ void norm_row(const T* x, const float* weight, Y* y, int width,
                                          float eps) {
   const float inverse = inverse_rms(x, width, eps);
   for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
-    y[k] = to_float(x[k]) * inverse * weight[k];
+    from_float(to_float(x[k]) * inverse * weight[k], y + k);
   }
 }
 
-extern "C" __global__ void norm_rows(const float* x, const float* weight, float* y, int rows,
+extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y, int rows,
                                      int width, float eps) {
   wait_for_kernel_before();
   const int row = blockIdx.x;

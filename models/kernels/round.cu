@@ -2,27 +2,90 @@
 // and of the drafter's forwards stands for. A row that has no work carries slot -1 and position -1.
 #include "slot.cuh"
 
-// Opens replay `*replay + 1`: takes the row map from the input ring and lays out the target's rows.
-// Row b * width + j feeds `last` (j = 0) or draft j, at position n + depth. One block.
+// Whether draft i of batch row a is given a place before draft j of b: by what past rounds say of
+// how likely it is accepted, and of equals the one of fewer drafts before it.
+__device__ __forceinline__ bool has_precedence(const Slot& one, int a, int i, const Slot& other,
+                                               int b, int j) {
+  const float x = one.reach[i - 1];
+  const float y = other.reach[j - 1];
+  return x != y ? x > y : i != j ? i < j : a < b;
+}
+
+// Opens replay `*replay + 1`: takes the slots from the input ring, gives their drafts the rows that
+// the round has, and lays these out. Every batch row has one that feeds `last`, at position n; the
+// others feed drafts, at n + depth. Where there are more drafts than rows, those that are most
+// likely to be accepted have a place: always the first ones of a slot, and whether draft j is one
+// of them depends on what stood before it and on other slots, never on j itself or what follows.
+// The others are cut, and the grammar is told. One block.
 //
 // An entry without this replay's stamp was never published for it: every row is then padding, so a
 // replay nobody announced changes nothing.
 extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ring_rows_stride,
                                        const int* ring_stamp, int ring_stamp_stride,
-                                       int ring_entries, const Slot* slots, int slot_count,
-                                       int batch, int width, int* row_slot, int* token, int* slot,
+                                       int ring_entries, Slot* slots, int slot_count, int batch,
+                                       int rows, int* exchange, const ExchangeLayout layout,
+                                       int* row_slot, int* first, int* map, int* token, int* slot,
                                        int* pos, unsigned long long* tree) {
+  __shared__ int drafts;
+  const int tid = static_cast<int>(threadIdx.x);
+  const int step = static_cast<int>(blockDim.x);
   const int now = *replay + 1;
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
   const bool published = ring_stamp[entry * ring_stamp_stride] == now;
+  const int places = rows - batch;
+  const int most = layout.rows - 1;
+  if (tid == 0) drafts = 0;
   __syncthreads();  // every thread has read the old number before it changes
-  if (threadIdx.x == 0) *replay = now;
-  for (int r = threadIdx.x; r < batch * width; r += blockDim.x) {
-    const int b = r / width;
-    const int j = r % width;
+  if (tid == 0) *replay = now;
+  for (int b = tid; b < batch; b += step) {
     int s = published ? ring_rows[entry * ring_rows_stride + b] : -1;
     if (s < 0 || s >= slot_count || !slots[s].active) s = -1;
-    if (j == 0) row_slot[b] = s;
+    row_slot[b] = s;
+    if (s < 0) continue;
+    slots[s].cut = 0;
+    atomicAdd(&drafts, slots[s].draft_len);
+  }
+  __syncthreads();
+  if (drafts > places) {
+    for (int c = tid; c < batch * most; c += step) {
+      const int b = c / most;
+      const int j = c % most + 1;
+      const int s = row_slot[b];
+      if (s < 0 || j > slots[s].draft_len) continue;
+      int before = 0;
+      for (int a = 0; a < batch && before < places; ++a) {
+        if (row_slot[a] < 0) continue;
+        const Slot& other = slots[row_slot[a]];
+        for (int i = 1; i <= other.draft_len; ++i) {
+          if (!has_precedence(other, a, i, slots[s], b, j)) break;
+          ++before;
+        }
+      }
+      if (before >= places) atomicAdd(&slots[s].cut, 1);
+    }
+    __syncthreads();
+    for (int b = tid; b < batch; b += step) {
+      const int s = row_slot[b];
+      if (s < 0 || slots[s].cut == 0) continue;
+      slots[s].draft_len -= slots[s].cut;
+      int* drafted = record_of(exchange, layout, s, layout.drafted);
+      reinterpret_cast<Drafted*>(drafted)->count = slots[s].draft_len;
+      __threadfence_system();
+    }
+    __syncthreads();
+  }
+  for (int b = tid; b < batch; b += step) {
+    int r = b;
+    for (int a = 0; a < b; ++a) r += row_slot[a] < 0 ? 0 : slots[row_slot[a]].draft_len;
+    first[b] = r;
+    const int own = row_slot[b] < 0 ? 0 : slots[row_slot[b]].draft_len;
+    const int end = b == batch - 1 ? rows : r + 1 + own;
+    for (int j = 0; r + j < end; ++j) map[r + j] = map_entry(b, j);
+  }
+  __syncthreads();
+  for (int r = tid; r < rows; r += step) {
+    const int s = row_slot[batch_row(map[r])];
+    const int j = draft_row(map[r]);
     const bool used = s >= 0 && j <= slots[s].draft_len;
     token[r] = !used ? 0 : j == 0 ? slots[s].last : slots[s].drafts[j - 1];
     slot[r] = used ? s : -1;
@@ -31,21 +94,22 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
   }
 }
 
-// Lays out the tokens that verification committed: row b * width + i is token i of batch row b, at
-// position old_n + shift + i. `last[b]` is the row of the last of them.
+// Lays out the tokens that verification committed: row i of a batch row is its token i, at position
+// old_n + shift + i. `last[b]` is the row of the last of them.
 extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
-                                          const RoundRow* rows, int row_words, int batch, int width,
-                                          int shift, int* token, int* slot, int* pos, int* last) {
-  for (int r = threadIdx.x; r < batch * width; r += blockDim.x) {
-    const int b = r / width;
-    const int i = r % width;
+                                          const RoundRow* rows, int row_words, const int* map,
+                                          int count, int shift, int* token, int* slot, int* pos,
+                                          int* last) {
+  for (int r = threadIdx.x; r < count; r += blockDim.x) {
+    const int b = batch_row(map[r]);
+    const int i = draft_row(map[r]);
     const int s = row_slot[b];
     const RoundRow* row = round_row(rows, row_words, b);
     const bool used = s >= 0 && i < row->count && slots[s].active;
     token[r] = used ? reinterpret_cast<const int*>(row + 1)[i] : 0;
     slot[r] = used ? s : -1;
     pos[r] = used ? row->old_n + shift + i : -1;
-    if (i == 0) last[b] = b * width + (row->count > 0 ? row->count - 1 : 0);
+    if (i == 0) last[b] = r + (row->count > 0 ? row->count - 1 : 0);
   }
 }
 

@@ -32,7 +32,7 @@ struct Exchange {
   int drafts() const { return layout.rows - 1; }
   RowStamp* stamp(int slot, int j) const { return record<RowStamp>(slot, layout.stamps) + j; }
   int32_t* mask(int slot, int j) const {
-    return record<int32_t>(slot, layout.masks) + static_cast<int64_t>(j) * layout.words;
+    return base + layout.masks + (static_cast<int64_t>(j) * layout.slots + slot) * layout.words;
   }
   Committed* committed(int slot) const { return record<Committed>(slot, layout.committed); }
   Drafted* drafted(int slot) const { return record<Drafted>(slot, layout.drafted); }

@@ -229,7 +229,8 @@ def _build(
     macros = ["-D__SOFTCUDA__=1", *macros]
     (scratch / "source.cu").write_text(text)
     expanded = _run(
-        name, ["-E", "-std=c++17", *macros, *search, "-x", "c++", str(scratch / "source.cu")]
+        name,
+        ["-E", "-std=c++17", *flags, *macros, *search, "-x", "c++", str(scratch / "source.cu")],
     )
     unit = rewrite(expanded, name)
     (scratch / "unit.cc").write_text(unit)

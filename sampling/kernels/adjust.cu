@@ -1,7 +1,8 @@
 // What a request has done to its target's logits before mask and filters, and is told of them.
 //
-// One block per row r = b * width + j, as in target.cu; a row whose slot asks for nothing costs one
-// read. Only p is changed: verification is exact for any drafts, whatever q they were drawn from.
+// Row r is row j of batch row b by the map, as in target.cu, and its state is read here and nowhere
+// else; a row whose slot asks for nothing costs no more than that. Only p is changed: verification
+// is exact for any drafts, whatever q they were drawn from.
 //
 // A slot's table [2][vocab_size]: the bias of every id as a float's bits, -inf where it is banned;
 // then twice the times it was generated, plus one if the prompt has it.
@@ -27,26 +28,38 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
   return x;
 }
 
-extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int token_limit,
-                                         const int* row_slot, int width, const Slot* slots,
-                                         const int* exchange, const ExchangeLayout layout,
-                                         const int* tables, float* raw) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot,
+                  const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
+                  const int* exchange, int* row_state, Meeting* meetings, const int* tables,
+                  float* raw) {
   __shared__ Scratch scratch;
   __shared__ float drafted[MAX_DRAFTS];
   const int r = static_cast<int>(blockIdx.x);
-  const int j = r % width;
-  const int index = row_slot[r / width];
-  if (index < 0 || slots[index].adjust == 0) return;
-  const Slot& slot = slots[index];
-  if (!slot.active || j > slot.draft_len) return;
-
-  const u64 path = path_of(slot, j);
-  const int position = slot.n + depth_of(slot, j);
+  const int j = draft_row(map[r]);
+  const int index = row_slot[batch_row(map[r])];
   const int tid = static_cast<int>(threadIdx.x);
+  const bool used = index >= 0 && slots[index].active && j <= slots[index].draft_len;
+  const int position = used ? slots[index].n + depth_of(slots[index], j) : 0;
+  if (tid == 0) {
+    scratch.token = ROW_NOT_READY;
+    if (used) {
+      const RowStamp* stamp = stamp_of(exchange, layout, index, j);
+      scratch.token = stamped_state(stamp, slots[index].epoch, position);
+    }
+    if (blockIdx.y == 0) row_state[r] = scratch.token;
+  }
+  if (!used || slots[index].adjust == 0) return;
+  const Slot& slot = slots[index];
+  block_sync();
+  const int state = scratch.token;
+  const u64 path = path_of(slot, j);
+  const Slice own = own_slice(vocab_size);
+  const auto is_own = [&](int id) { return id >= own.begin && id < own.end; };
   const long long first = static_cast<long long>(r) * vocab_size;
   float* x = logits + first;
   if ((slot.adjust & (ADJUST_LOGPROBS | ADJUST_MASKED)) == ADJUST_LOGPROBS) {
-    for (int i = tid; i < vocab_size; i += BLOCK) raw[first + i] = x[i];
+    for (int i = own.begin + tid; i < own.end; i += BLOCK) raw[first + i] = x[i];
   }
   if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
     const int* table = tables + static_cast<long long>(index) * 2 * vocab_size;
@@ -56,55 +69,56 @@ extern "C" __global__ void adjust_logits(float* logits, int vocab_size, int toke
       const int d = slot.drafts[t];
       int times = 0;
       for (int s = 0; s < j; ++s) times += (path >> s & 1) && slot.drafts[s] == d;
-      const bool known = d >= 0 && d < vocab_size;
-      drafted[t] = known ? adjusted(slot, table, vocab_size, d, x[d], times) : 0.0f;
+      drafted[t] = is_own(d) ? adjusted(slot, table, vocab_size, d, x[d], times) : 0.0f;
     }
     block_sync();
-    for (int i = tid; i < vocab_size; i += BLOCK) {
+    for (int i = own.begin + tid; i < own.end; i += BLOCK) {
       x[i] = adjusted(slot, table, vocab_size, i, x[i], 0);
     }
     block_sync();
     for (int t = 0; t < j && tid == 0; ++t) {
       if (!(path >> t & 1)) continue;
       const int d = slot.drafts[t];
-      if (d >= 0 && d < vocab_size) x[d] = drafted[t];
+      if (is_own(d)) x[d] = drafted[t];
     }
     block_sync();
   }
-  const int state = stamped_state(stamp_of(exchange, layout, index, j), slot.epoch, position);
-  const u32* mask = state == ROW_READY ? mask_of(exchange, layout, index, j) : nullptr;
+  const u32* mask = state == ROW_READY ? mask_of(masks, layout, index, j) : nullptr;
   const Row row = {x, vocab_size, mask, token_limit, nullptr};
-  if (position + 1 < slot.earliest) {
-    // Stop ids stay where there is nothing else, as where a grammar is done.
-    u64 other = 0;
-    for (int i = tid; i < vocab_size && other == 0; i += BLOCK) {
-      const u32 word = legal_word<false>(row, i & ~31);
-      if (legal<false>(row, word, i) && x[i] > MINUS_INFINITY && !is_stop(slot, i)) other = 1;
-    }
-    other = block_reduce(other, scratch, Max());
-    for (int s = tid; s < slot.stops && other != 0; s += BLOCK) {
-      if (slot.stop_ids[s] < vocab_size) x[slot.stop_ids[s]] = MINUS_INFINITY;
-    }
+  const bool masked = slot.adjust & ADJUST_MASKED;
+  for (int i = own.begin + tid; masked && i < own.end; i += BLOCK) {
+    raw[first + i] = legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
   }
-  if (slot.adjust & ADJUST_MASKED) {
-    block_sync();
-    for (int i = tid; i < vocab_size; i += BLOCK) {
-      raw[first + i] =
-          legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
-    }
+  if (position + 1 >= slot.earliest) return;
+  // Stop ids stay where there is nothing else, as where a grammar is done.
+  u64 other = 0;
+  for (int i = own.begin + tid; i < own.end && other == 0; i += BLOCK) {
+    const u32 word = legal_word<false>(row, i & ~31);
+    if (legal<false>(row, word, i) && x[i] > MINUS_INFINITY && !is_stop(slot, i)) other = 1;
   }
+  other = block_reduce(other, scratch, Max());
+  Meeting& meeting = meetings[r];
+  if (tid == 0) atomicMax(&meeting.best, other);
+  if (!is_last(meeting, scratch)) return;
+  for (int s = tid; s < slot.stops && meeting.best != 0; s += BLOCK) {
+    if (slot.stop_ids[s] >= vocab_size) continue;
+    x[slot.stop_ids[s]] = MINUS_INFINITY;
+    if (masked) raw[first + slot.stop_ids[s]] = MINUS_INFINITY;
+  }
+  block_sync();
+  if (tid == 0) meeting.best = 0;
 }
 
 // Behind verification, for the row that decided token i of a batch row: counts the token, and
 // writes what its request is told to the output entry.
-extern "C" __global__ void note_committed(const float* raw, int vocab_size, const int* row_slot,
-                                          int width, const Slot* slots, const RoundRow* rows,
-                                          int row_words, int* tables, const int* replay_number,
-                                          int* ring, const OutputLayout out) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    note_committed(const float* raw, int vocab_size, const int* row_slot, const int* map,
+                   const Slot* slots, const RoundRow* rows, int row_words, int* tables,
+                   const int* replay_number, int* ring, const OutputLayout out) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int b = r / width;
-  const int i = r % width;
+  const int b = batch_row(map[r]);
+  const int i = draft_row(map[r]);
   const int index = row_slot[b];
   if (index < 0 || (slots[index].adjust & (ADJUST_COUNTS | ADJUST_LOGPROBS)) == 0) return;
   const Slot& slot = slots[index];
@@ -118,7 +132,7 @@ extern "C" __global__ void note_committed(const float* raw, int vocab_size, cons
   }
   if ((slot.adjust & ADJUST_LOGPROBS) == 0) return;
 
-  const long long from = static_cast<long long>(b * width + tokens[row_width(row_words) + i]);
+  const long long from = r - i + tokens[row_width(row_words) + i];
   const Row kept = {raw + from * vocab_size, vocab_size, nullptr, 0, nullptr};
   const u32 replay = static_cast<u32>(*replay_number);
   int* at = ring + static_cast<long long>(replay % out.entries) * out.stride + b * out.row;

@@ -4,8 +4,8 @@
 #include "row.cuh"
 
 // A thread's columns fall into parts, and it knows the best of each: only the part that a column
-// was taken from is looked through again. One part is enough where a block shares a row.
-constexpr int PARTS = BLOCK == 1 ? 64 : 1;
+// was taken from is looked through again.
+constexpr int PARTS = BLOCK == 1 ? 64 : 8;
 
 struct BestFirst {
   const float* score;
@@ -32,7 +32,7 @@ struct BestFirst {
   // The largest (score, smaller column first) below `last` of one part; 0: none is left.
   __device__ inline u64 below(int part, u64 last) const {
     u64 best = 0;
-    for (int i = static_cast<int>(threadIdx.x) * PARTS + part; i < size; i += BLOCK * PARTS) {
+    for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {
       const int key = order_key(score[i]);
       if (key <= KEY_NEGATIVE_INFINITY) continue;
       const u64 packed = (static_cast<u64>(static_cast<u32>(key) ^ 0x80000000u) << 32) |

@@ -1,6 +1,6 @@
 // Which drafts of a chain pass their test, all rows at once.
 //
-// One block per row r = b * width + j: row j tests draft j, of which it needs the weight P_j of the
+// Row r, row j of batch row b by the map, tests draft j, of which it needs the weight P_j of the
 // chain down to it, and what is left for the next draft. For i drafts before the end g
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
@@ -20,35 +20,38 @@
 // decoding", 2023). In either, an illegal draft has p = 0 and never passes, nor does any behind it.
 #include "left.cuh"
 
-extern "C" __global__ void test_drafts(const int* row_slot, int width, int vocab_size,
-                                       int draft_vocab, const int* t2d, const float* probs,
-                                       const int* row_ok, const Slot* slots, const float* q,
-                                       int most_drafts, float* weights, int* passed, int* faults) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    test_drafts(const int* row_slot, const int* map, int vocab_size, int draft_vocab,
+                const int* t2d, const float* probs, const int* row_ok, const Slot* slots,
+                const float* q, int most_drafts, float* weights, int* passed, Meeting* meetings,
+                int* faults) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int b = r / width;
-  const int j = r % width;
-  const int index = row_slot[b];
+  const int j = draft_row(map[r]);
+  const int first = r - j;
+  const int index = row_slot[batch_row(map[r])];
   if (index < 0 || !slots[index].active) return;
   const Slot& slot = slots[index];
-  const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const int most = slot.draft_len;
   if (j > most || !is_testing(slot, most)) return;
 
   int end = 0;
-  while (end < most && row_ok[b * width + end] == ROW_OK) ++end;
+  while (end < most && row_ok[first + end] == ROW_OK) ++end;
   const bool per_token = slot.verify == VERIFY_PER_TOKEN;
   const float* tables = q + static_cast<long long>(index) * most_drafts * draft_vocab;
   float weight = j > end ? 0.0f : 1.0f;
   for (int i = per_token && j > 0 ? j - 1 : 0; i < j && j <= end; ++i) {
     const int d = slot.drafts[i];
     const bool known = d >= 0 && d < vocab_size;
-    const float p = known ? probs[static_cast<long long>(b * width + i) * vocab_size + d] : 0.0f;
+    const float p = known ? probs[static_cast<long long>(first + i) * vocab_size + d] : 0.0f;
     const int column = known ? column_of(t2d, draft_vocab, d) : -1;
     const float qd = slot.q_kind[i] == DRAFT_POINT ? 1.0f
                      : column < 0 ? 0.0f
                                   : tables[static_cast<long long>(i) * draft_vocab + column];
     // A draft its own table calls impossible was not drawn from that table: refuse, count.
-    if (!(qd > 0.0f) && i == j - 1 && threadIdx.x == 0) atomicAdd(faults, 1);
+    if (!(qd > 0.0f) && i == j - 1 && threadIdx.x == 0 && blockIdx.y == 0) {
+      atomicAdd(faults, 1);
+    }
     const float mass = fmul(weight, p);
     weight = !(qd > 0.0f) ? 0.0f : mass >= qd ? 1.0f : fdiv(mass, qd);
   }
@@ -61,12 +64,18 @@ extern "C" __global__ void test_drafts(const int* row_slot, int width, int vocab
     const float* table = tables + static_cast<long long>(j) * draft_vocab;
     if (slot.q_kind[j] == DRAFT_POINT) table = nullptr;
     const Left left = {weight, p, table, slot.drafts[j], t2d, draft_vocab};
+    const Slice own = own_slice(vocab_size);
     u64 sum = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
+    for (int i = own.begin + static_cast<int>(threadIdx.x); i < own.end; i += BLOCK) {
       const float mass = left(i);
       if (mass > 0.0f) sum += fixed_point(mass);
     }
-    win = from_fixed_point(block_reduce(sum, scratch, Sum()));
+    sum = block_reduce(sum, scratch, Sum());
+    if (threadIdx.x == 0) atomicAdd(&meetings[r].sum, sum);
+    if (!is_last(meetings[r], scratch)) return;
+    win = from_fixed_point(meetings[r].sum);
+    block_sync();
+    if (threadIdx.x == 0) meetings[r].sum = 0;
   }
   if (threadIdx.x != 0) return;
   const Noise noise = {slot.seed, slot.n + j, PURPOSE_COIN | static_cast<u32>(slot.sample) << 8,

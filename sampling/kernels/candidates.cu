@@ -1,6 +1,6 @@
 // The ids a drafter would like best for draft j, in order, for the grammar to test one by one.
 //
-// One block per batch row; acts on the slots that sample_draft acts on. Without a mask in hand the
+// Acts on the slots that sample_draft acts on. Without a mask in hand the
 // order is that of the draw to come: by logit for greedy requests, for others by weight / E, the
 // race that the target's draw runs with the same noise. Columns that the filters would take away
 // come after all others: the mask, not known yet, may take those away too.
@@ -11,11 +11,11 @@
 #include "best.cuh"
 #include "slot.cuh"
 
-extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab, int token_limit,
-                                            const int* d2t, const int* row_slot, int batch, int j,
-                                            const Slot* slots, const RoundRow* rows, int row_words,
-                                            float* q, int most_drafts, int* exchange,
-                                            const ExchangeLayout layout, const int* replay_number) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    draft_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
+                     const int* row_slot, int batch, int j, Meeting* meetings, const Slot* slots,
+                     const RoundRow* rows, int row_words, float* q, int most_drafts, int* exchange,
+                     const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);
   const int r = static_cast<int>(blockIdx.x);
@@ -27,13 +27,16 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
   const Slot& slot = slots[index];
   const int position = slot.n + at + level;  // being drafted
   if (position >= slot.limit) return;
-  const bool free = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
-  if (free && layout.branch == 1) return;
+  if (tid == 0) {  // host memory is read once
+    scratch.token = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+  }
+  block_sync();
+  if (scratch.token && layout.branch == 1) return;
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1) + level * layout.candidates;
   float* shares = reinterpret_cast<float*>(ids + layout.levels * layout.candidates);
-  if (at_once && tid == 0) {
+  if (at_once && tid == 0 && blockIdx.y == 0) {
     ids[0] = -1;
     const int levels = static_cast<int>(gridDim.x) / batch;
     const int left = slot.limit - position;
@@ -44,17 +47,15 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
                    token_limit, d2t};
   // There is no table, for the draft is a point: its room holds the scores.
   float* score = q + (static_cast<long long>(index) * most_drafts + at - 1 + level) * draft_vocab;
-  int best_column;
-  float best_logit;
-  int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)
-                   : row_best<false, true>(row, score, scratch, &best_column, &best_logit);
-  if (status != ROW_OK) return;
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
+  const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
+  int best_column;
+  const int status = row_sample(row, sampled, filter, false, {}, score, meetings[r], STEP_BEST,
+                                STEP_DRAW, scratch, &best_column);
+  if (status != ROW_OK) return;
+  block_sync();
   if (sampled) {
-    const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
-    status = d2t ? row_distribution<true>(row, filter, score, scratch)
-                 : row_distribution<false>(row, filter, score, scratch);
-    if (status != ROW_OK) return;
+    const float best_logit = row.logits[best_column] + 0.0f;
     const float minus_infinity = __uint_as_float(0xff800000u);
     const float inverse_temperature = fdiv(1.0f, filter.temperature);
     const Noise noise = {slot.seed, position, PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
@@ -64,7 +65,7 @@ extern "C" __global__ void draft_candidates(const float* logits, int draft_vocab
         score[i] = minus_infinity;
         continue;
       }
-      const float e = exponential(noise_words(noise, static_cast<u32>(id) >> 2).x[id & 3]);
+      const float e = exponential(noise_word(noise, static_cast<u32>(id)));
       if (score[i] > 0.0f) {
         score[i] = fdiv(score[i], e);
       } else {

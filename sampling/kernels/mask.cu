@@ -35,22 +35,21 @@ __device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigne
   }
 }
 
-extern "C" __global__ void mask_apply_float32(float* logits, int columns, const unsigned int* mask,
-                                              int mask_stride, const int* mask_row, const int* d2t,
-                                              int token_limit) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    mask_apply_float32(float* logits, int columns, const unsigned int* mask, int mask_stride,
+                       const int* mask_row, const int* d2t, int token_limit) {
   mask_apply(logits, columns, mask, mask_stride, mask_row, d2t, token_limit,
              __uint_as_float(0xff800000u));
 }
 
-extern "C" __global__ void mask_apply_float16(fp16_t* logits, int columns, const unsigned int* mask,
-                                              int mask_stride, const int* mask_row, const int* d2t,
-                                              int token_limit) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    mask_apply_float16(fp16_t* logits, int columns, const unsigned int* mask, int mask_stride,
+                       const int* mask_row, const int* d2t, int token_limit) {
   mask_apply(logits, columns, mask, mask_stride, mask_row, d2t, token_limit, fp16_t{0xfc00u});
 }
 
-extern "C" __global__ void mask_apply_bfloat16(bf16_t* logits, int columns,
-                                               const unsigned int* mask, int mask_stride,
-                                               const int* mask_row, const int* d2t,
-                                               int token_limit) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    mask_apply_bfloat16(bf16_t* logits, int columns, const unsigned int* mask, int mask_stride,
+                        const int* mask_row, const int* d2t, int token_limit) {
   mask_apply(logits, columns, mask, mask_stride, mask_row, d2t, token_limit, bf16_t{0xff80u});
 }

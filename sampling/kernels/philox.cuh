@@ -125,6 +125,17 @@ __device__ __forceinline__ Words4 noise_words(const Noise& noise, unsigned int i
                        static_cast<unsigned int>(noise.seed >> 32));
 }
 
+// The word of an id, by selects: a run-time index would put the words in local memory.
+__device__ __forceinline__ unsigned int word_of(const Words4& words, unsigned int id) {
+  const unsigned int low = id & 1u ? words.x[1] : words.x[0];
+  const unsigned int high = id & 1u ? words.x[3] : words.x[2];
+  return id & 2u ? high : low;
+}
+
+__device__ __forceinline__ unsigned int noise_word(const Noise& noise, unsigned int id) {
+  return word_of(noise_words(noise, id >> 2), id);
+}
+
 // Uniform in [0, 1) from the upper 24 bits: every value is exact in fp32 and 1 is never reached.
 __device__ __forceinline__ float uniform24(unsigned int x) {
   return static_cast<float>(x >> 8) * 5.9604644775390625e-08f;

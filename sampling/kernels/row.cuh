@@ -5,11 +5,13 @@
 // a mask bit, NaN or +inf means a broken model and fails the row.
 //
 // SAMPLE_BLOCK (threads of a block) is a compile-time choice of the loader: wide on a GPU, 1 on the
-// soft device, where a barrier costs more than the work it separates. Results do not depend on it:
-// sums are integers, maxima carry their index, so no order of threads shows in a bit.
+// soft device, where a barrier costs more than the work it separates. A row may have several
+// blocks, blockIdx.y of gridDim.y, each with a slice of it; what needs all of it is for the last of
+// them. Results depend on neither: sums are integers, maxima carry their index, so no order of
+// threads or blocks shows in a bit.
 //
-// Ownership: element i of a row belongs to thread i mod SAMPLE_BLOCK, so passes that only touch own
-// elements need no barrier between them.
+// Ownership: element i of a slice belongs to thread i mod SAMPLE_BLOCK, so passes that only touch
+// own elements need no barrier between them.
 #pragma once
 
 #include "philox.cuh"
@@ -26,22 +28,102 @@ constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads that share a 32-bit m
 constexpr int WARPS = BLOCK / LANES;
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of 32");
 
-constexpr int BINS = 256;
-constexpr int STAGED_WORDS = BLOCK == 1 ? 1 : 8192;  // 2^18 token ids in 32 KiB
+#define SPANS 1024  // that weights fall into, by how far they are from the best
+#define COUNTS 3072
+
+// What the blocks of a row tell one another; all zero between rounds.
+struct Meeting {
+  unsigned long long best;  // packed, see row_best
+  unsigned long long sum;
+  unsigned long long race;  // packed, see draw_column
+  unsigned long long floor;
+  int end;
+  unsigned int arrived;
+  unsigned int spans[COUNTS];  // Histogram<SPANS>
+};
+
+// Fixed-point masses, in halves: a GPU has no 64-bit sum in shared memory.
+template <int N>
+struct Histogram {
+  u32 low[N];
+  u32 high[N];
+  u32 members[N];
+
+  template <bool MANY>  // at once
+  __device__ __forceinline__ void add(int bin, u64 more, u32 count) {
+    const u32 part = static_cast<u32>(more);
+    if (MANY) {
+      const u32 carry = atomicAdd(&low[bin], part) + part < part;
+      atomicAdd(&high[bin], static_cast<u32>(more >> 32) + carry);
+      atomicAdd(&members[bin], count);
+    } else {
+      set(bin, mass(bin) + more, members[bin] + count);
+    }
+  }
+
+  __device__ __forceinline__ void set(int bin, u64 mass, u32 count) {
+    low[bin] = static_cast<u32>(mass);
+    high[bin] = static_cast<u32>(mass >> 32);
+    members[bin] = count;
+  }
+
+  __device__ __forceinline__ u64 mass(int bin) const {
+    return static_cast<u64>(high[bin]) << 32 | low[bin];
+  }
+
+  template <bool WEIGHTED>
+  __device__ __forceinline__ u64 count(int bin) const {
+    return WEIGHTED ? mass(bin) : members[bin];
+  }
+
+  __device__ __forceinline__ void clear() {
+    for (int b = static_cast<int>(threadIdx.x); b < N; b += BLOCK) set(b, 0, 0);
+  }
+};
+
+constexpr int BINS = 256;     // of a digit of a rank
+constexpr int LISTED = 2048;  // columns of one span
 
 struct Scratch {
-  u32 words[STAGED_WORDS];
   u64 partial[BLOCK];
   u64 group[LANES];
-  u64 mass[BINS];
-  u32 members[BINS];
-  u64 cut;
+  u64 sums[SPANS / 32];
   u64 need;
   int token;
+  u32 listed;
+  Histogram<SPANS> spans;
+  Histogram<BINS> digits;
+  int columns[LISTED];
 };
 
 __device__ __forceinline__ void block_sync() {
   if (BLOCK > 1) __syncthreads();
+}
+
+// Whether this block is the last of its row to come here: it then sees what all of them wrote.
+__device__ __forceinline__ bool is_last(Meeting& meeting, Scratch& scratch) {
+  block_sync();
+  if (gridDim.y == 1) return true;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    scratch.token = atomicInc(&meeting.arrived, gridDim.y - 1) == gridDim.y - 1;
+    __threadfence();
+  }
+  block_sync();
+  return scratch.token != 0;
+}
+
+struct Slice {
+  int begin;
+  int end;
+};
+
+// The part of a row's columns that is this block's, in whole mask words.
+__device__ __forceinline__ Slice own_slice(int size) {
+  const int parts = static_cast<int>(gridDim.y);
+  const int most = ((size + 31) / 32 + parts - 1) / parts * 32;
+  const int begin = static_cast<int>(blockIdx.y) * most;
+  return {begin < size ? begin : size, size - begin < most ? size : begin + most};
 }
 
 struct Max {
@@ -100,18 +182,6 @@ __device__ __forceinline__ int order_key(float x) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffff : key;
 }
 
-// A mask row usually lies in pinned host memory: one coalesced read brings it into shared memory,
-// where a drafter's vocabulary map may then jump about. Rows that do not fit are read where they
-// are.
-__device__ __forceinline__ const u32* stage_mask(const u32* mask, int words, Scratch& scratch) {
-  if (BLOCK > 1 && words <= STAGED_WORDS) {
-    for (int i = static_cast<int>(threadIdx.x); i < words; i += BLOCK) scratch.words[i] = mask[i];
-    block_sync();
-    return scratch.words;
-  }
-  return mask;
-}
-
 // Legality of the 32 columns from `base` on where columns are target ids (all ones when mapped).
 template <bool MAPPED>
 __device__ __forceinline__ u32 legal_word(const Row& row, int base) {
@@ -130,17 +200,16 @@ __device__ __forceinline__ bool legal(const Row& row, u32 word, int column) {
   return !row.mask || ((row.mask[id >> 5] >> (id & 31)) & 1u);
 }
 
-// Best legal column; with STORE also work[i] = logit or -inf. Returns ROW_OK, ROW_NO_TOKEN or
-// ROW_BAD_LOGIT to all threads.
+// Best legal column of a slice, packed for `read_best`; with STORE also work[i] = logit or -inf.
 template <bool MAPPED, bool STORE>
-__device__ __forceinline__ int row_best(const Row& row, float* work, Scratch& scratch,
-                                        int* best_column, float* best_logit) {
+__device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float* work,
+                                        Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);
   const int lane = tid % LANES;
   const float minus_infinity = __uint_as_float(0xff800000u);
   int best = KEY_NEGATIVE_INFINITY;
   int best_base = -1;
-  for (int base = (tid / LANES) * 32; base < row.size; base += WARPS * 32) {
+  for (int base = own.begin + (tid / LANES) * 32; base < own.end; base += WARPS * 32) {
     const u32 word = legal_word<MAPPED>(row, base);
     const int count = row.size - base < 32 ? row.size - base : 32;
     if (word == 0u) {
@@ -182,12 +251,16 @@ __device__ __forceinline__ int row_best(const Row& row, float* work, Scratch& sc
       break;
     }
   }
-  packed = block_reduce(packed, scratch, Max());
+  return block_reduce(packed, scratch, Max());
+}
+
+// What the best of all slices is: ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT.
+__device__ __forceinline__ int read_best(const Row& row, u64 packed, int* column, float* logit) {
   if (packed == 0) return ROW_NO_TOKEN;
   const int key = static_cast<int>(static_cast<u32>(packed >> 32) ^ 0x80000000u);
   if (key >= KEY_POSITIVE_INFINITY) return ROW_BAD_LOGIT;
-  *best_column = static_cast<int>(0xffffffffu - static_cast<u32>(packed));
-  *best_logit = row.logits[*best_column] + 0.0f;
+  *column = static_cast<int>(0xffffffffu - static_cast<u32>(packed));
+  *logit = row.logits[*column] + 0.0f;
   return ROW_OK;
 }
 
@@ -200,102 +273,197 @@ __device__ __forceinline__ float from_fixed_point(u64 sum) {
   return fmul(static_cast<float>(sum), 2.8421709430404007e-14f);
 }
 
-__device__ __forceinline__ u64 weight_sum(const float* work, int size, Scratch& scratch) {
-  u64 sum = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < size; i += BLOCK) sum += fixed_point(work[i]);
-  return block_reduce(sum, scratch, Sum());
-}
-
 // Rank of a column: by logit, ties to the smaller id. 32 bits of key, 24 bits of column.
 __device__ __forceinline__ u64 rank_key(const Row& row, int column) {
   const u32 key = static_cast<u32>(order_key(row.logits[column])) ^ 0x80000000u;
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));
 }
 
-// Keep the smallest set of best-ranked columns whose mass reaches `need`; zero the other weights.
-// Mass is the number of columns, or with WEIGHTED their fixed-point weight. Radix select, eight
-// bits of the rank a pass, on integers only.
-template <bool WEIGHTED>
-__device__ __forceinline__ void keep_top(const Row& row, float* work, u64 need, Scratch& scratch) {
-  const int tid = static_cast<int>(threadIdx.x);
-  u64 prefix = 0;
-  for (int shift = 48; shift >= 0; shift -= 8) {
-    for (int b = tid; b < BINS; b += BLOCK) {
-      scratch.mass[b] = 0;
-      scratch.members[b] = 0;
-    }
-    block_sync();
-    for (int i = tid; i < row.size; i += BLOCK) {
-      if (!(work[i] > 0.0f)) continue;
-      const u64 rank = rank_key(row, i);
-      if ((rank >> shift) >> 8 != (prefix >> shift) >> 8) continue;
-      const u32 bin = static_cast<u32>(rank >> shift) & 255u;
-      const u64 mass = WEIGHTED ? fixed_point(work[i]) : 1u;
-      if (BLOCK == 1) {
-        scratch.mass[bin] += mass;
-        scratch.members[bin] += 1u;
-      } else {
-        atomicAdd(&scratch.mass[bin], mass);
-        atomicAdd(&scratch.members[bin], 1u);
-      }
-    }
-    block_sync();
-    if (tid == 0) {
-      int bin = BINS - 1;
-      u64 left = need;
-      while (bin > 0 && scratch.mass[bin] < left) left -= scratch.mass[bin--];
-      scratch.need = left;
-      scratch.cut = prefix | (static_cast<u64>(bin) << shift);
-    }
-    block_sync();
-    prefix = scratch.cut;
-    need = scratch.need;
-    const u32 bin = static_cast<u32>(prefix >> shift) & 255u;
-    // Done when the whole bin is wanted, when it is one column, or when everything is too little.
-    const bool done = scratch.mass[bin] <= need || scratch.members[bin] <= 1u;
-    block_sync();
-    if (done) break;
+// Weights of columns, and the span that each falls into: where a logit is higher the span is not
+// later. Only columns with a weight have one.
+struct Weights {
+  const Row& row;
+  const Filter& filter;
+  float best;
+  float inverse_temperature;
+  float* work;
+
+  __device__ __forceinline__ bool cuts() const {
+    return (filter.top_k > 0 && filter.top_k < row.size) || filter.top_p < 1.0f;
   }
-  for (int i = tid; i < row.size; i += BLOCK) {
-    if (work[i] > 0.0f && rank_key(row, i) < prefix) work[i] = 0.0f;
+
+  // Below SPANS: no weight is below exp(-87).
+  __device__ __forceinline__ int span(int i) const {
+    return static_cast<int>(fmul(fmul(fadd(best, -row.logits[i]), inverse_temperature), 11.5f));
   }
+
+  // The best token's weight is exactly 1, so min_p relative to it is an absolute bound.
+  __device__ __forceinline__ void bound(const Slice& own) const {
+    const float least = filter.min_p < 1.0f ? filter.min_p : 1.0f;
+    if (!(least > 0.0f)) return;
+    for (int i = own.begin + static_cast<int>(threadIdx.x); i < own.end; i += BLOCK) {
+      work[i] = work[i] < least ? 0.0f : work[i];
+    }
+  }
+};
+
+// Which columns top-k and top-p keep: those of the spans before `end`, and of the last of these
+// only what is ranked at `floor` or above. `sum` is the weight of all that is kept.
+struct Cut {
+  int end;
+  u64 floor;
+  u64 sum;
+
+  __device__ __forceinline__ bool keeps(const Weights& w, int i) const {
+    const int span = w.span(i);
+    return span + 1 < end || (span + 1 == end && rank_key(w.row, i) >= floor);
+  }
+};
+
+// work[i] of a slice, logits as row_best stored them, become weights. Returns their sum, or, where
+// filters are to cut, lays them out in scratch.spans.
+__device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scratch& scratch) {
+  const int begin = own.begin + static_cast<int>(threadIdx.x);
+  float* work = w.work;
+  for (int i = begin; i < own.end; i += BLOCK) {
+    work[i] = exp_nonpositive(fmul(fadd(work[i], -w.best), w.inverse_temperature));
+  }
+  u64 sum = 0;
+  if (!w.cuts()) {
+    w.bound(own);
+    for (int i = begin; i < own.end; i += BLOCK) sum += fixed_point(work[i]);
+    return block_reduce(sum, scratch, Sum());
+  }
+  scratch.spans.clear();
+  block_sync();
+  for (int i = begin; i < own.end; i += BLOCK) {
+    if (work[i] > 0.0f) scratch.spans.add<(BLOCK > 1)>(w.span(i), fixed_point(work[i]), 1u);
+  }
+  block_sync();
+  return 0;
 }
 
-// work[0..size) = the filtered distribution of the row (fp32, zero where a token cannot be chosen).
-// The row is complete for all threads on return. temperature must be >= GREEDY_TEMPERATURE.
-template <bool MAPPED>
-__device__ __forceinline__ int row_distribution(const Row& row, const Filter& filter, float* work,
-                                                Scratch& scratch) {
-  const int tid = static_cast<int>(threadIdx.x);
-  int best_column = 0;
-  float best_logit = 0.0f;
-  const int status = row_best<MAPPED, true>(row, work, scratch, &best_column, &best_logit);
-  if (status != ROW_OK) return status;
+// The first of `end` bins by which the count reaches `need`, of which it leaves what is wanted of
+// that bin; the last bin where all of them are too little.
+template <bool WEIGHTED, int N>
+__device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* need,
+                                        Scratch& scratch) {
+  for (int g = static_cast<int>(threadIdx.x); g * 32 < end; g += BLOCK) {
+    u64 sum = 0;
+    for (int b = g * 32; b < end && b < g * 32 + 32; ++b) sum += bins.template count<WEIGHTED>(b);
+    scratch.sums[g] = sum;
+  }
+  block_sync();
+  if (threadIdx.x == 0) {
+    u64 left = *need;
+    int bin = 0;
+    while (bin + 32 < end && scratch.sums[bin / 32] < left) {
+      left -= scratch.sums[bin / 32];
+      bin += 32;
+    }
+    for (; bin + 1 < end && bins.template count<WEIGHTED>(bin) < left; ++bin) {
+      left -= bins.template count<WEIGHTED>(bin);
+    }
+    scratch.need = left;
+    scratch.token = bin;
+  }
+  block_sync();
+  *need = scratch.need;
+  return scratch.token;
+}
 
-  const float inverse_temperature = fdiv(1.0f, filter.temperature);
-  for (int i = tid; i < row.size; i += BLOCK) {
-    work[i] = exp_nonpositive(fmul(fadd(work[i], -best_logit), inverse_temperature));
+// Narrows a cut to the smallest set of best-ranked columns whose mass reaches `need`: their number,
+// or with WEIGHTED their fixed-point weight. In the span where that is, a radix select by the
+// rank, eight bits a pass.
+template <bool WEIGHTED>
+__device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scratch& scratch) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int span = find_bin<WEIGHTED>(scratch.spans, cut.end, &need, scratch);
+  if (span + 1 < cut.end) cut.floor = 0;
+  cut.end = span + 1;
+  if (scratch.spans.count<WEIGHTED>(span) <= need) return;
+  const auto is_here = [&](int i) {
+    return w.work[i] > 0.0f && w.span(i) == span && rank_key(w.row, i) >= cut.floor;
+  };
+  const bool fits = scratch.spans.members[span] <= LISTED;
+  if (tid == 0) scratch.listed = 0;
+  block_sync();
+  for (int i = tid; fits && i < w.row.size; i += BLOCK) {
+    if (is_here(i)) scratch.columns[atomicAdd(&scratch.listed, 1u)] = i;
   }
-  if (filter.top_k > 0 && filter.top_k < row.size) {
-    keep_top<false>(row, work, static_cast<u64>(filter.top_k), scratch);
+  block_sync();
+  const int count = fits ? static_cast<int>(scratch.listed) : w.row.size;
+  const auto each = [&](auto visit) {
+    for (int c = tid; c < count; c += BLOCK) {
+      const int i = fits ? scratch.columns[c] : c;
+      if (fits || is_here(i)) visit(i, rank_key(w.row, i));
+    }
+  };
+  u64 prefix = 0;
+  bool done = false;
+  for (int shift = 48; shift >= 0 && !done; shift -= 8) {
+    scratch.digits.clear();
+    block_sync();
+    each([&](int i, u64 rank) {
+      if ((rank >> shift) >> 8 != (prefix >> shift) >> 8) return;
+      const int digit = static_cast<int>(rank >> shift & 255u);
+      scratch.digits.add<(BLOCK > 1)>(BINS - 1 - digit, fixed_point(w.work[i]), 1u);
+    });
+    block_sync();
+    const int bin = find_bin<WEIGHTED>(scratch.digits, BINS, &need, scratch);
+    prefix |= static_cast<u64>(BINS - 1 - bin) << shift;
+    // Done when the whole bin is wanted, or when it is one column.
+    done = scratch.digits.count<WEIGHTED>(bin) <= need || scratch.digits.members[bin] <= 1u;
+    block_sync();
   }
-  if (filter.top_p < 1.0f) {
-    const double total = static_cast<double>(weight_sum(work, row.size, scratch));
-    const double wanted = total * static_cast<double>(filter.top_p);
+  cut.floor = prefix > cut.floor ? prefix : cut.floor;
+  u64 mass = 0;
+  each([&](int i, u64 rank) { mass += rank >= cut.floor ? fixed_point(w.work[i]) : 0; });
+  mass = block_reduce(mass, scratch, Sum());
+  if (tid == 0) scratch.spans.set(span, mass, scratch.spans.members[span]);
+  block_sync();
+}
+
+// What filters cut of a row whose weights are laid out in scratch.spans; by one block.
+__device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
+  const int tid = static_cast<int>(threadIdx.x);
+  Cut cut = {SPANS, 0, 0};
+  const auto mass = [&] {
+    u64 sum = 0;
+    for (int b = tid; b < cut.end; b += BLOCK) sum += scratch.spans.mass(b);
+    return block_reduce(sum, scratch, Sum());
+  };
+  if (w.filter.top_k > 0 && w.filter.top_k < w.row.size) {
+    narrow<false>(cut, w, static_cast<u64>(w.filter.top_k), scratch);
+  }
+  if (w.filter.top_p < 1.0f) {
+    const double wanted = static_cast<double>(mass()) * static_cast<double>(w.filter.top_p);
     u64 need = static_cast<u64>(static_cast<long long>(wanted));
     if (need == 0 || static_cast<double>(need) < wanted) ++need;
-    keep_top<true>(row, work, need, scratch);
+    narrow<true>(cut, w, need, scratch);
   }
-  if (filter.min_p > 0.0f) {
-    // The best token's weight is exactly 1, so min_p relative to it is an absolute bound.
-    const float bound = filter.min_p < 1.0f ? filter.min_p : 1.0f;
-    for (int i = tid; i < row.size; i += BLOCK) work[i] = work[i] < bound ? 0.0f : work[i];
+  if (!(w.filter.min_p > 0.0f)) {
+    cut.sum = mass();
+    return cut;
   }
-  const u64 sum = weight_sum(work, row.size, scratch);
-  const float total = from_fixed_point(sum);
-  for (int i = tid; i < row.size; i += BLOCK) work[i] = fdiv(work[i], total);
-  block_sync();
-  return ROW_OK;
+  const Slice whole = {0, w.row.size};
+  w.bound(whole);
+  for (int i = tid; i < w.row.size; i += BLOCK) {
+    if (w.work[i] > 0.0f && cut.keeps(w, i)) cut.sum += fixed_point(w.work[i]);
+  }
+  cut.sum = block_reduce(cut.sum, scratch, Sum());
+  return cut;
+}
+
+// Weights of a slice become probabilities, zero where filters cut.
+__device__ __forceinline__ void row_normalise(const Weights& w, const Cut& cut, const Slice& own) {
+  const int begin = own.begin + static_cast<int>(threadIdx.x);
+  for (int i = begin; i < own.end && w.cuts(); i += BLOCK) {
+    if (w.work[i] > 0.0f && !cut.keeps(w, i)) w.work[i] = 0.0f;
+  }
+  const float total = from_fixed_point(cut.sum);
+  float* work = w.work;
+  for (int i = begin; i < own.end; i += BLOCK) work[i] = fdiv(work[i], total);
 }
 
 // Categorical draws by the exponential race: argmax(weight / E) over the vocabulary, which is
@@ -304,17 +472,19 @@ __device__ __forceinline__ int row_distribution(const Row& row, const Filter& fi
 //
 // Column with the largest weight(i) / E(id of i), ties to the smaller column; -1 if no weight is
 // positive. `weight` is a callable of the column; weights need no normalisation. All threads call
-// it and all receive the result; rows written by other threads need a barrier before.
+// it and all receive the result; rows written by other threads need a barrier before. Of a slice
+// it comes packed, for the largest of a row's to be read by `drawn`.
 template <class Weight>
-__device__ __forceinline__ int draw_column(int size, const int* map, const Noise& noise,
+__device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, const Noise& noise,
                                            Scratch& scratch, Weight weight) {
   u64 packed = 0;
   float best = 0.0f;
   u32 cached = 0xffffffffu;
   Words4 words = {};
   // Four neighbouring columns a step: where columns are ids, they share one Philox block.
-  for (int first = static_cast<int>(threadIdx.x) * 4; first < size; first += BLOCK * 4) {
-    const int end = size - first < 4 ? size : first + 4;
+  for (int first = own.begin + static_cast<int>(threadIdx.x) * 4; first < own.end;
+       first += BLOCK * 4) {
+    const int end = own.end - first < 4 ? own.end : first + 4;
     for (int i = first; i < end; ++i) {
       const float w = weight(i);
       if (!(w > 0.0f)) continue;
@@ -323,7 +493,7 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
         cached = id >> 2;
         words = noise_words(noise, cached);
       }
-      const u32 x = words.x[id & 3u];
+      const u32 x = word_of(words, id);
       // E >= v, so a token that loses even with v in place of E needs no logarithm. The slack is
       // far above the rounding of either side: no winner is ever skipped.
       if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
@@ -334,6 +504,88 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
           (static_cast<u64>(__float_as_uint(score)) << 32) | (0xffffffffu - static_cast<u32>(i));
     }
   }
-  packed = block_reduce(packed, scratch, Max());
+  return block_reduce(packed, scratch, Max());
+}
+
+__device__ __forceinline__ int drawn(u64 packed) {
   return packed == 0 ? -1 : static_cast<int>(0xffffffffu - static_cast<u32>(packed));
+}
+
+template <class Weight>
+__device__ __forceinline__ int draw_column(int size, const int* map, const Noise& noise,
+                                           Scratch& scratch, Weight weight) {
+  return drawn(draw_packed({0, size}, map, noise, scratch, weight));
+}
+
+#define STEP_BEST 0
+#define STEP_WEIGH 1
+#define STEP_DRAW 2
+
+// Samples a row, or what of that lies from step `from` to step `to`: the best column; weights and
+// what filters cut of them; work[0..size), the filtered distribution (fp32, zero where a token
+// cannot be chosen), and a column drawn from it. Where it does not filter the best column is all
+// there is, and work, unless null, holds the legal logits; or nothing is drawn.
+//
+// In a launch of one step all blocks of the row share it. In one of several they share the first,
+// and the others are for the last block. Returns 0 to blocks that have no more to do, to the last
+// one ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, the column, and the row complete.
+__device__ __forceinline__ int row_sample(const Row& row, bool filters, const Filter& filter,
+                                          bool draws, const Noise& noise, float* work,
+                                          Meeting& meeting, int from, int to, Scratch& scratch,
+                                          int* column) {
+  const bool leader = threadIdx.x == 0;
+  Slice own = own_slice(row.size);
+  bool alone = gridDim.y == 1;
+  if (from == STEP_BEST) {
+    const u64 best = row.map ? work ? row_best<true, true>(row, own, work, scratch)
+                                    : row_best<true, false>(row, own, work, scratch)
+                     : work  ? row_best<false, true>(row, own, work, scratch)
+                             : row_best<false, false>(row, own, work, scratch);
+    if (leader) atomicMax(&meeting.best, best);
+    if (to == STEP_BEST || !is_last(meeting, scratch)) return 0;
+    alone = true;
+    own = {0, row.size};
+  }
+  float best_logit = 0.0f;
+  const int status = read_best(row, meeting.best, column, &best_logit);
+  if (status == ROW_OK && filters) {
+    const Weights w = {row, filter, best_logit, fdiv(1.0f, filter.temperature), work};
+    if (from <= STEP_WEIGH) {
+      const u64 sum = row_weigh(w, own, scratch);
+      Histogram<SPANS>& spans = *reinterpret_cast<Histogram<SPANS>*>(meeting.spans);
+      for (int b = static_cast<int>(threadIdx.x); b < SPANS && w.cuts() && !alone; b += BLOCK) {
+        const u32 members = scratch.spans.members[b];
+        if (members > 0) spans.add<true>(b, scratch.spans.mass(b), members);
+      }
+      if (!w.cuts()) {
+        if (leader) atomicAdd(&meeting.sum, sum);
+      } else if (alone || is_last(meeting, scratch)) {
+        for (int b = static_cast<int>(threadIdx.x); b < SPANS && !alone; b += BLOCK) {
+          scratch.spans.set(b, spans.mass(b), spans.members[b]);
+          spans.set(b, 0, 0);
+        }
+        block_sync();
+        const Cut cut = row_cut(w, scratch);
+        if (leader) {
+          meeting.end = cut.end;
+          meeting.floor = cut.floor;
+          meeting.sum = cut.sum;
+        }
+      }
+      block_sync();
+    }
+    if (to == STEP_WEIGH) return 0;
+    row_normalise(w, {meeting.end, meeting.floor, meeting.sum}, own);
+    block_sync();
+    if (draws) {
+      const u64 race = draw_packed(own, row.map, noise, scratch, [work](int i) { return work[i]; });
+      if (leader) atomicMax(&meeting.race, race);
+    }
+  }
+  if (to == STEP_WEIGH || !(alone || is_last(meeting, scratch))) return 0;
+  block_sync();
+  if (status == ROW_OK && filters && draws) *column = drawn(meeting.race);
+  block_sync();
+  if (leader) meeting.best = meeting.sum = meeting.race = meeting.floor = meeting.end = 0;
+  return status;
 }

@@ -4,6 +4,8 @@
 
 extern "C" __global__ void slot_join(Slot* slots, int slot, const Slot request) {
   slots[slot] = request;
+  float reach = 1.0f;
+  for (int j = 0; j < MAX_DRAFTS; ++j) slots[slot].reach[j] = reach *= REACH_FIRST;
 }
 
 extern "C" __global__ void slot_leave(Slot* slots, int slot) {

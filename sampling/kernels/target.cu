@@ -1,9 +1,9 @@
 // Target rows: mask, filters, distribution, and the token of rows whose drafts are not tested.
 //
-// One block per row r = b * width + j. Row j of batch row b holds the logits after row j of slot
-// row_slot[b], which stands at position n + depth, and decides the next one under mask row j. Rows
-// that nobody will test (padding, inactive, beyond the drafts) and rows without a valid stamp are
-// left: row_ok = 0.
+// Row r is row j of batch row b by the map. It holds the logits after row j of slot row_slot[b],
+// which stands at position n + depth, and decides the next one under mask row j. Rows that nobody
+// will test (padding, inactive, beyond the drafts) and rows without a valid stamp are left:
+// row_ok = 0. A row's state is what adjust_logits read.
 #include "row.cuh"
 #include "slot.cuh"
 
@@ -41,24 +41,20 @@ __device__ inline int relaxed_token(const Slot& slot, int most, int j, const flo
   return token;
 }
 
-extern "C" __global__ void sample_target(const float* logits, int vocab_size, int token_limit,
-                                         const int* row_slot, int width, const Slot* slots,
-                                         const int* exchange, const ExchangeLayout layout,
-                                         float* probs, int* target_tok, int* row_ok) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
+                  const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
+                  const int* row_state, Meeting* meetings, int from, int to, float* probs,
+                  int* target_tok, int* row_ok) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const int j = r % width;
-  const int index = row_slot[r / width];
+  const int j = draft_row(map[r]);
+  const int index = row_slot[batch_row(map[r])];
   const bool leader = threadIdx.x == 0;
 
-  int state = ROW_NOT_READY;
-  int position = 0;
-  if (index >= 0 && slots[index].active && j <= slots[index].draft_len) {
-    position = slots[index].n + depth_of(slots[index], j);
-    state = stamped_state(stamp_of(exchange, layout, index, j), slots[index].epoch, position);
-  }
+  const int state = row_state[r];
   if (state != ROW_FREE && state != ROW_READY) {
-    if (leader) {
+    if (leader && to == STEP_DRAW && blockIdx.y == 0) {
       target_tok[r] = -1;
       row_ok[r] = state == ROW_DEAD_END ? ROW_NO_TOKEN : state == ROW_ERROR ? ROW_BAD_LOGIT : 0;
     }
@@ -66,37 +62,29 @@ extern "C" __global__ void sample_target(const float* logits, int vocab_size, in
   }
   const Slot& slot = slots[index];
 
-  Row row = {logits + static_cast<long long>(r) * vocab_size, vocab_size, nullptr, token_limit,
-             nullptr};
-  if (state == ROW_READY) {
-    row.mask = stage_mask(mask_of(exchange, layout, index, j), layout.words, scratch);
-  }
+  const Row row = {logits + static_cast<long long>(r) * vocab_size, vocab_size,
+                   state == ROW_READY ? mask_of(masks, layout, index, j) : nullptr, token_limit,
+                   nullptr};
 
-  int status;
   int token = -1;
   float* work = probs + static_cast<long long>(r) * vocab_size;
-  const int most = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
+  const int most = slot.draft_len;
   const bool relaxed = slot.verify == VERIFY_RELAXED && j < most;
-  if (slot.temperature < GREEDY_TEMPERATURE) {
-    float best_logit;
-    status = row_best<false, false>(row, nullptr, scratch, &token, &best_logit);
-    if (status == ROW_OK && relaxed) {
-      row_distribution<false>(row, {1.0f, 0, 1.0f, 0.0f}, work, scratch);
-    }
-  } else {
-    const Filter filter = {slot.temperature, slot.top_k, slot.top_p, slot.min_p};
-    status = row_distribution<false>(row, filter, work, scratch);
-    if (status == ROW_OK && (j == most || !is_testing(slot, most))) {
-      const Noise noise = {slot.seed, position + 1,
-                           PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
-      token = draw_column(vocab_size, nullptr, noise, scratch, [work](int i) { return work[i]; });
-    }
-  }
+  const bool greedy = slot.temperature < GREEDY_TEMPERATURE;
+  const Filter filter = greedy ? Filter{1.0f, 0, 1.0f, 0.0f}
+                               : Filter{slot.temperature, slot.top_k, slot.top_p, slot.min_p};
+  const Noise noise = {slot.seed, slot.n + depth_of(slot, j) + 1,
+                       PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
+  const bool tested = !greedy && j < most && is_testing(slot, most);
+  const bool filtered = !greedy || relaxed;
+  const int status = row_sample(row, filtered, filter, !greedy && !tested, noise,
+                                filtered ? work : nullptr, meetings[r], from, to, scratch, &token);
+  if (status == 0) return;
   if (status == ROW_OK && relaxed) {
     token = relaxed_token(slot, most, j, work, vocab_size, token, scratch);
   }
   if (leader) {
-    target_tok[r] = token;
+    target_tok[r] = tested ? -1 : token;
     row_ok[r] = status;
   }
 }

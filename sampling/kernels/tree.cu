@@ -28,15 +28,28 @@ __device__ __forceinline__ int fed_row(const Seen& seen, int level, int f) {
   return level == 1 ? 0 : (level - 2) * seen.branch + f + 1;
 }
 
-// One block per fed node: the ids it would like best, and their log probabilities, by the target's
-// own race with the noise of the position for coupled requests.
-extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab, int token_limit,
-                                           const int* d2t, const int* row_slot, int level,
-                                           int probed, const Seen seen, const Slot* slots,
-                                           const RoundRow* rows, int row_words, float* work,
-                                           int* top_id, float* top_value, float* others,
-                                           int* exchange, const ExchangeLayout layout,
-                                           const int* replay_number) {
+// Whether the grammar is asked about a slot's nodes; all threads, by way of a shared word, for host
+// memory is read once.
+__device__ __forceinline__ bool is_asked(int probed, const int* exchange,
+                                         const ExchangeLayout& layout, int index, const Slot& slot,
+                                         int& said) {
+  if (threadIdx.x == 0) {
+    said = probed && !is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+  }
+  block_sync();
+  const bool asked = said != 0;
+  block_sync();
+  return asked;
+}
+
+// Row by row of the fed nodes: the ids it would like best, and their log probabilities, by the
+// target's own race with the noise of the position for coupled requests.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    tree_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
+                    const int* row_slot, int level, int probed, const Seen seen, Meeting* meetings,
+                    const Slot* slots, const RoundRow* rows, int row_words, float* work,
+                    int* top_id, float* top_value, float* others, int* exchange,
+                    const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);
   const int fed = level == 1 ? 1 : seen.branch;
@@ -45,15 +58,16 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
   const int f = r % fed;
   const int index = row_slot[b];
   const int to = (b * seen.branch + f) * seen.candidates;
-  if (tid == 0) top_id[to] = -1;
+  const bool first = tid == 0 && blockIdx.y == 0;
+  if (first) top_id[to] = -1;
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   const Slot& slot = slots[index];
   const int position = slot.n + level;  // being drafted
-  const bool asked = probed && !is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+  const bool asked = is_asked(probed, exchange, layout, index, slot, scratch.token);
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1) + f * seen.candidates;
-  if (asked && tid == 0) {
+  if (asked && first) {
     ids[0] = -1;
     if (f == 0) *head = {*replay_number, level, fed};
   }
@@ -64,10 +78,10 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
                    token_limit, d2t};
   float* score = work + static_cast<long long>(r) * draft_vocab;
   int best_column;
-  float best_logit;
-  const int status = d2t ? row_best<true, true>(row, score, scratch, &best_column, &best_logit)
-                         : row_best<false, true>(row, score, scratch, &best_column, &best_logit);
+  const int status = row_sample(row, false, {}, false, {}, score, meetings[r], STEP_BEST, STEP_DRAW,
+                                scratch, &best_column);
   if (status != ROW_OK) return;
+  const float best_logit = row.logits[best_column] + 0.0f;
   block_sync();
   const bool sampled = slot.temperature >= GREEDY_TEMPERATURE;
   const float inverse_temperature = sampled ? fdiv(1.0f, slot.temperature) : 1.0f;
@@ -79,7 +93,7 @@ extern "C" __global__ void tree_candidates(const float* logits, int draft_vocab,
     float weight = exp_nonpositive(fmul(fadd(score[i], -best_logit), inverse_temperature));
     const int id = d2t ? d2t[i] : i;
     if (sampled) {
-      weight = fdiv(weight, exponential(noise_words(noise, static_cast<u32>(id) >> 2).x[id & 3]));
+      weight = fdiv(weight, exponential(noise_word(noise, static_cast<u32>(id))));
     }
     score[i] = weight;
     top = __float_as_uint(weight) > top ? __float_as_uint(weight) : top;
@@ -148,21 +162,25 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
 // One block per batch row: the children of a level, and the nodes that are fed next; at the last
 // level the drafts. With a plan, int32 [most], these are not the best: of each child it says which
 // of the next level's nodes it is, `branch` for a draft that is fed to nobody, -1 for no draft.
-extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed, const Seen seen,
-                                     Slot* slots, const RoundRow* rows, int row_words,
-                                     const int* top_id, const float* top_value, const float* others,
-                                     int* seen_token, int* seen_parent, float* seen_score,
-                                     int* fed_as, int* chosen, const int* plan, int* exchange,
-                                     const ExchangeLayout layout, const int* replay_number) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    tree_grow(const int* row_slot, int level, int probed, const Seen seen, Slot* slots,
+              const RoundRow* rows, int row_words, const int* top_id, const float* top_value,
+              const float* others, int* seen_token, int* seen_parent, float* seen_score,
+              int* fed_as, int* chosen, const int* plan, int* exchange, const ExchangeLayout layout,
+              const int* replay_number) {
+  __shared__ int said;
+  __shared__ int best[MAX_DRAFTS];  // which children the drafts are; -1: there is none
   const int tid = static_cast<int>(threadIdx.x);
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   Slot& slot = slots[index];
-  const bool asked = probed && !is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
+  const bool asked = is_asked(probed, exchange, layout, index, slot, said);
   const Answer* answer =
       reinterpret_cast<const Answer*>(record_of(exchange, layout, index, layout.answer));
-  const bool answered = answer->replay == *replay_number && answer->draft == level;
+  if (tid == 0) said = answer->replay == *replay_number && answer->draft == level;
+  block_sync();
+  const bool answered = said != 0;
   int* token = seen_token + b * seen.most;
   int* parent = seen_parent + b * seen.most;
   float* total = seen_score + b * seen.most;
@@ -217,18 +235,24 @@ extern "C" __global__ void tree_grow(const int* row_slot, int level, int probed,
     return;
   }
 
+  // The best first, of which a round may have a place for the first alone.
   int* row_of = chosen + b * seen.most;
+  for (int f = tid; f < seen.nodes; f += BLOCK) best[f] = -1;
+  block_sync();
   for (int i = tid; i < end; i += BLOCK) {
+    if (!(total[i] > minus_infinity) || (plan != nullptr && plan[i] < 0)) continue;
     int rank = 0;
-    for (int j = 0; plan == nullptr && j < end; ++j) rank += is_before(total, j, i);
-    const bool wanted = plan == nullptr ? rank < seen.nodes : plan[i] >= 0;
-    row_of[i] = total[i] > minus_infinity && wanted;
+    for (int j = 0; j < end; ++j) {
+      rank += plan == nullptr ? is_before(total, j, i) : j < i && plan[j] >= 0;
+    }
+    if (rank < seen.nodes) best[rank] = i;
   }
   block_sync();
   if (tid != 0) return;
   int kept = 0;
-  for (int i = 0; i < end; ++i) {
-    if (row_of[i] == 0 || slot.n + kept + 1 >= slot.room) continue;
+  for (int f = 0; f < seen.nodes; ++f) {
+    const int i = best[f];
+    if (i < 0 || slot.n + kept + 1 >= slot.room) continue;
     const int on = parent[i] == 0 ? 0 : row_of[fed[parent[i] - 1]];
     row_of[i] = ++kept;
     keep_draft(slot, kept, on, token[i], DRAFT_POINT, *replay_number, exchange, layout, index);

@@ -1,18 +1,19 @@
 // Verification: walk the tree of drafts, commit to the slot.
 //
-// One block per batch row. Thread 0 walks: where a child holds the token of its row the walk goes
-// there, else that token is the last. With a token drawn for each row that is exact on any tree,
-// and on one that was made without chance no other rule accepts more. Where the drafts of a chain
-// are tested (block.cu), their tests say what the tokens are. The walk may also end AFTER an
-// accepted token (row not ready, stop id, limit), then without a bonus.
+// The last block of a batch row walks, its thread 0: where a child holds the token of its row the
+// walk goes there, else that token is the last. With a token drawn for each row that is exact on
+// any tree, and on one that was made without chance no other rule accepts more. Where the drafts of
+// a chain are tested (block.cu), their tests say what the tokens are. The walk may also end AFTER
+// an accepted token (row not ready, stop id, limit), then without a bonus.
 #include "left.cuh"
 
 // What tests say of the rows: the accepted drafts, then a token from what is left for the refused
-// one. Rows behind it have none.
-__device__ __forceinline__ void settle(const Slot& slot, int tested, int vocab_size,
+// one. Rows behind it have none. All blocks of the batch row draw that token.
+__device__ __forceinline__ bool settle(const Slot& slot, int tested, int vocab_size,
                                        int draft_vocab, const int* t2d, const float* probs,
                                        const int* row_ok, const float* tables, const float* weights,
-                                       const int* passed, int* target_tok, Scratch& scratch) {
+                                       const int* passed, int* target_tok, Meeting& meeting,
+                                       Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
   if (leader) {
     int last = 0;
@@ -28,28 +29,51 @@ __device__ __forceinline__ void settle(const Slot& slot, int tested, int vocab_s
   }
   block_sync();
   const int j = scratch.token;
-  if (j == tested || row_ok[j] != ROW_OK) return;
+  if (j == tested || row_ok[j] != ROW_OK) return is_last(meeting, scratch);
   const float* p = probs + static_cast<long long>(j) * vocab_size;
   const float* table = tables + static_cast<long long>(j) * draft_vocab;
   if (slot.q_kind[j] == DRAFT_POINT) table = nullptr;
   const Left left = {weights[j], p, table, slot.drafts[j], t2d, draft_vocab};
   const Noise noise = {slot.seed, slot.n + j + 1,
                        PURPOSE_RESIDUAL | static_cast<u32>(slot.sample) << 8, slot.n};
-  int token = draw_column(vocab_size, nullptr, noise, scratch, left);
+  const u64 race = draw_packed(own_slice(vocab_size), nullptr, noise, scratch, left);
+  if (leader) atomicMax(&meeting.race, race);
+  if (!is_last(meeting, scratch)) return false;
+  int token = drawn(meeting.race);
   // Nothing left of p: equal to q up to rounding, so p itself is right.
   if (token < 0) {
     token = draw_column(vocab_size, nullptr, noise, scratch, [p](int i) { return p[i]; });
   }
-  if (leader) target_tok[j] = token;
+  block_sync();
+  if (leader) {
+    target_tok[j] = token;
+    meeting.race = 0;
+  }
+  return true;
 }
 
-extern "C" __global__ void verify_drafts(const int* row_slot, int width, int vocab_size,
-                                         int draft_vocab, const int* t2d, const float* probs,
-                                         const int* row_ok, Slot* slots, const float* q,
-                                         int most_drafts, const float* weights, const int* passed,
-                                         int* target_tok, int* exchange,
-                                         const ExchangeLayout layout, const int* replay_number,
-                                         RoundRow* rows, int row_words) {
+// How often each of `most` drafts is accepted, after a round that tested the first of them. No more
+// often than the one before: so what is reached most often is always a beginning.
+__device__ __forceinline__ void keep_reach(Slot& slot, int most, int tested, u64 reached) {
+  float above = 1.0f;
+  float first = 1.0f;
+  for (int j = 1; j <= most; ++j) {
+    float reach = slot.reach[j - 1];
+    const float seen = reached >> (j - 1) & 1 ? 1.0f : 0.0f;
+    first = fmul(first, REACH_FIRST);
+    reach = j <= tested ? fadd(seen, fmul(REACH_KEPT, fadd(reach, -seen)))
+                        : fadd(reach, fmul(REACH_BACK, fadd(first, -reach)));
+    above = reach < above ? reach : above;
+    slot.reach[j - 1] = above;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    verify_drafts(const int* row_slot, const int* first_row, int vocab_size, int draft_vocab,
+                  const int* t2d, const float* probs, const int* row_ok, Slot* slots,
+                  const float* q, int most_drafts, const float* weights, const int* passed,
+                  Meeting* meetings, int* target_tok, int* exchange, const ExchangeLayout layout,
+                  const int* replay_number, RoundRow* rows, int row_words) {
   __shared__ Scratch scratch;
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
@@ -60,8 +84,8 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
   int* decided_by = tokens + row_width(row_words);
 
   if (index < 0 || !slots[index].active) {
-    if (leader) {
-      *result = {index, 0, REASON_NONE, 0, 0, index < 0 ? 0 : slots[index].n};
+    if (leader && blockIdx.y == 0) {
+      *result = {index, 0, REASON_NONE, 0, 0, 0, index < 0 ? 0 : slots[index].n};
       if (index >= 0) {
         int* record = record_of(exchange, layout, index, layout.committed);
         *reinterpret_cast<Committed*>(record) = {replay, 0};
@@ -72,20 +96,22 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
 
   Slot& slot = slots[index];
   const int position = slot.n;  // of `last`
-  const int tested = slot.draft_len < width - 1 ? slot.draft_len : width - 1;
-  const int first = b * width;
-  if (is_testing(slot, tested)) {
-    settle(slot, tested, vocab_size, draft_vocab, t2d,
-           probs + static_cast<long long>(first) * vocab_size, row_ok + first,
-           q + static_cast<long long>(index) * most_drafts * draft_vocab, weights + first,
-           passed + first, target_tok + first, scratch);
-  }
-  if (!leader) return;
+  const int tested = slot.draft_len;
+  const int first = first_row[b];
+  const bool last =
+      !is_testing(slot, tested)
+          ? is_last(meetings[b], scratch)
+          : settle(slot, tested, vocab_size, draft_vocab, t2d,
+                   probs + static_cast<long long>(first) * vocab_size, row_ok + first,
+                   q + static_cast<long long>(index) * most_drafts * draft_vocab, weights + first,
+                   passed + first, target_tok + first, meetings[b], scratch);
+  if (!leader || !last) return;
 
   int count = 0;
   int accepted = 0;
   int reason = REASON_NONE;
   int j = 0;
+  u64 reached = 0;
   do {
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
@@ -104,17 +130,19 @@ extern "C" __global__ void verify_drafts(const int* row_slot, int width, int voc
     }
     j = child_of(slot, tested, j, token);
     accepted += j > 0;
+    if (j > 0) reached |= 1ull << (j - 1);
   } while (j > 0 && reason == REASON_NONE);
 
   if (count > 0) {
     slot.n = position + count;
     slot.last = tokens[count - 1];
     slot.draft_len = 0;
+    keep_reach(slot, layout.rows - 1, tested, reached);
     int* drafted = record_of(exchange, layout, index, layout.drafted);
     *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }
   if (reason != REASON_NONE) slot.active = 0;
-  *result = {index, count, reason, accepted, tested, position};
+  *result = {index, count, reason, accepted, tested, slot.cut, position};
   int* record = record_of(exchange, layout, index, layout.committed);
   *reinterpret_cast<Committed*>(record) = {replay, count};
   for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];

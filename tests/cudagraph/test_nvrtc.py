@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from graft.tools.bench import kernel_report
+from graft.models.layers import mma_shape
+from graft.tools.bench import kernel_report, roofline
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
 VARIANTS = kernel_report.all_variants()
@@ -15,6 +16,20 @@ VARIANTS = kernel_report.all_variants()
 CASES = [pytest.param((variant, arch), id=f"{variant.title.replace(' ', '-')}-sm_{arch}",
                       marks=[] if turn == number % len(ARCHITECTURES) else pytest.mark.full)
          for number, variant in enumerate(VARIANTS) for turn, arch in enumerate(ARCHITECTURES)]
+
+
+#: By kernel, what it takes at once, and whether x has 16 bits: most registers and shared bytes; of
+#: the main loop steps of tensor cores, and accesses of 16 bytes: loads, loads of shared memory,
+#: copies to it.
+GATES = {
+    ("linear_few", 1, 0): (128, 4096, 16, 16 + 16, 0, 0),
+    ("linear_few", 1, 1): (128, 4096, 16, 16 + 8, 0, 0),
+    ("linear_few", 2, 0): (128, 8192, 32, 16 + 32, 0, 0),
+    ("linear_many", 32, 0): (176, 16, 16, 2, 12, 4),
+    ("linear_many", 64, 0): (192, 16, 32, 4, 16, 4),
+    ("linear_many", 64, 1): (192, 16, 32, 0, 16, 6),
+    ("linear_many", 128, 0): (240, 16, 64, 8, 24, 4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +45,40 @@ def compiled(request):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_compiles_for_real_gpus(case, compiled):
-    """Each kernel text compiles to machine code for sm_80, sm_90 or sm_100 as CuPy would do it."""
+    """Each kernel text compiles to machine code of each kind as CuPy would do it; those on tensor
+    cores have the main loop they were written for, spill nothing and leave room for their blocks.
+    """
     variant, arch = case
     usages = compiled[case].result()
     assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
         f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
+    block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))
+    for usage in usages:  # a block's registers come from one multiprocessor's, in eights
+        assert -(-usage.registers // 8) * 8 * block <= 65536, usage
+        # Local memory holds what is spilled, and no arrays.
+        if block > 1:
+            assert usage.spilled_bytes <= 256, usage
+            assert usage.spilled_bytes or not usage.stack_bytes, usage
+    for usage in usages:
+        assert usage.loop["local"] == 0
+        if usage.kernel in ("linear_few", "linear_many"):
+            defines = dict(variant.defines)
+            size = int(defines.get("TILES", 1) if usage.kernel == "linear_few"
+                       else defines.get("ROW_BLOCK", 64))  # fmt: skip
+            registers, shared, *loop = GATES[usage.kernel, size, int(defines.get("X16", 0))]
+            assert usage.registers <= registers and usage.shared_bytes <= shared
+            assert usage.spilled_bytes == 0
+            assert [usage.loop[name] for name in ("mma", "load", "shared load", "copy")] == loop
+
+
+def test_products_on_tensor_cores_fit_into_every_gpu_and_stand_on_paper():
+    """No shape asks for more than the 99 KB of shared memory of a block on sm_120, and the roof of
+    each matrix is at least the time that its weights take."""
+    for rows in range(1, 300):
+        assert mma_shape(rows, 4096).shared + 16 <= 99 * 1024
+    for line in roofline.roofline().splitlines()[1:]:
+        *_, weights, _, _, predicted, _ = line.split()
+        assert float(predicted) >= 0.98 * float(weights) * 1e12 / roofline.MEMORY
 
 
 def test_every_kernel_file_is_compiled():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from guide_util import KINDS, STOP, byte_vocabulary
 from reference_round import Filter, Slot, chain
-from sampling_round import TableRound
+from sampling_round import TableRound, even_rows
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph
@@ -34,13 +34,17 @@ def test_a_graph_of_host_steps_and_kernels_follows_the_grammar(
     graph = Graph(device, "guided")
     lane = graph.lane("model")
     decoder.add(lane, decoder.open_work(), name="open")
-    r.sampler.target(lane, rows, r.row_slot, DRAFTS + 1)
-    r.sampler.verify(lane, r.row_slot, DRAFTS + 1, r.ring)
+    r.exchange.bring(lane, 0, DRAFTS + 1)
+    placed = even_rows(device, r.row_slot, DRAFTS + 1)
+    r.sampler.target(lane, rows, placed)
+    r.sampler.verify(lane, placed, r.ring)
     decoder.add(lane, decoder.commit_work(), name="commit")
+    r.exchange.bring(lane, 0, 1)
     for j in range(1, DRAFTS + 1):
         r.sampler.draft(lane, row, r.row_slot, j, True)
         if j < DRAFTS:
             decoder.add(lane, decoder.draft_work(j), name=f"draft {j}")
+            r.exchange.bring(lane, j, j + 1)
     executable = graph.instantiate()
 
     expected = [*b"cccabab0000true", STOP]  # the model always wants the smallest legal id

@@ -87,7 +87,8 @@ class Rounds:
             (len(batch), self.width, self.features.shape[2])).astype(np.float32)  # fmt: skip
         for b, (slot, count) in enumerate(zip(batch, counts, strict=True)):
             at = np.arange(self.n[slot], self.n[slot] + count)
-            rows[b, :words] = np.array([(slot, count, 0, 0, 0, self.n[slot])], ROUND_ROW).view("i4")
+            rows[b, :words] = np.array([(slot, count, 0, 0, 0, 0, self.n[slot])],
+                                       ROUND_ROW).view("i4")  # fmt: skip
             rows[b, words:][:count] = self.tokens[slot, at + 1]
             features[b, :count] = self.features[slot, at]
             self.n[slot] += count
@@ -97,8 +98,12 @@ class Rounds:
         self.scratch.features[: features[..., 0].size].copy_from(
             features.reshape(-1, features.shape[2]))  # fmt: skip
         sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
-        return Feed(self.device, len(batch), self.width, self.branch, self.state, sampler,
-                    self.scratch)  # fmt: skip
+        feed = Feed(self.device, len(batch), len(batch) * self.width, self.width, self.branch,
+                    self.state, sampler, self.scratch)  # fmt: skip
+        b, j = np.divmod(np.arange(feed.count, dtype=np.int32), self.width)
+        feed.first.copy_from(np.arange(len(batch), dtype=np.int32) * self.width)
+        feed.rows.map.copy_from(b << 16 | j)
+        return feed
 
     def levels(self, feed: Feed):
         """Every level's logits, [vocab] each: slot, tokens down to its node, and they."""

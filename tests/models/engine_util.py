@@ -1,9 +1,14 @@
 """What the engine's tests share: the demo model and requests made from its tasks."""
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import pytest
+
+from graft.cudagraph.device import Device
 from graft.models.engine import Engine
 from graft.models.request import Event, Output, Request
 from graft.tools.bench.demo_evaluation import task_grammar
@@ -11,11 +16,33 @@ from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
+ROUND = "models/kernels/round.cu"
+#: What `swap_text` makes of it: all drafts of one request come before another's, by position.
+UNEVEN = ("const float x = one.reach[i - 1];\n  const float y = other.reach[j - 1];",
+          "const float x = 1.0f / ((one.n + a) % 3 + 1);\n"
+          "  const float y = 1.0f / ((other.n + b) % 3 + 1);")
 
 
 def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:
     """An engine on the shipped model, with its drafter, another or none."""
     return Engine(TARGET, drafter if speculation else None, **options)
+
+
+def swap_text(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
+) -> None:
+    """From now on load kernels of the file `path` with a text, which it has once, replaced."""
+    plain = Device.load
+
+    def load(device: Device, source: Path, defines: Any = None) -> Any:
+        if str(source).endswith(path):
+            text, changed = source.read_text(), Path(mkdtemp(dir=folder), path)
+            assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
+            source = Path(shutil.copytree(source.parent, changed.parent), source.name)
+            source.write_text(text.replace(old, new))
+        return plain(device, source, defines)
+
+    monkeypatch.setattr(Device, "load", load)
 
 
 def task_request(task: Task, **options: Any) -> Request:

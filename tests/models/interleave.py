@@ -51,8 +51,10 @@ class Lengths:
     def choose(self, size: int, requests: Any) -> int:
         return self._rng.randrange(self._longest + 1) if self._changes else self._longest
 
-    def brought(self, request: Any, made: int, length: int, accepted: int) -> None:
-        assert accepted <= min(made, length)
+    def brought(
+        self, request: Any, size: int, length: int, made: int, known: int, accepted: int
+    ) -> None:
+        assert accepted <= min(known, made, length)
 
 
 Grammars = Callable[[random.Random], CompiledGrammar]
@@ -127,7 +129,7 @@ class Interleaving:
 
     def _graph(self, rows: int, k: int) -> Any:
         launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
-        return SimpleNamespace(execs=[launch], timed=(), drafts=k)
+        return SimpleNamespace(execs=[launch], timed=(), batch=rows, drafts=k, made=k)
 
     def _request(self, number: int) -> None:
         """Submit a request; its grammar may be compiled only later, or turn out to be broken."""

@@ -272,7 +272,7 @@ class ToyDevice:
                 outcome = self._walk(replay, b, slot)
                 ref.record(self.exchange, slot, replay.number, outcome.tokens)
             count = replay.counts[b] = len(outcome.tokens)
-            values = (slot, count, outcome.reason, outcome.accepted, outcome.tested, 0)  # RoundRow
+            values = (slot, count, outcome.reason, outcome.accepted, outcome.tested, *(0, 0))
             self.outputs.field("rows").array[entry, b, : len(values) + count] = (
                 *values, *outcome.tokens,
             )  # fmt: skip

@@ -29,10 +29,16 @@ def chosen(made, requests, rounds):
     return [made.choose(1, requests) for _ in range(rounds)]
 
 
+def brought(made, request, length, accepted, size=1, before=None, known=None):
+    """A round's drafts, made by one of the same length, and all known of, unless it is said."""
+    before = made.made(size, length) if before is None else before
+    made.brought(request, size, length, before, before if known is None else known, accepted)
+
+
 def accept(made, request, length, accepted, rounds=40):
     """So many rounds, each with so many drafts accepted."""
     for _ in range(rounds):
-        made.brought(request, length, length, accepted)
+        brought(made, request, length, accepted)
 
 
 def test_lengths_double_up_to_the_most():
@@ -47,18 +53,28 @@ def test_rates_are_expected_tokens_per_time():
     other = Anyone()
     chances = [FIRST] * 3
     for accepted in (2, 0, 3, 1, 1):
-        made.brought(one, 3, 3, accepted)
+        brought(made, one, 3, accepted)
         for j in range(min(3, accepted + 1)):
             chances[j] = DECAY * chances[j] + (1 - DECAY) * (j < accepted)
     s = list(accumulate(chances, mul))
     own = [(1 + sum(s[:k])) / t for k, t in ((0, 10), (1, 12), (3, 20))]
     assert made.rates(1, [one]) == pytest.approx(own)
     # A request that nobody knows begins with the average of all: here the same.
-    assert made.rates(1, [one, other]) == pytest.approx([2 * r for r in own])
+    for length, ns in ((0, 10), (1, 12), (3, 20)):
+        made.took(2, length, ns, idle=True)
+    assert made.rates(2, [one, other]) == pytest.approx([2 * r for r in own])
     accept(made, other, 3, 0)
     assert made.rates(1, [one]) == pytest.approx(own)
-    both = [2 / 10, (2 + s[0]) / 12, (2 + sum(s)) / 20]
-    assert made.rates(1, [one, other]) == pytest.approx(both, rel=1e-3)
+    both = [2 / 10, (2 + s[0] + s[1]) / 12, (2 + sum(s)) / 20]  # both places are the first one's
+    assert made.rates(2, [one, other]) == pytest.approx(both, rel=1e-3)
+
+
+def test_of_several_more_drafts_are_made_than_have_a_place():
+    """Places are given away afterwards, to whose are likely to be accepted: the next length, but
+    without any none, and no more than there are."""
+    made, _ = budget({0: 10, 1: 12, 3: 20, 7: 30})
+    assert [made.made(1, n) for n in made.lengths] == [0, 1, 3, 7]
+    assert [made.made(4, n) for n in made.lengths] == [0, 3, 7, 7]
 
 
 def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
@@ -66,14 +82,14 @@ def test_what_was_not_drafted_says_nothing_and_what_was_cut_neither():
     that never was is like the one before it."""
     made, (one,) = budget({0: 10, 1: 12, 3: 20})
     before = made.rates(1, [one])
-    made.brought(one, 0, 3, 0)
+    brought(made, one, 3, 0, before=0)
     assert made.rates(1, [one]) == before
-    made.brought(one, 3, 1, 1)
-    made.brought(one, 1, 3, 1)
+    brought(made, one, 1, 1, before=3, known=1)
+    brought(made, one, 3, 1, before=1)
     first = 1 - (1 - FIRST) * DECAY**2
     s = list(accumulate([first] * 3, mul))
     assert made.rates(1, [one]) == pytest.approx([.1, (1 + s[0]) / 12, (1 + sum(s)) / 20])
-    made.brought(one, 2, 3, 2)
+    brought(made, one, 3, 2, before=2)
     s = list(accumulate([1 - (1 - first) * DECAY] * 3, mul))
     assert made.rates(1, [one])[2] == pytest.approx((1 + sum(s)) / 20)
 
@@ -152,7 +168,7 @@ def test_of_trees_each_length_knows_its_own():
     made, (one,) = budget({0: 10, 1: 10, 7: 10}, levels=3, branches=True)
     first = list(accumulate([FIRST] * 3, mul))
     assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, (1 + sum(first)) / 10])
-    made.brought(one, 7, 1, 1)
+    brought(made, one, 1, 1, before=7, known=1)
     accept(made, one, 7, 1)
     assert made.rates(1, [one]) == pytest.approx([.1, (1 + FIRST) / 10, .2], rel=1e-3)
 
@@ -175,5 +191,5 @@ def test_an_engine_drafts_what_pays(drafter, wanted):
 def test_a_lone_length_is_always_chosen():
     """Of an engine with a number of drafts nothing is measured or kept."""
     made = DraftBudget([3], 3)
-    made.brought(one := Anyone(), 3, 3, 2)
+    brought(made, one := Anyone(), 3, 2)
     assert chosen(made, [one], 2 * PERIOD) == [3] * 2 * PERIOD

@@ -46,6 +46,79 @@ def test_linear_is_the_matrix_product(layers, lane, dtype, rows, columns, inner)
     np.testing.assert_allclose(out, wanted, atol=3e-6 * np.sqrt(inner) * 4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activations", "columns", "inner"),
+    [("bfloat16", "rounded", 48, 128), ("bfloat16", "float32", 144, 384),
+     ("float16", "rounded", 16, 1152), ("float16", "float32", 32, 256)],
+)  # fmt: skip
+def test_tensor_cores_give_a_row_the_same_bits_in_any_company(
+    device, lane, monkeypatch, dtype, activations, columns, inner
+):
+    """On tensor cores out = x W^T of rounded or whole x, with one row's bits alone, in batches
+    that stream weights past, in tiles of any size and where sums are parted."""
+    layers, rng = Layers(device, "warp", activations), np.random.default_rng(inner)
+    x = rng.standard_normal((150, inner)).astype(np.float32)[: None if inner == 384 else 32]
+    w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), dtype)
+    w_there = upload(device, w, dtype)
+    whole = run_linear(layers, lane, upload(device, x), w_there)
+    kept = {"bfloat16": 2.0**-17, "float16": 2.0**-22}[dtype] if activations == "float32" else 0
+    seen = x if kept else rounded(x, dtype)
+    wanted = seen.astype(np.float64) @ w.astype(np.float64).T
+    np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(inner) * (1 + 1e5 * kept))
+    sizes = [(7, 1), (3, 2), (0, 4), (20, 8), (2, 9), (13, 16), (9, 17)]
+    for blocks in (1, 2, 4):
+        monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", blocks)
+        out = run_linear(layers, lane, upload(device, x[:29]), w_there)
+        assert same_bits(out, whole[:29].copy()), f"sums parted for {blocks} blocks"
+    monkeypatch.undo()
+    if (narrow := layers.input_dtype(w_there)) != "float32":
+        assert same_bits(run_linear(layers, lane, upload(device, x, narrow), w_there), whole)
+        few = upload(device, x[:9], narrow)
+        assert same_bits(run_linear(layers, lane, few, w_there), whole[:9].copy())
+    for first, count in sizes + ([(1, 33), (80, 64), (20, 65)] if inner == 384 else []):
+        part = np.ascontiguousarray(x[first : first + count])
+        out = run_linear(layers, lane, upload(device, part), w_there)
+        assert same_bits(out, whole[first : first + count].copy()), f"{count} rows from {first}"
+
+
+@pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
+def test_gated_products_have_the_bits_of_two_kernels(
+    device, lane, monkeypatch, rows, activations
+):
+    """silu(gate) * up behind the sums, few or many, whole or parted, is what silu_mul makes of
+    them; rows of gates and of what they gate lie by eights."""
+    layers, rng = Layers(device, "warp", activations), np.random.default_rng(rows)
+    x, w = rng.standard_normal((rows, 256)), rng.standard_normal((2, 24, 256)) / 4
+    x_there, out = upload(device, x), device.zeros((rows, 24), "bfloat16")
+    apart = run_linear(layers, lane, x_there, upload(device, w.reshape(48, 256), "bfloat16"))
+    layers.silu_mul(lane, upload(device, apart), out)
+    wanted = host(lane.stream, out)
+    woven = np.stack([m.reshape(3, 8, 256) for m in w], 1).reshape(48, 256)
+    gated = device.zeros((rows, 24), "bfloat16")
+    layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
+    assert same_bits(host(lane.stream, gated), wanted)
+    monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", 1)
+    layers.linear(lane, x_there, upload(device, woven, "bfloat16"), gated, gated=True)
+    assert same_bits(host(lane.stream, gated), wanted)
+    with pytest.raises(ShapeError, match="gated"):
+        layers.linear(lane, x_there, upload(device, w[0], "bfloat16"),
+                      device.zeros((rows, 12), "float32"), gated=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(16, 120), (24, 128)])
+def test_shapes_that_tensor_cores_do_not_take_keep_one_order_at_every_size(
+    device, lane, columns, inner
+):
+    """An odd inner or outer size means whole activations for one row and for many."""
+    layers, rng = Layers(device, "warp"), np.random.default_rng(1)
+    x = rng.standard_normal((40, inner)).astype(np.float32)
+    w = rounded(rng.standard_normal((columns, inner)).astype(np.float32), "bfloat16")
+    w_there = upload(device, w, "bfloat16")
+    whole = run_linear(layers, lane, upload(device, x), w_there)
+    np.testing.assert_allclose(whole, x.astype(np.float64) @ w.T.astype(np.float64), atol=1e-4)
+    assert same_bits(run_linear(layers, lane, upload(device, x[:1]), w_there), whole[:1].copy())
+
+
 def test_linear_converts_every_half_exactly(layers, lane):
     """Each finite float16 and bfloat16 weight counts with its exact value; a GPU or CPU flushing
     subnormals to zero may differ below the smallest normal float32 only."""
@@ -56,20 +129,23 @@ def test_linear_converts_every_half_exactly(layers, lane):
         else:
             stored, exact = bits, (bits.astype(np.uint32) << 16).view(np.float32)
         normal = np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))
-        w = layers.device.from_host(stored.reshape(-1, 1), dtype)
-        out = run_linear(layers, lane, upload(layers.device, np.ones((1, 1))), w)[0]
-        np.testing.assert_array_equal(out[normal], exact[normal])
+        stored[~np.isfinite(exact)] = 0
+        for inner in (1, 8):
+            w = layers.device.from_host(stored.reshape(-1, inner), dtype)
+            out = run_linear(layers, lane, upload(layers.device, np.eye(inner)), w).T.ravel()
+            np.testing.assert_array_equal(out[normal], exact[normal])
 
 
-def test_linear_adds_the_residual_in_place_and_taps(layers, lane):
+@pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
+def test_linear_adds_the_residual_in_place_and_taps(layers, lane, rows, inner):
     """The residual may be the output itself; the tap receives the same bits, and only its
     columns change."""
     rng = np.random.default_rng(0)
     device = layers.device
-    x, w = rng.standard_normal((5, 40)), rng.standard_normal((16, 40))
-    start = rng.standard_normal((5, 16)).astype(np.float32)
-    stream, wide = upload(device, start), upload(device, np.full((5, 48), 7.0))
-    x_there, w_there = upload(device, x), upload(device, w)
+    x, w = rng.integers(-8, 9, (rows, inner)) / 8, rng.integers(-8, 9, (16, inner)) / 8
+    start = rng.standard_normal((rows, 16)).astype(np.float32)
+    stream, wide = upload(device, start), upload(device, np.full((rows, 48), 7.0))
+    x_there, w_there = upload(device, x), upload(device, w, "bfloat16")
     layers.linear(lane, x_there, w_there, stream, residual=stream, tap=(wide, 16))
     out, tapped = host(lane.stream, stream), wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
@@ -284,4 +360,6 @@ def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
         layers.rope_and_store(lane, device.zeros((4, 64), "float32"), turn[1:], rows, kv, 0, 4)
     with pytest.raises(OptionError, match="block"):
         Layers(device, "block")
+    with pytest.raises(OptionError, match="activations 'half'"):
+        Layers(device, "warp", "half")
     assert issubclass(OptionError, GraftError)

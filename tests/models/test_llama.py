@@ -43,6 +43,26 @@ def test_logits_equal_transformers(device, stream, case, form):
     np.testing.assert_allclose(logits, expected["logits"], atol=3e-5)
 
 
+def test_rounded_activations_are_nearer_to_float32_than_transformers_in_bfloat16(device, stream):
+    """On tensor cores logits, at once or in chunks, are off those of whole activations by less than
+    transformers in bfloat16 is; where activations are whole too by a hundredth of it."""
+    expected = np.load(nets.FIXTURES / "tensor_cores/bfloat16/expected.npz")
+    exact, error = expected["logits"], {}
+    for activations in ("rounded", "float32"):
+        model = nets.load_llama(device, nets.FIXTURES / "tensor_cores/bfloat16", form="warp",
+                                activations=activations, dtype="float32")  # fmt: skip
+        nets.own(stream, model.kv, 1, 40)
+        nets.own(stream, model.kv, 2, 40)
+        logits = nets.forward(stream, model, expected["tokens"], 1, np.arange(40))
+        for part in np.split(np.arange(40), (1, 5, 21)):
+            again = nets.forward(stream, model, expected["tokens"][part], 2, part)
+            assert nets.same_bits(again, logits[part])
+        error[activations] = np.sqrt(np.mean((logits - exact) ** 2))
+    theirs = np.sqrt(np.mean((expected["rounded"] - exact) ** 2))
+    assert 0.01 * theirs < error["rounded"] < theirs
+    assert error["float32"] < 0.01 * theirs
+
+
 def test_features_are_the_streams_that_enter_the_next_layers(device, stream):
     """Features of the default layers equal what transformers feeds layers {2, n//2, n-3}."""
     folder = nets.FIXTURES / "eight_layers_bfloat16"

@@ -14,6 +14,7 @@ WRONG = (object(), b"x", [], (), {}, 1j, float("nan"), float("inf"), -1, 0, 2**7
 #: What of these is right, by option.
 RIGHT = {
     "mask_drafts": (True,), "forced_drafts": (True,), "overlap": (True,),
+    "programmatic": (True,), "timeline": (True,),
     "grammar_budget_us": (2.5, 2**70), "compile_timeout_s": (2.5, 2**70, 0),
     "grammar_cache_bytes": (0,), "prefix_cache_bytes": (0,), "ordinal": (0,),
 }  # fmt: skip
@@ -53,7 +54,7 @@ def test_paths_are_put_in_order():
 
 def test_an_engine_takes_the_fields_of_options_and_no_others(device):
     """Unknown names and wrong values never get as far as the model."""
-    with pytest.raises(OptionError, match="no option batch; there are compile_threads"):
+    with pytest.raises(OptionError, match="no option batch; there are activations, compile"):
         Engine("no such folder", batch=3)
     with pytest.raises(OptionError, match="max_batch_size must be a whole number from 1 to 4096"):
         Engine("no such folder", max_batch_size="2")

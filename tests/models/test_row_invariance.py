@@ -20,6 +20,7 @@ LENGTH = 35  # past one attention tile of 32
 SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
+RUN = 5  # rows said to be of one slot, which they need not be
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
 ROOT, FORK = 26, 31  # three ways lead from one position, and two of them part later
 SEQUENCES[:2, : ROOT + 1] = SEQUENCES[2, : ROOT + 1]
@@ -33,7 +34,7 @@ class Forward:
         device, zeros = model.device, np.zeros(count, np.int32)
         tree = device.zeros((count,), "uint64")
         self.rows, self.entries = (
-            replace(make_rows(device, zeros, zeros, zeros), tree=tree) for _ in range(2)
+            replace(make_rows(device, zeros, zeros, zeros), tree=tree, run=RUN) for _ in range(2)
         )
         features = device.zeros((count, 3 * 48), "float32")
         logits = device.zeros((count, model.vocab_size), "float32")
@@ -95,14 +96,16 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["thread-bfloat16", "thread-float32", "warp-bfloat16",
-            pytest.param("warp-float32", marks=pytest.mark.full)],
+    params=["thread-bfloat16-8", "thread-float32-8", "warp-bfloat16-8",
+            pytest.param("warp-float32-8", marks=pytest.mark.full),
+            pytest.param("warp-float16-64", marks=pytest.mark.full)],
 )  # fmt: skip
 def case(device, request, tmp_path_factory):
-    form, dtype = request.param.split("-")
+    form, dtype, head_dim = request.param.split("-")
     folder = tmp_path_factory.mktemp("invariance")
-    make_tiny_llama(folder / "target", dtype=dtype, **SHAPE)
-    make_tiny_eagle3(folder / "head", llama_config(**SHAPE), dtype=dtype, draft_vocab=50)
+    sizes = {**SHAPE, "head_dim": int(head_dim)}
+    make_tiny_llama(folder / "target", dtype=dtype, **sizes)
+    make_tiny_eagle3(folder / "head", llama_config(**sizes), dtype=dtype, draft_vocab=50)
     shape = {"slots": SLOTS, "pages": 100}
     model = load_llama(device, folder / "target", form=form, **shape)
     drafter = load_eagle3(device, folder / "head", model, **shape)
@@ -225,13 +228,14 @@ def test_rows_of_a_tree_give_the_bits_of_their_paths(clean, stream):
         width = len(nodes) + 1
         rows = [0, *(nodes.index(node) + 1 for node in wanted)]
         result = np.zeros((1, ROUND_ROW.itemsize // 4 + 2 * width), np.int32)
-        result[0, : ROUND_ROW.itemsize // 4].view(ROUND_ROW)[0] = (slot, len(rows), 0, 0, 0, ROOT)
+        head = np.array([(slot, len(rows), 0, 0, 0, 0, ROOT)], ROUND_ROW)
+        result[0, : ROUND_ROW.itemsize // 4] = head.view(np.int32)
         result[0, -width:][: len(rows)] = rows
         model, device = clean.model, clean.model.device
         features = clean.forward_of(width).results[1]
         model.layers.compact(
             StreamLane(stream), model.kv, device.from_host(np.array([slot], np.int32)),
-            device.from_host(result), features, width,
+            device.from_host(result), features, device.zeros((1,), "int32"),
         )  # fmt: skip
         stream.synchronize()
         assert same_bits(cached(model.kv, slot, LENGTH), clean.caches[taken][0])

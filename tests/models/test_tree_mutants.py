@@ -1,11 +1,7 @@
 """Tests of trees have power: with one rule of a kernel broken outputs change."""
 
-import shutil
-
 import pytest
-from engine_util import demo_engine, mixed_requests
-
-from graft.cudagraph.device import Device
+from engine_util import demo_engine, mixed_requests, swap_text
 
 #: What is broken: file, text that stands in it once, text instead.
 MUTANTS = {
@@ -28,7 +24,8 @@ MUTANTS = {
 def outcome():
     """Tokens, reasons, drafts, fills and desyncs of guided requests whose drafts branch."""
     with demo_engine(draft_length=9, draft_tree=(3, 4), max_batch_size=4) as engine:
-        outputs = engine.generate(mixed_requests(4, max_tokens=40))
+        coupled = {"temperature": 1.2, "verify": "coupled", "seed": 4}
+        outputs = engine.generate(mixed_requests(4, max_tokens=40, **coupled))
         grammar = engine.counters()["grammar"]
         said = [(o.tokens, o.reason, o.drafted, o.accepted) for o in outputs]
         return said, grammar["fills"], grammar["desyncs"]
@@ -42,18 +39,5 @@ def right():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_rule_of_trees_shows(monkeypatch, tmp_path, right, name):
     """In tokens, in the rounds that they take, or in a grammar that has lost its place."""
-    path, old, new = MUTANTS[name]
-    plain = Device.load
-
-    def load(device, source, defines=None):
-        if str(source).endswith(path):
-            folder = tmp_path / "kernels"
-            shutil.copytree(source.parent, folder, dirs_exist_ok=True)
-            text = source.read_text()
-            assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
-            source = folder / source.name
-            source.write_text(text.replace(old, new))
-        return plain(device, source, defines)
-
-    monkeypatch.setattr(Device, "load", load)
+    swap_text(monkeypatch, tmp_path, *MUTANTS[name])
     assert outcome() != right

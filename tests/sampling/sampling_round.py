@@ -12,9 +12,35 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.pinned import Ring
+from graft.models.stamps import KERNELS
 from graft.sampling.adjust import NOTHING
-from graft.sampling.sampler import ROUND_ROW, Sampler, output_ring
+from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import Relaxed, SlotState
+
+
+def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
+    """The map of a round with as many rows for each batch row, in order."""
+    b, j = np.divmod(np.arange(len(row_slot) * width, dtype=np.int32), width)
+    first = device.from_host(np.arange(len(row_slot), dtype=np.int32) * width)
+    return RowMap(row_slot, first, device.from_host(b << 16 | j))
+
+
+def open_round(
+    device: Device, lane: Any, state: SlotState, exchange: Exchange, replay: DeviceArray,
+    ring: Ring, row_slot: DeviceArray, count: int,
+) -> tuple[RowMap, tuple[DeviceArray, ...]]:  # fmt: skip
+    """Enqueue the kernel that begins a round of `count` rows, by whatever `ring` says; its map, and
+    token, slot, position and path of each row."""
+    batch = len(row_slot)
+    rows = RowMap(row_slot, device.zeros((batch,), "int32"), device.zeros((count,), "int32"))
+    laid = *(device.zeros((count,), "int32") for _ in range(3)), device.zeros((count,), "uint64")
+    slots, stamp = ring.field("slot"), ring.stamp
+    args = [replay, slots, slots.stride, stamp, stamp.stride, ring.entries, state.array,
+            state.slots, batch, count, exchange.memory, exchange.layout, rows.slot, rows.first,
+            rows.map, *laid]  # fmt: skip
+    lane.kernel(device.load(KERNELS)["round_begin"], 1, 128, args, name="begin")
+    return rows, laid
 
 
 class TableRound:
@@ -23,7 +49,9 @@ class TableRound:
     def __init__(
         self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
         token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
+        parts: int | None = None,
         entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0, levels: int = 0,
+        places: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
@@ -50,8 +78,10 @@ class TableRound:
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
             max_batch=slots, block=block,
+            parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )  # fmt: skip
-        self.replay = 0
+        self.replay, self.places = 0, places
+        self.inputs = Ring(device, entries, {"slot": ("int32", (slots,))})
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
 
     def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:
@@ -89,17 +119,43 @@ class TableRound:
         self.stamps[slot, j] = (row.state, row.epoch, row.position, row.more)
 
     def verify(self, logits: np.ndarray) -> dict[str, np.ndarray]:
-        """Run target and verify on logits [B, width, V]; return copies of the ring's fields."""
+        """Run target and verify on logits [B, width, V]; return copies of the ring's fields.
+
+        With `places` the round begins as an engine's does, with a row for so many drafts; else
+        drafts that have no row are cut from every slot alike.
+        """
         self.replay += 1
-        batch, width, vocab = logits.shape
+        batch, width, _ = logits.shape
         self.replay_ptr.copy_from(np.array([self.replay], np.int32))
-        rows = self._up(logits.reshape(batch * width, vocab))
-        self.sampler.target(self.lane, rows, self.row_slot, width)
-        self.sampler.verify(self.lane, self.row_slot, width, self.ring)
+        if width <= self.draft_length:
+            slots = self.state.to_host()
+            slots["draft_len"] = np.minimum(slots["draft_len"], width - 1)
+            self.state.copy_from(slots)
+        placed, b, j = even_rows(self.device, self.row_slot, width), *np.indices((batch, width))
+        if self.places is not None:
+            placed = self._begin(batch + self.places)
+            b, j = np.divmod(placed.map.to_host(), 1 << 16)
+        chosen = logits[b.ravel(), np.minimum(j, width - 1).ravel()]
+        self.exchange.bring(self.lane, 0, width)
+        self.sampler.target(self.lane, self._up(chosen), placed)
+        self.sampler.verify(self.lane, placed, self.ring)
         self.ring.poll(self.replay, 30.0)
         out = self.results(self.replay)
         self.ring.consumed(self.replay)
         return out
+
+    def _begin(self, count: int) -> RowMap:
+        """Begin a round of all slots that has so many rows."""
+        self.replay_ptr.copy_from(np.array([self.replay - 1], np.int32))
+        self.inputs.reserve(self.replay)
+        self.inputs.row("slot", self.replay)[:] = self.row_slot.to_host()
+        self.inputs.publish(self.replay)
+        named = self.device.zeros(self.row_slot.shape, "int32")
+        placed, _ = open_round(self.device, self.lane, self.state, self.exchange, self.replay_ptr,
+                               self.inputs, named, count)  # fmt: skip
+        self.stream.synchronize()
+        self.inputs.consumed(self.replay)
+        return placed
 
     def play(
         self, slots: list[ref.Slot], logits: np.ndarray, masks: list[list[ref.MaskRow]],
@@ -159,6 +215,7 @@ class TableRound:
 
     def draft(self, j: int, logits: np.ndarray, masked: bool) -> None:
         """Draw draft j from logits [B, Vd]."""
+        self.exchange.bring(self.lane, j - 1, j)
         self.sampler.draft(self.lane, self._up(logits), self.row_slot, j, masked)
         self.stream.synchronize()
 

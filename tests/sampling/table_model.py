@@ -74,6 +74,7 @@ class Case:
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
     sharp: bool = False  # four tokens, and a drafter far from the target
     short: bool = False  # as many fewer drafts are tested as were accepted the last time
+    placed: bool = False  # an eighth of all drafts has a place, where past rounds say
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
@@ -100,6 +101,8 @@ COVERING = [
     Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
     Case(4, PLAIN, masked=False, sharp=True),
     Case(4, PLAIN, masked=False, sharp=True, short=True),
+    Case(4, PLAIN, masked=False, sharp=True, placed=True),
+    Case(3, PLAIN, stop_ids=(3, 6), placed=True),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal
@@ -115,9 +118,10 @@ def run_case(
     device: Device, stream: Stream, case: Case, samples: int, seed: int, slots: int = 1024
 ) -> np.ndarray:
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
-    table = table_of(case)
+    table, slots = table_of(case), 256 if case.placed else slots  # each draft is ranked in all
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
-                   d2t=table.d2t, candidates=PROBED if case.probe else 0)  # fmt: skip
+                   d2t=table.d2t, candidates=PROBED if case.probe else 0,
+                   places=slots * case.draft_length // 8 if case.placed else None)  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
     first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
     return np.concatenate([generate(r, table, case, each) for each in first])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference_round as ref
-from sampling_round import TableRound
+from sampling_round import TableRound, even_rows
 
 from graft.sampling.adjust import Adjust
 from graft.sampling.state import LOGPROBS
@@ -117,7 +117,8 @@ def test_the_law_is_bit_for_bit_and_else_nothing_is_touched(make_round, block) -
         for j in range(DRAFTS + 1):
             r.write_mask(i, j, ref.MaskRow(ref.READY, slot.epoch, slot.n + j, everything))
     given = r.device.from_host(logits.reshape(-1, VOCAB), "float32")
-    r.sampler.target(r.lane, given, r.row_slot, r.width)
+    r.exchange.bring(r.lane, 0, r.width)
+    r.sampler.target(r.lane, given, even_rows(r.device, r.row_slot, r.width))
     got, wanted = given.to_host().reshape(logits.shape), logits.copy()
     for i, slot in enumerate(slots):
         for j in range(len(slot.tree.token)):

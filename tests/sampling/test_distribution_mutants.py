@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import reference_round as ref
+from engine_util import ROUND, UNEVEN, swap_text
 from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
 
 from graft.sampling import loading, sampler
@@ -46,18 +47,17 @@ MUTANTS = [
         (("float win = weight;", "float win = fmul(weight, weight);"),),
         Case(4, PLAIN, masked=False, sharp=True)),
     Mutant("refused draft not removed from p", "verify.cu",
-        (("scratch, left);", "scratch, [p](int i) { return p[i]; });"),),
+        (("noise, scratch, left);", "noise, scratch, [p](int i) { return p[i]; });"),),
         Case(1, PLAIN, masked=False)),
     Mutant("refused point draft not removed from p", "left.cuh",
         ((" || (!q && id == draft)", ""),),
         Case(3, PLAIN, forced="beside")),
     Mutant("illegal draft cut instead of refused", "verify.cu",
-        (("scratch, left);",
-          "scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });"),),
+        (("noise, scratch, left);",
+          "noise, scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });"),),
         Case(1, PLAIN, masked=False)),
     Mutant("mask row off by one", "target.cu",
-        (("mask_of(exchange, layout, index, j)",
-          "mask_of(exchange, layout, index, j > 0 ? j - 1 : 0)"),),
+        (("mask_of(masks, layout, index, j)", "mask_of(masks, layout, index, j > 0 ? j - 1 : 0)"),),
         Case(2, PLAIN, masked=True, late=True)),
     Mutant("top-p before the mask", "row.cuh",
         (("const bool ok = legal<MAPPED>(row, word, base + l);",
@@ -65,18 +65,17 @@ MUTANTS = [
          ("    if (word == 0u) {", "    if (word == 0u && !STORE) {"),
          ("      if (!legal<MAPPED>(row, word, column) || order_key",
           "      if ((!STORE && !legal<MAPPED>(row, word, column)) || order_key"),
-         ("  const u64 sum = weight_sum(work, row.size, scratch);",
-          "  for (int i = tid; i < row.size; i += BLOCK) {\n"
-          "    if (!legal<MAPPED>(row, legal_word<MAPPED>(row, i & ~31), i)) work[i] = 0.0f;\n  }\n"
-          "  const u64 sum = weight_sum(work, row.size, scratch);")),
+         ("    row_normalise(w, {meeting.end, meeting.floor, meeting.sum}, own);",
+          "    const Cut cut = {meeting.end, meeting.floor, 0};\n    u64 kept = 0;\n"
+          "    for (int i = 0; i < row.size; ++i) {\n"
+          "      if (!legal<false>(row, legal_word<false>(row, i & ~31), i)) work[i] = 0.0f;\n"
+          "      if (work[i] > 0.0f && cut.keeps(w, i)) kept += fixed_point(work[i]);\n    }\n"
+          "    row_normalise(w, {cut.end, cut.floor, kept}, own);")),
         Case(3, NUCLEUS, point=True, masked=False)),
     Mutant("drafts drawn before the filters of their table", "draft.cu",
-        (("const Noise noise = {slot.seed, position,",
-          "for (int i = 0; i < draft_vocab; ++i) table[i] = table[i] > 0.0f ? 1.0f : 0.0f;\n"
-          "    const Noise noise = {slot.seed, position,"),
-         ("kind = coupled ? DRAFT_POINT : DRAFT_DENSE;",
-          "kind = coupled ? DRAFT_POINT : DRAFT_DENSE;\n"
-          "    row_distribution<false>(row, filter, table, scratch);")),
+        (("    if (d2t) token = d2t[token];",
+          "    const auto flat = [table](int i) { return table[i] > 0.0f ? 1.0f : 0.0f; };\n"
+          "    if (!greedy) token = draw_column(draft_vocab, d2t, noise, scratch, flat);"),),
         Case(2, PLAIN, masked=True, late=True)),
     Mutant("bonus after a stop id", "verify.cu",
         (("while (j > 0 && reason == REASON_NONE);", "while (j > 0 && reason != REASON_LENGTH);"),),
@@ -112,4 +111,14 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, mutant):
 
     monkeypatch.setattr(sampler, "load", load)
     wrong, values = wrong_twice(device, stream, mutant.case, mutant.samples)
+    assert wrong, f"the mutant passed: p-values {values}"
+
+
+def test_places_by_what_was_drafted_are_caught(device, stream, tmp_path, monkeypatch):
+    """A first draft may have no place because of its own token: no law is followed then."""
+    swap_text(monkeypatch, tmp_path, ROUND, UNEVEN[0],
+              "const float x = one.drafts[0] & 1 ? 1.0f : 0.0f;\n"
+              "  const float y = other.drafts[0] & 1 ? 1.0f : 0.0f;")
+    (case,) = (case for case in COVERING if case.placed and case.sharp)
+    wrong, values = wrong_twice(device, stream, case, 40_000)
     assert wrong, f"the mutant passed: p-values {values}"

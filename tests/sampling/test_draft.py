@@ -62,15 +62,16 @@ def test_matches_the_reference(make_round, block, mapped, how):
 
     for _ in range(6):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
-        for s in slots:  # a round of one row tests none of these
+        for s in slots:  # who has a token in row 0 may have one of these tested, and no more
             add_drafts(rng, s, rng.normal(0, 2, (K, V)), np.isin(np.arange(V), ids))
         free = [probed and i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         rows = [
-            [ref.MaskRow(ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, more=f)]
+            [ref.MaskRow(ref.FREE if rng.random() < 0.9 else ref.NOT_READY, s.epoch, s.n, more=f),
+             *[ref.MaskRow(ref.NOT_READY, s.epoch, s.n)] * K]
             for s, f in zip(slots, free, strict=True)
         ]
         before, order = [s.n for s in slots], rng.permutation(SLOTS)
-        r.play(slots, rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32), rows, order)
+        r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
         moved = [s.n > n for s, n in zip(slots, before, strict=True)]
         for j in range(1, K + 1):
             logits = rng.normal(0, 2, (SLOTS, r.draft_vocab)).astype(np.float32)
@@ -128,7 +129,7 @@ def test_candidates_of_all_levels_come_at_once(make_round, block, mapped, branch
         rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
                 for s, f in zip(slots, free, strict=True)]  # fmt: skip
         before, order = [s.n for s in slots], rng.permutation(SLOTS)
-        r.play(slots, rng.normal(0, 2, (SLOTS, 1, V)).astype(np.float32), rows, order)
+        r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
         logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
         logits[rng.random(logits.shape) < 0.05] = -np.inf
         logits[rng.random((levels, SLOTS)) < 0.06, 4] = np.nan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import reference_round as ref
-from sampling_round import TableRound
+from sampling_round import TableRound, even_rows
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.exchange import Exchange
@@ -64,14 +65,21 @@ def test_join_and_leave_write_the_slot_and_no_other(small):
 
 def test_arrays_that_do_not_fit_are_refused_by_name(device, small):
     """Logits, row maps, widths and replay numbers of the wrong shape never reach a kernel."""
-    target, draft, rows = small.sampler.target, small.sampler.draft, small.row_slot
+    draft, rows = small.sampler.draft, small.row_slot
     five, long = device.zeros((5,), "int32"), device.zeros((4,), "int64")
+
+    def target(lane, logits, row_slot, width, **change):
+        small.sampler.target(lane, logits, replace(even_rows(device, row_slot, width), **change))
+
     for call, size, *arguments, error, word in (
         (target, (4, 39), rows, 1, ShapeError, r"logits: shape \(4, 39\), expected .*V=40"),
-        (target, (4, 40), rows, 3, ShapeError, r"B\*width=12"),
-        (target, (16, 40), rows, 4, OptionError, "width"),
+        (target, (4, 40), rows, 3, ShapeError, r"R=12"),
+        (target, (16, 40), rows, 4, OptionError, "rows R"),
         (target, (5, 40), five, 1, OptionError, "batch rows"),
         (target, (4, 40), long, 1, ShapeError, "row_slot"),
+        (partial(target, first=five), (4, 40), rows, 1, ShapeError, "first"),
+        (partial(target, map=five[:3]), (3, 40), rows, 1, OptionError, "rows R"),
+        (partial(target, map=long), (4, 40), rows, 1, ShapeError, "map"),
         (draft, (4, 40), rows, 3, True, OptionError, "j must be"),
         (draft, (3, 40), rows, 1, True, ShapeError, "draft_logits"),
         (small.sampler.candidates, (4, 40), rows, 1, OptionError, "without candidates"),
@@ -114,7 +122,7 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
     for slots, drafts, word in ((4, 1, "words of an output row"), (3, 2, "output rows")):
         ring = output_ring(device, 2, slots, drafts)
         with pytest.raises(OptionError, match=word):
-            small.sampler.verify(small.lane, small.row_slot, 1, ring)
+            small.sampler.verify(small.lane, even_rows(device, small.row_slot, 1), ring)
 
 
 def test_a_replayed_graph_produces_the_tokens_of_the_stream(device, stream, make_round):
@@ -132,16 +140,18 @@ def test_a_replayed_graph_produces_the_tokens_of_the_stream(device, stream, make
         logits = device.zeros((count * (most + 1), vocab), "float32")
         drafts = [device.zeros((count, vocab), "float32") for _ in range(most)]
 
-        def play(lane=lane, r=r, logits=logits, drafts=drafts) -> None:
-            r.sampler.target(lane, logits, r.row_slot, most + 1)
-            r.sampler.verify(lane, r.row_slot, most + 1, r.ring)
+        rows = even_rows(device, r.row_slot, most + 1)
+
+        def play(lane=lane, r=r, rows=rows, logits=logits, drafts=drafts) -> None:
+            r.sampler.target(lane, logits, rows)
+            r.sampler.verify(lane, rows, r.ring)
             for j, array in enumerate(drafts, 1):
                 r.sampler.draft(lane, array, r.row_slot, j, True)
 
         if found is replayed:
             play()
             run = graph.instantiate()
-            play = functools.partial(run.launch, stream)
+            play = partial(run.launch, stream)
         rng = np.random.default_rng(8)
         for replay in range(1, 13):
             for array in (logits, *drafts):

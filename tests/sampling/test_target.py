@@ -49,21 +49,6 @@ def test_distribution_equals_the_reference(make_round, block, vocab):
             np.testing.assert_allclose(probs[i][kept], wanted[kept], rtol=2e-5, err_msg=str(f))
 
 
-def test_blocks_of_any_size_give_the_same_bits(make_round):
-    """Probabilities and tokens do not depend on how many threads share a row."""
-    rng = np.random.default_rng(11)
-    count, vocab = len(FILTERS), 700
-    logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
-    logits[:, ::7] = logits[:, 1:2]  # ties
-    legal = rng.random((count, vocab)) < 0.5
-    seen = []
-    for threads in (1, 64, 256):
-        r = make_round(slots=count, draft_length=0, vocab=vocab, block=threads)
-        out, probs = run_rows(r, logits, [simple(f) for f in FILTERS], legal)
-        seen.append((out["tokens"].tobytes(), probs.tobytes()))
-    assert len(set(seen)) == 1
-
-
 def test_ties_go_to_the_smaller_id(make_round, block):
     """Greedy, top-k and top-p at a tie keep the smaller ids; -0 and +0 are one value."""
     vocab = 70

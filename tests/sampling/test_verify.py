@@ -325,6 +325,38 @@ def test_padding_rows_and_unused_entries_are_marked(make_round):
     np.testing.assert_array_equal(r.sampler.rows.to_host()[:2, 1], [1, 0])
 
 
+def test_what_is_reached_is_remembered(make_round):
+    """By draft an average over the rounds that test it, from 0.7 to the power of its number on; the
+    others bring it back there; it is never more than that of the one before."""
+    rng, most, count = np.random.default_rng(8), 5, 60
+    r = make_round(slots=count, draft_length=most, vocab=V)
+    logits = rng.normal(0, 3, (count, most + 1, V)).astype(np.float32)
+    slots = [random_slot(rng) for _ in range(count)]
+    for i, slot in enumerate(slots):
+        add_drafts(rng, slot, logits[i], np.ones(V, bool))
+        r.put(i, slot)
+        for j in range(most + 1):
+            r.write_mask(i, j, ref.MaskRow(ref.FREE, slot.epoch, 0, more=1))
+    state, first = r.state.to_host(), np.cumprod(np.full(most, 0.7, np.float32))
+    np.testing.assert_array_equal(state["reach"][:, :most], np.tile(first, (count, 1)))
+    before = np.sort(rng.random((count, most), np.float32))[:, ::-1]
+    state["reach"][:, :most] = before
+    r.state.copy_from(state)
+    out, got, deepest = r.verify(logits), r.state.to_host()["reach"], 0
+    for i, slot in enumerate(slots):
+        node, reached = 0, np.zeros(most, np.float32)
+        for token in out["tokens"][i, : out["count"][i]]:
+            node = slot.tree.child(node, int(token))
+            if node is None:
+                break
+            reached[node - 1] = 1
+        tested, deepest = np.arange(most) < len(slot.drafts), max(deepest, reached.sum())
+        own = np.where(tested, reached + np.float32(0.8) * (before[i] - reached),
+                       before[i] + np.float32(1 / 64) * (first - before[i]))  # fmt: skip
+        np.testing.assert_array_equal(got[i, :most], np.minimum.accumulate(own))
+    assert deepest > 2
+
+
 def test_a_narrower_round_tests_fewer_drafts(small):
     """A graph of smaller K tests its K drafts and takes the bonus from its last row."""
     slot = slot_of()

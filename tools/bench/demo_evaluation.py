@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, dict[str, Result]] = {name: {} for name in SETS}
     for arm, masked in (("masked", True), ("unmasked", False)):
         with Engine(*demo_model(), max_batch_size=options.batch, mask_drafts=masked,
-                    draft_length=options.draft_length) as engine:
+                    draft_length=options.draft_length, timeline=True) as engine:
             answer["device"] = engine.device.describe()
             for name, make in SETS.items():
                 results[name][arm] = run_tasks(engine, make(options.tasks))

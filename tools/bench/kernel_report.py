@@ -1,18 +1,23 @@
 """Compile every kernel for real GPUs with NVRTC, which needs no GPU, and table what ptxas says.
 
-The text and the options are those that CuPy passes to NVRTC on hardware. Usage::
+The text and the options are those that CuPy passes to NVRTC on hardware. Of kernels on tensor cores
+the main loop is counted: the one with most steps. Usage::
 
-    python -m graft.tools.bench.kernel_report [--arch 80 90 100]
+    python -m graft.tools.bench.kernel_report [--arch 80 90 100 120]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +25,31 @@ from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.signature import kernel_kinds
 from graft.tools.report import table
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 90, 100, 120)
 ROOMS = ("cudagraph", "sampling", "models", "tools")
 # CuPy appends these to whatever it is given (denormals flush to zero, as on the soft device).
 CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
-VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "HEAD_DIM": ("32", "64", "128"),
-          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512"), "NORM_THREADS": ("1", "256")}
+VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "OUT": STORAGE, "HEAD_DIM": ("32", "64", "128"),
+          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512", "1024"),
+          "NORM_THREADS": ("1", "256"), "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
+          "WEIGHT16": ("bf16_t", "fp16_t"), "SPLIT": ("0", "1"), "TILES": ("1", "2"),
+          "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"), "GATED": ("0", "1")}
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
+STACK = re.compile(r"(\d+) bytes stack frame")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+SASS = re.compile(
+    r"^(\.L_\w+):|^\.text\.(\w+):|^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*?);", re.M)
+#: What main loops are counted for, and how nvdisasm spells it.
+COUNTED = {"mma": re.compile("[HQ]MMA"), "load": re.compile(r"LDG\.(.*\.)?128"),
+           "copy": re.compile(r"LDGSTS\.(.*\.)?128"), "shared load": re.compile(r"LDS\.128"),
+           "local": re.compile("LDL|STL")}
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas reports of one kernel; bytes are per thread, shared memory per block."""
+    """What ptxas reports of one kernel; bytes are per thread, shared memory per block.
+
+    ``loop`` counts steps of tensor cores and 16-byte accesses of the main loop, see `main_loops`.
+    """
 
     variant: str
     kernel: str
@@ -61,6 +79,8 @@ class Usage:
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    stack_bytes: int = 0  # arrays with run-time indices, and what is spilled
+    loop: Counter[str] = field(default_factory=Counter)
 
 
 class CompileError(Exception):
@@ -138,9 +158,55 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         said = log.rstrip(b"\0").decode(errors="replace")
         if int(status):
             raise CompileError(f"{variant.title} for sm_{arch}: {status.name}\n{said}")
-        return parse_log(variant.title, f"sm_{arch}", said)
+        usages = parse_log(variant.title, f"sm_{arch}", said)
+        code = bytearray(_value(nvrtc.nvrtcGetCUBINSize(program)))
+        _value(nvrtc.nvrtcGetCUBIN(program, code))
+        loops = main_loops(bytes(code)) if b"mma.sync" in _texts(variant.path) else {}
+        return [replace(usage, loop=loops.get(usage.kernel, Counter())) for usage in usages]
     finally:
         _value(nvrtc.nvrtcDestroyProgram(program))
+
+
+def _texts(path: Path) -> bytes:
+    """A kernel file, and what it includes of its folder."""
+    text = path.read_bytes()
+    names = (path.parent / name for name in INCLUDE.findall(text.decode()))
+    return text + b"".join(_texts(name) for name in names if name.exists())
+
+
+def main_loops(code: bytes) -> dict[str, Counter[str]]:
+    """What of `COUNTED` the loop with most steps of tensor cores holds, by kernel of a cubin.
+
+    Raises
+    ------
+    CompileError
+        Without nvdisasm, of the package nvidia-cuda-nvdisasm.
+    """
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+        (program,) = (str(file.locate()) for file in files if file.name == "nvdisasm")
+    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+        raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm") from error
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(code)
+        cubin.flush()
+        text = subprocess.run([program, "-c", cubin.name], capture_output=True, text=True,
+                              check=True).stdout  # fmt: skip
+    found: dict[str, Counter[str]] = {}
+    kernel, labels, steps = "", dict[str, int](), list[str]()
+    for label, entry, step, rest in SASS.findall(text):
+        if entry:
+            kernel, labels, steps = entry, {}, []
+        elif label:
+            labels[label] = len(steps)
+        else:
+            steps.append(step)
+            target = rest.partition("`(")[2].partition(")")[0]
+            if step.startswith("BRA") and target in labels:
+                loop = Counter(name for step in steps[labels[target] :]
+                               for name, spelled in COUNTED.items() if spelled.match(step))
+                found[kernel] = max(found.get(kernel, Counter()), loop, key=lambda c: c["mma"])
+    return found
 
 
 def parse_log(title: str, arch: str, log: str) -> list[Usage]:
@@ -149,10 +215,11 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:
         name = part.split("'")[1]
         spills, used, shared = SPILLS.search(part), USED.search(part), SHARED.search(part)
+        stack = STACK.search(part)
         if spills is None or used is None:
             raise CompileError(f"{title} for {arch}: no usage of {name} in the log:\n{part}")
         usages.append(Usage(title, name, arch, int(used[1]), int(shared[1]) if shared else 0,
-                            sum(map(int, spills.groups()))))
+                            sum(map(int, spills.groups())), int(stack[1]) if stack else 0))
     return usages
 
 
@@ -162,9 +229,12 @@ def usage_table(usages: Iterable[Usage]) -> str:
     for usage in usages:
         rows.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
     arches = sorted({a for row in rows.values() for a in row}, key=lambda a: int(a[3:]))
-    return table([("registers / shared bytes / spilled bytes", *arches), *(
-        (": ".join(which), *(f"{u.registers}/{u.shared_bytes}/{u.spilled_bytes}"
-                             for u in (row[a] for a in arches))) for which, row in rows.items())])
+    title = "registers / shared bytes / spilled bytes, main loop"
+    return table([(title, *arches), *(
+        (": ".join(which), *(
+            f"{u.registers}/{u.shared_bytes}/{u.spilled_bytes}"
+            + "".join(f" {count} {name}" for name, count in u.loop.items())
+            for u in (row[a] for a in arches))) for which, row in rows.items())])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,11 @@ class RandomWeights(Weights):
         """Random, for inputs and outputs of one size."""
         return self.stacked({name: rows}, columns)
 
-    def stacked(self, parts: dict[str, int], columns: int) -> DeviceArray:
-        """The same of several."""
+    def stacked(
+        self, parts: dict[str, int], columns: int,
+        interleave: Callable[[str, int, int], bool] | None = None,
+    ) -> DeviceArray:  # fmt: skip
+        """The same of several; what is random needs no order."""
         for name, rows in parts.items():
             self.read(name, (rows, columns))
         array = self.device.empty((sum(parts.values()), columns), "bfloat16")

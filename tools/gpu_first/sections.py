@@ -24,7 +24,7 @@ from graft.cudagraph.nodes import highest_priority
 from graft.models.kv import PagedKV
 from graft.models.layers import Layers
 from graft.models.rows import Rows
-from graft.sampling.sampler import Sampler, output_ring
+from graft.sampling.sampler import RowMap, Sampler, output_ring
 from graft.sampling.state import SlotState
 from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench
 from graft.tools.gpu_first.model import random_engine, round_parts
@@ -201,9 +201,7 @@ def attention(b: Bench) -> None:
             qkv = b.device.from_host(np.random.default_rng(0).standard_normal(
                 (count, (heads + 2 * kv_heads) * dim)).astype(np.float32))
             out = b.device.zeros((count, heads * dim), "float32")
-            rows = Rows(*ids)
-            if hasattr(rows, "run"):
-                object.__setattr__(rows, "run", min(count, 4))
+            rows = Rows(ids[0], ids[1], ids[2], run=min(count, 4))
             with b.timed() as lane:
                 for i in range(count_of_layers):
                     layers.attention(lane, qkv, rows, kv, i, heads, out)
@@ -221,8 +219,7 @@ def sampling(b: Bench) -> None:
     exchange = Exchange(b.device, batch, drafts, vocab)
     exchange.masks[:], exchange.stamps["state"], exchange.stamps["epoch"] = -1, ROW_READY, 1
     exchange.stamps["position"] = 8 + np.arange(1 + drafts)
-    if hasattr(exchange, "bring"):
-        exchange.bring(StreamLane(b.stream), 0, 1 + drafts)
+    exchange.bring(StreamLane(b.stream), 0, 1 + drafts)
     sampler = Sampler(b.device, state, exchange, replay, token_limit=vocab, max_batch=batch)
     ring, spread = output_ring(b.device, 2, batch, drafts), np.random.default_rng(0)
     for name, filters, planned in (
@@ -234,28 +231,29 @@ def sampling(b: Bench) -> None:
                        **filters)  # type: ignore[arg-type]
         b.stream.synchronize(LIMIT_S)
         chain = state.to_host()  # of drafts, which are tested against masks of ones
-        chain["draft_len"], chain["drafts"][:, :drafts], chain["q_kind"][:, :drafts] = drafts, 1, 1
+        chain["drafts"][:, :drafts], chain["q_kind"][:, :drafts] = 1, 1
         chain["parent"][:, :drafts], chain["path"][:, :drafts] = (0, 1, 2), (1, 3, 7)
-        state.copy_from(chain)
-        before = state.array.to_host()
-        saved = b.device.from_host(before)
         for size, width in ((1, 1), (8, 1), (8, 4)):
-            state.array.copy_from(before)
-            slots = b.device.from_host(np.arange(size, dtype=np.int32))
+            chain["draft_len"] = width - 1
+            state.copy_from(chain)
+            saved = b.device.from_host(state.array.to_host())
+            slots, at = np.arange(size, dtype=np.int32), np.arange(size * width, dtype=np.int32)
+            rows = RowMap(*map(b.device.from_host, (slots, slots * width,
+                                                    at // width << 16 | at % width)))  # fmt: skip
             logits = b.device.from_host(
                 2 * spread.standard_normal((size * width, vocab)).astype(np.float32))
             count = 2 if b.small else 20
             with b.timed() as lane:
                 for _ in range(count):
-                    sampler.target(lane, logits, slots, width)
+                    sampler.target(lane, logits, rows)
             usable = int((sampler.row_ok.to_host()[: size * width] == 1).sum())
             b.add(f"{name}, {size * width} rows, {lane.kernels}", lane.seconds / count * 1e6, "us",
                   planned, f"{usable} rows usable")
             with b.timed() as lane:
                 for _ in range(count):
                     lane.copy(state.array, saved)
-                    sampler.target(lane, logits, slots, width)
-                    sampler.verify(lane, slots, width, ring)
+                    sampler.target(lane, logits, rows)
+                    sampler.verify(lane, rows, ring)
             b.add(f"{name}, {size * width} rows, verified", lane.seconds / count * 1e6, "us")
 
 

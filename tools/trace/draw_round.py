@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{options.out}: the name must end in .svg or .dot")
     target, drafter = demo_model()
     with Engine(target, drafter, max_batch_size=1, draft_length=3,
-                grammar_transport="native") as engine:
+                grammar_transport="native", timeline=True) as engine:
         graph = engine.rounds[1, 3].graphs[0]
         nodes, edges = fold(graph) if options.fold else (graph.nodes, graph.edges)
     write = dot if options.out.suffix == ".dot" else svg

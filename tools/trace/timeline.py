@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target, drafter = demo_model()
     requests = [Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=48)
                 for prompt in demo_prompts()[:REQUESTS]]
-    with Engine(target, drafter, max_batch_size=REQUESTS, draft_length=3) as engine:
+    with Engine(target, drafter, max_batch_size=REQUESTS, draft_length=3, timeline=True) as engine:
         engine.generate(requests)  # everything was used once before it is timed
         with trace_rounds(engine) as trace:
             engine.generate(requests)

@@ -12,6 +12,8 @@ repository (`nets.py`), with the outputs of several draft steps that published t
 of the head, which ours must equal. ``dflash`` is a drafter of
 the target ``eight_layers_bfloat16``, with the logits that its published code makes of that target's
 hidden states at several places, all rows, and of a block that the end of the request cuts.
+``tensor_cores/bfloat16`` is a Llama of sizes that tensor cores take, with the logits that
+transformers makes in bfloat16 beside those in float32.
 """
 
 from __future__ import annotations
@@ -75,6 +77,19 @@ def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[st
         folder / "expected.npz", tokens=tokens[0].numpy().astype(np.int32),
         logits=result.logits[0].numpy(), inputs=torch.cat(result.hidden_states[:-1]).numpy(),
         transformers=np.array(transformers.__version__))
+
+
+def make_rounded(folder: Path) -> None:
+    """Save a Llama of 128 columns, and what transformers computes with it in bfloat16 too."""
+    make_llama(folder, 7, "bfloat16", "1GB", {
+        "hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "vocab_size": 64,
+        "num_hidden_layers": 1, "tie_word_embeddings": True, "initializer_range": 0.1})
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager")
+    known = dict(np.load(folder / "expected.npz"))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(known["tokens"]).long()[None]).logits[0]
+    np.savez_compressed(folder / "expected.npz", **known, rounded=logits.float().numpy())
 
 
 def make_eagle3(folder: Path, seed: int) -> None:
@@ -188,6 +203,8 @@ def main() -> None:
     for seed, (name, case) in enumerate(CASES.items()):
         shutil.rmtree(folder / name, ignore_errors=True)
         make_llama(folder / name, seed, *case)
+    shutil.rmtree(folder / "tensor_cores", ignore_errors=True)
+    make_rounded(folder / "tensor_cores" / "bfloat16")
     shutil.rmtree(folder / "eagle3", ignore_errors=True)
     make_eagle3(folder / "eagle3", 5)
     shutil.rmtree(folder / "dflash", ignore_errors=True)

@@ -1,0 +1,383 @@
+// Causal attention on tensor cores, of rows over their slots' cached positions 0..pos, of a tree's
+// rows those of their paths. A tile is up to 16 queries: of one key head, of rows that stand next
+// to each other, usually of one slot, so that a key and a value are read once for all of them.
+//
+// Positions anchored at 0: steps of 16, splits of SPLIT. Split s belongs to part s % PARTS; of a
+// part's steps warp w takes those of number w modulo WARPS, in order, with an online softmax. The
+// warps of a part are added in order, then the parts by the last block that arrives. So the order
+// of a row's sums depends on its position alone, however many blocks share the parts.
+//
+// A step is taken for all rows at once where each sees all 16 positions at the same places, else
+// row by row: a row is touched neither by what only others see nor by others' drafts. Queries and
+// weights enter as two 16-bit floats each, high and low, hence with 16 bits or more.
+#ifndef WIDE_HEAD
+#define WIDE_HEAD 128
+#endif
+#ifndef CACHE16
+#define CACHE16 bf16_t
+#endif
+#include "mma.cuh"
+#include "model.cuh"
+
+#define WARPS 4
+#define STEP 16
+#define SPLIT 256
+#define PARTS 32
+#define CHUNKS (WIDE_HEAD / 32)
+#define HALVES (WIDE_HEAD / 64)
+#define PART_WIDTH (WIDE_HEAD + 4)  // a part's sums, then its greatest score and its mass
+#define LOWEST -3.0e38f
+
+struct TileRow {
+  Path path;
+  int slot;
+  int pos;  // -1: padding
+};
+
+struct Tile {
+  int leader;  // the first row that is no padding
+  int last;    // greatest position of a row
+  int common;  // up to here every row sees the same; -1 with several slots
+};
+
+// Index of the cached position `first` + lane % 16 of a row; beyond the row's own that of its last,
+// which is then loaded in vain.
+__device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, int first) {
+  const int cached =
+      cached_at(row.path, min(first + static_cast<int>(threadIdx.x) % STEP, row.pos));
+  const int inside = cached & ((1 << pages.page_shift) - 1);
+  return (page_of(pages, row.slot, cached) << pages.page_shift) + inside;
+}
+
+__device__ __forceinline__ long long head_at(const Pages& pages, int index, int kv_head) {
+  return (static_cast<long long>(index) * pages.kv_heads + kv_head) * WIDE_HEAD;
+}
+
+// Lane 4 g + t loads of keys g and g + 8 the dimensions 32 c + 8 t .. + 7: B of two products.
+__device__ __forceinline__ void load_keys(const CACHE16* keys, const Pages& pages, int kv_head,
+                                          int at, Pack16 (*key)[CHUNKS]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int index = __shfl_sync(FULL_WARP, at, 8 * j + lane / 4);
+    const CACHE16* from = keys + head_at(pages, index, kv_head) + 8 * (lane % 4);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) key[j][c] = *reinterpret_cast<const Pack16*>(from + 32 * c);
+  }
+}
+
+// Lane 4 g + t loads of values 2t, 2t + 1, 2t + 8, 2t + 9 the dimensions 64 h + 8 g .. + 7: column
+// g of B of eight products.
+__device__ __forceinline__ void load_values(const CACHE16* values, const Pages& pages, int kv_head,
+                                            int at, Pack16 (*value)[HALVES]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int index = __shfl_sync(FULL_WARP, at, 2 * (lane % 4) + j % 2 + 8 * (j / 2));
+    const CACHE16* from = values + head_at(pages, index, kv_head) + 8 * (lane / 4);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) value[j][h] = *reinterpret_cast<const Pack16*>(from + 64 * h);
+  }
+}
+
+// x and y as pairs of high and of low parts.
+__device__ __forceinline__ void split_pair(float x, float y, unsigned int* high,
+                                           unsigned int* low) {
+  *high = pack_pair<CACHE16>(x, y);
+  *low = pack_pair<CACHE16>(x - half_of<CACHE16>(*high, 0), y - half_of<CACHE16>(*high, 1));
+}
+
+// Number j of two values' packs as a pair.
+__device__ __forceinline__ unsigned int pair_of(const Pack16& low, const Pack16& high, int j) {
+  const unsigned int a = low.u[j / 2], b = high.u[j / 2];
+  return j % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
+}
+
+// Parts that a row at this position has.
+__device__ __forceinline__ int parts_at(int pos) {
+  return pos / SPLIT + 1 < PARTS ? pos / SPLIT + 1 : PARTS;
+}
+
+__device__ __forceinline__ void add_scaled(Floats4* sum, const Floats4& part, float by) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum->f[i] = fmaf(part.f[i], by, sum->f[i]);
+}
+
+// A padding row has mass 0 and gives zeros.
+__device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass) {
+  const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum.f[i] *= inverse;
+  *reinterpret_cast<Floats4*>(y) = sum;
+}
+
+// Grid (tiles, tiles of heads, blocks that share the parts). Every `run` rows are tiled by
+// themselves; `tile_heads` of the query heads of a key head are in a tile. `qkv` rows hold
+// heads + 2 kv_heads heads, queries first. `parts`: [PARTS, rows, heads, PART_WIDTH], none where no
+// slot has more than SPLIT positions; `arrived` is zero, for each tile, and is left so.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+    attention_split(const float* qkv, const int* slot, const int* pos,
+                    const unsigned long long* tree, const int* page_table, const CACHE16* keys,
+                    const CACHE16* values, float* out, int rows, int heads, int kv_heads, int slots,
+                    int max_pages, int page_shift, float scale, int run, int tile_heads,
+                    float* parts, int* arrived) {
+  wait_for_kernel_before();
+  __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, as lanes need them
+  __shared__ TileRow tile[16];
+  __shared__ Tile all;
+  __shared__ int query_parts[16];  // 0: no query of the tile
+  __shared__ int query_index[16];
+  __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: fewer lanes meet in a bank
+  __shared__ float part_top[WARPS][16];
+  __shared__ float part_mass[WARPS][16];
+  __shared__ float total[16];
+  __shared__ int is_last;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};
+
+  // The tile: rows first_row.., query heads first_head.. .
+  const int tile_rows = 16 / tile_heads, run_tiles = (run + tile_rows - 1) / tile_rows;
+  const int run_row = static_cast<int>(blockIdx.x) / run_tiles * run;
+  const int first_row = run_row + static_cast<int>(blockIdx.x) % run_tiles * tile_rows;
+  const int row_count = min(min(tile_rows, run_row + run - first_row), rows - first_row);
+  const int shared_by = heads / kv_heads, head_tiles = static_cast<int>(gridDim.y) / kv_heads;
+  const int kv_head = static_cast<int>(blockIdx.y) / head_tiles;
+  const int of_kv = static_cast<int>(blockIdx.y) % head_tiles * tile_heads;
+  const int first_head = kv_head * shared_by + of_kv;
+  const int head_count = min(tile_heads, shared_by - of_kv);
+
+  if (warp == 0) {
+    TileRow own = {{0, -1}, -1, -1};
+    if (lane < row_count) {
+      const int row = first_row + lane;
+      own.slot = slot[row];
+      own.pos = pos[row];
+      own.path = path_at(tree, row, own.pos);
+      if (!row_is_live(pages, own.slot, own.pos)) own.pos = -1;
+    }
+    const unsigned int alive = __ballot_sync(FULL_WARP, own.pos >= 0);
+    const int leader = alive ? __ffs(static_cast<int>(alive)) - 1 : 0;
+    const int slot_of_all = __shfl_sync(FULL_WARP, own.slot, leader);
+    int last = own.pos, common = own.pos >= 0 ? own.path.base : 0x7fffffff;
+#pragma unroll
+    for (int offset = 8; offset > 0; offset >>= 1) {
+      last = max(last, __shfl_xor_sync(FULL_WARP, last, offset));
+      common = min(common, __shfl_xor_sync(FULL_WARP, common, offset));
+    }
+    if (!__all_sync(FULL_WARP, own.pos < 0 || own.slot == slot_of_all)) common = -1;
+    if (lane == 0) all = {leader, last, common};
+    const int r = lane % 16 / tile_heads, head = lane % tile_heads;
+    const int parts_of_row = parts_at(__shfl_sync(FULL_WARP, own.pos, r));
+    if (lane < 16) {
+      tile[lane] = own;
+      query_parts[lane] = r < row_count && head < head_count ? parts_of_row : 0;
+      query_index[lane] = (first_row + r) * heads + first_head + head;
+    }
+  }
+  __syncthreads();
+  const int tile_parts = parts_at(all.last), blocks = min(static_cast<int>(gridDim.z), tile_parts);
+  if (static_cast<int>(blockIdx.z) >= blocks) return;
+
+  // Queries g and g + 8: all warps need all, and each brings some dimensions.
+  int row_of[2];  // -1: padding, or none
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;
+    const bool there = tile[r].pos >= 0 && head < head_count;
+    row_of[q] = there ? r : -1;
+    const long long row = first_row + r;
+    const float* from =
+        qkv + (row * (heads + 2 * kv_heads) + first_head + head) * WIDE_HEAD + 8 * t;
+    for (int c = warp; c < CHUNKS; c += WARPS) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = there ? from[32 * c + 2 * i] * scale : 0.0f;
+        const float y = there ? from[32 * c + 2 * i + 1] * scale : 0.0f;
+        split_pair(x, y, &query[c][0][lane][q].u[i], &query[c][1][lane][q].u[i]);
+      }
+    }
+  }
+  __syncthreads();
+
+  for (int part = blockIdx.z; part < tile_parts; part += blocks) {
+    float sum[HALVES][8][4] = {};
+    float top[2] = {LOWEST, LOWEST}, mass[2] = {};
+    // The warp's steps: `number` counts them, `waiting` are rows that take this one by themselves.
+    int number = -1, first = 0, only = -1;
+    unsigned int waiting = 0;
+    const auto next_step = [&] {
+      if (waiting == 0) {
+        ++number;
+        const int split = number / (SPLIT / STEP / WARPS) * PARTS + part;
+        first = split * SPLIT + (number % (SPLIT / STEP / WARPS) * WARPS + warp) * STEP;
+        only = -1;
+        if (first + STEP - 1 <= all.common || first > all.last) return first <= all.last;
+        waiting = __ballot_sync(FULL_WARP, tile[lane % 16].pos >= first) & 0xffffu;
+      }
+      only = __ffs(static_cast<int>(waiting)) - 1;
+      waiting &= waiting - 1;
+      return true;
+    };
+    bool more = next_step();
+    int at = more ? locate(pages, tile[only < 0 ? all.leader : only], first) : -1;
+    Pack16 key[2][CHUNKS], value[4][HALVES];
+    if (more) load_keys(keys, pages, kv_head, at, key);
+    while (more) {
+      load_values(values, pages, kv_head, at, value);
+      const int row = only;
+      const int seen = tile[row < 0 ? all.leader : row].pos - first;  // up to this one of the 16
+      more = next_step();
+      if (more) at = locate(pages, tile[only < 0 ? all.leader : only], first);
+
+      float score[2][2][4] = {};  // of high and of low parts; of keys 2t, 2t + 1 and 8 behind
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int low_part = 0; low_part < 2; ++low_part) {
+          const Pack16 q0 = query[c][low_part][lane][0], q1 = query[c][low_part][lane][1];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1], q1.u[2 * h + 1]};
+            mma_m16n8k16<CACHE16>(score[low_part][0], a, key[0][c].u + 2 * h);
+            mma_m16n8k16<CACHE16>(score[low_part][1], a, key[1][c].u + 2 * h);
+          }
+        }
+      }
+      if (more) load_keys(keys, pages, kv_head, at, key);
+
+      bool mine[2];
+      float shrink[2];
+      unsigned int high[4], low[4];
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        mine[q] = row_of[q] >= 0 && (row < 0 || row_of[q] == row);
+        float x[4], tile_top = top[q];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
+          const float s = score[0][i / 2][2 * q + i % 2] + score[1][i / 2][2 * q + i % 2];
+          x[i] = visible ? s : LOWEST;
+          tile_top = x[i] > tile_top ? x[i] : tile_top;
+        }
+#pragma unroll
+        for (int offset = 1; offset < 4; offset <<= 1) {
+          const float other = __shfl_xor_sync(FULL_WARP, tile_top, offset);
+          tile_top = other > tile_top ? other : tile_top;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool visible = 2 * t + i % 2 + 8 * (i / 2) <= seen;
+          const float e = exp_exact(x[i] - tile_top);
+          x[i] = visible ? e : 0.0f;
+        }
+        shrink[q] = exp_exact(top[q] - tile_top);
+        if (mine[q]) {
+          mass[q] = fmaf(mass[q], shrink[q], (x[0] + x[1]) + (x[2] + x[3]));
+          top[q] = tile_top;
+        }
+        split_pair(x[0], x[1], high + q, low + q);
+        split_pair(x[2], x[3], high + q + 2, low + q + 2);
+      }
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const unsigned int b[2] = {pair_of(value[0][h], value[1][h], j),
+                                     pair_of(value[2][h], value[3][h], j)};
+          float next[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) next[i] = sum[h][j][i] * shrink[i / 2];
+          mma_m16n8k16<CACHE16>(next, high, b);
+          mma_m16n8k16<CACHE16>(next, low, b);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[h][j][i] = mine[i / 2] ? next[i] : sum[h][j][i];
+        }
+      }
+    }
+
+    // The warps in order, 32 dimensions at a time: of every 16 eight that follow each other.
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+#pragma unroll
+      for (int offset = 1; offset < 4; offset <<= 1) {
+        mass[q] += __shfl_xor_sync(FULL_WARP, mass[q], offset);
+      }
+      part_top[warp][g + 8 * q] = top[q];
+      part_mass[warp][g + 8 * q] = mass[q];
+    }
+#pragma unroll
+    for (int turn = 0; turn < 2 * HALVES; ++turn) {
+      const int h = turn / 2, side = turn % 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int of = i / 2 * 2 + side, j = i % 2 * 4;
+        part_sum[warp][g + 8 * (i / 2)][2 * t + i % 2] = {
+            {sum[h][j][of], sum[h][j + 1][of], sum[h][j + 2][of], sum[h][j + 3][of]}};
+      }
+      __syncthreads();
+      const int m = threadIdx.x / 8, at_sum = threadIdx.x % 8;
+      if (part < query_parts[m]) {
+        float all_top = LOWEST, all_mass = 0.0f;
+        Floats4 all_sum = {};
+        for (int w = 0; w < WARPS; ++w) all_top = fmaxf(all_top, part_top[w][m]);
+        for (int w = 0; w < WARPS; ++w) {
+          // A warp without steps of the row has mass 0 and adds exact zeros.
+          const float by = part_mass[w][m] > 0.0f ? exp_exact(part_top[w][m] - all_top) : 0.0f;
+          all_mass = fmaf(part_mass[w][m], by, all_mass);
+          add_scaled(&all_sum, part_sum[w][m][at_sum], by);
+        }
+        const int d = 64 * h + at_sum / 2 * 16 + 8 * side + at_sum % 2 * 4;
+        const long long index = query_index[m];
+        if (query_parts[m] == 1) {
+          store_quotient(out + index * WIDE_HEAD + d, all_sum, all_mass);
+        } else {
+          float* to = parts + (static_cast<long long>(part) * rows * heads + index) * PART_WIDTH;
+          *reinterpret_cast<Floats4*>(to + d) = all_sum;
+          if (d == 0) {
+            to[WIDE_HEAD] = all_top;
+            to[WIDE_HEAD + 1] = all_mass;
+          }
+        }
+      }
+      __syncthreads();
+    }
+  }
+  if (tile_parts == 1) return;
+
+  // The parts, by the block that arrives last.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* count = arrived + static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y);
+    is_last = atomicAdd(count, 1) == blocks - 1;
+    if (is_last) *count = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
+  float* const factor = part_sum[0][0][0].f;  // of the parts of each query
+  for (int m = warp; m < 16; m += WARPS) {
+    const bool there = lane < query_parts[m];
+    const float* from = parts + query_index[m] * 1ll * PART_WIDTH + lane * part_stride + WIDE_HEAD;
+    const float part_top_of = there ? from[0] : LOWEST;
+    const float all_top = warp_max(part_top_of);
+    const float by = there ? exp_exact(part_top_of - all_top) : 0.0f;
+    factor[m * PARTS + lane] = by;
+    const float all_mass = warp_sum(there ? from[1] * by : 0.0f);
+    if (lane == 0) total[m] = all_mass;
+  }
+  __syncthreads();
+  for (int item = threadIdx.x; item < 16 * WIDE_HEAD / 4; item += WARPS * 32) {
+    const int m = item / (WIDE_HEAD / 4), d = item % (WIDE_HEAD / 4) * 4;
+    if (query_parts[m] <= 1) continue;
+    const long long index = query_index[m];
+    Floats4 all_sum = {};
+#pragma unroll 8
+    for (int part = 0; part < query_parts[m]; ++part) {
+      const float* from = parts + index * PART_WIDTH + part * part_stride + d;
+      add_scaled(&all_sum, *reinterpret_cast<const Floats4*>(from), factor[m * PARTS + part]);
+    }
+    store_quotient(out + index * WIDE_HEAD + d, all_sum, total[m]);
+  }
+}

@@ -1,0 +1,87 @@
+// Products with few rows, which weights stream past: a block makes 16 outputs of TILES times eight
+// rows, split ones counted twice; warp p part p of them.
+#ifndef TILES
+#define TILES 1
+#endif
+#include "linear_mma.cuh"
+
+__device__ __forceinline__ void load_chunk(const WEIGHT16* top, const WEIGHT16* low,
+                                           Pack16 (*weight)[2]) {
+#pragma unroll
+  for (int j = 0; j < CHUNK / 32; ++j) {
+    weight[j][0] = load_weight(top + 32 * j);
+    weight[j][1] = load_weight(low + 32 * j);
+  }
+}
+
+__device__ __forceinline__ Pack16 load_x(const WEIGHT16* from, int) {
+  return *reinterpret_cast<const Pack16*>(from);
+}
+
+__device__ __forceinline__ Pack16 load_x(const float* from, int split) {
+  const Floats4* at = reinterpret_cast<const Floats4*>(from);
+  const Floats4 eight[2] = {at[0], at[1]};
+  return pack_x(eight, split);
+}
+
+// Grid (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+    linear_few(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
+               int rows, int columns, int inner, int tap_offset, int tap_stride) {
+  wait_for_kernel_before();
+  __shared__ float part[WARPS][16][TILES * 8];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
+  const WEIGHT16* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
+  const WEIGHT16* low = top + 8ll * inner;
+  const Input* from[TILES];
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const int row = first + (n * 8 + g >> SPLIT);  // past the end: the last one again
+    from[n] = x + static_cast<long long>(row < rows ? row : rows - 1) * inner + 8 * t;
+  }
+  const int chunks = inner / CHUNK;
+  float sum[TILES][4] = {};
+  Pack16 a[2][CHUNK / 32][2];
+  if (warp < chunks) load_chunk(top + warp * CHUNK, low + warp * CHUNK, a[0]);
+  for (int c = warp; c < chunks; c += 2 * WARPS) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const int now = c + s * WARPS, next = now + WARPS;
+      if (now >= chunks) break;
+      if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[1 - s]);
+#pragma unroll
+      for (int j = 0; j < CHUNK / 32; ++j) {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const Pack16 b = load_x(from[n] + now * CHUNK + 32 * j, g % 2);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) step(sum[n], a[s][j][0], a[s][j][1], b, h);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
+  }
+  __syncthreads();
+  const Output y = {residual, out,     tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,     columns, tap_stride};
+  const int parts = parts_of(inner);
+  const auto folded = [&](int r, int c) {
+    float total = 0.0f;
+    for (int p = 0; p < parts; ++p) {
+      const float* of = part[p][c] + (r << SPLIT);
+      const float value = SPLIT ? of[0] + of[1] : of[0];
+      total = p == 0 ? value : total + value;
+    }
+    return total;
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
+    const int c = i % 8, r = i / 8;
+    store_pair(y, first + r, column + c, folded(r, c), folded(r, c + 8));
+  }
+}

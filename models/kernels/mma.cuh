@@ -1,0 +1,140 @@
+// One step of a tensor core, and the loads around it. Each has a portable body, which the soft
+// device runs.
+#pragma once
+#include "graft.cuh"
+
+template <typename T>
+struct IsBf16 {
+  static constexpr bool value = false;
+};
+template <>
+struct IsBf16<bf16_t> {
+  static constexpr bool value = true;
+};
+
+struct alignas(16) Pack16 {
+  unsigned int u[4];  // eight 16-bit floats
+};
+
+struct alignas(16) Floats4 {
+  float f[4];
+};
+
+// T, the type of 16-bit weights, of a pair of floats: `low` in the low half. To nearest even.
+template <typename T>
+__device__ __forceinline__ unsigned int pack_pair(float low, float high) {
+#ifdef __CUDA_ARCH__
+  unsigned int pair;
+  if constexpr (IsBf16<T>::value) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+#else
+  T a, b;
+  from_float(low, &a);
+  from_float(high, &b);
+  return a.bits | static_cast<unsigned int>(b.bits) << 16;
+#endif
+}
+
+// Two floats of a register.
+template <typename T>
+__device__ __forceinline__ float half_of(unsigned int pair, int which) {
+  T value;
+  value.bits = static_cast<unsigned short>(pair >> (16 * which));
+  return to_float(value);
+}
+
+#ifndef __CUDA_ARCH__
+#define MMA_WARPS 32
+// What every lane of a warp holds of A and B.
+struct MmaLanes {
+  unsigned int a[32][4];
+  unsigned int b[32][2];
+};
+
+template <typename T>
+__device__ __noinline__ void mma_portable(float* d, const unsigned int* a, const unsigned int* b) {
+  __shared__ MmaLanes of_warp[MMA_WARPS];
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  MmaLanes& held = of_warp[threadIdx.x / 32];
+  __syncwarp();  // the step before may still be read
+  for (int i = 0; i < 4; ++i) held.a[lane][i] = a[i];
+  for (int i = 0; i < 2; ++i) held.b[lane][i] = b[i];
+  __syncwarp();
+  for (int k = 0; k < 16; ++k) {
+    const int from = k / 2 % 4, high = k / 8;
+    for (int i = 0; i < 4; ++i) {
+      const float x = half_of<T>(held.a[g * 4 + from][2 * high + i / 2], k % 2);
+      const float y = half_of<T>(held.b[(2 * t + i % 2) * 4 + from][high], k % 2);
+      d[i] = fmaf(x, y, d[i]);
+    }
+  }
+}
+#endif
+
+// d += A B: A 16 x 16, B 16 x 8 of type T. Lane 4 g + t holds, two to a register: of A rows g and
+// g + 8 of columns 2t, 2t + 1 (a[0], a[1]) and of columns 2t + 8, 2t + 9 (a[2], a[3]); of B the
+// same rows of column g (b[0], b[1]); of the sums, rows g and g + 8 of columns 2t, 2t + 1.
+template <typename T>
+__device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
+                                             const unsigned int* b) {
+#ifdef __CUDA_ARCH__
+#define MMA_M16N8K16(TYPE)                                                  \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE       \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (IsBf16<T>::value) {
+    MMA_M16N8K16("bf16");
+  } else {
+    MMA_M16N8K16("f16");
+  }
+#undef MMA_M16N8K16
+#else
+  mma_portable<T>(d, a, b);
+#endif
+}
+
+// Weights are read once: past L1.
+template <typename T>
+__device__ __forceinline__ Pack16 load_weight(const T* from) {
+#ifdef __CUDA_ARCH__
+  Pack16 p;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(p.u[0]), "=r"(p.u[1]), "=r"(p.u[2]), "=r"(p.u[3])
+               : "l"(from));
+  return p;
+#else
+  return *reinterpret_cast<const Pack16*>(from);
+#endif
+}
+
+// 16 bytes from global to shared memory, past L1 and the registers; there after `copies_left` says
+// so and a barrier.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+#ifdef __CUDA_ARCH__
+  const unsigned int at = static_cast<unsigned int>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(from)
+               : "memory");
+#else
+  *static_cast<Pack16*>(to) = *static_cast<const Pack16*>(from);
+#endif
+}
+
+// Ends a group of copies, which may be empty.
+__device__ __forceinline__ void end_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until no more than COUNT of the thread's last groups are under way.
+template <int COUNT>
+__device__ __forceinline__ void copies_left() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+#endif
+}

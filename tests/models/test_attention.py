@@ -1,0 +1,207 @@
+"""Attention in parts on tensor cores, against float64, and row by row against a row alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from nets_util import host, make_rows, same_bits, upload
+from tiny_models import rounded
+
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.lanes import StreamLane
+from graft.models import layers as layers_module
+from graft.models.kv import PagedKV
+from graft.models.layers import FOLDER, Layers
+from graft.tools.bench.kernel_report import Variant, compile_variant
+
+SPLIT = 256  # positions of a split; every 32nd is of one part
+
+
+class Case:
+    """Two slots of `length` positions with random queries of each position, in shuffled pages."""
+
+    def __init__(self, device, heads=4, kv_heads=1, dim=64, dtype="bfloat16", length=600, page=16):
+        rng = np.random.default_rng(length)
+        pages = -(-length // page)
+        self.device, self.heads, self.length = device, heads, length
+        self.kv = PagedKV(device, layers=2, pages=2 * pages, page_size=page, kv_heads=kv_heads,
+                          head_dim=dim, dtype=dtype, slots=2, max_pages_per_slot=pages)  # fmt: skip
+        self.kv.free[:] = np.random.default_rng(page).permutation(self.kv.free).tolist()
+        self.layers = Layers(device, "warp")
+        self.query = 3 * rng.standard_normal((2, length, heads, dim)).astype(np.float32)
+        self.key, self.value = (
+            rounded(rng.standard_normal((2, length, kv_heads, dim)).astype(np.float32), dtype)
+            for _ in range(2)
+        )
+        for slot in range(2):
+            assert self.kv.allocate(slot, length)
+        self.table = np.array([self.kv.pages_of(slot) for slot in range(2)], np.int32)
+        self.kv.page_table.copy_from(self.table)
+        self.fill()
+
+    def fill(self, keys=None, values=None):
+        """Put keys and values [2, length, kv_heads, dim] into layer 1."""
+        at = np.arange(self.length)
+        page, inside = self.table[:, at // self.kv.page_size], at % self.kv.page_size
+        for cache, given, own in ((self.kv.k, keys, self.key), (self.kv.v, values, self.value)):
+            stored = np.zeros(cache.shape, np.float32)
+            stored[1, page, inside] = own if given is None else given
+            cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
+
+    def run(self, lane, slots, positions, run=1, paths=None, queries=None):
+        """Attention of rows, by the array it is left in."""
+        count, dim = len(positions), self.kv.head_dim
+        slots = np.broadcast_to(slots, count)
+        qkv = np.full((count, self.heads + 2 * self.kv.kv_heads, dim), 7.0, np.float32)
+        taken = np.clip(positions, 0, self.length - 1)
+        qkv[:, : self.heads] = self.query[slots, taken] if queries is None else queries
+        rows = replace(make_rows(self.device, [0] * count, slots, positions), run=run)
+        if paths is not None:
+            rows = replace(rows, tree=self.device.from_host(np.array(paths, np.uint64)))
+        out = self.device.from_host(np.full((count, self.heads * dim), 9, np.float32))
+        self.layers.attention(lane, upload(self.device, qkv.reshape(count, -1)), rows, self.kv, 1,
+                              self.heads, out)  # fmt: skip
+        return out
+
+    def on_stream(self, stream, *args, **more):
+        return host(stream, self.run(StreamLane(stream), *args, **more))
+
+    def wanted(self, slot, position):
+        """Softmax of one row, in float64."""
+        shared = self.heads // self.kv.kv_heads
+        key, value = (np.repeat(x[slot, : position + 1].astype(np.float64), shared, axis=1)
+                      for x in (self.key, self.value))  # fmt: skip
+        score = np.einsum("hd,thd->ht", self.query[slot, position], key) / key.shape[2] ** 0.5
+        weight = np.exp(score - score.max(axis=1, keepdims=True))
+        weight /= weight.sum(axis=1, keepdims=True)
+        return np.einsum("ht,thd->hd", weight, value).ravel()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "run"),
+    [(4, 1, 64, "bfloat16", 4), (3, 3, 64, "float16", 16), (6, 2, 64, "bfloat16", 5),
+     (18, 1, 64, "bfloat16", 3), (16, 2, 128, "bfloat16", 2), (5, 1, 128, "float16", 16)],
+)  # fmt: skip
+def test_rows_are_softmax_over_their_slots_past(device, stream, heads, kv_heads, dim, dtype, run):
+    """Groups of 1 to 18 heads, both head sizes and dtypes, at every border of steps, splits and
+    runs; padding gives zeros."""
+    case = Case(device, heads, kv_heads, dim, dtype)
+    slots = [0, 0, 0, 1, 1, -1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
+    positions = [0, 15, 16, 63, 64, 5, 255, 256, -1, 257, 599, 511, 512, 10**6, 31, 271]
+    got = case.on_stream(stream, slots, positions, run)
+    for r, (s, p) in enumerate(zip(slots, positions, strict=True)):
+        wanted = case.wanted(s, p) if s >= 0 and 0 <= p < 600 else np.zeros(heads * dim)
+        np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
+
+
+def test_parts_beyond_the_last_go_round(device, stream):
+    """A row of more splits than there are parts; parts begin anew with the first."""
+    case = Case(device, heads=2, length=33 * SPLIT + 40, page=64)
+    positions = [32 * SPLIT - 1, 32 * SPLIT, 33 * SPLIT + 39]
+    got = case.on_stream(stream, 1, positions, run=3)
+    np.testing.assert_allclose(got, [case.wanted(1, p) for p in positions], atol=3e-5)
+    assert same_bits(got[1], case.on_stream(stream, 1, positions[1:2])[0])
+
+
+@pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
+def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads):
+    """Decode, chunks and prefill, batches of both slots under a wrong `run`, and any number of
+    blocks that share a row's parts."""
+    case = Case(device, heads)
+    alone = {(s, p): case.on_stream(stream, s, [p])[0]
+             for s in range(2) for p in (*range(0, 36, 5), *range(240, 280), 599)}  # fmt: skip
+
+    def check(slots, positions, run):
+        got = case.on_stream(stream, slots, positions, run)
+        for row, s, p in zip(got, np.broadcast_to(slots, len(got)), positions, strict=True):
+            if (s, p) in alone:
+                assert same_bits(row, alone[s, p]), (s, p, run)
+
+    for start, count in ((0, 280), (241, 33), (255, 2), (250, 7)):
+        check(0, range(start, start + count), count)
+    rng = np.random.default_rng(5)
+    known = list(alone)
+    for run in (1, 3, 24):
+        mixed = [known[i] for i in rng.permutation(len(known))[:24]]
+        check(*(np.array(x) for x in zip(*mixed, strict=True)), run)
+    for blocks in (1, 2, 10**6):
+        monkeypatch.setattr(layers_module, "_SPLIT_BLOCKS", blocks)
+        check(1, [599, 255, 256, 260], 4)
+
+
+def test_pages_and_the_kind_of_launch_change_no_bit(device, stream):
+    """Pages of 1 to 512 positions and graphs replayed give the same bits; counts stay zero."""
+    results = []
+    for page in (1, 16, 512):
+        case = Case(device, page=page)
+        results.append(case.on_stream(stream, 1, [3, 254, 255, 256, 599], run=5))
+        graph = Graph(device, "attention")
+        out = case.run(graph.lane("model"), 1, [3, 254, 255, 256, 599], run=2)
+        executable = graph.instantiate()
+        for _ in range(2):
+            out.copy_from(np.zeros(out.shape, np.float32))
+            executable.launch(stream)
+            executable.synchronize()
+            results.append(out.to_host())
+        assert not case.layers._arrived.to_host().any()
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("base", [13, 250])
+def test_rows_of_a_tree_have_the_bits_of_their_paths(device, stream, base):
+    """Each row of a tree equals a chain's row of the same tokens, whatever its siblings are: here
+    they are not numbers, nor is what lies behind the tree."""
+    rng = np.random.default_rng(base)
+    case, parent = Case(device), [0, 0, 0]
+    while len(parent) < 24:  # parent[j] of draft j, 0 for the last token; draft 2 is poisoned
+        parent.append(int(rng.choice([i for i in range(len(parent)) if i != 2])))
+    depth, paths = [0], [0]
+    for j in range(1, len(parent)):
+        depth.append(depth[parent[j]] + 1)
+        paths.append(paths[parent[j]] | 1 << (j - 1))
+    keys, values = case.key.copy(), case.value.copy()
+    keys[0, base + 2], values[0, base + 2] = np.nan, np.inf
+    keys[0, base + len(parent) :], values[0, base + len(parent) :] = np.inf, np.nan
+    case.fill(keys, values)
+    queries = case.query[0, base : base + len(parent)]
+    got = case.on_stream(stream, 0, base + np.array(depth), 12, paths, queries)
+    assert np.isnan(got[2]).all()
+    for j in {*range(len(parent))} - {2}:
+        way = [i for i in range(1, j + 1) if paths[j] >> (i - 1) & 1]
+        chain_keys, chain_values = keys.copy(), values.copy()
+        for x, own in ((chain_keys, keys), (chain_values, values)):
+            x[0, base + 1 : base + 1 + len(way)] = own[0, base + np.array(way, int)]
+        case.fill(chain_keys, chain_values)
+        alone = case.on_stream(stream, 0, [base + depth[j]], queries=queries[j : j + 1])
+        assert np.isfinite(alone).all() and same_bits(got[j], alone[0]), j
+
+
+def test_what_a_later_row_holds_reaches_no_earlier_row(device, stream):
+    """A position that is no number ruins the rows that see it, and no other of their tile."""
+    case = Case(device)
+    wanted = case.on_stream(stream, 0, range(260, 268), run=8)
+    values = case.value.copy()
+    values[0, 264:] = np.nan
+    case.fill(values=values)
+    got = case.on_stream(stream, 0, range(260, 268), run=8)
+    assert same_bits(got[:4], wanted[:4]) and np.isnan(got[4:]).all()
+
+
+def test_queries_and_weights_count_with_16_bits_at_least(device, stream):
+    """Where keys and values are exact, the error is far below that of bfloat16 queries."""
+    case = Case(device, heads=1, length=64)
+    case.query[:] = np.float32(1.00390625 + 2.0**-13)  # halves a unit of bfloat16, and some more
+    got = case.on_stream(stream, 0, [63])
+    np.testing.assert_allclose(got[0], case.wanted(0, 63), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
+)
+@pytest.mark.parametrize("dim", ["64", "128"])
+def test_two_blocks_fit_a_multiprocessor_and_nothing_spills(arch, dim):
+    """On every kind of GPU two blocks of 128 threads have all the registers they want."""
+    variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))
+    (usage,) = compile_variant(variant, arch)
+    assert usage.spilled_bytes == 0 and usage.registers * 128 * 2 <= 65536
+    assert usage.shared_bytes <= 24 * 1024

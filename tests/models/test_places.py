@@ -1,0 +1,188 @@
+"""Which drafts have a row: the kernel that begins a round against the ranking written out."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from engine_util import ROUND, UNEVEN, demo_engine, swap_text
+from sampling_round import open_round
+
+from graft.cudagraph.exchange import Exchange
+from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.pinned import Ring
+from graft.grammar.statement import GrammarSpec
+from graft.models.request import Request
+from graft.sampling.state import SLOT, SlotState
+
+SLOTS, REPLAY = 9, 5
+
+
+def random_slots(rng, most):
+    """Slots with up to `most` drafts that branch, which were reached by few different chances."""
+    slots = np.zeros(SLOTS, SLOT)
+    slots["n"], slots["last"] = rng.integers(0, 90, SLOTS), rng.integers(0, 50, SLOTS)
+    slots["active"], slots["draft_len"] = rng.random(SLOTS) < 0.8, rng.integers(0, most + 1, SLOTS)
+    slots["cut"] = 7
+    for slot in slots:
+        slot["reach"] = np.sort(rng.integers(0, 4, len(slot["reach"])))[::-1] / 4
+        slot["drafts"][:most] = rng.integers(0, 50, most)
+        for j in range(most):
+            slot["parent"][j] = on = rng.integers(0, j + 1)
+            slot["path"][j] = (slot["path"][on - 1] if on else np.uint64(0)) | np.uint64(1 << j)
+    return slots
+
+
+def shares(slots, row_slot, places):
+    """Drafts of each batch row that have a place: of all, the first by chance, number and row."""
+    every = [(-slots[s]["reach"][j - 1], j, b) for b, s in enumerate(row_slot) if s >= 0
+             for j in range(1, slots[s]["draft_len"] + 1)]  # fmt: skip
+    kept = sorted(every)[:places]
+    return [sum(b == row for *_, b in kept) for row in range(len(row_slot))]
+
+
+@dataclass
+class Begun:
+    """What the kernel left."""
+
+    slots: np.ndarray
+    first: np.ndarray
+    map: np.ndarray
+    row_slot: np.ndarray
+    rows: list[np.ndarray]
+    drafted: np.ndarray
+
+
+def begin(device, stream, slots, given, count, most, replay=REPLAY):
+    """A round of `count` rows whose input entry, of REPLAY, names these slots."""
+    state, exchange = SlotState(device, SLOTS, 50), Exchange(device, SLOTS, most, 50)
+    state.copy_from(slots)
+    for s in range(SLOTS):
+        exchange.drafted[s, :2] = 3, slots["draft_len"][s]
+    ring = Ring(device, 2, {"slot": ("int32", (len(given),))})
+    ring.reserve(REPLAY)
+    ring.row("slot", REPLAY)[:] = given
+    ring.publish(REPLAY)
+    number, row_slot = device.from_host(np.array([replay - 1], np.int32)), device.zeros(
+        (len(given),), "int32")  # fmt: skip
+    placed, laid = open_round(
+        device, StreamLane(stream), state, exchange, number, ring, row_slot, count
+    )
+    stream.synchronize()
+    assert number.to_host() == [replay]
+    ring.consumed(REPLAY)
+    return Begun(state.to_host(), *(a.to_host() for a in (placed.first, placed.map, placed.slot)),
+                 [a.to_host() for a in laid], exchange.drafted[:, :2].copy())  # fmt: skip
+
+
+def test_places_go_where_drafts_were_reached(device, stream):
+    """Every last token has a row, and as many drafts as there are places for: those with the best
+    chances, of equals the earlier ones; the others are cut, and the grammar is told."""
+    rng, cuts = np.random.default_rng(3), 0
+    for _ in range(120):
+        most, batch = int(rng.choice([1, 3, 7])), int(rng.integers(1, 9))
+        slots = random_slots(rng, most)
+        given = np.where(rng.random(batch) < 0.85, rng.permutation(SLOTS)[:batch],
+                         rng.choice([-1, SLOTS, -7], batch))  # fmt: skip
+        places = int(rng.integers(0, batch * most + 1))
+        seated = [s if 0 <= s < SLOTS and slots[s]["active"] else -1 for s in given]
+        kept = shares(slots, seated, places)
+        got = begin(device, stream, slots, given, batch + places, most)
+        wanted = slots.copy()
+        for share, s in zip(kept, seated, strict=True):
+            if s >= 0:
+                wanted[s]["cut"] = slots[s]["draft_len"] - share
+                wanted[s]["draft_len"] = share
+                cuts += wanted[s]["cut"] > 0
+        np.testing.assert_array_equal(got.slots, wanted)
+        np.testing.assert_array_equal(got.drafted[:, 1], wanted["draft_len"])
+        assert (got.drafted[:, 0] == 3).all() and got.row_slot.tolist() == seated
+        begins = np.cumsum([0, *(1 + share for share in kept[:-1])])
+        np.testing.assert_array_equal(got.first, begins)
+        row = np.arange(batch + places)
+        b = np.searchsorted(begins, row, "right") - 1
+        np.testing.assert_array_equal(got.map, b << 16 | (row - begins[b]))
+        for r, of in enumerate(b):
+            s, j = seated[of], r - begins[of]
+            laid = tuple(array[r] for array in got.rows)
+            if s < 0 or j > kept[of]:
+                assert laid == (0, -1, -1, 0)
+                continue
+            path = int(slots[s]["path"][j - 1]) if j else 0
+            token = slots[s]["drafts"][j - 1] if j else slots[s]["last"]
+            assert laid == (token, s, slots[s]["n"] + path.bit_count(), path)
+    assert cuts > 50
+
+
+def test_rows_for_all_drafts_are_the_even_map(device, stream):
+    """A fixed draft length is the round in which everybody has a place for each."""
+    slots = random_slots(np.random.default_rng(1), 3)
+    slots["active"], slots["draft_len"] = 1, 3
+    got = begin(device, stream, slots, range(4), 16, 3)
+    row = np.arange(16)
+    np.testing.assert_array_equal(got.map, row // 4 << 16 | row % 4)
+    assert not got.slots["cut"][:4].any() and (got.rows[1] == row // 4).all()
+
+
+def test_a_round_that_nobody_announced_is_padding(device, stream):
+    """Another replay's entry names nobody; slots stay as they are."""
+    slots = random_slots(np.random.default_rng(2), 3)
+    got = begin(device, stream, slots, range(4), 6, 3, replay=REPLAY + 2)
+    np.testing.assert_array_equal(got.slots, slots)
+    assert (got.row_slot == -1).all() and (got.rows[1] == -1).all()
+    assert got.first.tolist() == [0, 1, 2, 3] and got.drafted[:, 1].tolist() == list(
+        slots["draft_len"])  # fmt: skip
+
+
+class Always:
+    """One draft length for all rounds, in place of a budget."""
+
+    def choose(self, size, requests):
+        return 1
+
+    def brought(self, *of_a_round):
+        pass
+
+
+def outcome(monkeypatch, folder):
+    """What guided requests get, and fills, of an engine with a place for one draft a row of two,
+    whose shares change from round to round."""
+    swap_text(monkeypatch, folder, ROUND, *UNEVEN)
+    words = GrammarSpec.regex("([a-z]{1,5} )+")
+    requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
+    with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:
+        engine._scheduler.budget, rows = Always(), []
+        engine._replays.on_row = lambda seat, row: rows.append(row)
+        outputs = engine.generate(requests)
+        grammar = engine.counters()["grammar"]
+        said = [(o.tokens, o.reason, o.drafted, o.accepted) for o in outputs]
+        return said, grammar["fills"], grammar["desyncs"], rows
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return outcome(patch, tmp_path_factory.mktemp("right"))
+
+
+def test_no_row_is_filled_that_no_draft_has(right):
+    """Masks are made for what is tested and nothing else, once; shares are uneven."""
+    _, fills, desyncs, rows = right
+    assert 0 < fills <= sum(1 + row.tested for row in rows if row.tokens) and not desyncs
+    assert {row.tested for row in rows if row.cut} >= {0, 1, 2}
+
+
+MUTANTS = {
+    "the row map one off": (
+        "map[r + j] = map_entry(b, j);", "map[r + j] = map_entry(b, j > 0 ? j + 1 : 0);"),
+    "a share below the last token": (
+        "slots[s].draft_len -= slots[s].cut;", "slots[s].draft_len -= slots[s].cut + 1;"),
+    "a grammar that is not told": (
+        "reinterpret_cast<Drafted*>(drafted)->count = slots[s].draft_len;", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_rule_of_places_shows(monkeypatch, tmp_path, right, name):
+    """In tokens, in what was drafted, or in what the grammar did."""
+    swap_text(monkeypatch, tmp_path, ROUND, *MUTANTS[name])
+    assert outcome(monkeypatch, tmp_path)[:3] != right[:3]

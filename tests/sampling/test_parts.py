@@ -1,0 +1,93 @@
+"""Rows that several blocks share: not a bit of a round differs from what one block makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_round as ref
+from sampling_round import TableRound
+
+from graft.sampling.adjust import Adjust
+from graft.sampling.state import Relaxed
+
+FILTERS = [
+    ref.Filter(0.0), ref.Filter(1.0), ref.Filter(0.3, top_p=0.9), ref.Filter(1.0, top_k=40),
+    ref.Filter(0.8, top_k=3000, top_p=0.999, min_p=1e-4), ref.Filter(1.0, min_p=0.02),
+    ref.Filter(3.0, top_p=0.95), ref.Filter(1.0, top_k=1), ref.Filter(0.0), ref.Filter(1.0),
+]  # fmt: skip
+MODES = [0, 0, 0, ref.COUPLED, 0, ref.PER_TOKEN, 0, ref.COUPLED, ref.RELAXED, ref.RELAXED]
+SLOTS, DRAFTS = len(FILTERS), 2
+
+
+def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndarray) -> ref.Slot:
+    """Two drafts of every kind, a tree where that may be, and a law for every other request."""
+    vocab = logits.shape[1]
+    slot = ref.Slot(
+        n=10, tree=ref.chain(1), limit=100, seed=77 + i, filter=FILTERS[i], verify=MODES[i],
+        stop_ids=(2,), relaxed=Relaxed(5, 0.5, None) if MODES[i] == ref.RELAXED else None,
+        adjust=Adjust(bias={5: 1.5}, frequency=0.2, output=(3, 3, 6), earliest=20, logprobs=3,
+                      masked=i % 4 == 1) if i % 2 else None,
+    )  # fmt: skip
+    for j in range(DRAFTS):
+        q = np.exp(logits[j] - logits[j].max()) * (rng.random(vocab) < 0.8)
+        q = (q / q.sum()).astype(np.float32)
+        d = int(np.argmax(np.where(legal, logits[j], -np.inf))) if i % 3 else int(q.argmax())
+        branches = FILTERS[i].greedy or MODES[i] == ref.COUPLED
+        parent = 0 if branches else j
+        if slot.tree.child(parent, d) is None:
+            ref.keep(slot, d, int(i == 4 or branches or q[d] == 0), q.astype(np.float64), parent)
+    return slot
+
+
+def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int) -> list[bytes]:
+    """What two rounds and their drafts leave behind, on the device and on the host."""
+    rng = np.random.default_rng(vocab)
+    d2t = np.sort(rng.choice(vocab, vocab // 2, replace=False)).astype(np.int32)
+    r: TableRound = make_round(
+        slots=kinds, draft_length=DRAFTS, vocab=vocab, d2t=d2t if vocab > 8 else None,
+        block=block, token_limit=vocab - vocab // 9, parts=parts,
+    )  # fmt: skip
+    found = []
+    for _ in range(2):
+        logits = rng.normal(0, 2.5, (kinds, DRAFTS + 1, vocab)).astype(np.float32)
+        logits[:, :, 4::7] = logits[:, :, 4:5]  # ties
+        logits[-1] = np.round(logits[-1])
+        legal = rng.random((kinds, vocab)) < 0.5
+        legal[:, 3] = True
+        for i in range(kinds):
+            slot = slot_of(rng, i, logits[i], legal[i])
+            r.put(i, slot)
+            for j in range(DRAFTS + 1):
+                depth = len(slot.tree.path(j)) if j < len(slot.tree.token) else j
+                r.write_mask(i, j, ref.MaskRow(ref.READY, 1, 10 + depth, legal[i]))
+        r.verify(logits)
+        told = r.ring.row("logprobs", r.replay).tobytes()
+        state = r.state.to_host()
+        for j in range(1, DRAFTS + 1):
+            for i in range(kinds):
+                r.write_mask(i, j - 1, ref.MaskRow(ref.READY, 1, state["n"][i] + j - 1, legal[i]))
+            r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32), True)
+        s = r.sampler
+        arrays = (s.probs, s.raw, s.target_tok, s.row_ok, s.rows, s.q, s.faults, r.state.array)
+        found += [told, *(array.to_host().tobytes() for array in arrays)]
+    assert not r.sampler.meetings.to_host().any(), "a meeting is left as it was found"
+    return found
+
+
+@pytest.mark.parametrize("vocab,kinds,shapes", [
+    (8, SLOTS, [(1, 2), (1, 32), (64, 8)]),
+    (2048, SLOTS, [(1, 2), (1, 8), (1, 32), (64, 1), (64, 8)]),
+    (49152, SLOTS, [(1, 8)]),
+    (128256, SLOTS, [(1, 32)]),
+    (128256, 3, [(512, 2)]),
+    pytest.param(49152, SLOTS, [(1, 2), (1, 32), (512, 8)], marks=pytest.mark.full),
+    pytest.param(128256, SLOTS, [(1, 2), (1, 8), (512, 32)], marks=pytest.mark.full),
+    pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
+])  # fmt: skip
+def test_blocks_that_share_rows_give_the_same_bits(make_round, vocab, kinds, shapes):
+    """Tokens, distributions, drafts, tables and log probabilities of greedy, filtered, coupled,
+    tested and relaxed rows, of chains and trees."""
+    alone = all_that_is_left(make_round, vocab, kinds, 1, 1)
+    for block, parts in shapes:
+        shared = all_that_is_left(make_round, vocab, kinds, block, parts)
+        assert shared == alone, (block, parts)
