@@ -265,8 +265,9 @@ class Graph:
 
     def end(self, lane: str) -> tuple[int, ...]:
         """Return what the next node of a lane will depend on, for a mark."""
-        self._chained.discard(lane)
-        return self._ends[lane]
+        with self._lock:
+            self._chained.discard(lane)
+            return self._ends[lane]
 
     def join(self, lane: str, nodes: Iterable[int]) -> None:
         """Let the next node of a lane depend on more nodes."""

@@ -324,13 +324,16 @@ class Engine:
     def warm(self, request: Request) -> None:
         """Prefill a request's prompt, such as a beginning that many will share, for those to come.
 
+        Nothing is kept of it without a prefix cache (`Options.prefix_cache_bytes`), or where the
+        drafter's entries are of use to nobody else (`Drafter.lookahead`).
+
         Raises
         ------
         RequestError
-            It is refused as a request.
+            It is refused as a request, or fails.
         """
         output = self.generate([replace(request, max_tokens=1, n=1)])[0]
-        if output.reason == "refused":
+        if output.error is not None:
             raise RequestError(output.error)
 
     def _count_forced(self) -> dict[str, int]:

@@ -90,7 +90,7 @@ class Feed:
         With shift 0 a token stands at the position of the one before it, whose feature it is
         paired with; with 1 at its own.
         """
-        rows = self.scratch.committed.first(self.count, self.width)
+        rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [*self._reads, self.rows.map, self.count, shift, rows.token, rows.slot, rows.pos]
         self._launch(lane, "committed_rows", [*args, self.last], "committed rows")
         return rows

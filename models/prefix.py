@@ -71,7 +71,8 @@ class PrefixCache:
         return [self._kept[key] for key in found]
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Keep the pages of a slot whose entries for `tokens`, all but the last, are enqueued."""
+        """Keep the pages of a slot whose entries for `tokens`, all but the last, are enqueued; in
+        drafters' caches too."""
         if self._most == 0:
             return
         owned = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
@@ -87,10 +88,12 @@ class PrefixCache:
     def make_room(self, pages: int, stay: Collection[Pages]) -> None:
         """Give up pages that nobody uses until so many are free, least recently used first; none
         where that would not do, and none of those that are to stay."""
-        count = pages - min(len(cache.free) for cache in self._caches)
-        unused = [key for key in self._unused() if self._kept[key] not in stay]
+        count, staying = pages - min(len(cache.free) for cache in self._caches), set(stay)
+        if count <= 0:
+            return
+        unused = [key for key in self._unused() if self._kept[key] not in staying]
         if count <= len(unused):
-            self._give_up(unused[: max(0, count)])
+            self._give_up(unused[:count])
 
     @property
     def unused(self) -> int:

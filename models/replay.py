@@ -298,6 +298,7 @@ class Replays:
             ns, graph = max(stamps) - stamps[0], flight.graph
             stats.round_ns += ns
             self._budget.took(graph.batch, graph.drafts, ns, idle=not flight.seats)
-        for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
+        told = parts if self._parts.every_part else ()
+        for part, start, end in zip(told, stamps, stamps[1:], strict=False):
             if start > 0 and end > 0:
                 stats.part_ns[part.name] = stats.part_ns.get(part.name, 0) + end - start

@@ -296,6 +296,9 @@ class Scheduler:
             output.rounds += 1
             output.drafted += row.tested
             output.accepted += row.accepted
+        elif row.cut:
+            running.drafts = row.tested  # what is left of them
+        running.untaken = len(tokens) if row.reason else 0
         text, stopped = running.push(tokens)
         if output.logprobs is not None:
             output.logprobs += row.logprobs[: len(output.tokens) - len(output.logprobs)]

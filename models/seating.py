@@ -50,6 +50,8 @@ class Running:
     before : tokens it had generated before that, when it was preempted.
     reserved : positions for which its slot has pages.
     drafts : most that the round which made its present ones could make, 0 after it has joined.
+    untaken : of its last tokens, those of the round that ended it on the device: no drafter has
+        taken them in.
     stalls, stalled_at : rounds on end in which it committed nothing, and when the first of them was
         read, by `time.monotonic`.
     submitted : when it was, by `time.monotonic`.
@@ -71,6 +73,7 @@ class Running:
     before: tuple[int, ...] = ()
     reserved: int = 0
     drafts: int = 0
+    untaken: int = 0
     stalls: int = 0
     stalled_at: float = 0.0
     submitted: float = field(default_factory=time.monotonic)
@@ -314,7 +317,7 @@ class Seating:
             if not told:
                 self._table.leave(self._lane, slot)
             del self.seated[slot]
-            self._prefixes.keep(slot, running.tokens)
+            self._prefixes.keep(slot, running.tokens[: running.length - running.untaken])
         self._leaving[slot] = launched
         running.slot, running.matcher = -1, None
 

@@ -88,8 +88,11 @@ class EngineStats:
         return [a / t if t else 0.0 for a, t in zip(self.accepted, self.tested, strict=True)]
 
     @property
-    def exposed_share(self) -> float:
-        """The share of all rounds' time for which the model stood still for the grammar."""
+    def exposed_share(self) -> float | None:
+        """The share of all rounds' time for which the model stood still for the grammar; None
+        without the option `timeline`."""
+        if not self.part_ns:
+            return None
         exposed = sum(ns for name, ns in self.part_ns.items() if name.startswith("wait for"))
         return exposed / self.round_ns if self.round_ns else 0.0
 

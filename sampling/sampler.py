@@ -80,9 +80,10 @@ class Sampler:
     """Writes the sampling kernels of a round on lanes.
 
     A round calls ``target``, ``verify``, and then ``draft`` for j = 1..K or ``place``, each once
-    per batch. The order of filters is what `Adjust` says, vocabulary bound, mask, temperature,
-    top-k, top-p, min-p, renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id
-    fails the row (reason error).
+    per batch; before mask rows are read, `Exchange.bring` copies them to the device. The order of
+    filters is what `Adjust` says, vocabulary bound, mask, temperature, top-k, top-p, min-p,
+    renormalise; ties go to the smaller id. A NaN or +inf logit at a legal id fails the row (reason
+    error).
 
     Methods take the lane, a `RowMap` or its slots alone as row_slot int32 [B] and, where they stand
     for one, the number j of a draft, from 1 to K. Before any launch they raise
@@ -102,7 +103,7 @@ class Sampler:
     max_batch : most batch rows of a call.
     block : threads per row; 1 or a multiple of 32 up to 1024. Default: what suits the device.
         Results do not depend on it.
-    parts : blocks that share a row, alike.
+    parts : blocks that share a row, up to 32, alike.
 
     Attributes
     ----------

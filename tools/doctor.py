@@ -166,9 +166,10 @@ def check_tvm_ffi() -> Finding:
 
 def check_demo_model() -> Finding:
     """The demo model that travels with the package."""
-    from graft.tools.demo_model import demo_model
+    from graft.tools.demo_model import DRAFTERS, demo_model
 
-    lacking = [str(p) for p in demo_model() if not (p / "model.safetensors").exists()]
+    folders = dict.fromkeys(p for name in DRAFTERS for p in demo_model(name))
+    lacking = [str(p) for p in folders if not (p / "model.safetensors").exists()]
     if lacking:
         return Finding("demo model", "absent", f"no model in {', '.join(lacking)}",
                        "graft generate needs --model and --draft then")

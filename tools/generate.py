@@ -124,7 +124,8 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
                   verify=options.verify, overlap=options.overlap, composition=options.composition,
-                  max_length=options.max_length, timeline=True)
+                  max_length=options.max_length,
+                  timeline=options.json or options.trace is not None)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:

@@ -104,7 +104,8 @@ class Drafter:
     reads_rows : whether `start` reads the mask rows made after the commit, and waits for them.
     at_once : whether the logits of all levels are there after `start`, whatever is drafted.
     lookahead : tokens behind a position that its entries in `caches` depend on; None: entries are
-        of use only to whoever was fed what is before them, so prefixes are not shared.
+        of use only to whoever was fed what is before them, so prefixes are not shared. Who sets it
+        and keeps anything else of a text has a method `resume`.
     """
 
     shape: TreeShape
@@ -113,7 +114,7 @@ class Drafter:
     caches: tuple[PagedKV, ...] = ()
     reads_rows: bool = False
     at_once: bool = False
-    lookahead: int | None = 1
+    lookahead: int | None = None
 
     @property
     def proposes(self) -> bool:

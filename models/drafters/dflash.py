@@ -45,6 +45,8 @@ class DFlash(Drafter):
         Also when it was made for another target.
     """
 
+    lookahead = 1
+
     def __init__(self, folder: Path, room: DrafterRoom) -> None:
         config, device, target = DFlashConfig.from_dir(folder), room.device, room.target
         hidden, vocab, self.taps = config.hidden_size, config.vocab_size, config.target_layer_ids

@@ -178,6 +178,8 @@ class Eagle3Head:
 class Eagle3(Drafter):
     """Drafts with an EAGLE-3 head: entries with true features, then with its own."""
 
+    lookahead = 1
+
     def __init__(self, head: Eagle3Head, shape: TreeShape) -> None:
         self.head = head
         self.shape, self.taps = shape, head.feature_layers

@@ -10,6 +10,7 @@ from graft.models.feed import Feed
 class Forced(Drafter):
     """Drafts what mask rows 0, 1, .. force; the guide follows forced tokens at the commit."""
 
+    lookahead = 1
     reads_rows = True
 
     def __init__(self, drafts: int) -> None:

@@ -21,6 +21,8 @@ __all__ = ["SmallModel"]
 class SmallModel(Drafter):
     """Drafts with a Llama of its own cache, fed every token at its own position."""
 
+    lookahead = 1
+
     def __init__(self, model: LlamaModel, shape: TreeShape) -> None:
         self.model, self.shape = model, shape
         self.vocab, self.caches = DraftVocab(model.vocab_size), (model.kv,)

@@ -55,6 +55,8 @@ class Texts(Drafter):
         Naming the option that is out of range.
     """
 
+    lookahead = 1
+
     def __init__(
         self, room: DrafterRoom, *, longest: int, shortest: int, drafts: int | None, public: bool,
         kept: int, oldest: bool, vote: str, factor: float, threshold: float,

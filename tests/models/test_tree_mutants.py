@@ -14,8 +14,8 @@ MUTANTS = {
     "features left where the tree had them": (
         "models/kernels/compact.cu", "to[e] = of[e];", "to[e] = to[e];"),
     "rows of a tree positioned as those of a chain": (
-        "sampling/kernels/target.cu", "position = slots[index].n + depth_of(slots[index], j);",
-        "position = slots[index].n + j;"),
+        "sampling/kernels/adjust.cu", "slots[index].n + depth_of(slots[index], j)",
+        "slots[index].n + j"),
     "a stop id on the way ignored": (
         "sampling/kernels/verify.cu", "if (is_stop(slot, token)) {", "if (false) {"),
 }  # fmt: skip

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,9 @@ VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "OUT": STORAGE, "HEAD_DIM": ("32"
           "NORM_THREADS": ("1", "256"), "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
           "WEIGHT16": ("bf16_t", "fp16_t"), "SPLIT": ("0", "1"), "TILES": ("1", "2"),
           "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"), "GATED": ("0", "1")}
+#: What says how many rows a product takes at once, and what else is defined where x is rounded.
+SIZES = ("TILES", "ROW_BLOCK")
+ROUNDED = (("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1"))
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
@@ -104,7 +108,8 @@ def definitions(path: Path) -> dict[str, str]:
 
 
 def file_variants(path: Path) -> list[Variant]:
-    """The file as it stands, and once for each other value of each definition.
+    """The file as it stands, once for each other value of each definition, and what products of
+    rounded rows are launched with.
 
     Raises
     ------
@@ -116,6 +121,8 @@ def file_variants(path: Path) -> list[Variant]:
         if name not in VALUES:
             raise CompileError(f"{path.name}: {name} is not in kernel_report.VALUES")
         found += [Variant(path, ((name, v),)) for v in VALUES[name] if v != default]
+        if name in SIZES:
+            found += [Variant(path, (*ROUNDED, (name, v))) for v in VALUES[name]]
     return found
 
 
@@ -180,13 +187,16 @@ def main_loops(code: bytes) -> dict[str, Counter[str]]:
     Raises
     ------
     CompileError
-        Without nvdisasm, of the package nvidia-cuda-nvdisasm.
+        Without nvdisasm, of the package nvidia-cuda-nvdisasm or on the path.
     """
     try:
         files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-        (program,) = (str(file.locate()) for file in files if file.name == "nvdisasm")
-    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
-        raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm") from error
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    packed = [str(file.locate()) for file in files if file.name == "nvdisasm"]
+    program = packed[0] if packed else shutil.which("nvdisasm")
+    if program is None:
+        raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(code)
         cubin.flush()

@@ -35,7 +35,7 @@ LEAST_S = 5.0
 def play(command: Sequence[str], lines: Path, limit_s: float) -> dict[str, Any]:
     """Run a section's process; its figures, and how it ended."""
     begun = time.monotonic()
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT,
                                  start_new_session=True)
         try:

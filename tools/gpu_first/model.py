@@ -20,7 +20,6 @@ from graft.grammar.statement import GrammarSpec
 from graft.models import llama
 from graft.models.drafters import eagle3
 from graft.models.engine import Engine
-from graft.models.options import Options
 from graft.models.request import Request
 from graft.models.weights import Weights
 from graft.tools.demo_model import demo_model
@@ -100,7 +99,6 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
             **layer_tensors(b.shape, "midlayer", 2 * hidden)}
     # An engine wants a backend, which requests without grammars do not use.
     backend: Any = "auto" if guided() else lambda vocabulary: mock.MagicMock()
-    timeline = {"timeline": True} if "timeline" in Options.__dataclass_fields__ else {}
     with (tempfile.TemporaryDirectory() as place,
           mock.patch.object(llama, "Weights", RandomWeights),
           mock.patch.object(eagle3, "Weights", RandomWeights)):
@@ -109,7 +107,7 @@ def random_engine(b: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]
         write_folder(drafter, config | names, head)
         with Engine(target, drafter if drafts else None, max_batch_size=8, max_length=1024,
                     draft_length=drafts or 1, programmatic=programmatic,
-                    grammar_backend=backend, **timeline) as engine:
+                    grammar_backend=backend, timeline=True) as engine:
             yield engine
 
 

@@ -37,7 +37,6 @@ FIRST_LINEAR = {1: (80.0, 88.0), 8: (55.0, 65.0)}
 PLANNED_LINEAR = {"gate, up": (92.0, 100.0), "head": (92.0, 100.0), "qkv": (75.0, 85.0),
                   "out": (75.0, 85.0)}
 #: Milliseconds of a target forward by rows: with the first kernels, and as planned.
-FIRST_FORWARD = {1: (4.6, 5.2), 4: (4.8, 6.0), 8: (6.3, 7.2), 32: (23.0, 26.0)}
 PLANNED_FORWARD = {1: (3.7, 3.9), 4: (3.7, 3.9), 8: (3.8, 4.0), 32: (3.9, 4.3)}
 
 
@@ -128,7 +127,7 @@ def linears(b: Bench) -> None:
     read, layers = b.read_ceiling(), Layers(b.device)
     for name, (columns, inner) in matrices(b).items():
         weights, count = copies(b, (columns, inner))
-        dtype = getattr(layers, "input_dtype", lambda weight: "float32")(weights[0])
+        dtype = layers.input_dtype(weights[0])
         for rows, less in itertools.product(ROWS[: 2 if b.small else None], (0, 8)):
             y = b.device.zeros((rows, columns - less), "float32")
             x = b.device.zeros((rows, inner), "float32" if less else dtype)
@@ -205,11 +204,10 @@ def attention(b: Bench) -> None:
             with b.timed() as lane:
                 for i in range(count_of_layers):
                     layers.attention(lane, qkv, rows, kv, i, heads, out)
-            first = length == 2048 and count == 1 and lane.kernels == "attention_warp"
             took = lane.seconds / count_of_layers
             used = -(-count // 4) * length * kv_heads * dim * 4
             b.add(f"{length} positions, {count} rows, {lane.kernels}", took * 1e6, "us",
-                  (55, 70) if first else None, f"{used / took / 1e9:.0f} GB/s of KV")
+                  None, f"{used / took / 1e9:.0f} GB/s of KV")
 
 
 def sampling(b: Bench) -> None:
@@ -282,18 +280,9 @@ def suite(b: Bench) -> None:
         list(pool.map(play, files))
 
 
-def linear_is_first(b: Bench) -> bool:
-    """Whether a product of one row is still the first kernel's."""
-    xy, weight = b.device.zeros((2, 1, 256), "float32"), b.random((256, 256))
-    with b.timed() as lane:
-        Layers(b.device).linear(lane, xy[0], weight, xy[1])
-    return bool(lane.kernels == "linear_warp")
-
-
 def rounds(b: Bench) -> None:
     """Whole rounds of an engine whose weights are random, by batch and drafts."""
-    first = linear_is_first(b)
-    forward = {} if b.small else FIRST_FORWARD if first else PLANNED_FORWARD
+    forward = {} if b.small else PLANNED_FORWARD
     for drafts in (0, 3):
         for programmatic in (False, True):
             what = f"{drafts} drafts" + programmatic * ", programmatic"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.engine import Engine
 from graft.models.replay import Flight
@@ -53,6 +54,8 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
             yield trace
             engine.settle()
         return
+    if not engine.options.timeline:
+        raise OptionError("on CUDA rounds are traced of engines with timeline=True")
     trace, replays = Trace(engine.device.describe()), engine._replays
     first = replays.number
     stamped: list[tuple[Flight, list[int]]] = []
