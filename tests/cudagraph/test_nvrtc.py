@@ -58,8 +58,8 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
     block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))
     for usage in usages:  # a block's registers come from one multiprocessor's, in eights
         assert -(-usage.registers // 8) * 8 * block <= 65536, usage
-        # Local memory holds what is spilled, and no arrays; for sm_100 and later ptxas counts what it
-        # spills of two kernels as their stack alone.
+        # Local memory holds what is spilled, and no arrays; for sm_100 and later ptxas counts what
+        # it spills of two kernels as their stack alone.
         if block > 1:
             assert usage.spilled_bytes <= 256, usage
             assert usage.spilled_bytes or usage.stack_bytes in (0, 80), usage
