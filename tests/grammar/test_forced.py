@@ -69,7 +69,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=pytest.mark.full if case.probe or case.late else ()) for case in CASES
+], ids=str)  # fmt: skip
 def test_forced_drafts_keep_the_exact_law(device, stream, case):
     """100,000 tokens with forced drafts, illegal ones among them: the target's law exactly, also
     where verification compares with the target's own sample."""

@@ -244,6 +244,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.full
 def test_memory_of_what_was_read_goes_back():
     """Engines whose large grammars came from a process leave this one little larger."""
     assert int(said_by(RETAINED)) < 45  # MiB: 18, and 76 if nothing is given back

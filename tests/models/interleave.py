@@ -104,7 +104,8 @@ class Interleaving:
         for part in (*self.rings, toy.decoder):
             part.toy = toy
         parts: Any = SimpleNamespace(
-            inputs=toy.inputs, outputs=toy.outputs, timeline=timeline, decoder=toy.decoder
+            inputs=toy.inputs, outputs=toy.outputs, timeline=timeline, decoder=toy.decoder,
+            every_part=True,
         )
         stream: Any = toy
         budget: Any = Lengths(rng, self.k)

@@ -394,6 +394,7 @@ def test_the_grammar_joins_once_a_round(tree) -> None:
     assert brought[1] > 1.5 * brought[0]
 
 
+@pytest.mark.full
 def test_overlap_keeps_rejection_sampling(truth) -> None:
     """Neither overlap nor composition moves a round's boundary, so even rejection sampling draws
     the same tokens; in two, a graph ends with verification and with each step that is waited for.

@@ -176,6 +176,7 @@ def test_rounds_are_told_for_an_idle_and_a_busy_gil(folder, capsys):
             assert ratio == pytest.approx(ours / theirs) and ours > 0
 
 
+@pytest.mark.full
 def test_guided_and_free_rounds_are_paired(device, monkeypatch, capsys):
     """Every way gives a median of the ratios of pairs in which all rows ran, or says that none."""
     monkeypatch.setattr(round_time, "WARM_UP", 1)
