@@ -107,7 +107,7 @@ MUTANTS = {
         "list(self._joining.values())[-1]"),
     "seated before its prompt is enqueued": (
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
-    "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "== 1"),
+    "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),
     "the page of the last token is shared": (
         PrefixCache, "_keys", "- max(self._lookahead, 1) + 1", "+ 1"),
     "pages that are found make room for themselves": (
