@@ -138,7 +138,8 @@ class Sampler:
         vocab_size, draft_length = exchange.vocab_size, exchange.drafts
         check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
         check_range("token_limit", token_limit, 1, vocab_size)
-        check_range("max_batch", max_batch, 1, state.slots)
+        check_range("max_batch", max_batch, 1, min(state.slots, (1 << 15) - 1))  # see `RowMap.map`
+        check_range("parts", 1 if parts is None else parts, 1, 32)
         check_range("draft_length", draft_length, 0, MAX_DRAFTS)
         check_range("candidates", int(exchange.layout["candidates"]), 0, 64)
         check_range("exchange slots", exchange.slots, state.slots, state.slots)

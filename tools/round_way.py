@@ -30,7 +30,8 @@ NATIVE = ("guide/worker.cpp", "hostwork/record.cpp", "hostwork/exec.h")
 #: The driver's table is filled once; the reaper frees what is dropped.
 ASIDE = ("hostwork/driver.cpp", "hostwork/reaper.cpp")
 LAYERS = {"attention_split.cu", "attention_thread.cu", "attention_warp.cu", "elements.cu",
-          "linear_thread.cu", "linear_warp.cu", "norm.cu", "rope.cu"}
+          "linear_few.cu", "linear_many.cu", "linear_thread.cu", "linear_warp.cu", "norm.cu",
+          "rope.cu"}
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 ROUNDS = 4
 

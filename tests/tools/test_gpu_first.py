@@ -41,7 +41,9 @@ def test_sections_go_on_behind_one_another(device, tmp_path, capsys) -> None:
     for name, section in found["sections"].items():
         assert section["ended"] == "ok", section
         figures = {figure["what"]: figure for figure in section["figures"]}
-        assert name == "cublas" or None not in [one["measured"] for one in figures.values()]
+        assert name == "cublas" or all(
+            one["measured"] is not None or (name == "gaps" and one["note"].startswith("refused"))
+            for one in figures.values())  # an older GPU has no programmatic edges
         assert all(figure["note"] != "0 rows usable" for figure in figures.values())
     printed = capsys.readouterr().out
     assert all(f"\n{name}: ok" in printed for name in names)
