@@ -2,13 +2,13 @@
 // and of the drafter's forwards stands for. A row that has no work carries slot -1 and position -1.
 #include "slot.cuh"
 
-// Whether draft i of batch row a is given a place before draft j of b: by what past rounds say of
-// how likely it is accepted, and of equals the one of fewer drafts before it.
-__device__ __forceinline__ bool has_precedence(const Slot& one, int a, int i, const Slot& other,
-                                               int b, int j) {
-  const float x = one.reach[i - 1];
-  const float y = other.reach[j - 1];
-  return x != y ? x > y : i != j ? i < j : a < b;
+// Draft j of batch row b as a number of 62 bits, the greater the sooner it is given a place: by
+// what past rounds say of how likely it is accepted; of equals the one of fewer drafts before it.
+__device__ __forceinline__ unsigned long long precedence(const Slot& slot, int b, int j) {
+  const float reach = slot.reach[j - 1];
+  const unsigned long long likely = __float_as_uint(reach);  // in order, as none is negative
+  return likely << 32 | static_cast<unsigned int>(0xffff - j) << 16 |
+         static_cast<unsigned int>(0xffff - b);
 }
 
 // Opens replay `*replay + 1`: takes the slots from the input ring, gives their drafts the rows that
@@ -26,7 +26,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
                                        int rows, int* exchange, const ExchangeLayout layout,
                                        int* row_slot, int* first, int* map, int* token, int* slot,
                                        int* pos, unsigned long long* tree) {
-  __shared__ int drafts;
+  __shared__ int drafts, above;
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
   const int now = *replay + 1;
@@ -47,21 +47,29 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
   }
   __syncthreads();
   if (drafts > places) {
-    for (int c = tid; c < batch * most; c += step) {
-      const int b = c / most;
-      const int j = c % most + 1;
-      const int s = row_slot[b];
-      if (s < 0 || j > slots[s].draft_len) continue;
-      int before = 0;
-      for (int a = 0; a < batch && before < places; ++a) {
-        if (row_slot[a] < 0) continue;
-        const Slot& other = slots[row_slot[a]];
-        for (int i = 1; i <= other.draft_len; ++i) {
-          if (!has_precedence(other, a, i, slots[s], b, j)) break;
-          ++before;
-        }
+    unsigned long long least = 0;  // what `places` drafts reach, found bit by bit
+    for (int bit = 61; bit >= 0; --bit) {
+      const unsigned long long tried = least | 1ull << bit;
+      if (tid == 0) above = 0;
+      __syncthreads();
+      int reaching = 0;
+      for (int c = tid; c < batch * most; c += step) {
+        const int s = row_slot[c / most];
+        const int j = c % most + 1;
+        if (s < 0 || j > slots[s].draft_len) continue;
+        reaching += precedence(slots[s], c / most, j) >= tried ? 1 : 0;
       }
-      if (before >= places) atomicAdd(&slots[s].cut, 1);
+      if (reaching != 0) atomicAdd(&above, reaching);
+      __syncthreads();
+      if (above >= places) least = tried;
+      __syncthreads();
+    }
+    for (int b = tid; b < batch; b += step) {
+      const int s = row_slot[b];
+      for (int j = s < 0 ? 0 : slots[s].draft_len; j > 0; --j) {
+        if (precedence(slots[s], b, j) >= least) break;
+        ++slots[s].cut;
+      }
     }
     __syncthreads();
     for (int b = tid; b < batch; b += step) {

@@ -18,9 +18,8 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFTER = DEMO / "target", DEMO / "eagle3"
 ROUND = "models/kernels/round.cu"
 #: What `swap_text` makes of it: all drafts of one request come before another's, by position.
-UNEVEN = ("const float x = one.reach[i - 1];\n  const float y = other.reach[j - 1];",
-          "const float x = 1.0f / ((one.n + a) % 3 + 1);\n"
-          "  const float y = 1.0f / ((other.n + b) % 3 + 1);")
+UNEVEN = ("const float reach = slot.reach[j - 1];",
+          "const float reach = 1.0f / ((slot.n + b) % 3 + 1);")
 
 
 def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: Any) -> Engine:

@@ -118,7 +118,7 @@ def run_case(
     device: Device, stream: Stream, case: Case, samples: int, seed: int, slots: int = 1024
 ) -> np.ndarray:
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
-    table, slots = table_of(case), 256 if case.placed else slots  # each draft is ranked in all
+    table = table_of(case)
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
                    d2t=table.d2t, candidates=PROBED if case.probe else 0,
                    places=slots * case.draft_length // 8 if case.placed else None)  # fmt: skip

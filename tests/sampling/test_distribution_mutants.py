@@ -119,8 +119,7 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, mutant):
 def test_places_by_what_was_drafted_are_caught(device, stream, tmp_path, monkeypatch):
     """A first draft may have no place because of its own token: no law is followed then."""
     swap_text(monkeypatch, tmp_path, ROUND, UNEVEN[0],
-              "const float x = one.drafts[0] & 1 ? 1.0f : 0.0f;\n"
-              "  const float y = other.drafts[0] & 1 ? 1.0f : 0.0f;")
+              "const float reach = slot.drafts[0] & 1 ? 1.0f : 0.0f;")
     (case,) = (case for case in COVERING if case.placed and case.sharp)
     wrong, values = wrong_twice(device, stream, case, 40_000)
     assert wrong, f"the mutant passed: p-values {values}"
