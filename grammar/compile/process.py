@@ -26,7 +26,7 @@ __all__ = [
 #: Seconds that one question may take, and bytes of address space that its process may add.
 LIMIT_S, MEMORY_BYTES = 30.0, 4 << 30
 _START_S = 120.0  # for a process to import graft, or to learn a vocabulary
-_IDLE = 2  # processes kept for whoever asks next: to start one costs a good part of a second
+_IDLE = 3  # processes kept for whoever asks next, as many as an engine has; half a second each
 _RUN = "import sys; from graft.grammar.compile.child import main; main(*map(int, sys.argv[1:]))"
 
 
@@ -59,6 +59,7 @@ class Child:
         self._guard = threading.Lock()  # guards the three below
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
+        self._ready = False  # whether the process has said that it reads
         self._closed = False
         self._knows: set[str] = set()
         _children.add(self)
@@ -73,6 +74,9 @@ class Child:
             try:
                 if self._process is None:
                     self._start()
+                if not self._ready:
+                    self._read(_START_S)
+                    self._ready = True
                 if question.first is not None and question.first[0] not in self._knows:
                     self._answer(question.first[1], _START_S)
                     self._knows.add(question.first[0])
@@ -86,8 +90,9 @@ class Child:
                 raise
 
     def warm(self) -> None:
-        """Start the process, if it is not there; one that will not start says so when asked."""
-        with self._turn, contextlib.suppress(ChildLost, TimeoutError, EOFError, OSError):
+        """Start the process, if it is not there, and do not wait for it; one that will not start
+        says so when asked."""
+        with self._turn, contextlib.suppress(ChildLost, EOFError, OSError):
             if self._process is None:
                 self._start()
 
@@ -114,7 +119,7 @@ class Child:
                 raise EOFError
             self._process, self._pipe = _spawn(self.memory_bytes)
         self._knows.clear()
-        self._read(_START_S)
+        self._ready = False
 
     def _answer(self, question: Question, limit_s: float) -> Any:
         self._pipe.send(question[:2])  # it is not at work, so it reads

@@ -141,7 +141,7 @@ class GrammarService:
         lanes = ((self._first, min(_PATIENCE_S, timeout_s)), (self._second, timeout_s))
         for lane, limit_s in lanes:
             for _ in range(threads):
-                child = take(memory_bytes)
+                child = take(memory_bytes) if lane is self._first else Child(memory_bytes)
                 thread = threading.Thread(
                     target=self._serve, args=(lane, child, limit_s), name="graft-compile",
                     daemon=True,
