@@ -188,8 +188,10 @@ class Options:
             raise OptionError("draft_legality 'probe' needs mask_drafts: blind ones are not probed")
         if self.verify == "traversal":
             if self.tree is None:
-                raise OptionError("verify 'traversal' is of trees: without a draft_tree 'rejection' "
-                                  "tests all drafts of a round together")  # fmt: skip
+                raise OptionError(
+                    "verify 'traversal' is of trees: without a draft_tree 'rejection' tests all "
+                    "drafts of a round together"
+                )
             self.tree.check_drawable()
 
     def _check_tree(self, tree: TreePlan) -> None:

@@ -125,7 +125,8 @@ class TreeSampler:
     ------
     OptionError
         When more nodes are fed than have a bit each, or none is left to be verified; when the
-        sampler has tables, but not one for each node that is fed, or `paths` that `TreePlan.check_drawable` refuses.
+        sampler has tables, but not one for each node that is fed, or for `paths` that
+        `TreePlan.check_drawable` refuses.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-// Which drafts of a tree pass, where siblings were drawn from a table without replacement: traversal
-// verification (Weng et al., NeurIPS 2025, arXiv 2505.12398), of which block.cu is the chain.
+// Which drafts of a tree pass, where siblings were drawn from a table without replacement:
+// traversal verification (Weng et al., NeurIPS 2025, arXiv 2505.12398), of which block.cu is the
+// chain.
 //
 // Leaves are tested, depth first; a node goes on with weight w, and passes with that chance, once
 // its children are gone. Of node v under u, with token t, and of u when v is gone:
@@ -65,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   // What is left of u's law without what q, with the siblings that are there, may have: times q's
   // sum, which is not 1.
   const auto left_of = [&](int u, int child) -> Left {
-    const float share = fdiv(fmul(nodes[u].weight, from_fixed_point(nodes[u].mass)),
-                             nodes[u].whole);
+    const float share =
+        fdiv(fmul(nodes[u].weight, from_fixed_point(nodes[u].mass)), nodes[u].whole);
     return {share, law(u), table_of(child), slot.drafts[child - 1], t2d, draft_vocab};
   };
   const auto enter = [&](int j, float weight) {
@@ -102,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       node = gone = child;
       continue;
     }
-    const Noise coin = {slot.seed, slot.n + node,
-                        PURPOSE_COIN | static_cast<u32>(slot.sample) << 8, slot.n};
+    const Noise coin = {slot.seed, slot.n + node, PURPOSE_COIN | static_cast<u32>(slot.sample) << 8,
+                        slot.n};
     if (node == 0 || uniform24(noise_words(coin, 0u).x[0]) < nodes[node].weight) break;
 
     const int u = slot.parent[node - 1];
@@ -142,8 +143,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     const float* p = law(node);
     const Noise noise = {slot.seed, slot.n + depth_of(slot, node) + 1,
                          PURPOSE_RESIDUAL | static_cast<u32>(slot.sample) << 8, slot.n};
-    const int token =
-        draw_column(vocab_size, nullptr, noise, scratch, [p](int i) { return p[i]; });
+    const int token = draw_column(vocab_size, nullptr, noise, scratch, [p](int i) { return p[i]; });
     if (tid == 0) target_tok[first + node] = token;
   }
   for (int j = node; j > 0 && tid == 0; j = slot.parent[j - 1]) {
