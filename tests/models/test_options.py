@@ -7,7 +7,6 @@ from engine_util import TARGET
 
 from graft.cudagraph import OptionError
 from graft.models import Engine, Limits, Options, Request, assembly
-from graft.models.drafters import NGram
 from graft.models.drafters.base import DraftVocab
 from graft.sampling.tree import TreePlan
 
@@ -52,9 +51,8 @@ def test_traversal_is_of_trees_whose_shape_is_given(device):
         with pytest.raises(OptionError, match="'traversal' needs a draft_tree whose shape"):
             Options(verify="traversal", draft_tree=tree, draft_length=9)
     options = {"verify": "traversal", "draft_tree": [(0,), (1,)], "draft_length": 2}
-    for drafter in (None, NGram):
-        with pytest.raises(OptionError, match="'traversal' is of drafts that are drawn from"):
-            Engine(TARGET, drafter, **options)
+    with pytest.raises(OptionError, match="'traversal' is of drafts that are drawn from"):
+        Engine(TARGET, **options)
     with pytest.raises(OptionError, match=r"max_batch_size 8 keeps tables of \d+ bytes"):
         assembly._tables(Options(**options), 3, DraftVocab(1 << 28))
     with Engine(TARGET, max_batch_size=1) as engine:
