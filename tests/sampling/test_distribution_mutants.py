@@ -87,6 +87,9 @@ MUTANTS = [
     Mutant("siblings tested as if none had been drawn before them", "traverse.cu",
         (("nodes[u].mass -= fixed_point(table[column]);\n        table[column] = 0.0f;", ""),),
         FOREST),
+    Mutant("trees tested with random numbers by row alone", "philox.cuh",
+        (("static_cast<unsigned int>(noise.turn)", "0u"),),
+        FOREST),
     Mutant("nodes that draw with one noise", "tree.cu",
         (("draws ? slot.n + node + 1 : position", "slot.n + 1"),),
         FOREST),
@@ -98,8 +101,8 @@ MUTANTS = [
 
 #: Kernels that a mutated file changes; the others are taken as they are.
 USED_BY = {
-    "philox.cuh": {"verify", "draft", "block"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
-    "left.cuh": {"verify", "block"}, "block.cu": {"block"}, "target.cu": {"target"},
+    "philox.cuh": {"verify", "draft", "block", "tree", "traverse"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
+    "left.cuh": {"verify", "block", "traverse"}, "block.cu": {"block"}, "target.cu": {"target"},
     "draft.cu": {"draft"}, "traverse.cu": {"traverse"}, "tree.cu": {"tree"},
 }  # fmt: skip
 
