@@ -110,7 +110,7 @@ class Sampler:
     Attributes
     ----------
     probs : float32 [max_batch * (K+1), V], filtered distribution of the sampled rows (those with
-        temperature >= 1e-5) of the last call.
+        temperature >= 1e-5) of the last call; `verify` takes away what it tests by traversal.
     raw : float32 [max_batch * (K+1), V], the logits of rows whose request asks for log
         probabilities, as the model gave them or as adjustments and mask leave them.
     target_tok, row_ok : int32 [max_batch * (K+1)], the token of each row, -1 where `verify` is to

@@ -9,9 +9,9 @@
 #define VERIFY_PER_TOKEN 2
 #define VERIFY_RELAXED 3
 #define VERIFY_TRAVERSAL 4
-#define DRAFT_DENSE 0  // drawn from the stored table q
-#define DRAFT_POINT 1  // point mass: argmax, forced, n-gram
-#define DRAFT_SIBLING 2  // or more: drawn like its siblings, none twice, from the table of number kind - 2
+#define DRAFT_DENSE 0    // drawn from the stored table q
+#define DRAFT_POINT 1    // point mass: argmax, forced, n-gram
+#define DRAFT_SIBLING 2  // or more: drawn beside its siblings, none twice, from table kind - 2
 #define GREEDY_TEMPERATURE 1e-5f
 #define MAX_STOP_IDS 64
 #define MAX_DRAFTS 64

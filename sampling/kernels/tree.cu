@@ -55,8 +55,8 @@ __device__ __forceinline__ bool is_asked(int probed, const int* exchange,
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                     const int* row_slot, int level, int probed, const Seen seen, Meeting* meetings,
-                    const Slot* slots, const RoundRow* rows, int row_words, float* work,
-                    float* q, int* top_id, float* top_value, float* others, int* exchange,
+                    const Slot* slots, const RoundRow* rows, int row_words, float* work, float* q,
+                    int* top_id, float* top_value, float* others, int* exchange,
                     const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
   const int tid = static_cast<int>(threadIdx.x);

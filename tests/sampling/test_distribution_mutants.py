@@ -101,7 +101,8 @@ MUTANTS = [
 
 #: Kernels that a mutated file changes; the others are taken as they are.
 USED_BY = {
-    "philox.cuh": {"verify", "draft", "block", "tree", "traverse"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
+    "philox.cuh": {"verify", "draft", "block", "tree", "traverse"},
+    "row.cuh": {"target"}, "verify.cu": {"verify"},
     "left.cuh": {"verify", "block", "traverse"}, "block.cu": {"block"}, "target.cu": {"target"},
     "draft.cu": {"draft"}, "traverse.cu": {"traverse"}, "tree.cu": {"tree"},
 }  # fmt: skip
