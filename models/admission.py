@@ -50,7 +50,7 @@ class Admission:
         self._length = options.positions
         self._tokenizer = tokenizer
         self._vocab_size, self._compiler = vocab_size, compiler
-        self._limits = options.limits
+        self._limits, self._verify = options.limits, options.verify
 
     def take(self, request: Request, output: Output) -> Running:
         """Check `request` and begin compiling its grammar.
@@ -61,6 +61,11 @@ class Admission:
             Naming the option and its value, before anything runs for the request.
         """
         check_request(request, self._vocab_size, self._limits)
+        if request.verify == "traversal" and self._verify != "traversal":
+            raise RequestError(
+                "verify 'traversal' needs an engine made with it, for it keeps tables of its own; "
+                f"this one's is {self._verify!r}"
+            )
         prompt = self._tokens(request)
         max_tokens = self._room(len(prompt), request.max_tokens)
         stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *(request.stop_ids or ()))))

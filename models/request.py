@@ -18,7 +18,7 @@ from graft.sampling.state import MAX_LOGPROBS, MAX_STOP_IDS, Relaxed
 DEVICE_REASONS = {code: name.removeprefix("REASON_").lower()
                   for name, code in NUMBERS.items() if name.startswith("REASON_")}  # fmt: skip
 #: By their numbers, VERIFY_* of cudagraph/kernels/slot.cuh.
-VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
+VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed", "traversal")
 MAX_SAMPLES = 128
 
 
@@ -83,7 +83,8 @@ class Request:
     logprobs : up to 20: have the log probability of every token, and of so many best ids.
     logprobs_masked : of what bias, penalties and the grammar leave, before temperature and filters;
         else of the model's own distribution.
-    verify : "rejection", "coupled", "per_token" or "relaxed"; None takes the engine's default.
+    verify : one of `Options.verify`, "traversal" only of an engine that was made for it; None takes
+        the engine's.
     relaxed : when verification by "relaxed" accepts a draft.
     stop : strings that end the output (and are cut from it); not with a grammar, whose output a
         cut would break.

@@ -3,10 +3,17 @@
 from graft.sampling.adjust import Adjust
 from graft.sampling.mask import MaskApply
 from graft.sampling.sampler import RowMap, Sampler, output_ring
-from graft.sampling.state import COUPLED, PER_TOKEN, REJECTION, RELAXED, Relaxed, SlotState
+from graft.sampling.state import (
+    COUPLED,
+    PER_TOKEN,
+    REJECTION,
+    RELAXED,
+    TRAVERSAL,
+    Relaxed,
+    SlotState,
+)
 
 __all__ = [
     "COUPLED", "Adjust", "MaskApply", "PER_TOKEN", "REJECTION", "RELAXED", "Relaxed", "RowMap",
-    "Sampler",
-    "SlotState", "output_ring",
+    "Sampler", "SlotState", "TRAVERSAL", "output_ring",
 ]  # fmt: skip

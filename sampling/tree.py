@@ -61,6 +61,22 @@ class TreePlan(NamedTuple):
             )
         return plan
 
+    def check_drawable(self) -> None:
+        """Raise OptionError unless its drafts may be tested by traversal.
+
+        Which drafts there are may depend on what was drawn above and before them alone: not on how
+        likely others are, nor on siblings that were drawn and are no drafts.
+        """
+        whole = all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths
+                    for path in self.paths)  # fmt: skip
+        if not (self.paths and whole):
+            raise OptionError(
+                "verify 'traversal' needs a draft_tree whose shape is given, as paths like (0,), "
+                "(1,), (0, 0) that leave no rank out: trees of the likeliest drafts are tested "
+                "best by one token of the target for each node, as 'coupled' and 'rejection' do, "
+                f"got {self.paths or (self.branch, self.levels)!r}"
+            )
+
     def table(self) -> NDArray:
         """Of each child that is seen which node of the next level it is, see ``tree_grow``."""
         branch = self.branch
@@ -91,7 +107,8 @@ class TreeSampler:
     better. Coupled requests rank by the race that the target's draw will run with its noise.
 
     With `paths` neither is so: a node's child of rank c is the c-th of its likeliest, and those
-    that are there of the ones in `TreePlan` are the drafts, in its order.
+    that are there of the ones in `TreePlan` are the drafts, in its order. Where the sampler has
+    tables, that of a traversal request is the c-th that was drawn, none twice.
 
     A log probability is that among all ids but those that the grammar was asked about and refused:
     where it leaves one, that one is certain. A node without a legal one among its first 32 has no
@@ -107,7 +124,9 @@ class TreeSampler:
     Raises
     ------
     OptionError
-        When more nodes are fed than have a bit each, or none is left to be verified.
+        When more nodes are fed than have a bit each, or none is left to be verified; when the
+        sampler has tables, but not one for each node that is fed, or for `paths` that
+        `TreePlan.check_drawable` refuses.
     """
 
     def __init__(
@@ -116,6 +135,10 @@ class TreeSampler:
         check_range("branch", branch, 2, TREE_CANDIDATES)
         check_range("levels", levels, 1, sampler.draft_length)
         check_range("nodes that are fed", (levels - 1) * branch, 0, MAX_DRAFTS)
+        if sampler.tables:
+            tables = 1 + (levels - 1) * branch
+            check_range("tables of the sampler", sampler.tables, tables, tables)
+            TreePlan(branch, levels, paths).check_drawable()
         device, batch, vocab = sampler.device, sampler.max_batch, sampler.draft_vocab
         self._sampler, self._branch, self._levels = sampler, branch, levels
         self._probes = int(sampler.exchange.layout["candidates"]) > 0
@@ -128,7 +151,7 @@ class TreeSampler:
         seen = np.zeros((), read_struct(KERNELS / "tree.cu", "Seen"))
         seen["branch"], seen["levels"], seen["most"] = branch, levels, most
         seen["candidates"] = TREE_CANDIDATES if self._probes else branch
-        seen["nodes"] = sampler.draft_length
+        seen["nodes"], seen["tables"] = sampler.draft_length, sampler.tables
         self._seen: Any = seen[()]
         plan = TreePlan(branch, levels, paths)
         self._plan = device.from_host(plan.table()) if paths else None
@@ -185,6 +208,6 @@ class TreeSampler:
         check_array("logits", logits, "float32", ("R", "Vd"), {"R": rows, "Vd": s.draft_vocab})
         args = [logits, s.draft_vocab, s.token_limit, s.d2t, row_slot, level, int(probed),
                 self._seen, s.meetings, s.state.array, s.rows, s.row_words, self._work,
-                *self._best, *s.shared]  # fmt: skip
+                s.q, *self._best, *s.shared]  # fmt: skip
         grid = (rows, s.draft_parts, 1)
         lane.kernel(self._candidates, grid, s.block, args, name=f"candidates {level}")

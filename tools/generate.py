@@ -27,12 +27,15 @@ def read_length(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def read_tree(text: str) -> tuple[int, int]:
-    """Branch and levels of BRANCHxLEVELS."""
-    branch, _, levels = text.partition("x")
-    if not (branch.isdecimal() and levels.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no BRANCHxLEVELS, such as 4x5")
-    return int(branch), int(levels)
+def read_tree(text: str) -> tuple[Any, ...]:
+    """Branch and levels of BRANCHxLEVELS, or a tree's paths: 0,1,0.0 are (0,), (1,) and (0, 0)."""
+    try:
+        if "x" in text:
+            branch, levels = map(int, text.split("x"))
+            return branch, levels
+        return tuple(tuple(map(int, path.split("."))) for path in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tree, such as 4x5 or 0,1,0.0") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="drafts per round, or as many as pay (default 3)")
     models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     models.add_argument("--no-draft-mask", action="store_true", help="draft without the grammar")
-    models.add_argument("--draft-tree", type=read_tree, metavar="BRANCHxLEVELS",
-                        help="let drafts branch, e.g. 4x5 (default: a chain)")
+    models.add_argument("--draft-tree", type=read_tree, metavar="BRANCHxLEVELS|PATHS",
+                        help="let drafts branch, e.g. 4x5 or 0,1,0.0 (default: a chain)")
     models.add_argument("--draft-legality", choices=("fill", "probe"), default="fill",
                         help="draw drafts under filled mask rows, or have the grammar test the "
                              "drafter's candidates (default fill)")

@@ -9,7 +9,8 @@
 // The turn is 0 for NOISE and TARGET, which decide a position once. Draws of DRAFT, COIN and
 // RESIDUAL carry the position of the last token when the round began: block verification looks at
 // all of them before it chooses where to stop, so where it stops says something about those behind,
-// and the next round must not see them again.
+// and the next round must not see them again. In trees that are drawn, DRAFT and COIN take the row
+// for the depth: nodes side by side draw anew.
 //
 // exp and log: every product and sum is rounded on its own (no contraction), and division is IEEE,
 // so that a GPU, the soft device and NumPy return the same bits: sampled tokens then agree

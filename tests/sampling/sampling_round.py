@@ -51,7 +51,7 @@ class TableRound:
         token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
         parts: int | None = None,
         entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0, levels: int = 0,
-        places: int | None = None,
+        places: int | None = None, tables: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
@@ -77,7 +77,7 @@ class TableRound:
             draft_vocab=self.draft_vocab,
             d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
             t2d=None if t2d is None else device.from_host(t2d, "int32"),
-            max_batch=slots, block=block,
+            max_batch=slots, block=block, tables=tables,
             parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )  # fmt: skip
         self.replay, self.places = 0, places
@@ -108,7 +108,8 @@ class TableRound:
             inside = (columns >= 0) & (columns < self.vocab)
             table = np.zeros(self.draft_vocab, np.float32)
             table[inside] = s.q[j][columns[inside]]
-            self.sampler.q[slot][j : j + 1].copy_from(table[None])
+            at = j if kind == ref.DENSE else kind - ref.SIBLING
+            self.sampler.q[slot][at : at + 1].copy_from(table[None])
         state["draft_len"][slot], state["active"][slot] = len(s.drafts), s.active
         self.state.copy_from(state)
 

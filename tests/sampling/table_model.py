@@ -16,6 +16,7 @@ from sampling_round import TableRound
 
 from graft.cudagraph.device import Device, Stream
 from graft.sampling.state import SLOT
+from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
 
 V = 8
 PLAIN = ref.Filter(1.0)
@@ -75,11 +76,14 @@ class Case:
     sharp: bool = False  # four tokens, and a drafter far from the target
     short: bool = False  # as many fewer drafts are tested as were accepted the last time
     placed: bool = False  # an eighth of all drafts has a place, where past rounds say
+    tree: tuple[tuple[int, ...], ...] = ()  # ranks of drafts that branch
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
         return "-".join(f"{name}={value}" for name, value in parts.items() if value)
 
+
+TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 # Every pair of settings occurs together in one of these.
 COVERING = [
@@ -103,6 +107,9 @@ COVERING = [
     Case(4, PLAIN, masked=False, sharp=True, short=True),
     Case(4, PLAIN, masked=False, sharp=True, placed=True),
     Case(3, PLAIN, stop_ids=(3, 6), placed=True),
+    Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TREE),
+    Case(6, MIXED, verify=ref.TRAVERSAL, pruned=True, late=True, stop_ids=(6,), tree=TREE),
+    Case(6, PLAIN, verify=ref.TRAVERSAL, tree=TREE),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal
@@ -120,11 +127,21 @@ def run_case(
     """Tokens [requests, length] of about ``samples`` tokens; ``NOTHING`` behind a stop id."""
     table = table_of(case)
     r = TableRound(device, stream, slots=slots, draft_length=case.draft_length, vocab=V,
-                   d2t=table.d2t, candidates=PROBED if case.probe else 0,
-                   places=slots * case.draft_length // 8 if case.placed else None)  # fmt: skip
+                   d2t=table.d2t, places=slots * case.draft_length // 8 if case.placed else None,
+                   **_asked(case))  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
     first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
-    return np.concatenate([generate(r, table, case, each) for each in first])
+    make = generate_trees if case.tree else generate
+    return np.concatenate([make(r, table, case, each) for each in first])
+
+
+def _asked(case: Case) -> dict[str, int]:
+    """What a round's drafts are made from."""
+    if not case.tree:
+        return {"candidates": PROBED if case.probe else 0}
+    plan = TreePlan.of(case.tree)
+    fed, asked = (plan.levels - 1) * plan.branch, TREE_CANDIDATES if case.masked else 0
+    return {"branch": plan.branch, "fed": fed, "candidates": asked, "tables": 1 + fed}
 
 
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
@@ -181,11 +198,89 @@ def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.nda
             r.place(proposal if case.point else None)
 
 
+def generate_trees(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
+    """As `generate`, with trees of the case's shape."""
+    s, every, plan = r.slots, np.arange(r.slots), TreePlan.of(case.tree)
+    tree = TreeSampler(r.sampler, *plan)
+    _join_all(r, case, first_seed)
+    history = np.full((s, case.length + 2 + r.width), NOTHING)
+    history[:, :2] = START
+    while True:
+        state = r.state.to_host()
+        n, alive = state["n"], state["active"] == 1
+        if not alive.any():
+            return history[:, 2 : 2 + case.length]
+        done = n - FIRST
+        root = np.stack([history[every, done], history[every, done + 1]], axis=1)
+        root[~alive] = 0
+        pairs, depth = _pairs(state, root, r.draft_length, state["draft_len"])
+        exists = np.ones((s, r.width), bool)
+        for j in range(r.width):
+            if j > 0:
+                parent = np.where(j <= state["draft_len"], state["parent"][:, j - 1], 0)
+                above = pairs[every, parent]
+                legal = table.legal[above[:, 0], above[:, 1], pairs[:, j, 1]]
+                exists[:, j] = exists[every, parent] & (j <= state["draft_len"]) & legal
+            ready = exists[:, j].copy()
+            if case.late and j > 0:
+                ready &= (pairs[:, j].sum(axis=1) + n) % 3 != 0
+            _write_row(r, j, table.legal[pairs[:, j, 0], pairs[:, j, 1]],
+                       np.where(ready, ref.READY, ref.NOT_READY), n + depth[:, j])  # fmt: skip
+        out = r.verify(table.target[pairs[..., 0], pairs[..., 1]])
+        for i in range(r.width):
+            new = i < out["count"]
+            history[every[new], (done + 2 + i)[new]] = out["tokens"][new, i]
+        done = np.minimum(r.state.to_host()["n"] - FIRST, case.length)
+        root = np.stack([history[every, done], history[every, done + 1]], axis=1)
+        root[r.state.to_host()["active"] == 0] = 0
+        for level in range(1, plan.levels + 1):
+            first, fed = max((level - 2) * plan.branch + 1, 0), plan.branch if level > 1 else 1
+            pairs, _ = _pairs(r.state.to_host(), root, first + fed - 1, first + fed - 1)
+            behind = pairs[:, first : first + fed]
+            logits = table.drafter[behind[..., 0], behind[..., 1]].reshape(s * fed, -1)
+            up = r.device.from_host(logits, "float32")
+            if case.masked:
+                tree.candidates(r.lane, up, r.row_slot, level)
+                r.stream.synchronize()
+                _answer_trees(r, table, behind, level)
+            tree.draft(r.lane, up, r.row_slot, level, masked=case.masked)
+        r.stream.synchronize()
+
+
+def _pairs(
+    state: np.ndarray, root: np.ndarray, drafts: int, there: object
+) -> tuple[np.ndarray, np.ndarray]:
+    """The last two tokens at every row of the slots' trees [slots, rows, 2], and its depth; what
+    is not there is as if it hung on the root."""
+    every = np.arange(len(root))
+    pairs, depth = np.zeros((len(root), drafts + 1, 2), int), np.zeros((len(root), drafts + 1), int)
+    pairs[:, 0] = root
+    for j in range(1, drafts + 1):
+        real = (np.asarray(there) >= j) & (state["drafts"][:, j - 1] >= 0)
+        parent = np.where(real, state["parent"][:, j - 1], 0)
+        pairs[:, j, 0] = pairs[every, parent, 1]
+        pairs[:, j, 1] = np.where(real, state["drafts"][:, j - 1], 0)
+        depth[:, j] = depth[every, parent] + 1
+    return pairs, depth
+
+
+def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -> None:
+    """The grammar's part of a level: which candidates are legal."""
+    fed = behind.shape[1]
+    ids = r.exchange.candidates[:, 3 : 3 + fed * TREE_CANDIDATES].reshape(r.slots, fed, -1)
+    legal = table.legal[behind[..., 0], behind[..., 1]]
+    known = (ids >= 0) & (np.cumsum(ids < 0, axis=-1) == 0) & (ids < V)
+    taken = np.take_along_axis(legal, np.where(known, ids, 0), axis=-1) & known
+    r.exchange.legal[:, :fed] = (taken << np.arange(TREE_CANDIDATES)).sum(axis=-1)
+    r.exchange.answer[:] = (r.replay, level, fed)
+
+
 def _join_all(r: TableRound, case: Case, first_seed: int) -> None:
     """Join every slot at once: the same request but for its seed."""
     f, state = case.filter, np.zeros(r.slots, SLOT)
     for name, value in {
         "n": FIRST, "last": START[1], "active": 1, "epoch": 3, "limit": FIRST + 1 + case.length,
+        "room": FIRST + 1 + case.length + case.draft_length,
         "temperature": f.temperature, "top_k": f.top_k, "top_p": f.top_p, "min_p": f.min_p,
         "verify": case.verify, "stops": len(case.stop_ids),
         "seed": np.arange(first_seed, first_seed + r.slots, dtype=np.uint64),

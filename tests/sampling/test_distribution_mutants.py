@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import reference_round as ref
 from engine_util import ROUND, UNEVEN, swap_text
-from table_model import COVERING, NUCLEUS, PLAIN, Case, wrong_twice
+from table_model import COVERING, NUCLEUS, PLAIN, TREE, Case, wrong_twice
 
-from graft.sampling import loading, sampler
+from graft.sampling import loading, sampler, tree
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Mutant:
     samples: int = 40_000
 
 
+FOREST = Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TREE)
 MUTANTS = [
     Mutant("one random number for draft and coin", "philox.cuh",
         (("#define PURPOSE_COIN 2u", "#define PURPOSE_COIN PURPOSE_DRAFT"),),
@@ -80,14 +81,30 @@ MUTANTS = [
     Mutant("bonus after a stop id", "verify.cu",
         (("while (j > 0 && reason == REASON_NONE);", "while (j > 0 && reason != REASON_LENGTH);"),),
         Case(2, NUCLEUS, masked=True, stop_ids=(3, 6))),
+    Mutant("what a node's children leave of its law as if it still summed up to 1", "traverse.cu",
+        (("if (sum > 0) nodes[u].whole = win;", ""),),
+        FOREST),
+    Mutant("siblings tested as if none had been drawn before them", "traverse.cu",
+        (("nodes[u].mass -= fixed_point(table[column]);\n        table[column] = 0.0f;", ""),),
+        FOREST),
+    Mutant("trees tested with random numbers by row alone", "philox.cuh",
+        (("static_cast<unsigned int>(noise.turn)", "0u"),),
+        FOREST),
+    Mutant("nodes that draw with one noise", "tree.cu",
+        (("draws ? slot.n + node + 1 : position", "slot.n + 1"),),
+        FOREST),
+    Mutant("a table as if all of it were legal", "traverse.cu",
+        (("const u32* mask = masked ?", "const u32* mask = masked && b < 0 ?"),),
+        replace(FOREST, masked=True, sharp=False)),
 ]  # fmt: skip
 
 
 #: Kernels that a mutated file changes; the others are taken as they are.
 USED_BY = {
-    "philox.cuh": {"verify", "draft", "block"}, "row.cuh": {"target"}, "verify.cu": {"verify"},
-    "left.cuh": {"verify", "block"}, "block.cu": {"block"}, "target.cu": {"target"},
-    "draft.cu": {"draft"},
+    "philox.cuh": {"verify", "draft", "block", "tree", "traverse"},
+    "row.cuh": {"target"}, "verify.cu": {"verify"},
+    "left.cuh": {"verify", "block", "traverse"}, "block.cu": {"block"}, "target.cu": {"target"},
+    "draft.cu": {"draft"}, "traverse.cu": {"traverse"}, "tree.cu": {"tree"},
 }  # fmt: skip
 
 
@@ -112,6 +129,7 @@ def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, mutant):
         return device.load(folder / f"{name}.cu", defines={"SAMPLE_BLOCK": str(block)})
 
     monkeypatch.setattr(sampler, "load", load)
+    monkeypatch.setattr(tree, "load", load)
     wrong, values = wrong_twice(device, stream, mutant.case, mutant.samples)
     assert wrong, f"the mutant passed: p-values {values}"
 

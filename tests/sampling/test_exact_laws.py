@@ -73,13 +73,13 @@ class World:
     masked: bool = True
     late: bool = False  # rows behind some tokens are not ready while verifying
 
-    @staticmethod
-    def random(seed: int, **more: object) -> World:
+    @classmethod
+    def random(cls, seed: int, **more: object) -> World:
         rng = np.random.default_rng(seed)
         legal = rng.random((V, V)) < 0.75
         legal[np.arange(V), (np.arange(V) + seed) % V] = True
         tables = (np.log(rng.dirichlet([0.5] * V, V)).astype(np.float32) for _ in range(2))
-        return World(*tables, legal, **more)
+        return cls(*tables, legal, **more)
 
     def row(self, slot: ref.Slot, j: int, token: int, verifying: bool = True) -> ref.MaskRow:
         late = verifying and self.late and j > 0 and (token + slot.n) % 2 == 0
@@ -176,3 +176,54 @@ def test_the_law_of_a_request_is_the_targets(monkeypatch, how, stop_ids):
         assert means[0] > means[1] - 1e-12
         gain += means[0] - means[1]
     assert (gain > 1e-3) == (how != "points")
+
+
+@dataclass
+class TreeWorld(World):
+    """Drafts of a given shape, siblings drawn one after the other and none twice."""
+
+    shape: tuple[tuple[int, ...], ...] = ()
+
+    def round(self, slot: ref.Slot) -> tuple[tuple[int, ...], int]:
+        row_of: dict[tuple[int, ...], int] = {(): 0}
+        for above, fed in ref.fed_as(self.shape, 3).items():
+            node = row_of.get(above)
+            if node is None or not ref.may_grow(slot, node):
+                continue
+            last, most = slot.tree.token[node], sum(path[:-1] == above for path in self.shape)
+            legal = self.legal[last] if self.masked else np.ones(V, bool)
+            law = ref.distribution(self.drafter[last], legal, slot.filter)
+            for rank, token in enumerate(ref.siblings(slot, fed, law, most)):
+                row_of[*above, rank] = len(slot.tree.token)
+                ref.keep(slot, token, ref.SIBLING + fed, law, node)
+        tree = slot.tree
+        rows = [self.row(slot, len(tree.path(j)), token) for j, token in enumerate(tree.token)]
+        outcome = ref.verify(slot, self.target[list(tree.token)], rows, V)
+        return outcome.tokens, outcome.accepted
+
+
+SHAPES = {
+    "star": ((0,), (1,), (2,)), "fork": ((0,), (0, 0), (0, 1)), "first": ((0,), (1,), (0, 0)),
+    "second": ((0,), (1,), (1, 0)), "chain": ((0,), (0, 0), (0, 0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
+@pytest.mark.parametrize("how", ["masked", "blind", "late"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_traversal_keeps_the_law_of_the_target(monkeypatch, shape, how, stop_ids):
+    """To 1e-12, over rounds, with p and q far apart; a tree that is a chain accepts what block
+    verification does."""
+    chance = Chance()
+    monkeypatch.setattr(ref, "coin", chance.coin)
+    monkeypatch.setattr(ref, "draw", chance.draw)
+    start = replace(START, verify=ref.TRAVERSAL, stop_ids=stop_ids)
+    for seed in range(2):
+        world = TreeWorld.random(seed, **WORLDS[how], shape=SHAPES[shape])
+        (found, mean), wanted = law_of_rounds(chance, world, start), law_of_target(world, start)
+        assert found.keys() == wanted.keys()
+        assert max(abs(found[t] - wanted[t]) for t in wanted) < 1e-12
+        if shape == "chain":
+            chain = World.random(seed, **WORLDS[how])
+            _, block = law_of_rounds(chance, chain, replace(start, verify=ref.REJECTION))
+            assert abs(mean - block) < 1e-12

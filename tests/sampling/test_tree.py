@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
 V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
 FED = BRANCH * (LEVELS - 1)
 RANKS = [(0,), (2,), (0, 0), (0, 1), (2, 1), (0, 1, 0), (0, 1, 0, 2)]
+DRAWN = [(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0), (1, 1, 0, 0)]
 
 
 def noise_of(*key: object) -> np.random.Generator:
@@ -70,8 +72,9 @@ class Forest:
         self.number = int(rng.integers(1 << 30))
         self.free = [i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         self.slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
-        for s in self.slots:
-            s.verify, s.limit = ref.COUPLED, s.limit + 3
+        for i, s in enumerate(self.slots):
+            draws = r.sampler.tables > 0 and i % 3 > 0
+            s.verify, s.limit = ref.TRAVERSAL if draws else ref.COUPLED, s.limit + 3
         rows = [[ref.MaskRow(ref.FREE, s.epoch, s.n, more=f)]
                 for s, f in zip(self.slots, self.free, strict=True)]
         before, self.order = [s.n for s in self.slots], rng.permutation(SLOTS)
@@ -116,12 +119,16 @@ class Forest:
         """Gives a slot its tree; how many were fed by level, and whether rounding had no say."""
         s, number = self.slots[i], self.number + i
 
-        def children_of(path: tuple[int, ...]) -> list[tuple[float, int]]:
+        draws = s.verify == ref.TRAVERSAL and not s.filter.greedy
+        fed, tables = ref.fed_as(self.ranks, BRANCH) if draws else {}, {}
+
+        def children_of(path: tuple[int, ...], above: Any = None) -> list[tuple[float, int]]:
             asks = self.probed and not self.free[i]
+            tables[path] = fed.get(above)
             return ref.children(
                 s, s.n + len(path) + 1, logits_of(number, path, len(self.ids)), self.ids, limit,
                 partial(is_legal, number, path) if asks else None,
-                TREE_CANDIDATES if self.probed else BRANCH, BRANCH,
+                TREE_CANDIDATES if self.probed else BRANCH, BRANCH, fed.get(above),
             )  # fmt: skip
 
         if self.ranks:
@@ -130,21 +137,30 @@ class Forest:
             levels = min(LEVELS, nodes)
             s.tree, feeds, gap = ref.grow(s, BRANCH, levels, nodes, s.limit, children_of)
         s.kinds, s.q = (ref.POINT,) * len(s.drafts), (None,) * len(s.drafts)
+        if draws:
+            parents = [s.tree.path(j) for j in s.tree.parent[1:]]
+            s.kinds = tuple(ref.SIBLING + tables[path] for path in parents)
+            for path in set(parents):
+                x = logits_of(number, path, len(self.ids)) / np.float32(s.filter.temperature)
+                x[self.ids >= limit] = -np.inf
+                table = self.r.sampler.q[i].to_host()[tables[path]]
+                np.testing.assert_allclose(table, np.exp(x - x.max()), rtol=1e-5, atol=1e-30)
         return feeds, gap > 1e-5
 
 
-@pytest.mark.parametrize("pruned, ranks", [(False, []), (True, []), (True, RANKS)],
-                         ids=["whole", "pruned", "given"])  # fmt: skip
+@pytest.mark.parametrize("pruned, ranks", [(False, []), (True, []), (True, RANKS), (True, DRAWN)],
+                         ids=["whole", "pruned", "given", "drawn"])  # fmt: skip
 @pytest.mark.parametrize("probed", [True, False], ids=["probed", "blind"])
 def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ranks):
     """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; the
-    likeliest, also where fewer are wanted, or those whose ranks are given."""
+    likeliest, also where fewer are wanted, or those whose ranks are given; for traversal requests
+    those that are drawn, from tables that are kept."""
     rng = np.random.default_rng(5)
     d2t = np.sort(rng.choice(V, 40, replace=False)).astype(np.int32) if pruned else None
     ids, limit = np.arange(V) if d2t is None else d2t, V - 2
     r = make_round(slots=SLOTS, draft_length=DRAFTS, vocab=V, token_limit=limit, d2t=d2t,
                    block=block, candidates=TREE_CANDIDATES if probed else 0, branch=BRANCH,
-                   fed=FED)  # fmt: skip
+                   fed=FED, tables=1 + FED if ranks == DRAWN else 0)  # fmt: skip
     paths = TreePlan.of(ranks).paths if ranks else ()
     whole, seen = TreeSampler(r.sampler, BRANCH, LEVELS, paths), Counter()
     for nodes in (DRAFTS if ranks else 2, *(DRAFTS,) * (3 if block == 1 else 2)):

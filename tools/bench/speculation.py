@@ -354,7 +354,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                         metavar="BRANCHxLEVELS", help="with each of the lengths")
     parser.add_argument("--legality", nargs="+", choices=(*LEGALITIES, "blind"),
                         default=["fill", "blind"])
-    parser.add_argument("--verify", nargs="+", choices=VERIFY_MODES, default=["rejection"])
+    parser.add_argument("--verify", nargs="+", choices=VERIFY_MODES[:-1], default=["rejection"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8],
                         help="requests at a time")
