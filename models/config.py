@@ -190,9 +190,9 @@ class DFlashConfig(LlamaConfig):
     mask_token_id : of the target's vocabulary, the embedding of a mask.
     first_row : that predicts a draft: 1, or 0 for DSpark.
     markov_rank : of what DSpark adds to logits by the draft before; 0: nothing.
+    sliding_window : positions that a row sees, its own and those on either side; None: all.
     input_embedding_scale, output_multiplier : of the block's embeddings, and of logits.
     final_logit_softcapping : c of logits c * tanh(l / c); 0: none.
-    sliding_window : positions that a row sees, its own and those on either side; None: all.
     conv_kernel_size, conv_group_size : of DFlash2's convolutions, rows and columns; 0: none.
     selector_rank, selector_top_k : of DFlash2's selector, and the ids it selects from; 0: none.
     """
@@ -203,10 +203,10 @@ class DFlashConfig(LlamaConfig):
     mask_token_id: int
     first_row: int
     markov_rank: int
-    input_embedding_scale: float
-    output_multiplier: float
-    final_logit_softcapping: float
     sliding_window: int | None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
     conv_kernel_size: int = 0
     conv_group_size: int = 0
     selector_rank: int = 0
@@ -227,8 +227,8 @@ class DFlashConfig(LlamaConfig):
         own, windows = fields, False
         if made == spark:
             fields.refuse("markov_head_type", "vanilla")
-            for name in numbers:
-                fields.refuse(name, False)
+            while numbers:
+                fields.refuse(numbers.popitem()[0], False)
         else:
             section = fields.section("dflash_config")
             if section is None:
@@ -248,21 +248,21 @@ class DFlashConfig(LlamaConfig):
                 f"{own.where}: target_layer_ids {list(ids)}: ascending ids below the last of "
                 f"{layers} layers are needed"
             )
-        sized = {name: own.integer(name, low=1, high=high) for name, high in sizes.items()}
-        if sized and decoder["hidden_size"] % sized["conv_group_size"]:
+        decoder |= {name: own.integer(name, low=1, high=high) for name, high in sizes.items()}
+        if sizes and decoder["hidden_size"] % decoder["conv_group_size"]:
             raise ConfigError(
                 f"{own.where}: hidden_size {decoder['hidden_size']} is not a multiple of "
-                f"conv_group_size {sized['conv_group_size']}"
+                f"conv_group_size {decoder['conv_group_size']}"
             )
+        decoder |= {name: own.number(name, default=usual) for name, usual in numbers.items()}
         return DFlashConfig(
-            **decoder, **sized, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
+            **decoder, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
             block_size=own.integer("block_size", low=2, high=1 << 10),
             mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
             first_row=int(made != spark),
             markov_rank=fields.integer("markov_rank", low=0, high=MAX_WIDTH, default=0),
             sliding_window=fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
             if windows else None,
-            **{name: own.number(name, default=usual) for name, usual in numbers.items()},
         )  # fmt: skip
 
 

@@ -410,12 +410,13 @@ class Layers:
         self, lane: Lane, x: DeviceArray, base: DeviceArray, dynamic: DeviceArray, which: int,
         apart: int, out: DeviceArray, residual: DeviceArray | None = None,
     ) -> None:  # fmt: skip
-        """Causal convolution over rows `apart` from each other: out, x, `residual` float32[R, width].
+        """out = x convolved over rows that stand `apart`, and `residual`: all float32[R, width].
 
         Parameters
         ----------
-        base, dynamic : float32[2, size, width], and [R, 2 * size * groups] of each row and group of
-            neighbouring columns: their sum is the kernel, the first or the second by `which`.
+        base, dynamic : float32[2, size, width], and [R, 2 * size * groups], of each row and group
+            of neighbouring columns: their sum is the kernel, the first or the second by `which`. It
+            reaches back over rows, the row itself first.
         """
         (rows, width), size = x.shape, base.shape[1]
         groups = dynamic.shape[1] // (2 * size)

@@ -1,14 +1,14 @@
 """What DFlash2 adds to DFlash: convolutions over the rows of a block, and a selector.
 
-Its layers convolve what attention and MLP read and what they make, each row with those before it in
-the block, by kernels that are a sum of one of each channel and one that the row makes for a group
-of channels. The context goes through none.
+A layer convolves what its attention and its MLP read and what they make: each row with those before
+it in the block, by a kernel that is the sum of one of each column and of one that the row makes for
+a group of columns. The context goes through none.
 
-The selector makes the levels depend on one another: u being the logits of a row and h its output,
-its k best ids x get the score u(x) + sum over r of predecessor[token before]_r (W h)_r
-successor[x]_r. Drafts are drawn from the softmax of these, by left and right order. Ids that are
-not among the k stay in play, far below them: where a grammar takes all k, the best legal one is
-drafted, which the published selector cannot.
+The selector makes a level depend on the one before. With u the logits of a row and h its output,
+its k best ids x get the scores u(x) + sum over r of predecessor[token before]_r (W h)_r
+successor[x]_r, and drafts are drawn of these by softmax, left to right. All other ids keep their
+order, so far below that chance does not find them; where a grammar takes all k, the best of the
+others is drafted, for which the published selector has no score.
 """
 
 from __future__ import annotations
@@ -27,21 +27,16 @@ __all__ = ["Convolutions", "Selector"]
 
 
 class Convolutions:
-    """Of all layers, before and behind attention and MLP; for blocks of `rows` rows in all.
-
-    Tensors of a layer: ``attention_conv.*`` and ``mlp_conv.*``, of each ``base_kernel`` and
-    ``kernel_projection.weight``.
-    """
+    """Of all layers, before and behind attention and MLP; for `rows` rows of all blocks."""
 
     def __init__(
         self, weights: Weights, config: DFlashConfig, layers: Layers, rows: int
     ) -> None:
         size, hidden = config.conv_kernel_size, config.hidden_size
         columns = 2 * size * (hidden // config.conv_group_size)
-        self._layers, names = layers, ("attention_conv", "mlp_conv")
-        self._sites = [[(weights.vector(f"layers.{i}.{name}.base_kernel", 2, size, hidden),
-                         weights.matrix(f"layers.{i}.{name}.kernel_projection.weight", columns,
-                                        hidden)) for name in names]
+        self._sites = [[(weights.vector(f"layers.{i}.{name}_conv.base_kernel", 2, size, hidden),
+                         weights.matrix(f"layers.{i}.{name}_conv.kernel_projection.weight",
+                                        columns, hidden)) for name in ("attention", "mlp")]
                        for i in range(config.num_hidden_layers)]  # fmt: skip
         self._dynamic = layers.device.empty((rows, columns), "float32")
         self._convolved = layers.device.empty((rows, hidden), "float32")
