@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graft.cudagraph.cstruct import read_numbers
 from graft.models.errors import ConfigError
 from graft.models.fields import Fields
 from graft.models.rope import Rope
+from graft.sampling.loading import KERNELS
 
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22
@@ -21,6 +23,7 @@ MAX_LAYERS = 1 << 10
 MAX_POSITIONS = 1 << 24
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 256
+MAX_SELECTED = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 FLOATS = ("float32", "float16", "bfloat16")
 #: Target architectures with their model_type.
 TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
@@ -175,7 +178,8 @@ class Eagle3Config(LlamaConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LlamaConfig):
-    """Shape of a block drafter, DFlash or DSpark; sizes and rotary embedding are its own layers'.
+    """Shape of a block drafter: DFlash, DFlash2 or DSpark; sizes and rotary embedding are its own
+    layers'.
 
     Attributes
     ----------
@@ -186,6 +190,11 @@ class DFlashConfig(LlamaConfig):
     mask_token_id : of the target's vocabulary, the embedding of a mask.
     first_row : that predicts a draft: 1, or 0 for DSpark.
     markov_rank : of what DSpark adds to logits by the draft before; 0: nothing.
+    sliding_window : positions that a row sees, its own and those on either side; None: all.
+    input_embedding_scale, output_multiplier : of the block's embeddings, and of logits.
+    final_logit_softcapping : c of logits c * tanh(l / c); 0: none.
+    conv_kernel_size, conv_group_size : of DFlash2's convolutions, rows and columns; 0: none.
+    selector_rank, selector_top_k : of DFlash2's selector, and the ids it selects from; 0: none.
     """
 
     num_target_layers: int
@@ -194,25 +203,44 @@ class DFlashConfig(LlamaConfig):
     mask_token_id: int
     first_row: int
     markov_rank: int
+    sliding_window: int | None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
 
     @staticmethod
     def from_dir(path: str | Path) -> DFlashConfig:
         """Read ``config.json`` of a drafter's folder. Raises ConfigError."""
         fields = Fields.from_file(Path(path) / "config.json")
-        _architecture(fields, dict.fromkeys(("DFlashDraftModel", "Qwen3DSparkModel"), "qwen3"))
-        decoder, own = _decoder(fields, "qwen3"), fields.section("dflash_config")
-        spark = fields.get("architectures") == ["Qwen3DSparkModel"]
-        if spark:
-            own = fields
+        spark, second = "Qwen3DSparkModel", "DFlash2DraftModel"
+        _architecture(fields, dict.fromkeys(("DFlashDraftModel", second, spark), "qwen3"))
+        made = (fields.get("architectures") or [None])[0]
+        numbers = {"input_embedding_scale": 1.0, "output_multiplier": 1.0,
+                   "final_logit_softcapping": 0.0}  # fmt: skip
+        known = {"block_size", "mask_token_id", "target_layer_ids", *numbers}
+        sizes = {"conv_kernel_size": 64, "conv_group_size": MAX_WIDTH, "selector_rank": MAX_WIDTH,
+                 "selector_top_k": MAX_SELECTED} if made == second else {}  # fmt: skip
+        own, windows = fields, False
+        if made == spark:
             fields.refuse("markov_head_type", "vanilla")
-        elif own is None:
-            raise ConfigError(f"{fields.where}: dflash_config is missing")
+            while numbers:
+                fields.refuse(numbers.popitem()[0], False)
         else:
-            for name in own.data.keys() - {"block_size", "mask_token_id", "target_layer_ids"}:
-                own.refuse(name)
-        for name in ("is_causal", "output_multiplier", "final_logit_softcapping",
-                     "input_embedding_scale"):  # fmt: skip
-            fields.refuse(name, False)
+            section = fields.section("dflash_config")
+            if section is None:
+                raise ConfigError(f"{fields.where}: dflash_config is missing")
+            for name in section.data.keys() - known - sizes.keys():
+                section.refuse(name)
+            own = Fields({**fields.data, **section.data}, section.where)
+            windows = fields.boolean("use_sliding_window", default=False)
+        if windows:
+            fields.boolean("is_causal")  # where it is silent layers with windows are causal
+        fields.refuse("is_causal", False)
+        decoder = _decoder(fields, "qwen3", windows)
         layers = fields.integer("num_target_layers", low=2, high=MAX_LAYERS)
         ids = own.integers("target_layer_ids") or ()
         if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < layers - 1:
@@ -220,13 +248,21 @@ class DFlashConfig(LlamaConfig):
                 f"{own.where}: target_layer_ids {list(ids)}: ascending ids below the last of "
                 f"{layers} layers are needed"
             )
-        sized = own if own.get("block_size") is not None else fields
+        decoder |= {name: own.integer(name, low=1, high=high) for name, high in sizes.items()}
+        if sizes and decoder["hidden_size"] % decoder["conv_group_size"]:
+            raise ConfigError(
+                f"{own.where}: hidden_size {decoder['hidden_size']} is not a multiple of "
+                f"conv_group_size {decoder['conv_group_size']}"
+            )
+        decoder |= {name: own.number(name, default=usual) for name, usual in numbers.items()}
         return DFlashConfig(
             **decoder, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
-            block_size=sized.integer("block_size", low=2, high=1 << 10),
+            block_size=own.integer("block_size", low=2, high=1 << 10),
             mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
-            first_row=int(not spark),
+            first_row=int(made != spark),
             markov_rank=fields.integer("markov_rank", low=0, high=MAX_WIDTH, default=0),
+            sliding_window=fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
+            if windows else None,
         )  # fmt: skip
 
 
@@ -246,18 +282,24 @@ def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
     return known[names[0]]
 
 
-def _decoder(fields: Fields, kind: str = "llama") -> dict[str, Any]:
-    """The fields every Llama-shaped decoder shares: the arguments of `LlamaConfig`."""
+def _decoder(fields: Fields, kind: str = "llama", windows: bool = False) -> dict[str, Any]:
+    """The fields every Llama-shaped decoder shares: the arguments of `LlamaConfig`; with `windows`
+    its caller has read what slides."""
     fields.refuse("model_type", kind)
     fields.refuse("hidden_act", "silu")
-    for switch in ("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window"):
+    for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
         fields.refuse(switch, False)
     fields.refuse("pretraining_tp", 1)
     fields.refuse("quantization_config")
-    fields.refuse("sliding_window")
     fields.refuse("partial_rotary_factor", 1, 1.0)
+    known = ["full_attention"]
+    if windows:
+        known.append("sliding_attention")
+    else:
+        fields.refuse("use_sliding_window", False)
+        fields.refuse("sliding_window")
     kinds = fields.get("layer_types", [])
-    if not isinstance(kinds, list) or any(k != "full_attention" for k in kinds):
+    if not isinstance(kinds, list) or any(k not in known for k in kinds):
         raise ConfigError(f"{fields.where}: layer_types = {kinds!r} is not implemented")
     hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)

@@ -398,6 +398,37 @@ class Layers:
         kernel = self._kernel("elements", "gather_rows", WEIGHT=_storage(x), CHUNK=self._chunk)
         lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)
 
+    def scale(self, lane: Lane, x: DeviceArray, factor: float, cap: float = 0.0) -> None:
+        """x = factor * x in place, float32[R, width]; with a `cap` cap * tanh(that / cap)."""
+        rows, width = x.shape
+        expect("scale: x", x, "float32", R=rows, width=width)
+        grid, block = self._elements(rows, width, self._chunk)
+        kernel = self._kernel("elements", "scale_rows", WEIGHT="float", CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, rows, width, factor, cap), name="scale")
+
+    def convolve(
+        self, lane: Lane, x: DeviceArray, base: DeviceArray, dynamic: DeviceArray, which: int,
+        apart: int, out: DeviceArray, residual: DeviceArray | None = None,
+    ) -> None:  # fmt: skip
+        """out = x convolved over rows that stand `apart`, and `residual`: all float32[R, width].
+
+        Parameters
+        ----------
+        base, dynamic : float32[2, size, width], and [R, 2 * size * groups], of each row and group
+            of neighbouring columns: their sum is the kernel, the first or the second by `which`. It
+            reaches back over rows, the row itself first.
+        """
+        (rows, width), size = x.shape, base.shape[1]
+        groups = dynamic.shape[1] // (2 * size)
+        expect("convolve: base", base, "float32", two=2, size=size, width=width)
+        expect("convolve: dynamic", dynamic, "float32", R=rows, columns=2 * size * groups)
+        for array in (x, out, *([] if residual is None else [residual])):
+            expect("convolve: rows", array, "float32", R=rows, width=width)
+        grid, block = self._elements(rows, width, self._chunk)
+        kernel = self._kernel("elements", "convolve_rows", WEIGHT="float", CHUNK=self._chunk)
+        args = (x, base, dynamic, residual, out, rows, width, size, groups, which, apart)
+        lane.kernel(kernel, grid, block, args, name="convolution")
+
     def eagle_input(
         self,
         lane: Lane,

@@ -117,25 +117,44 @@ def run_layer(
 
     Rows attend to positions up to their own, or to those of `attending`.
     """
+    stream = scratch.stream[: rows.count]
+    normed = scratch.read_by(weights.gate_up, layers, "normed")[: rows.count]
+    attend(lane, layers, config, weights, scratch, kv, index, turn, rows, x, stream, stream,
+           attending)  # fmt: skip
+    layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
+    feed_forward(lane, layers, weights, scratch, normed, stream, stream, tap)
+
+
+def attend(
+    lane: Lane, layers: Layers, config: LlamaConfig, weights: DecoderLayer, scratch: Scratch,
+    kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray, out: DeviceArray,
+    residual: DeviceArray | None = None, attending: Rows | None = None,
+) -> None:  # fmt: skip
+    """The attention of `run_layer` alone: `out` is what it makes of `x`, and `residual`."""
     n, heads = rows.count, config.num_attention_heads
-    stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
-    normed = scratch.read_by(weights.gate_up, layers, "normed")[:n]
-    gated = scratch.read_by(weights.down, layers, "gated")[:n]
-    gate_up = scratch.gate_up[:n]
+    qkv, mixed = scratch.qkv[:n], scratch.mixed[:n]
     layers.linear(lane, x, weights.qkv, qkv, name="qkv")
     if weights.head_norms is not None:
         layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
     layers.rope_and_store(lane, qkv, turn, rows, kv, index, heads)
     layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
-    layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")
-    layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
-    up = weights.gate_up
+    layers.linear(lane, mixed, weights.out, out, residual=residual, name="attention out")
+
+
+def feed_forward(
+    lane: Lane, layers: Layers, weights: DecoderLayer, scratch: Scratch, x: DeviceArray,
+    out: DeviceArray, residual: DeviceArray | None = None,
+    tap: tuple[DeviceArray, int] | None = None,
+) -> None:  # fmt: skip
+    """The MLP alone: `out` is what it makes of `x`, and `residual`."""
+    up, gate_up = weights.gate_up, scratch.gate_up[: x.shape[0]]
+    gated = scratch.read_by(weights.down, layers, "gated")[: x.shape[0]]
     if layers.gates(up.dtype, *up.shape):
-        layers.linear(lane, normed, up, gated, gated=True, name="gate, up")
+        layers.linear(lane, x, up, gated, gated=True, name="gate, up")
     else:
-        layers.linear(lane, normed, up, gate_up, name="gate, up")
+        layers.linear(lane, x, up, gate_up, name="gate, up")
         layers.silu_mul(lane, gate_up, gated)
-    layers.linear(lane, gated, weights.down, stream, residual=stream, tap=tap, name="down")
+    layers.linear(lane, gated, weights.down, out, residual=residual, tap=tap, name="down")
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:

@@ -54,9 +54,9 @@ class Weights:
             return self.device.from_host(np.stack(eights, 1).reshape(-1, columns), first)
         return self.device.from_host(np.concatenate(matrices), first)
 
-    def vector(self, name: str, size: int) -> DeviceArray:
-        """[size] as float32."""
-        array, dtype = self.read(name, (size,))
+    def vector(self, name: str, *shape: int) -> DeviceArray:
+        """As float32."""
+        array, dtype = self.read(name, shape)
         return self.device.from_host(to_float32(np.ascontiguousarray(array), dtype))
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:

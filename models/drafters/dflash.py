@@ -1,5 +1,5 @@
-"""Block drafters: one pass gives the logits of all drafts. DFlash (arXiv 2602.06036), and DSpark
-(arXiv 2607.05147), which adds to a row's logits what the draft before it makes likely.
+"""Block drafters: one pass gives the logits of all drafts. DFlash (arXiv 2602.06036), DFlash2, and
+DSpark (arXiv 2607.05147), which adds to a row's logits what the draft before it makes likely.
 
 What they know of a committed position is c = norm(fc [outputs of some layers of the target]), which
 becomes keys and values of each layer by the very projections that make those of the block: the last
@@ -9,6 +9,7 @@ DFlash predicts the token at its own position, the first one none; one of DSpark
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import DFlashConfig
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
-from graft.models.errors import DrafterError
+from graft.models.drafters.dflash2 import Convolutions, Selector
+from graft.models.errors import ConfigError, DrafterError
 from graft.models.feed import Feed
 from graft.models.llama import DecoderLayer, Scratch, run_layer
 from graft.models.rows import Rows
@@ -36,13 +38,14 @@ class DFlash(Drafter):
     Parameters
     ----------
     folder : config.json and tensors as published: ``fc``, ``hidden_norm``, ``layers.{i}.*`` and
-        ``norm``; ``embed_tokens`` and ``lm_head``, else the target's; and for DSpark
-        ``markov_head.*``. A confidence head is not used.
+        ``norm``; ``embed_tokens`` and ``lm_head``, else the target's; for DSpark
+        ``markov_head.*``; for DFlash2 ``candidate_selector.*``, and of layers ``attention_conv.*``
+        and ``mlp_conv.*``. A confidence head is not used.
 
     Raises
     ------
     CheckpointError, ConfigError
-        Also when it was made for another target.
+        Also when it was made for another target, or sees fewer positions than requests may have.
     """
 
     lookahead = 1
@@ -52,6 +55,11 @@ class DFlash(Drafter):
         hidden, vocab, self.taps = config.hidden_size, config.vocab_size, config.target_layer_ids
         check_target(target, vocab_size=vocab, hidden_size=hidden,
                      num_hidden_layers=config.num_target_layers)  # fmt: skip
+        if config.sliding_window is not None and config.sliding_window < room.length:
+            raise ConfigError(
+                f"{folder}: sliding_window = {config.sliding_window} is implemented for requests "
+                f"of so many positions, and max_length is {room.length}"
+            )
         self._config, self._layers, rank = config, target.layers, config.markov_rank
         deepest = config.block_size - config.first_row
         tree = room.tree and room.tree._replace(levels=min(room.tree.levels, deepest))
@@ -69,7 +77,11 @@ class DFlash(Drafter):
         self._norm = weights.vector("norm.weight", hidden)
         self._markov = [weights.matrix(f"markov_head.markov_{name}.weight", vocab, rank)
                         for name in ("w1", "w2")] if rank else []  # fmt: skip
-        self.at_once = not rank
+        levels, second = room.slots * len(self.shape.levels), config.selector_rank > 0
+        self._convolutions = Convolutions(weights, config, self._layers, rows) if second else None
+        self._selector = (Selector(weights, config, self._layers, levels, nodes)
+                          if second else None)  # fmt: skip
+        self.at_once = not (rank or second)
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads, dim = config.num_key_value_heads, config.head_dim
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
@@ -101,19 +113,27 @@ class DFlash(Drafter):
         lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
         stream, normed = scratch.stream[:n], scratch.normed[:n]
         layers.gather(lane, self._embedding, token, stream, name="embed")
+        if config.input_embedding_scale != 1:
+            layers.scale(lane, stream, config.input_embedding_scale)
         rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
+        run = partial(self._convolutions.run_layer, batch) if self._convolutions else run_layer
         for i, weights in enumerate(self._decoder):
             layers.norm(lane, stream, weights.input_norm, eps, normed)
-            run_layer(lane, layers, config, weights, scratch, self._kv, i, self._turn, rows,
-                      normed, attending=attending)  # fmt: skip
+            run(lane, layers, config, weights, scratch, self._kv, i, self._turn, rows, normed,
+                attending=attending)  # fmt: skip
         layers.norm(lane, stream, self._norm, eps, normed)
         # The target's logits, of more rows, have been read: here is their place.
         logits = feed.scratch.logits[: n - first]
         layers.linear(lane, normed[first:], self._head, logits, name="draft head")
+        factor, cap = config.output_multiplier, config.final_logit_softcapping
+        if factor != 1 or cap:
+            layers.scale(lane, logits, factor, cap)
+        if self._selector:
+            self._selector.choose(lane, normed[first:], logits)
         return self._level(lane, feed, 0, token[:batch])
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        before = feed.drafts(lane, level).token if self._markov else None
+        before = None if self.at_once else feed.drafts(lane, level).token
         return self._level(lane, feed, level, before)
 
     def all_levels(self, feed: Feed) -> DeviceArray:
@@ -131,6 +151,8 @@ class DFlash(Drafter):
             picked = self._before[: logits.shape[0]]
             self._layers.gather(lane, w1, before, picked, name="draft before")
             self._layers.linear(lane, picked, w2, logits, residual=logits, name="markov head")
+        if self._selector and before is not None:
+            self._selector.score(lane, logits, level, feed.batch, before)
         return logits
 
     def _absorb(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:

@@ -47,3 +47,39 @@ extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, in
   OUT* to = out + static_cast<long long>(part.row) * width;
   for (int i = part.begin; i < part.end; ++i) from_float(gated(gate[i], up[i]), to + i);
 }
+
+// x = factor * x, softly capped: cap * tanh(x / cap); 0: not capped.
+extern "C" __global__ void scale_rows(float* x, int rows, int width, float factor, float cap) {
+  wait_for_kernel_before();
+  const Part part = part_of_thread(width);
+  if (part.row >= rows) return;
+  float* of = x + static_cast<long long>(part.row) * width;
+  for (int i = part.begin; i < part.end; ++i) {
+    const float scaled = factor * of[i];
+    const float t = cap > 0.0f ? exp_exact(-2.0f * fabsf(scaled / cap)) : 0.0f;
+    const float capped = cap * ((1.0f - t) / (1.0f + t));
+    of[i] = !(cap > 0.0f) ? scaled : scaled < 0.0f ? -capped : capped;
+  }
+}
+
+// out[r] = sum over o of (base[o] + dynamic[r][o] of the element's group) * x[r - o * apart], and
+// `residual` unless null: a causal convolution over rows that stand so far apart, each of which has
+// a kernel of its own. `base` [2, size, width] and `dynamic` [rows, 2, size, groups] hold two.
+extern "C" __global__ void convolve_rows(const float* x, const float* base, const float* dynamic,
+                                         const float* residual, float* out, int rows, int width,
+                                         int size, int groups, int which, int apart) {
+  wait_for_kernel_before();
+  const Part part = part_of_thread(width);
+  if (part.row >= rows) return;
+  const long long at = static_cast<long long>(part.row) * width;
+  for (int i = part.begin; i < part.end; ++i) {
+    float sum = residual == nullptr ? 0.0f : residual[at + i];
+    for (int o = 0; o < size && o * apart <= part.row; ++o) {
+      const long long of_row = (static_cast<long long>(part.row) * 2 + which) * size + o;
+      const float weight = base[static_cast<long long>(which * size + o) * width + i] +
+                           dynamic[of_row * groups + i / (width / groups)];
+      sum = fmaf(weight, x[at - static_cast<long long>(o) * apart * width + i], sum);
+    }
+    out[at + i] = sum;
+  }
+}

@@ -33,7 +33,7 @@ class Rounds:
 
         room = SimpleNamespace(device=device, target=target, drafts=drafts, slots=SLOTS,
                                tree=tree and TreePlan(*tree), max_rows=64, cache=cache,
-                               tokenizer=None)  # fmt: skip
+                               length=LENGTH, tokenizer=None)  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.drafter = drafter = make_drafter(folder, room)
         self.width, vocab = drafter.shape.nodes + 1, target.vocab_size
@@ -54,7 +54,7 @@ class Rounds:
         self.state = SlotState(device, SLOTS, vocab)
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"], self.slots["limit"] = 1, LENGTH
-        self.slots["draft_len"], self.slots["drafts"][:, :24] = 24, self.drafts
+        self.slots["draft_len"] = 24
         for slot in range(SLOTS):
             for j in range(24):  # in a tree, on some node of the level before
                 level, branch = j // self.branch, self.branch
@@ -93,6 +93,7 @@ class Rounds:
             features[b, :count] = self.features[slot, at]
             self.n[slot] += count
             self.slots["last"][slot] = self.tokens[slot, self.n[slot]]
+        self.slots["drafts"][:, :24] = self.drafts
         self.state.copy_from(self.slots)
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
         self.scratch.features[: features[..., 0].size].copy_from(

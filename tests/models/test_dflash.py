@@ -13,7 +13,8 @@ from graft.models.checkpoint import Checkpoint
 from graft.models.drafters import DFlash
 from graft.models.errors import CheckpointError, ConfigError
 
-FOLDER, TARGET = nets.FIXTURES / "dflash", nets.FIXTURES / "eight_layers_bfloat16"
+FOLDER, SECOND = nets.FIXTURES / "dflash", nets.FIXTURES / "dflash2"
+TARGET = nets.FIXTURES / "eight_layers_bfloat16"
 
 
 def read(folder):
@@ -90,10 +91,47 @@ def test_a_dspark_row_also_reads_the_draft_before_it(device, stream, tmp_path, r
         assert seen == 2 * (1 + (levels - 1) * rounds.branch)
 
 
+@pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("form", nets.FORMS)
+def test_a_selector_chooses_as_the_published_code_does(device, stream, form, tree):
+    """Behind any token, the ids that a row of DFlash2 selects from have the published law, all
+    others stand far below in the order of their logits, and greedy drafts are the published ones.
+    """
+    expected = np.load(SECOND / "expected.npz")
+    target = nets.load_llama(device, TARGET, form=form, dtype="float32")
+    rounds = Rounds(device, stream, target, SECOND, 4, expected["tokens"], tree)
+    for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
+        rounds.prompt(slot, chunks)
+    for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1])]:
+        for slot, count in zip(batch, counts, strict=True):
+            if slot >= 0 and tree is None:  # levels behind the first see the published drafts
+                published = expected[f"drafts_{rounds.n[slot] + count}"]
+                rounds.drafts[slot, : len(published)] = published
+        for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
+            n, level = rounds.n[slot], len(down)
+            if level >= len(expected[f"drafts_{n}"]):
+                continue  # behind the limit
+            before = [expected["tokens"][n], *down][-1]
+            ids, law = expected[f"ids_{n}"][level], expected[f"law_{n}"][level, before]
+            others = np.setdiff1d(np.arange(64), ids)
+            assert logits[others].max() < logits[ids].min() - 39.9
+            weights = np.log(law / law.max())
+            np.testing.assert_allclose(logits[ids] - logits[ids].max(), weights, atol=1e-4)
+            unary = expected[f"logits_{n}"][1 + level][others]
+            np.testing.assert_allclose(logits[others], unary, atol=1e-4)
+            if tree is None:
+                assert logits.argmax() == expected[f"drafts_{n}"][level]
+
+
 def of_dflash(**changes):
     """Changes of a config's dflash_config."""
     own = {"block_size": 5, "mask_token_id": 63, "target_layer_ids": [1, 3, 6], **changes}
     return {"dflash_config": {name: value for name, value in own.items() if value is not None}}
+
+
+def of_dflash2(**changes):
+    sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
+    return of_dflash(**(sizes | changes))
 
 
 @pytest.mark.parametrize(
@@ -101,28 +139,58 @@ def of_dflash(**changes):
     [(lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
      (lambda t: t.pop("layers.1.self_attn.q_norm.weight"), {}, CheckpointError, "1.*q_norm"),
      (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
-     (None, {"architectures": ["DFlash2DraftModel"]}, ConfigError, "DFlash2DraftModel"),
+     (None, {"architectures": ["DFlash2DraftModel"]}, ConfigError, "conv_kernel_size is missing"),
      (None, {"dflash_config": None}, ConfigError, "dflash_config is missing"),
      (None, {"is_causal": True}, ConfigError, "is_causal = True"),
-     (None, {"final_logit_softcapping": 20.0}, ConfigError, "final_logit_softcapping"),
      (None, {"layer_types": ["sliding_attention"] * 2}, ConfigError, "layer_types"),
+     (None, {"use_sliding_window": True, "sliding_window": 64}, ConfigError, "is_causal is miss"),
      (None, {"vocab_size": 65}, ConfigError, "of vocab_size 65; .* is 64"),
      (None, {"num_target_layers": 9}, ConfigError, "of num_hidden_layers 9; .* is 8"),
      (None, {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"}, ConfigError,
       "markov_head_type = 'rnn'"),
+     (None, {"architectures": ["Qwen3DSparkModel"], "final_logit_softcapping": 20.0}, ConfigError,
+      "final_logit_softcapping"),
      (None, of_dflash(mask_token_id=64), ConfigError, "mask_token_id is 64"),
      (None, of_dflash(mask_token_id=None), ConfigError, "mask_token_id is missing"),
      (None, of_dflash(block_size=1), ConfigError, "block_size is 1"),
      (None, of_dflash(projector_type="domino"), ConfigError, "projector_type = 'domino'"),
+     (None, of_dflash(selector_rank=6), ConfigError, "selector_rank = 6"),
+     (None, of_dflash(output_multiplier="x"), ConfigError, "output_multiplier is 'x'"),
      *((None, of_dflash(target_layer_ids=ids), ConfigError, "target_layer_ids")
        for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7]))],
 )  # fmt: skip
 def test_unfit_drafters_are_refused(device, stream, tmp_path, change, fields, error, words):
     """Missing and leftover tensors, what is not implemented, and drafters of another target."""
-    folder = tmp_path / "drafter"
-    shutil.copytree(FOLDER, folder)
+    check_refusal(device, stream, FOLDER, tmp_path / "drafter", change, fields, error, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "error", "words"),
+    [(lambda t: t.pop("candidate_selector.successor_codebook"), {}, CheckpointError, "successor"),
+     (lambda t: t.pop("layers.1.mlp_conv.base_kernel"), {}, CheckpointError, "1.mlp_conv.base_ker"),
+     (None, {"sliding_window": 39}, ConfigError, "sliding_window = 39 .* max_length is 40"),
+     (None, {"sliding_window": None}, ConfigError, "sliding_window is missing"),
+     (None, {"layer_types": ["chunked_attention"] * 2}, ConfigError, "chunked_attention"),
+     (None, {"is_causal": None}, ConfigError, "is_causal is missing"),
+     (None, {"is_causal": True}, ConfigError, "is_causal = True"),
+     (None, of_dflash2(conv_kernel_size=None), ConfigError, "conv_kernel_size is missing"),
+     (None, of_dflash2(conv_group_size=7), ConfigError, "24 is not a multiple of .* 7"),
+     (None, of_dflash2(conv_kernel_size=2), CheckpointError, "base_kernel"),
+     (None, of_dflash2(selector_rank=0), ConfigError, "selector_rank is 0"),
+     (None, of_dflash2(selector_top_k=65), ConfigError, "selector_top_k is 65, outside 1..64")],
+)  # fmt: skip
+def test_unfit_drafters_of_the_second_kind_are_refused(
+    device, stream, tmp_path, change, fields, error, words
+):
+    """Also windows that are shorter than a request may be, or of causal layers."""
+    check_refusal(device, stream, SECOND, tmp_path / "drafter", change, fields, error, words)
+
+
+def check_refusal(device, stream, source, folder, change, fields, error, words):
+    """A changed copy of a fixture is refused with these words."""
+    shutil.copytree(source, folder)
     if change is not None:
-        tensors = read(FOLDER)
+        tensors = read(source)
         change(tensors)
         write_safetensors(folder / "model.safetensors", tensors, "float32")
     edit_json(folder / "config.json", **fields)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_util import (
     DEMO,
@@ -23,8 +24,10 @@ from engine_util import (
     swap_text,
     task_request,
 )
-from tiny_models import make_tiny_dflash, make_tiny_mtp
+from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
 
+from graft.cudagraph.dtypes import to_float32
+from graft.models.checkpoint import Checkpoint
 from graft.models.drafters import Ahead, NGram, Suffix, UserDrafter
 from graft.models.drafters.load import make_drafter
 from graft.models.request import Request
@@ -122,6 +125,37 @@ class Meaningless:
             return make_drafter(folder, room)
 
 
+@dataclass(frozen=True)
+class Second:
+    """The demo's block drafter as one of DFlash2: convolutions that change nothing, a random
+    selector among so many ids, and windows as long as requests."""
+
+    top_k: int = 16
+
+    def __call__(self, room):
+        checkpoint, rng = Checkpoint(BLOCK), np.random.default_rng(2)
+        tensors = {name: to_float32(*checkpoint.get(name)) for name in checkpoint.names}
+        hidden, vocab = room.target.config.hidden_size, room.target.config.vocab_size
+        for name in (f"layers.{i}.{part}_conv" for i in range(3) for part in ("attention", "mlp")):
+            base, projection = np.zeros((2, 2, hidden), "f4"), np.zeros((hidden // 4, hidden), "f4")
+            base[:, 0] = 1.0
+            tensors |= {f"{name}.base_kernel": base, f"{name}.kernel_projection.weight": projection}
+        for name, rows in (("hidden_projection.weight", 8), ("predecessor_codebook", vocab),
+                           ("successor_codebook", vocab)):  # fmt: skip
+            random = matrix(rng, rows, 8 if rows == vocab else hidden)
+            tensors[f"candidate_selector.{name}"] = random
+        config = json.loads((BLOCK / "config.json").read_text())
+        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False,
+                   "use_sliding_window": True, "sliding_window": room.length,
+                   "layer_types": ["sliding_attention"] * 3}  # fmt: skip
+        config["dflash_config"] |= {"conv_kernel_size": 2, "conv_group_size": 16,
+                                    "selector_rank": 8, "selector_top_k": self.top_k}  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            write_safetensors(Path(folder) / "model.safetensors", tensors, "float32")
+            write_json(Path(folder) / "config.json", config)
+            return make_drafter(folder, room)
+
+
 def repeat(tokens):
     """Drafts on the host: three tokens from a little before."""
     return tokens[-9:-6]
@@ -212,6 +246,11 @@ SHAPES += [
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(rank=8))},
     {"max_batch_size": 2, "drafter": Meaningless(rank=8), "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 3, "drafter": Second(), "draft_length": 6},
+    {"max_batch_size": 4, "drafter": Second(), "draft_legality": "probe", "forced_drafts": True},
+    {"max_batch_size": 3, "drafter": Second(40), "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 2, "drafter": partial(AHEAD, then=Second()), "mask_drafts": False},
+    {"max_batch_size": 2, "drafter": Second(), "draft_length": "auto", "composition": "two"},
     {"max_batch_size": 3, "drafter": Meaningless(1), "draft_length": 8, "draft_tree": (2, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
     {"max_batch_size": 2, "draft_length": "auto", "drafter": TARGET},
@@ -265,6 +304,7 @@ CELLS = {
     "dflash": {"drafter": BLOCK}, "dflash, tree": {"drafter": BLOCK, **GROWN},
     "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_legality": "probe"},
     "dspark": {"drafter": Meaningless(rank=8)},
+    "dflash2": {"drafter": Second()}, "dflash2, tree": {"drafter": Second(), **GROWN},
     "mtp": {"drafter": Meaningless(1), "draft_length": 2},
     "model": {"drafter": TARGET}, "ngram": {"drafter": NGram},
     "suffix": {"drafter": Suffix}, "suffix, tree": {"drafter": Suffix, **GROWN},
@@ -399,6 +439,18 @@ def test_trees_that_are_drawn(drafter, mask_drafts) -> None:
         assert sum(accepted for _, accepted, _ in alone[-1]) > 0
         assert (grammar["refused_drafts"] == 0) == mask_drafts
     assert alone[0] == alone[1]
+
+
+def test_what_a_selector_leaves_out_is_drafted_if_nothing_else_is_legal() -> None:
+    """One that selects from one id is of no effect, and under a grammar drafts what comes next, so
+    that rounds and acceptance are those of a block drafter without."""
+    rounds = []
+    for drafter in (BLOCK, Second(1)):
+        with settled(demo_engine(max_batch_size=4, draft_length=6, drafter=drafter)) as engine:
+            outputs = engine.generate(mixed_requests(6, max_tokens=40))
+            rounds.append([(answer(o), o.accepted, o.rounds) for o in outputs])
+    assert rounds[0] == rounds[1]
+    assert sum(accepted for _, accepted, _ in rounds[0]) > 60
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])

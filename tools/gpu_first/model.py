@@ -44,10 +44,10 @@ class RandomWeights(Weights):
         fill_random(self.device, array, math.sqrt(3 / columns))
         return array
 
-    def vector(self, name: str, size: int) -> DeviceArray:
+    def vector(self, name: str, *shape: int) -> DeviceArray:
         """Ones."""
-        self.read(name, (size,))
-        return self.device.from_host(np.ones(size, np.float32))
+        self.read(name, shape)
+        return self.device.from_host(np.ones(shape, np.float32))
 
 
 def layer_tensors(shape: dict[str, int], prefix: str, width: int) -> dict[str, tuple[int, ...]]:

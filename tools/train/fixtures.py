@@ -11,7 +11,9 @@ weights. The ``eagle3`` folder holds a target and a head made by the training co
 repository (`nets.py`), with the outputs of several draft steps that published training code makes
 of the head, which ours must equal. ``dflash`` is a drafter of
 the target ``eight_layers_bfloat16``, with the logits that its published code makes of that target's
-hidden states at several places, all rows, and of a block that the end of the request cuts.
+hidden states at several places, all rows, and of a block that the end of the request cuts;
+``dflash2`` is one with what its selector makes of them: the greedy drafts, the ids that it selects
+from and, behind every token, their probabilities.
 ``tensor_cores/bfloat16`` is a Llama of sizes that tensor cores take, with the logits that
 transformers makes in bfloat16 beside those in float32.
 """
@@ -159,39 +161,68 @@ def unroll_published(head: torch.nn.Module, config: dict[str, Any], features: to
     return outs
 
 
-def make_dflash(folder: Path, target: Path, seed: int) -> None:
-    """Save a block drafter and the logits of its blocks behind positions of the target's tokens."""
-    from dflash.model import DFlashDraftModel
+def make_dflash(folder: Path, target: Path, seed: int, second: bool = False) -> None:
+    """Save a block drafter, of DFlash or DFlash2, and what it makes of blocks behind positions of
+    the target's tokens."""
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel, _raw_input_embeddings
     from transformers import Qwen3Config
 
     torch.manual_seed(seed)
-    mask, read = 63, [1, 3, 6]
-    own = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
+    made, mask, read = DFlash2DraftModel if second else DFlashDraftModel, 63, [1, 3, 6]
+    own: dict[str, Any] = {"block_size": 5, "mask_token_id": mask, "target_layer_ids": read}
+    changes: dict[str, Any] = {}
+    if second:
+        own |= {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6,
+                "selector_top_k": 7, "output_multiplier": 0.75, "final_logit_softcapping": 4.0,
+                "input_embedding_scale": 1.5}
+        changes = {"is_causal": False, "use_sliding_window": True, "sliding_window": LENGTH,
+                   "layer_types": ["sliding_attention"] * 2}
     config = Qwen3Config(**{
         **SMALL, "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40, "head_dim": 8,
         "num_key_value_heads": 2, "num_target_layers": 8, "dflash_config": own, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}})
-    model = DFlashDraftModel(config).to(torch.bfloat16)
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}, **changes})
+    model = made(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+            elif "base_kernel" in name:
+                parameter.copy_(0.4 * torch.randn(parameter.shape))
+            elif "codebook" in name:
+                parameter.mul_(6.0)
         model.save_pretrained(folder)
-        exact = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+        if second:  # as published
+            tensors = {name.replace("codebook.weight", "codebook"): tensor.contiguous()
+                       for name, tensor in model.state_dict().items()}
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        exact = made.from_pretrained(folder, dtype=torch.float32)
         of_target = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         known = np.load(target / "expected.npz")
         tokens = torch.from_numpy(known["tokens"]).long()
         context = torch.cat([torch.from_numpy(known["inputs"][i + 1])
                              for i in read], -1)
-        logits = {}
+        expected: dict[str, Any] = {}
         for n in (1, 2, 6, 7, 12, 20, 33, 37):
             width = min(5, LENGTH - n)
-            block = torch.full((width,), mask)
-            block[0] = tokens[n]
+            block = torch.full((1, width), mask)
+            block[0, 0] = tokens[n]
+            scale = own.get("input_embedding_scale", 1.0)
             out = exact(target_hidden=context[None, :n], position_ids=torch.arange(n + width)[None],
-                        noise_embedding=of_target.model.embed_tokens(block)[None])
-            logits[f"logits_{n}"] = of_target.lm_head(out[0]).numpy()
-    np.savez_compressed(folder / "expected.npz", tokens=known["tokens"], **logits)
+                        noise_embedding=_raw_input_embeddings(of_target, block, scale))
+            logits = exact.compute_logits(out, of_target.lm_head)
+            expected[f"logits_{n}"] = logits[0].numpy()
+            if not second:
+                continue
+            select = exact.candidate_selector.select
+            path = select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0]
+            expected[f"drafts_{n}"] = path[0].numpy()
+            # Of each row, behind every token, the law of the ids that are selected from.
+            rows = [select(*(x[:, [row]].expand(64, -1, -1) for x in (out, logits)),
+                           torch.arange(64), 1.0) for row in range(1, width)]
+            ids, order = torch.cat([row[1] for row in rows], 1).transpose(0, 1).sort()
+            law = torch.cat([row[2] for row in rows], 1).transpose(0, 1).gather(-1, order)
+            expected[f"ids_{n}"], expected[f"law_{n}"] = ids[:, 0].numpy(), law.numpy()
+    np.savez_compressed(folder / "expected.npz", tokens=known["tokens"], **expected)
 
 
 def main() -> None:
@@ -207,8 +238,9 @@ def main() -> None:
     make_rounded(folder / "tensor_cores" / "bfloat16")
     shutil.rmtree(folder / "eagle3", ignore_errors=True)
     make_eagle3(folder / "eagle3", 5)
-    shutil.rmtree(folder / "dflash", ignore_errors=True)
-    make_dflash(folder / "dflash", folder / "eight_layers_bfloat16", 6)
+    for second, name in enumerate(("dflash", "dflash2")):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        make_dflash(folder / name, folder / "eight_layers_bfloat16", 6 + second, bool(second))
 
 
 if __name__ == "__main__":
