@@ -1,12 +1,14 @@
 """Llama, and Qwen3, which adds norms of heads, on paged keys and values.
 
-Nine kernels a layer, ten with norms of heads; one less where gates are applied on tensor cores.
-Any lane.
+Nine kernels a layer, ten with norms of heads; on tensor cores five, seven with norms of heads, and
+one before the first. Any lane.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
@@ -15,7 +17,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.kv import PagedKV
-from graft.models.layers import Layers, expect
+from graft.models.layers import GROUP, Layers, Norm, expect
 from graft.models.rows import Rows
 from graft.models.weights import Weights
 
@@ -41,6 +43,7 @@ class DecoderLayer:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        heads = 0 if config.head_norm else config.head_dim
         return DecoderLayer(
             input_norm=weights.vector(f"{prefix}.input_layernorm.weight", hidden),
             qkv=weights.stacked(
@@ -50,13 +53,14 @@ class DecoderLayer:
                     f"{attention}.v_proj.weight": keys,
                 },
                 width,
+                lambda *size: heads and heads * layers.turns(heads, *size),
             ),
             out=weights.matrix(f"{attention}.o_proj.weight", hidden, queries),
             post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=weights.stacked(
                 {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
                 hidden,
-                layers.gates,
+                lambda *size: size[1] * layers.gates(*size),
             ),
             down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
             head_norms=(
@@ -72,89 +76,105 @@ class Scratch:
     """Intermediate activations of one model, float32, sized for `rows` rows; and of those that
     matrices alone read such of the dtype that these read fastest."""
 
-    def __init__(self, device: Device, config: LlamaConfig, rows: int, width: int) -> None:
+    def __init__(self, layers: Layers, config: LlamaConfig, rows: int, width: int) -> None:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        inner = config.intermediate_size
+        self._layers, self._rows, self._eps = layers, rows, config.rms_norm_eps
+        self._arrays = dict[tuple[str, int, str], DeviceArray]()
+        self.stream = self.array("stream", config.hidden_size)
+        self.normed = self.array("normed", config.hidden_size)
+        self.wide = self.array("normed", width)
+        self.qkv = self.array("qkv", queries + 2 * keys)
+        self.mixed = self.array("mixed", queries)
 
-        def buffer(columns: int) -> DeviceArray:
-            return device.empty((rows, columns), "float32")
+    def array(self, name: str, columns: int, dtype: str = "float32") -> DeviceArray:
+        """[rows, columns], made when it is first asked for."""
+        key = name, columns, dtype
+        if key not in self._arrays:
+            self._arrays[key] = self._layers.device.empty((self._rows, columns), dtype)
+        return self._arrays[key]
 
-        self.stream = buffer(config.hidden_size)
-        self.normed = buffer(config.hidden_size)
-        self.wide = buffer(width) if width != config.hidden_size else self.normed
-        self.qkv = buffer(queries + 2 * keys)
-        self.mixed = buffer(queries)
-        self.gate_up = buffer(2 * inner)
-        self.gated = buffer(inner)
-        self._device, self._rounded = device, dict[tuple[str, str], DeviceArray]()
+    def read_by(self, weight: DeviceArray, name: str) -> DeviceArray:
+        """The input of a product."""
+        return self.array(name, weight.shape[1], self._layers.input_dtype(weight))
 
-    def read_by(self, weight: DeviceArray, layers: Layers, name: str) -> DeviceArray:
-        """`normed` or `gated`, by name, as input of a product."""
-        array, dtype = getattr(self, name), layers.input_dtype(weight)
-        if dtype == "float32":
-            return array
-        if (name, dtype) not in self._rounded:
-            self._rounded[name, dtype] = self._device.empty(array.shape, dtype)
-        return self._rounded[name, dtype]
+    def norm(
+        self, rows: int, weight: DeviceArray, reader: DeviceArray, writer: DeviceArray | None = None
+    ) -> Norm:
+        """A norm of so many rows for the product with `reader`, folded if `writer` is what makes
+        them and may do so; the next one takes its place."""
+        out, squares = self.read_by(reader, "normed")[:rows], None
+        if writer is not None and self._layers.folds(writer, reader):
+            squares = self.array("squares", writer.shape[0] // GROUP)[:rows]
+        return Norm(weight, self._eps, out, squares)
 
 
-def run_layer(
+def run_layers(
     lane: Lane,
     layers: Layers,
     config: LlamaConfig,
-    weights: DecoderLayer,
+    decoder: Sequence[DecoderLayer],
     scratch: Scratch,
     kv: PagedKV,
-    index: int,
     turn: DeviceArray,
     rows: Rows,
-    x: DeviceArray,
-    tap: tuple[DeviceArray, int] | None = None,
+    x: DeviceArray | Norm,
+    *,
+    first: int = 0,
+    taps: Mapping[int, tuple[DeviceArray, int]] | None = None,
     attending: Rows | None = None,
+    ending: Norm | None = None,
 ) -> None:
-    """Attention over `x` and the MLP, both added to ``scratch.stream``; KV written at `index`.
+    """Add attention and MLP of each layer to ``scratch.stream``; keys and values are written.
 
-    Rows attend to positions up to their own, or to those of `attending`.
+    Parameters
+    ----------
+    x : what attention of the first layer reads.
+    first : the first one's layer in `kv`.
+    taps : of some of `decoder`, by index: a place for the stream behind it, see `Layers.linear`.
+    attending : rows attend to positions up to those of these, by default up to their own.
+    ending : a norm of the stream behind the last.
     """
-    stream = scratch.stream[: rows.count]
-    normed = scratch.read_by(weights.gate_up, layers, "normed")[: rows.count]
-    attend(lane, layers, config, weights, scratch, kv, index, turn, rows, x, stream, stream,
-           attending)  # fmt: skip
-    layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
-    feed_forward(lane, layers, weights, scratch, normed, stream, stream, tap)
+    n, stream = rows.count, scratch.stream[: rows.count]
+    for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
+        post = scratch.norm(n, own.post_norm, own.gate_up, own.out)
+        attend(lane, layers, config, own, scratch, kv, first + i, turn, rows, x, stream, stream,
+               attending, post)  # fmt: skip
+        behind = scratch.norm(n, after.input_norm, after.qkv, own.down) if after else ending
+        feed_forward(lane, layers, own, scratch, post, stream, stream, (taps or {}).get(i), behind)
+        x = behind or x
 
 
 def attend(
     lane: Lane, layers: Layers, config: LlamaConfig, weights: DecoderLayer, scratch: Scratch,
-    kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray, out: DeviceArray,
-    residual: DeviceArray | None = None, attending: Rows | None = None,
+    kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray | Norm, out: DeviceArray,
+    residual: DeviceArray | None = None, attending: Rows | None = None, norm: Norm | None = None,
 ) -> None:  # fmt: skip
-    """The attention of `run_layer` alone: `out` is what it makes of `x`, and `residual`."""
+    """The attention of one of `run_layers`: `out` is what it makes of `x`, and `residual`."""
     n, heads = rows.count, config.num_attention_heads
     qkv, mixed = scratch.qkv[:n], scratch.mixed[:n]
-    layers.linear(lane, x, weights.qkv, qkv, name="qkv")
-    if weights.head_norms is not None:
-        layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
-    layers.rope_and_store(lane, qkv, turn, rows, kv, index, heads)
+    layers.heads(lane, x, weights.qkv, qkv, turn, rows, kv, index, heads, weights.head_norms,
+                 config.rms_norm_eps)  # fmt: skip
     layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
-    layers.linear(lane, mixed, weights.out, out, residual=residual, name="attention out")
+    layers.linear(lane, mixed, weights.out, out, residual=residual, norm=norm,
+                  name="attention out")  # fmt: skip
 
 
 def feed_forward(
-    lane: Lane, layers: Layers, weights: DecoderLayer, scratch: Scratch, x: DeviceArray,
+    lane: Lane, layers: Layers, weights: DecoderLayer, scratch: Scratch, x: DeviceArray | Norm,
     out: DeviceArray, residual: DeviceArray | None = None,
-    tap: tuple[DeviceArray, int] | None = None,
+    tap: tuple[DeviceArray, int] | None = None, norm: Norm | None = None,
 ) -> None:  # fmt: skip
     """The MLP alone: `out` is what it makes of `x`, and `residual`."""
-    up, gate_up = weights.gate_up, scratch.gate_up[: x.shape[0]]
-    gated = scratch.read_by(weights.down, layers, "gated")[: x.shape[0]]
+    up, down, n = weights.gate_up, weights.down, out.shape[0]
+    gated = scratch.read_by(down, "gated")[:n]
     if layers.gates(up.dtype, *up.shape):
         layers.linear(lane, x, up, gated, gated=True, name="gate, up")
     else:
+        gate_up = scratch.array("gate_up", up.shape[0])[:n]
         layers.linear(lane, x, up, gate_up, name="gate, up")
         layers.silu_mul(lane, gate_up, gated)
-    layers.linear(lane, gated, weights.down, out, residual=residual, tap=tap, name="down")
+    layers.linear(lane, gated, down, out, residual=residual, tap=tap, norm=norm, name="down")
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
@@ -213,7 +233,7 @@ class LlamaModel:
         behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
         weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
-        self.scratch = Scratch(device, config, max_rows, hidden)
+        self.scratch = Scratch(self.layers, config, max_rows, hidden)
         self.layers.attention_parts(max_rows, config.num_attention_heads, kv)
         self._taps: dict[int, int] = {}
 
@@ -232,12 +252,16 @@ class LlamaModel:
             raise OptionError(f"feature layers {ids}: expected ascending ids below {n}")
         self._taps = {layer: part * self.config.hidden_size for part, layer in enumerate(ids)}
 
-    def forward(self, lane: Lane, rows: Rows, features: DeviceArray | None = None) -> DeviceArray:
+    def forward(
+        self, lane: Lane, rows: Rows, features: DeviceArray | None = None,
+        logits: DeviceArray | None = None,
+    ) -> DeviceArray:  # fmt: skip
         """Run all layers over `rows`, writing their keys and values.
 
         Parameters
         ----------
         features : float32[R, layers * hidden], filled with the chosen layers' outputs, low to high.
+        logits : float32[R, vocab], of all rows: what `head` makes.
 
         Returns
         -------
@@ -252,27 +276,25 @@ class LlamaModel:
             expect("features", features, "float32", R=n, width=len(self._taps) * hidden)
         scratch = self.scratch
         stream = scratch.stream[:n]
-        self.layers.gather(lane, self.embedding, rows.token, stream, name="embed")
-        for i, weights in enumerate(self.decoder):
-            normed = scratch.read_by(weights.qkv, self.layers, "normed")[:n]
-            self.layers.norm(lane, stream, weights.input_norm, self.config.rms_norm_eps, normed)
-            tap = None
-            if features is not None and i in self._taps:
-                tap = (features, self._taps[i])
-            run_layer(
-                lane, self.layers, self.config, weights, scratch, self.kv, i, self.turn, rows,
-                normed, tap,
-            )  # fmt: skip
+        x = scratch.norm(n, self.decoder[0].input_norm, self.decoder[0].qkv)
+        self.layers.gather(lane, self.embedding, rows.token, stream, name="embed", norm=x)
+        taps = {} if features is None else {i: (features, at) for i, at in self._taps.items()}
+        final = scratch.norm(n, self.final_norm, self.lm_head, self.decoder[-1].down)
+        run_layers(lane, self.layers, self.config, self.decoder, scratch, self.kv, self.turn, rows,
+                   x, taps=taps, ending=None if logits is None else final)  # fmt: skip
+        if logits is not None:
+            self.layers.linear(lane, final, self.lm_head, logits, name="lm head")
         return stream
 
-    def gather(self, lane: Lane, hidden: DeviceArray, index: DeviceArray) -> DeviceArray:
-        """Rows `index` (int32[B]) of `hidden`: float32[B, hidden], a view the next call reuses."""
-        picked = self.scratch.normed[: index.shape[0]]
-        self.layers.gather(lane, hidden, index, picked)
-        return picked
-
-    def head(self, lane: Lane, hidden: DeviceArray, logits: DeviceArray) -> None:
-        """Final norm and output head: hidden float32[R, hidden] to logits float32[R, vocab]."""
-        normed = self.scratch.read_by(self.lm_head, self.layers, "normed")[: hidden.shape[0]]
-        self.layers.norm(lane, hidden, self.final_norm, self.config.rms_norm_eps, normed)
-        self.layers.linear(lane, normed, self.lm_head, logits, name="lm head")
+    def head(
+        self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
+    ) -> None:
+        """Final norm and output head: hidden float32[R, hidden], or rows int32[B] of it, to logits
+        float32[R or B, vocab]."""
+        norm = self.scratch.norm(logits.shape[0], self.final_norm, self.lm_head)
+        if index is None:
+            self.layers.norm(lane, hidden, norm.weight, norm.eps, norm.out)
+        else:
+            picked = self.scratch.array("picked", hidden.shape[1])[: index.shape[0]]
+            self.layers.gather(lane, hidden, index, picked, norm=norm)
+        self.layers.linear(lane, norm, self.lm_head, logits, name="lm head")

@@ -34,11 +34,12 @@ class Weights:
 
     def stacked(
         self, parts: dict[str, int], columns: int,
-        interleave: Callable[[str, int, int], bool] | None = None,
+        woven: Callable[[str, int, int], int] | None = None,
     ) -> DeviceArray:  # fmt: skip
         """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows.
 
-        Or eight rows of each by turns, if `interleave` wants that of this dtype and shape.
+        With `woven`, which says of how many rows groups of this dtype and shape are, the halves of
+        each group lie by turns, eight rows of one and eight of the other; 0: they do not.
         """
         arrays = [self.read(name, (rows, columns)) for name, rows in parts.items()]
         first = arrays[0][1]
@@ -48,11 +49,11 @@ class Weights:
                     f"{self.checkpoint.path}: {name} is {dtype} but {next(iter(parts))} is "
                     f"{first}; matrices that act together must share a dtype"
                 )
-        matrices = [array for array, _ in arrays]
-        if interleave is not None and interleave(first, sum(parts.values()), columns):
-            eights = [matrix.reshape(-1, 8, columns) for matrix in matrices]
-            return self.device.from_host(np.stack(eights, 1).reshape(-1, columns), first)
-        return self.device.from_host(np.concatenate(matrices), first)
+        stack = np.concatenate([array for array, _ in arrays])
+        if woven is not None and (group := woven(first, *stack.shape)):
+            eights = stack.reshape(-1, 2, group // 16, 8, columns).swapaxes(1, 2)
+            stack = np.ascontiguousarray(eights).reshape(-1, columns)
+        return self.device.from_host(stack, first)
 
     def vector(self, name: str, *shape: int) -> DeviceArray:
         """As float32."""

@@ -9,7 +9,6 @@ DFlash predicts the token at its own position, the first one none; one of DSpark
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeSha
 from graft.models.drafters.dflash2 import Convolutions, Selector
 from graft.models.errors import ConfigError, DrafterError
 from graft.models.feed import Feed
-from graft.models.llama import DecoderLayer, Scratch, run_layer
+from graft.models.llama import DecoderLayer, Scratch, run_layers
 from graft.models.rows import Rows
 from graft.models.weights import Weights
 
@@ -87,7 +86,7 @@ class DFlash(Drafter):
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
         self.caches = (self._kv,)
         self._turn = device.from_host(config.rope.table(self._kv.positions, dim))
-        self._scratch = Scratch(device, config, rows, hidden)
+        self._scratch = Scratch(self._layers, config, rows, hidden)
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
         self._before = device.empty((nodes, max(rank, 1)), "float32")
         self._row_of = device.from_host(np.arange(nodes, dtype=np.int32) // self.shape.branch)
@@ -112,15 +111,19 @@ class DFlash(Drafter):
                 batch, n // batch, config.mask_token_id, *block]  # fmt: skip
         lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
         stream, normed = scratch.stream[:n], scratch.normed[:n]
-        layers.gather(lane, self._embedding, token, stream, name="embed")
-        if config.input_embedding_scale != 1:
+        lowest, scaled = self._decoder[0], config.input_embedding_scale != 1
+        x = scratch.norm(n, lowest.input_norm, lowest.qkv)
+        layers.gather(lane, self._embedding, token, stream, name="embed",
+                      norm=None if scaled or self._convolutions else x)  # fmt: skip
+        if scaled:
             layers.scale(lane, stream, config.input_embedding_scale)
+            layers.norm(lane, stream, x.weight, eps, x.out)
         rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
-        run = partial(self._convolutions.run_layer, batch) if self._convolutions else run_layer
-        for i, weights in enumerate(self._decoder):
-            layers.norm(lane, stream, weights.input_norm, eps, normed)
-            run(lane, layers, config, weights, scratch, self._kv, i, self._turn, rows, normed,
-                attending=attending)  # fmt: skip
+        shape = (config, self._decoder, scratch, self._kv, self._turn, rows)
+        if self._convolutions:
+            self._convolutions.run_layers(batch, lane, layers, *shape, normed, attending)
+        else:
+            run_layers(lane, layers, *shape, x, attending=attending)
         layers.norm(lane, stream, self._norm, eps, normed)
         # The target's logits, of more rows, have been read: here is their place.
         logits = feed.scratch.logits[: n - first]
@@ -165,7 +168,5 @@ class DFlash(Drafter):
         layers.linear(lane, features, self._fc, stream, name="fc")
         layers.norm(lane, stream, self._context_norm, config.rms_norm_eps, context)
         for i, weights in enumerate(self._decoder):
-            layers.linear(lane, context, weights.qkv[queries:], kv, name="context kv")
-            if weights.head_norms is not None:
-                layers.head_norm(lane, kv, weights.head_norms, 0, config.rms_norm_eps)
-            layers.rope_and_store(lane, kv, self._turn, rows, self._kv, i, 0)
+            layers.heads(lane, context, weights.qkv[queries:], kv, self._turn, rows, self._kv, i, 0,
+                         weights.head_norms, config.rms_norm_eps)  # fmt: skip

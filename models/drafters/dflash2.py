@@ -13,6 +13,8 @@ others is drafted, for which the published selector has no score.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.config import DFlashConfig, LlamaConfig
@@ -41,27 +43,31 @@ class Convolutions:
         self._dynamic = layers.device.empty((rows, columns), "float32")
         self._convolved = layers.device.empty((rows, hidden), "float32")
 
-    def run_layer(
-        self, apart: int, lane: Lane, layers: Layers, config: LlamaConfig, weights: DecoderLayer,
-        scratch: Scratch, kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray,
-        attending: Rows,
+    def run_layers(
+        self, apart: int, lane: Lane, layers: Layers, config: LlamaConfig,
+        decoder: Sequence[DecoderLayer], scratch: Scratch, kv: PagedKV, turn: DeviceArray,
+        rows: Rows, x: DeviceArray, attending: Rows,
     ) -> None:  # fmt: skip
-        """`llama.run_layer` of blocks whose rows are so far apart; overwrites `x`."""
-        n, (of_attention, of_mlp) = rows.count, self._sites[index]
+        """`llama.run_layers` of blocks whose rows are so far apart; overwrites `x`."""
+        n, eps = rows.count, config.rms_norm_eps
         stream, dynamic, convolved = scratch.stream[:n], self._dynamic[:n], self._convolved[:n]
 
         def convolve(site: tuple[DeviceArray, DeviceArray]) -> None:
             layers.linear(lane, x, site[1], dynamic, name="kernels")
             layers.convolve(lane, x, site[0], dynamic, 0, apart, convolved)
 
-        convolve(of_attention)
-        attend(lane, layers, config, weights, scratch, kv, index, turn, rows, convolved, x,
-               attending=attending)  # fmt: skip
-        layers.convolve(lane, x, of_attention[0], dynamic, 1, apart, stream, stream)
-        layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, x)
-        convolve(of_mlp)
-        feed_forward(lane, layers, weights, scratch, convolved, x)
-        layers.convolve(lane, x, of_mlp[0], dynamic, 1, apart, stream, stream)
+        for i, (weights, (of_attention, of_mlp)) in enumerate(
+            zip(decoder, self._sites, strict=True)
+        ):
+            layers.norm(lane, stream, weights.input_norm, eps, x)
+            convolve(of_attention)
+            attend(lane, layers, config, weights, scratch, kv, i, turn, rows, convolved, x,
+                   attending=attending)  # fmt: skip
+            layers.convolve(lane, x, of_attention[0], dynamic, 1, apart, stream, stream)
+            layers.norm(lane, stream, weights.post_norm, eps, x)
+            convolve(of_mlp)
+            feed_forward(lane, layers, weights, scratch, convolved, x)
+            layers.convolve(lane, x, of_mlp[0], dynamic, 1, apart, stream, stream)
 
 
 class Selector:

@@ -27,9 +27,14 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
 // Grid (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
-               int rows, int columns, int inner, int tap_offset, int tap_stride) {
+               int rows, int columns, int inner, int tap_offset, int tap_stride,
+               const float* squares, float eps, const float* norm, Normed* normed, float* sums,
+               const float* turn, const int* slot, const int* pos, const unsigned long long* tree,
+               const int* page_table, CACHE* keys, CACHE* values, int heads, int kv_heads,
+               int slots, int max_pages, int page_shift, int scratch_page) {
   wait_for_kernel_before();
   __shared__ float part[WARPS][16][TILES * 8];
+  __shared__ float scale[TILES * 8 >> SPLIT];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
   const WEIGHT16* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
@@ -44,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   float sum[TILES][4] = {};
   Pack16 a[2][CHUNK / 32][2];
   if (warp < chunks) load_chunk(top + warp * CHUNK, low + warp * CHUNK, a[0]);
+  load_scales(squares, eps, first, TILES * 8 >> SPLIT, rows, inner, scale);
   for (int c = warp; c < chunks; c += 2 * WARPS) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
@@ -68,7 +74,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   }
   __syncthreads();
   const Output y = {residual, out,     tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,     columns, tap_stride};
+                    rows,     columns, tap_stride,
+                    norm,     normed,  sums};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
+  const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
   const int parts = parts_of(inner);
   const auto folded = [&](int r, int c) {
     float total = 0.0f;
@@ -77,11 +86,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       const float value = SPLIT ? of[0] + of[1] : of[0];
       total = p == 0 ? value : total + value;
     }
-    return total;
+    return total * scale[r];
   };
 #pragma unroll 1
   for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
     const int c = i % 8, r = i / 8;
-    store_pair(y, first + r, column + c, folded(r, c), folded(r, c + 8));
+    store_pair(y, to, first + r, column + c, folded(r, c), folded(r, c + 8));
   }
 }
