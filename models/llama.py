@@ -17,7 +17,7 @@ from graft.models.config import LlamaConfig
 from graft.models.kv import PagedKV
 from graft.models.layers import Layers, expect
 from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.weights import Matrix, Weights
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class DecoderLayer:
     """Weights of one decoder layer; matrices that read the same input are stacked."""
 
     input_norm: DeviceArray
-    qkv: DeviceArray
-    out: DeviceArray
+    qkv: Matrix
+    out: Matrix
     post_norm: DeviceArray
-    gate_up: DeviceArray
-    down: DeviceArray
+    gate_up: Matrix
+    down: Matrix
     head_norms: tuple[DeviceArray, DeviceArray] | None = None  # of queries, of keys
 
     @staticmethod
@@ -51,14 +51,14 @@ class DecoderLayer:
                 },
                 width,
             ),
-            out=weights.matrix(f"{attention}.o_proj.weight", hidden, queries),
+            out=weights.stacked({f"{attention}.o_proj.weight": hidden}, queries),
             post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=weights.stacked(
                 {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
                 hidden,
                 layers.gates,
             ),
-            down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
+            down=weights.stacked({f"{mlp}.down_proj.weight": hidden}, inner),
             head_norms=(
                 weights.vector(f"{attention}.q_norm.weight", config.head_dim),
                 weights.vector(f"{attention}.k_norm.weight", config.head_dim),
@@ -89,7 +89,7 @@ class Scratch:
         self.gated = buffer(inner)
         self._device, self._rounded = device, dict[tuple[str, str], DeviceArray]()
 
-    def read_by(self, weight: DeviceArray, layers: Layers, name: str) -> DeviceArray:
+    def read_by(self, weight: Matrix, layers: Layers, name: str) -> DeviceArray:
         """`normed` or `gated`, by name, as input of a product."""
         array, dtype = getattr(self, name), layers.input_dtype(weight)
         if dtype == "float32":
@@ -158,6 +158,7 @@ class LlamaModel:
     kv : cache of the model's shape.
     max_rows : most rows of one forward.
     form, activations : of the kernels, see `Layers`.
+    weights : "checkpoint" or "fp8", see `Weights`.
 
     Raises
     ------
@@ -174,6 +175,7 @@ class LlamaModel:
         max_rows: int,
         form: str | None = None,
         activations: str = "rounded",
+        weights: str = "checkpoint",
     ) -> None:
         check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
@@ -181,18 +183,18 @@ class LlamaModel:
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
         self.layers = Layers(device, form, activations)
         hidden, vocab = config.hidden_size, config.vocab_size
-        weights = Weights(device, checkpoint)
-        self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)
+        tensors = Weights(device, checkpoint, weights)
+        self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
-            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden, self.layers)
+            DecoderLayer.load(tensors, f"model.layers.{i}", config, hidden, self.layers)
             for i in range(config.num_hidden_layers)
         ]
-        self.final_norm = weights.vector("model.norm.weight", hidden)
+        self.final_norm = tensors.vector("model.norm.weight", hidden)
         tied = config.tie_word_embeddings
-        self.lm_head = self.embedding if tied else weights.matrix("lm_head.weight", vocab, hidden)
+        self.lm_head = self.embedding if tied else tensors.matrix("lm_head.weight", vocab, hidden)
         modules = range(config.num_nextn_predict_layers)  # for a drafter
         behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
-        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
+        tensors.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(device, config, max_rows, hidden)
         self.layers.attention_parts(max_rows, config.num_attention_heads, kv)

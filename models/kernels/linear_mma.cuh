@@ -9,6 +9,9 @@
 // that type already; with SPLIT it is two rows, rounded and what is left, whose parts are added
 // before the others are.
 //
+// With WEIGHT8 weights are E4M3, which WEIGHT16 holds when they are multiplied. Where rows of W
+// have a scale, sums are multiplied by it.
+//
 // With GATED the rows of W are eight gates, the eight that these gate, and so on, and what is
 // stored is silu(gate) * up.
 #pragma once
@@ -17,6 +20,9 @@
 
 #ifndef WEIGHT16
 #define WEIGHT16 bf16_t
+#endif
+#ifndef WEIGHT8
+#define WEIGHT8 0
 #endif
 #ifndef SPLIT
 #define SPLIT 0
@@ -37,8 +43,17 @@
 #define CHUNK 128
 #define WARPS 8
 
+#if WEIGHT8
+typedef e4m3_t Weight;
+typedef Pack8 Weights;
+#else
+typedef WEIGHT16 Weight;
+typedef Pack16 Weights;
+#endif
+
 struct Output {
-  const float* residual;  // may be null, may be `out`
+  const float* weight_scale;  // by column; may be null
+  const float* residual;      // may be null, may be `out`
   OUT* out;
   float* tap;  // second copy with its own row stride; may be null
   int rows;
@@ -57,6 +72,10 @@ __device__ __forceinline__ void store(const Output& y, int row, int column, floa
 // Outputs `column` and `column` + 8 of the 16 of a tile.
 __device__ __forceinline__ void store_pair(const Output& y, int row, int column, float top,
                                            float low) {
+  if (y.weight_scale != nullptr && column < y.columns) {
+    top *= y.weight_scale[column];
+    low *= y.weight_scale[column + 8];
+  }
   if (!GATED) {
     store(y, row, column, top);
     store(y, row, column + 8, low);
