@@ -52,6 +52,7 @@ _MMA_PARTS = 8
 _MMA_OUTPUTS = 128
 # By bytes of a weight and rows of a block; 64 inner indices each.
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
+GROUP = 16  # results whose squares are summed up
 _MMA_FEW = 16  # most rows that weights stream past
 _MMA_BLOCKS = 128  # sums of many rows are parted until there are so many blocks
 _NORM_BLOCK = 256
@@ -97,6 +98,24 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
     partials = across * down * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
     shared = stages[block] * (_MMA_OUTPUTS * nbytes + block * 2) * 64
     return MmaShape("linear_many", {"ROW_BLOCK": block}, (across, down, splits), shared, partials)
+
+
+class Norm(NamedTuple):
+    """An RMS norm of rows, for a product that reads them.
+
+    Attributes
+    ----------
+    weight, eps : float32[width], and what is added to the mean square.
+    out : [R, width], of the dtype that the product reads.
+    squares : None, or float32[R, width / 16] where products fold the norm: who writes the rows
+        leaves them in `out` times `weight` alone, and sums of their squares here; who reads them
+        divides by the root.
+    """
+
+    weight: DeviceArray
+    eps: float
+    out: DeviceArray
+    squares: DeviceArray | None = None
 
 
 class Layers:
@@ -193,30 +212,73 @@ class Layers:
         fits = inner % _MMA_CHUNK == 0 and columns % _MMA_COLUMNS == 0
         return not self._thread and fits and dtype != "float32"
 
+    def folds(self, weight: Matrix, reader: Matrix) -> bool:
+        """Whether a norm between products with these weights takes no kernel of its own, see
+        `Norm`. Of float16, which rows without their norm may leave, it does."""
+        both = [array.dtype != "float16" and self.gates(array.dtype, *array.shape)
+                for array in (weight, reader)]  # fmt: skip
+        return all(both)
+
+    def turns(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
+        """Whether a product with such a weight turns its heads and fills the cache, see `heads`."""
+        return head_dim % _MMA_COLUMNS == 0 and self.gates(dtype, columns, inner)
+
+    def heads(
+        self,
+        lane: Lane,
+        x: DeviceArray | Norm,
+        weight: Matrix,
+        qkv: DeviceArray,
+        turn: DeviceArray,
+        rows: Rows,
+        kv: PagedKV,
+        layer: int,
+        heads: int,
+        norms: tuple[DeviceArray, DeviceArray] | None,
+        eps: float,
+    ) -> None:
+        """Queries, keys and values: `linear`, `head_norm` where there are `norms`, and
+        `rope_and_store`; without norms in one kernel, of a weight that `turns` and was woven by
+        heads (`Weights.stacked`). Then only queries are left in `qkv`."""
+        if norms is None and self.turns(kv.head_dim, weight.dtype, *weight.shape):
+            turned = kv, self._place(qkv, turn, rows, kv, layer, heads)
+            self.linear(lane, x, weight, qkv, turned=turned, name="qkv")
+            return
+        self.linear(lane, x, weight, qkv, name="qkv")
+        if norms is not None:
+            self.head_norm(lane, qkv, norms, heads, eps)
+        self.rope_and_store(lane, qkv, turn, rows, kv, layer, heads)
+
     def linear(
         self,
         lane: Lane,
-        x: DeviceArray,
+        x: DeviceArray | Norm,
         weight: Matrix,
         out: DeviceArray,
         *,
         residual: DeviceArray | None = None,
         tap: tuple[DeviceArray, int] | None = None,
+        norm: Norm | None = None,
         gated: bool = False,
+        turned: tuple[PagedKV, tuple[object, ...]] | None = None,
         name: str = "linear",
     ) -> None:
         """out = x W^T, plus `residual` where given (which may be `out`).
 
         Parameters
         ----------
-        x : [R, inner], float32 or what `input_dtype` says.
+        x : [R, inner], float32 or what `input_dtype` says; or a norm of such.
         weight : [columns, inner], float32, float16, bfloat16 or E4M3 without NaN; where rows have
             scales, sums are multiplied by them before anything else.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
+        norm : of the result, for who reads it.
         gated : out [R, columns / 2] of any dtype is silu(gate) * up instead, of a weight that
-            `gates` and was interleaved (`Weights.stacked`).
+            `gates` and was woven (`Weights.stacked`).
+        turned : what `heads` asks for.
         """
+        squares, x_eps = (x.squares, x.eps) if isinstance(x, Norm) else (None, 0.0)
+        x = x.out if isinstance(x, Norm) else x
         rows, inner = x.shape
         columns, scale = weight.shape[0], None
         rounded = x.dtype == self.input_dtype(weight) != "float32"
@@ -227,9 +289,19 @@ class Layers:
         expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)
         expect(f"{name}: out", out, out.dtype if gated else "float32", R=rows,
                columns=columns >> gated)  # fmt: skip
-        if gated and (residual or tap or not self.gates(weight.dtype, columns, inner)):
+        folded = norm if norm is not None and norm.squares is not None else None
+        cores = self.gates(weight.dtype, columns, inner)
+        if (gated or turned or folded or squares) and not cores:
             raise ShapeError(f"{name}: a product of {weight.dtype}[{columns}, {inner}] in the form "
-                             f"{self.form}, a residual or a tap cannot be gated")  # fmt: skip
+                             f"{self.form} cannot be gated, turned or fold a norm")  # fmt: skip
+        if (gated or turned) and (residual or tap or norm):
+            raise ShapeError(f"{name}: gated or turned, with a residual, a tap or a norm")
+        if squares is not None:
+            expect(f"{name}: squares of x", squares, "float32", R=rows, groups=inner // GROUP)
+        if folded is not None and folded.squares is not None:
+            expect(f"{name}: norm", folded.weight, "float32", columns=columns)
+            expect(f"{name}: normed", folded.out, self.input_dtype(weight), R=rows, columns=columns)
+            expect(f"{name}: squares", folded.squares, "float32", R=rows, groups=columns // GROUP)
         if residual is not None:
             expect(f"{name}: residual", residual, "float32", R=rows, columns=columns)
         target, offset = tap if tap is not None else (None, 0)
@@ -241,21 +313,25 @@ class Layers:
                     f"{name}: tap columns {offset}..{offset + columns} outside stride={stride}"
                 )
         args = (weight, scale, x, residual, out, target, rows, columns, inner, offset, stride)
-        if self._thread:
-            grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
-            block = _THREAD_BLOCK
-        elif self.gates(weight.dtype, columns, inner):
+        if cores:
             types = {"WEIGHT16": STORAGE[_multiplied(weight.dtype)], "X16": int(rounded),
                      "WEIGHT8": int(weight.dtype == E4M3), "GATED": int(gated),
                      "OUT": _storage(out)}  # fmt: skip
+            kv, place = turned or (None, (*(None,) * 7, *(0,) * 6))
+            if kv is not None:
+                types |= {"TURNED": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
+            ending = (folded.weight, folded.out, folded.squares) if folded else (None,) * 3
             shape = mma_shape(rows << self._split, columns, itemsize(weight.dtype))
-            self._linear_mma(lane, shape, types, args, name)
-            return
+            self._linear_mma(lane, shape, types, (*args, squares, x_eps, *ending, *place), name)
         else:
-            grid = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1)
-            block = _WARP_BLOCK
-        kernel = self._formed("linear", WEIGHT=_storage(weight))
-        lane.kernel(kernel, grid, block, args, name=name)
+            grid, block = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1), _WARP_BLOCK
+            if self._thread:
+                grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
+                block = _THREAD_BLOCK
+            kernel = self._formed("linear", WEIGHT=_storage(weight))
+            lane.kernel(kernel, grid, block, args, name=name)
+        if norm is not None and not folded:
+            self.norm(lane, out, norm.weight, norm.eps, norm.out)
 
     @property
     def _split(self) -> int:
@@ -295,18 +371,25 @@ class Layers:
         qkv : float32[R, (heads + 2 kv_heads) * head_dim]: queries, keys, values.
         turn : float32[positions, head_dim]: cosines, sines (`Rope.table`).
         """
-        count, dim = rows.count, kv.head_dim
-        all_heads = heads + 2 * kv.kv_heads
-        expect("rope: qkv", qkv, "float32", R=count, heads=all_heads * dim)
-        expect("rope: table", turn, "float32", positions=kv.positions, head_dim=dim)
+        dim, place = kv.head_dim, self._place(qkv, turn, rows, kv, layer, heads)
         chunk = dim // 2 if self._thread else 1
         kernel = self._kernel(
             "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
         )
-        grid, block = self._elements(count * all_heads, dim // 2, chunk)
-        args = (qkv, turn, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer])
-        sizes = (count, heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift)
-        lane.kernel(kernel, grid, block, (*args, *sizes, kv.scratch_page), name="rope, kv write")
+        grid, block = self._elements(rows.count * (heads + 2 * kv.kv_heads), dim // 2, chunk)
+        lane.kernel(kernel, grid, block, (qkv, rows.count, *place), name="rope, kv write")
+
+    @staticmethod
+    def _place(
+        qkv: DeviceArray, turn: DeviceArray, rows: Rows, kv: PagedKV, layer: int, heads: int
+    ) -> tuple[object, ...]:
+        """Kernel arguments: what turns heads of `qkv`, and where they go."""
+        width = (heads + 2 * kv.kv_heads) * kv.head_dim
+        expect("rope: qkv", qkv, "float32", R=rows.count, heads=width)
+        expect("rope: table", turn, "float32", positions=kv.positions, head_dim=kv.head_dim)
+        return (turn, rows.slot, rows.pos, rows.tree, kv.page_table, kv.k[layer], kv.v[layer],
+                heads, kv.kv_heads, kv.slots, kv.max_pages, kv.page_shift,
+                kv.scratch_page)  # fmt: skip
 
     def attention(
         self,

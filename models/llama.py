@@ -1,12 +1,15 @@
 """Llama, and Qwen3, which adds norms of heads, on paged keys and values.
 
-Nine kernels a layer, ten with norms of heads; one less where gates are applied on tensor cores.
-Any lane.
+Nine kernels a layer, ten with norms of heads; on tensor cores five, seven with norms of heads, and
+one before the first. Any lane.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError, ShapeError
@@ -15,7 +18,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.kv import PagedKV
-from graft.models.layers import Layers, expect
+from graft.models.layers import GROUP, Layers, Norm, expect
 from graft.models.rows import Rows
 from graft.models.weights import Matrix, Weights
 
@@ -41,6 +44,7 @@ class DecoderLayer:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        heads = 0 if config.head_norm else config.head_dim
         return DecoderLayer(
             input_norm=weights.vector(f"{prefix}.input_layernorm.weight", hidden),
             qkv=weights.stacked(
@@ -50,13 +54,14 @@ class DecoderLayer:
                     f"{attention}.v_proj.weight": keys,
                 },
                 width,
+                lambda *size: heads and heads * layers.turns(heads, *size),
             ),
             out=weights.stacked({f"{attention}.o_proj.weight": hidden}, queries),
             post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=weights.stacked(
                 {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
                 hidden,
-                layers.gates,
+                lambda *size: size[1] * layers.gates(*size),
             ),
             down=weights.stacked({f"{mlp}.down_proj.weight": hidden}, inner),
             head_norms=(
@@ -75,67 +80,86 @@ class Scratch:
     def __init__(self, device: Device, config: LlamaConfig, rows: int, width: int) -> None:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        inner = config.intermediate_size
+        self._device, self._rows = device, rows
+        self._arrays = dict[tuple[str, int, str], DeviceArray]()
+        self.stream = self.array("stream", config.hidden_size)
+        self.normed = self.array("normed", config.hidden_size)
+        self.wide = self.array("normed", width)
+        self.qkv = self.array("qkv", queries + 2 * keys)
+        self.mixed = self.array("mixed", queries)
 
-        def buffer(columns: int) -> DeviceArray:
-            return device.empty((rows, columns), "float32")
-
-        self.stream = buffer(config.hidden_size)
-        self.normed = buffer(config.hidden_size)
-        self.wide = buffer(width) if width != config.hidden_size else self.normed
-        self.qkv = buffer(queries + 2 * keys)
-        self.mixed = buffer(queries)
-        self.gate_up = buffer(2 * inner)
-        self.gated = buffer(inner)
-        self._device, self._rounded = device, dict[tuple[str, str], DeviceArray]()
+    def array(self, name: str, columns: int, dtype: str = "float32") -> DeviceArray:
+        """[rows, columns], made when it is first asked for."""
+        key = name, columns, dtype
+        if key not in self._arrays:
+            self._arrays[key] = self._device.empty((self._rows, columns), dtype)
+        return self._arrays[key]
 
     def read_by(self, weight: Matrix, layers: Layers, name: str) -> DeviceArray:
-        """`normed` or `gated`, by name, as input of a product."""
-        array, dtype = getattr(self, name), layers.input_dtype(weight)
-        if dtype == "float32":
-            return array
-        if (name, dtype) not in self._rounded:
-            self._rounded[name, dtype] = self._device.empty(array.shape, dtype)
-        return self._rounded[name, dtype]
+        """The input of a product."""
+        return self.array(name, weight.shape[1], layers.input_dtype(weight))
+
+    def norm(
+        self, layers: Layers, rows: int, weight: DeviceArray, eps: float, reader: Matrix,
+        writer: Matrix | None = None,
+    ) -> Norm:  # fmt: skip
+        """A norm of `stream` between products with the weights `writer`, if it is one, and
+        `reader`; the next one takes its place."""
+        out, squares = self.read_by(reader, layers, "normed")[:rows], None
+        if writer is not None and layers.folds(writer, reader):
+            squares = self.array("squares", writer.shape[0] // GROUP)[:rows]
+        return Norm(weight, eps, out, squares)
 
 
-def run_layer(
+def run_layers(
     lane: Lane,
     layers: Layers,
     config: LlamaConfig,
-    weights: DecoderLayer,
+    decoder: Sequence[DecoderLayer],
     scratch: Scratch,
     kv: PagedKV,
-    index: int,
     turn: DeviceArray,
     rows: Rows,
-    x: DeviceArray,
-    tap: tuple[DeviceArray, int] | None = None,
+    x: DeviceArray | None = None,
+    *,
+    first: int = 0,
+    taps: Mapping[int, tuple[DeviceArray, int]] | None = None,
     attending: Rows | None = None,
 ) -> None:
-    """Attention over `x` and the MLP, both added to ``scratch.stream``; KV written at `index`.
+    """Add attention and MLP of each layer to ``scratch.stream``; keys and values are written.
 
-    Rows attend to positions up to their own, or to those of `attending`.
+    Parameters
+    ----------
+    x : what attention of the first layer reads; by default the stream behind its norm.
+    first : the first one's layer in `kv`.
+    taps : of some of `decoder`, by index: a place for the stream behind it, see `Layers.linear`.
+    attending : rows attend to positions up to those of these, by default up to their own.
     """
-    n, heads = rows.count, config.num_attention_heads
+    n, heads, eps = rows.count, config.num_attention_heads, config.rms_norm_eps
     stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
-    normed = scratch.read_by(weights.gate_up, layers, "normed")[:n]
-    gated = scratch.read_by(weights.down, layers, "gated")[:n]
-    gate_up = scratch.gate_up[:n]
-    layers.linear(lane, x, weights.qkv, qkv, name="qkv")
-    if weights.head_norms is not None:
-        layers.head_norm(lane, qkv, weights.head_norms, heads, config.rms_norm_eps)
-    layers.rope_and_store(lane, qkv, turn, rows, kv, index, heads)
-    layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
-    layers.linear(lane, mixed, weights.out, stream, residual=stream, name="attention out")
-    layers.norm(lane, stream, weights.post_norm, config.rms_norm_eps, normed)
-    up = weights.gate_up
-    if layers.gates(up.dtype, *up.shape):
-        layers.linear(lane, normed, up, gated, gated=True, name="gate, up")
-    else:
-        layers.linear(lane, normed, up, gate_up, name="gate, up")
-        layers.silu_mul(lane, gate_up, gated)
-    layers.linear(lane, gated, weights.down, stream, residual=stream, tap=tap, name="down")
+    norm = partial(scratch.norm, layers, n)
+    given: DeviceArray | Norm
+    given = norm(decoder[0].input_norm, eps, decoder[0].qkv) if x is None else x
+    if isinstance(given, Norm):
+        layers.norm(lane, stream, given.weight, eps, given.out)
+    for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
+        up, down, where = own.gate_up, own.down, (turn, rows, kv, first + i, heads)
+        layers.heads(lane, given, own.qkv, qkv, *where, own.head_norms, eps)
+        layers.attention(lane, qkv, attending or rows, kv, first + i, heads, mixed)
+        post = norm(own.post_norm, eps, up, own.out)
+        layers.linear(lane, mixed, own.out, stream, residual=stream, norm=post,
+                      name="attention out")  # fmt: skip
+        gated = scratch.read_by(down, layers, "gated")[:n]
+        if layers.gates(up.dtype, *up.shape):
+            layers.linear(lane, post, up, gated, gated=True, name="gate, up")
+        else:
+            gate_up = scratch.array("gate_up", up.shape[0])[:n]
+            layers.linear(lane, post, up, gate_up, name="gate, up")
+            layers.silu_mul(lane, gate_up, gated)
+        behind = norm(after.input_norm, eps, after.qkv, down) if after else None
+        layers.linear(lane, gated, down, stream, residual=stream, tap=(taps or {}).get(i),
+                      norm=behind, name="down")  # fmt: skip
+        given = behind or given
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
@@ -236,16 +260,9 @@ class LlamaModel:
         scratch = self.scratch
         stream = scratch.stream[:n]
         self.layers.gather(lane, self.embedding, rows.token, stream, name="embed")
-        for i, weights in enumerate(self.decoder):
-            normed = scratch.read_by(weights.qkv, self.layers, "normed")[:n]
-            self.layers.norm(lane, stream, weights.input_norm, self.config.rms_norm_eps, normed)
-            tap = None
-            if features is not None and i in self._taps:
-                tap = (features, self._taps[i])
-            run_layer(
-                lane, self.layers, self.config, weights, scratch, self.kv, i, self.turn, rows,
-                normed, tap,
-            )  # fmt: skip
+        taps = {} if features is None else {i: (features, at) for i, at in self._taps.items()}
+        run_layers(lane, self.layers, self.config, self.decoder, scratch, self.kv, self.turn, rows,
+                   taps=taps)  # fmt: skip
         return stream
 
     def gather(self, lane: Lane, hidden: DeviceArray, index: DeviceArray) -> DeviceArray:

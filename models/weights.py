@@ -72,11 +72,12 @@ class Weights:
 
     def stacked(
         self, parts: dict[str, int], columns: int,
-        interleave: Callable[[str, int, int], bool] | None = None,
+        woven: Callable[[str, int, int], int] | None = None,
     ) -> Matrix:  # fmt: skip
         """Several [rows, columns] matrices of one dtype below each other; `parts` = name: rows.
 
-        Or eight rows of each by turns, if `interleave` wants that of this dtype and shape. Those of
+        With `woven`, which says of how many rows groups of this dtype and shape are, the halves of
+        each group lie by turns, eight rows of one and eight of the other; 0: they do not. Those of
         E4M3 have the scales of their rows.
         """
         arrays = [self._rows(name, rows, columns) for name, rows in parts.items()]
@@ -87,18 +88,13 @@ class Weights:
                     f"{self.checkpoint.path}: {name} is {dtype} but {next(iter(parts))} is "
                     f"{first}; matrices that act together must share a dtype"
                 )
-        woven = interleave is not None and interleave(first, sum(parts.values()), columns)
-
-        def joined(rows: list[np.ndarray]) -> np.ndarray:
-            if not woven:
-                return np.concatenate(rows)
-            eights = np.stack([part.reshape(-1, 8, *part.shape[1:]) for part in rows], 1)
-            return eights.reshape(-1, *rows[0].shape[1:])
-
-        values = self.device.from_host(joined([array for array, _, _ in arrays]), first)
-        if first != E4M3:
-            return values
-        return Scaled(values, self.device.from_host(joined([scale for *_, scale in arrays])))
+        stack = np.concatenate([array for array, _, _ in arrays])
+        scale = np.concatenate([scale for *_, scale in arrays])
+        if woven is not None and (group := woven(first, *stack.shape)):
+            order = np.arange(len(stack)).reshape(-1, 2, group // 16, 8).swapaxes(1, 2).ravel()
+            stack, scale = stack[order], scale[order]
+        values = self.device.from_host(stack, first)
+        return Scaled(values, self.device.from_host(scale)) if first == E4M3 else values
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
         """A matrix, its dtype, and the float32 scales of its rows, of 1 where it has none."""

@@ -20,7 +20,7 @@ from graft.models.config import DFlashConfig
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
 from graft.models.errors import DrafterError
 from graft.models.feed import Feed
-from graft.models.llama import DecoderLayer, Scratch, run_layer
+from graft.models.llama import DecoderLayer, Scratch, run_layers
 from graft.models.rows import Rows
 from graft.models.weights import Weights
 
@@ -102,10 +102,8 @@ class DFlash(Drafter):
         stream, normed = scratch.stream[:n], scratch.normed[:n]
         layers.gather(lane, self._embedding, token, stream, name="embed")
         rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
-        for i, weights in enumerate(self._decoder):
-            layers.norm(lane, stream, weights.input_norm, eps, normed)
-            run_layer(lane, layers, config, weights, scratch, self._kv, i, self._turn, rows,
-                      normed, attending=attending)  # fmt: skip
+        run_layers(lane, layers, config, self._decoder, scratch, self._kv, self._turn, rows,
+                   attending=attending)  # fmt: skip
         layers.norm(lane, stream, self._norm, eps, normed)
         # The target's logits, of more rows, have been read: here is their place.
         logits = feed.scratch.logits[: n - first]
@@ -143,7 +141,5 @@ class DFlash(Drafter):
         layers.linear(lane, features, self._fc, stream, name="fc")
         layers.norm(lane, stream, self._context_norm, config.rms_norm_eps, context)
         for i, weights in enumerate(self._decoder):
-            layers.linear(lane, context, weights.qkv[queries:], kv, name="context kv")
-            if weights.head_norms is not None:
-                layers.head_norm(lane, kv, weights.head_norms, 0, config.rms_norm_eps)
-            layers.rope_and_store(lane, kv, self._turn, rows, self._kv, i, 0)
+            layers.heads(lane, context, weights.qkv[queries:], kv, self._turn, rows, self._kv, i, 0,
+                         weights.head_norms, config.rms_norm_eps)  # fmt: skip

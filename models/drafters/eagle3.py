@@ -21,7 +21,7 @@ from graft.models.errors import CheckpointError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
 from graft.models.layers import expect
-from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layer
+from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
 from graft.models.rows import Rows
 from graft.models.weights import Weights
 
@@ -167,11 +167,7 @@ class Eagle3Head:
             lane, rows.token, self.embedding, hidden, first.input_norm, self.hidden_norm,
             config.rms_norm_eps, config.norm_before_residual, x, stream,
         )  # fmt: skip
-        for i, layer in enumerate(self.decoder):
-            if i > 0:
-                x = scratch.normed[:n]
-                self.layers.norm(lane, stream, layer.input_norm, config.rms_norm_eps, x)
-            run_layer(lane, self.layers, config, layer, scratch, self.kv, i, self.turn, rows, x)
+        run_layers(lane, self.layers, config, self.decoder, scratch, self.kv, self.turn, rows, x)
         return stream
 
 

@@ -18,7 +18,7 @@ from graft.models.config import LlamaConfig
 from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeShape, check_target
 from graft.models.errors import DrafterError
 from graft.models.feed import Feed
-from graft.models.llama import DecoderLayer, Scratch, run_layer
+from graft.models.llama import DecoderLayer, Scratch, run_layers
 from graft.models.rows import Rows
 from graft.models.weights import Weights
 
@@ -151,13 +151,12 @@ class Mtp(Drafter):
         """Turn float32[R, hidden], h of the module before, into module j's."""
         n, module, layers = rows.count, self._modules[j], self._target.layers
         scratch, eps = self._scratch, self._config.rms_norm_eps
-        stream, normed = scratch.stream[:n], scratch.normed[:n]
+        stream = scratch.stream[:n]
         layers.eagle_input(lane, rows.token, module.embedding, hidden, module.enorm, module.hnorm,
                            eps, False, scratch.wide[:n], stream)  # fmt: skip
         layers.linear(lane, scratch.wide[:n], module.joined, stream, name="eh_proj")
-        layers.norm(lane, stream, module.layer.input_norm, eps, normed)
-        run_layer(lane, layers, self._config, module.layer, scratch, self._kv, j, self._turn, rows,
-                  normed)  # fmt: skip
+        run_layers(lane, layers, self._config, [module.layer], scratch, self._kv, self._turn, rows,
+                   first=j)  # fmt: skip
         layers.norm(lane, stream, module.norm, eps, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, j: int, ends: DeviceArray) -> DeviceArray:

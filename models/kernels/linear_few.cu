@@ -30,9 +30,14 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const Weight* weight, const float* weight_scale, const Input* x,
                const float* residual, OUT* out, float* tap, int rows, int columns, int inner,
-               int tap_offset, int tap_stride) {
+               int tap_offset, int tap_stride, const float* squares, float eps, const float* norm,
+               Normed* normed, float* sums, const float* turn, const int* slot, const int* pos,
+               const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
+               int heads, int kv_heads, int slots, int max_pages, int page_shift,
+               int scratch_page) {
   wait_for_kernel_before();
   __shared__ float part[WARPS][16][TILES * 8];
+  __shared__ float scale[TILES * 8 >> SPLIT];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
   const Weight* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
@@ -51,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     const int next = warp + s * WARPS;
     if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }
+  load_scales(squares, eps, first, TILES * 8 >> SPLIT, rows, inner, scale);
   for (int c = warp; c < chunks; c += DEPTH * WARPS) {
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
@@ -76,8 +82,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
   }
   __syncthreads();
-  const Output y = {weight_scale, residual, out,       tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,         columns,  tap_stride};
+  const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,         columns,  tap_stride, norm,
+                    normed,       sums};
+  const Heads to = {turn,
+                    slot,
+                    pos,
+                    tree,
+                    {page_table, slots, max_pages, page_shift, kv_heads, TURNED},
+                    keys,
+                    values,
+                    heads,
+                    scratch_page};
   const int parts = parts_of(inner);
   const auto folded = [&](int r, int c) {
     float total = 0.0f;
@@ -86,11 +102,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       const float value = SPLIT ? of[0] + of[1] : of[0];
       total = p == 0 ? value : total + value;
     }
-    return total;
+    return total * scale[r];
   };
 #pragma unroll 1
   for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT); i += WARPS * 32) {
     const int c = i % 8, r = i / 8;
-    store_pair(y, first + r, column + c, folded(r, c), folded(r, c + 8));
+    store_pair(y, to, first + r, column + c, folded(r, c), folded(r, c + 8));
   }
 }

@@ -57,10 +57,15 @@ struct Walk {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     linear_many(const Weight* weight, const float* weight_scale, const Input* x,
                 const float* residual, OUT* out, float* tap, int rows, int columns, int inner,
-                int tap_offset, int tap_stride, float* partials, int* arrived) {
+                int tap_offset, int tap_stride, const float* squares, float eps, const float* norm,
+                Normed* normed, float* sums, const float* turn, const int* slot, const int* pos,
+                const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
+                int heads, int kv_heads, int slots, int max_pages, int page_shift, int scratch_page,
+                float* partials, int* arrived) {
   wait_for_kernel_before();
   extern __shared__ Pack16 staged[];
   __shared__ int last;
+  __shared__ float scale[ROW_BLOCK >> SPLIT];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * OUTPUTS, first = blockIdx.y * (ROW_BLOCK >> SPLIT);
   const int splits = gridDim.z, parts = parts_of(inner);
@@ -119,8 +124,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
   };
 
-  const Output y = {weight_scale, residual, out,       tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,         columns,  tap_stride};
+  const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,         columns,  tap_stride, norm,
+                    normed,       sums};
+  const Heads to = {turn,
+                    slot,
+                    pos,
+                    tree,
+                    {page_table, slots, max_pages, page_shift, kv_heads, TURNED},
+                    keys,
+                    values,
+                    heads,
+                    scratch_page};
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const parted = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
@@ -148,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   };
 
   for (int s = 0; s < STAGES - 1; ++s) copy_stage(s);
+  load_scales(squares, eps, first, ROW_BLOCK >> SPLIT, rows, inner, scale);
   for (int sub = 0; !X16 && sub < 2 && here.there(); ++sub) {
     load_x(sub);
     store_x(sub, 0);
@@ -187,39 +203,43 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     if (ends) end_part(part);
   }
 
-  if (splits == 1) {
+  const volatile float* of = parted;
+  if (splits == 1) {  // by way of shared memory, which no copy is on its way to
+    float* const whole = reinterpret_cast<float*>(staged);
+    __syncthreads();
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m) {
 #pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
-        for (int i = 0; i < 2; i += 1 + SPLIT) {
-          store_pair(y, first + (own_row + n * 8 + 2 * t + i >> SPLIT),
-                     column + own_column + m * 16 + g, total[m][n][i], total[m][n][i + 2]);
+        for (int i = 0; i < 4; i += 1 + SPLIT) {
+          const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT;
+          whole[r * OUTPUTS + own_column + m * 16 + g + i / 2 * 8] = total[m][n][i];
         }
       }
     }
-    return;
+    __syncthreads();
+    of = whole;
+  } else {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      last = atomicAdd(&arrived[tile], 1) == splits - 1;
+      if (last) arrived[tile] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(&arrived[tile], 1) == splits - 1;
-    if (last) arrived[tile] = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const volatile float* of = parted;
 #pragma unroll 1
   for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT) * OUTPUTS / 2; i += WARPS * 32) {
     const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
     if (first + r >= rows) break;
     float top = of[r * OUTPUTS + c], low = of[r * OUTPUTS + c + 8];
-    for (int p = 1; p < parts; ++p) {
+    for (int p = 1; splits > 1 && p < parts; ++p) {
       top += of[(p * ROW_BLOCK + r) * OUTPUTS + c];
       low += of[(p * ROW_BLOCK + r) * OUTPUTS + c + 8];
     }
-    store_pair(y, first + r, column + c, top, low);
+    store_pair(y, to, first + r, column + c, top * scale[r], low * scale[r]);
   }
 }

@@ -12,8 +12,13 @@
 // With WEIGHT8 weights are E4M3, which WEIGHT16 holds when they are multiplied. Where rows of W
 // have a scale, sums are multiplied by it.
 //
+// x may lack its norm's division: the sums of its rows then get it, by sums of squares that who
+// wrote x left. And so may the result be left to who reads it, times the weight of a norm.
+//
 // With GATED the rows of W are eight gates, the eight that these gate, and so on, and what is
-// stored is silu(gate) * up.
+// stored is silu(gate) * up. With TURNED, the size of a head, they are eight of the first half of a
+// head, the eight of the second that these are turned with, and so on, of queries, keys and values:
+// the queries are stored turned, and keys and values go to the cache.
 #pragma once
 #include "mma.cuh"
 #include "model.cuh"
@@ -33,8 +38,14 @@
 #ifndef GATED
 #define GATED 0
 #endif
+#ifndef TURNED
+#define TURNED 0
+#endif
 #ifndef OUT
 #define OUT float
+#endif
+#ifndef CACHE
+#define CACHE bf16_t
 #endif
 #if X16 && SPLIT
 #error "a rounded x leaves nothing to split off"
@@ -42,6 +53,18 @@
 #define PARTS 8
 #define CHUNK 128
 #define WARPS 8
+#define GROUP 16  // results whose squares are summed up
+
+#if X16
+typedef WEIGHT16 Input;
+#else
+typedef float Input;
+#endif
+#if SPLIT
+typedef float Normed;
+#else
+typedef WEIGHT16 Normed;
+#endif
 
 #if WEIGHT8
 typedef e4m3_t Weight;
@@ -59,37 +82,108 @@ struct Output {
   int rows;
   int columns;
   int tap_stride;
+  const float* norm;  // weight of a norm of the result; may be null
+  Normed* normed;     // the result times that
+  float* sums;        // of its squares, [rows, columns / GROUP]
 };
 
-__device__ __forceinline__ void store(const Output& y, int row, int column, float value) {
-  if (row >= y.rows || column >= y.columns) return;
+// Of TURNED.
+struct Heads {
+  const float* turn;  // of each position cosines, then sines
+  const int* slot;
+  const int* pos;
+  const unsigned long long* tree;
+  Pages pages;
+  CACHE* keys;
+  CACHE* values;
+  int heads;
+  int scratch_page;
+};
+
+// The result, with what is added to it.
+__device__ __forceinline__ float store(const Output& y, int row, int column, float value) {
   const long long at = static_cast<long long>(row) * y.columns + column;
   if (y.residual != nullptr) value += y.residual[at];
   from_float(value, y.out + at);
   if (y.tap != nullptr) y.tap[static_cast<long long>(row) * y.tap_stride + column] = value;
+  if (y.norm != nullptr) from_float(value * y.norm[column], y.normed + at);
+  return value;
 }
 
-// Outputs `column` and `column` + 8 of the 16 of a tile.
-__device__ __forceinline__ void store_pair(const Output& y, int row, int column, float top,
-                                           float low) {
-  if (y.weight_scale != nullptr && column < y.columns) {
+#if TURNED
+// Dimensions i and i + TURNED / 2 of a head; rotary embedding and cache as in rope.cu.
+__device__ __forceinline__ void store_turned(const Heads& to, float* out, int row, int head, int i,
+                                             float a, float b) {
+  const int p = to.pos[row], slot = to.slot[row], half = TURNED / 2;
+  const int kv_heads = to.pages.kv_heads, of_cache = head - to.heads;
+  if (!row_is_live(to.pages, slot, p)) return;
+  if (of_cache < kv_heads) {
+    const float* cosine = to.turn + static_cast<long long>(p) * TURNED + i;
+    const float turned = fmaf(a, cosine[0], -(b * cosine[half]));
+    b = fmaf(b, cosine[0], a * cosine[half]);
+    a = turned;
+  }
+  if (of_cache < 0) {
+    out += (static_cast<long long>(row) * (to.heads + 2 * kv_heads) + head) * TURNED + i;
+    out[0] = a;
+    out[half] = b;
+    return;
+  }
+  const int cached = cached_at(path_at(to.tree, row, p), p);
+  const int page = page_of(to.pages, slot, cached);
+  if (page == to.scratch_page) return;
+  const long long at = element_of(to.pages, page, cached, of_cache % kv_heads);
+  CACHE* cache = (of_cache < kv_heads ? to.keys : to.values) + at + i;
+  from_float(a, cache);
+  from_float(b, cache + half);
+}
+#endif
+
+// Outputs `column` and `column` + 8 of the 16 of a tile, by eight neighbours of a warp that has no
+// other work; a row or column past the end is left out.
+__device__ __forceinline__ void store_pair(const Output& y, const Heads& to, int row, int column,
+                                           float top, float low) {
+  const bool there = row < y.rows && column < y.columns;
+  const int half = column / 16 * 8 + column % 16;
+  if (there && y.weight_scale != nullptr) {
     top *= y.weight_scale[column];
     low *= y.weight_scale[column + 8];
   }
-  if (!GATED) {
-    store(y, row, column, top);
-    store(y, row, column + 8, low);
-  } else if (row < y.rows && column < y.columns) {
-    const long long at = static_cast<long long>(row) * (y.columns / 2);
-    from_float(gated(top, low), y.out + at + column / 16 * 8 + column % 16);
+#if GATED
+  const long long at = static_cast<long long>(row) * (y.columns / 2) + half;
+  if (there) from_float(gated(top, low), y.out + at);
+#elif TURNED
+  const int head = half / (TURNED / 2);
+  if (there) store_turned(to, y.out, row, head, half % (TURNED / 2), top, low);
+#else
+  float sum = 0.0f;
+  if (there) {
+    top = store(y, row, column, top);
+    low = store(y, row, column + 8, low);
+    sum = fmaf(top, top, low * low);
   }
+  if (y.norm == nullptr) return;
+  for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
+  if (!there || column % 8 != 0) return;
+  y.sums[static_cast<long long>(row) * (y.columns / GROUP) + column / GROUP] = sum;
+#endif
 }
 
-#if X16
-typedef WEIGHT16 Input;
-#else
-typedef float Input;
-#endif
+// What the sums of `count` rows of x from `first` on are still to be multiplied by.
+__device__ __forceinline__ void load_scales(const float* squares, float eps, int first, int count,
+                                            int rows, int inner, float* scale) {
+  const int groups = inner / GROUP;
+  for (int r = threadIdx.x / 32; r < count; r += WARPS) {
+    float sum = 0.0f;
+    if (squares != nullptr && first + r < rows) {
+      const float* of = squares + static_cast<long long>(first + r) * groups;
+      for (int k = threadIdx.x % 32; k < groups; k += 32) sum += of[k];
+      sum = warp_sum(sum);
+    }
+    if (threadIdx.x % 32 != 0) continue;
+    scale[r] = squares == nullptr ? 1.0f : 1.0f / sqrtf(sum / static_cast<float>(inner) + eps);
+  }
+}
 
 // Eight neighbours of a row of x, as `split` (0: rounded, 1: what is left) has them.
 __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {

@@ -1,5 +1,7 @@
 """Every model kernel against NumPy, in both forms, at awkward sizes."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy_llama
 import pytest
@@ -10,7 +12,7 @@ from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.kv import PagedKV
-from graft.models.layers import Layers
+from graft.models.layers import Layers, Norm
 from graft.models.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -27,7 +29,8 @@ def lane(stream) -> StreamLane:
 
 
 def run_linear(layers, lane, x, w, **more) -> np.ndarray:
-    out = layers.device.zeros((x.shape[0], w.shape[0]), "float32")
+    rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
+    out = layers.device.zeros((rows, w.shape[0]), "float32")
     layers.linear(lane, x, w, out, **more)
     return host(lane.stream, out)
 
@@ -103,6 +106,89 @@ def test_gated_products_have_the_bits_of_two_kernels(
     with pytest.raises(ShapeError, match="gated"):
         layers.linear(lane, x_there, upload(device, w[0], "bfloat16"),
                       device.zeros((rows, 12), "float32"), gated=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("activations", ["rounded", "float32"])
+def test_norms_between_products_are_folded(device, lane, monkeypatch, activations):
+    """What the second product makes of the first one's rows is that of their norms, each row with
+    its bits alone among few and many, and where sums are parted."""
+    layers, rng = Layers(device, "warp", activations), np.random.default_rng(5)
+    x, start = (rng.standard_normal((40, n)).astype(np.float32) for n in (256, 128))
+    weight = 1 + 0.3 * rng.standard_normal(128).astype(np.float32)
+    before, behind = (upload(device, rng.standard_normal(size) / 8, "bfloat16")
+                      for size in ((128, 256), (48, 128)))  # fmt: skip
+
+    def run(rows):
+        own = x[rows]
+        stream = upload(device, start[rows])
+        norm = Norm(upload(device, weight), 1e-5,
+                    device.zeros((len(own), 128), layers.input_dtype(behind)),
+                    device.zeros((len(own), 8), "float32"))  # fmt: skip
+        layers.linear(lane, upload(device, own), before, stream, residual=stream, norm=norm)
+        return run_linear(layers, lane, norm, behind), stream.to_host()
+
+    assert layers.folds(before, behind)
+    whole, stream = run(slice(None))
+    seen = rounded(stream * weight, "bfloat16" if activations == "rounded" else "float32")
+    root = np.sqrt(np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True) + 1e-5)
+    wanted = seen / root @ to_float32(behind.to_host(), "bfloat16").T.astype(np.float64)
+    np.testing.assert_allclose(whole, wanted, atol=5e-5)
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 12), slice(20, 37)):
+        assert same_bits(run(rows)[0], whole[rows].copy())
+    monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", 4)
+    assert same_bits(run(slice(0, 40))[0], whole)
+
+
+@pytest.mark.parametrize(("dim", "activations", "dtype"),
+                         [(64, "rounded", "bfloat16"), (32, "float32", "float32")])  # fmt: skip
+def test_products_that_turn_heads_have_the_bits_of_two_kernels(
+    device, lane, monkeypatch, dim, activations, dtype
+):
+    """Queries and both caches are those of product and `rope_and_store`, of few rows and many, in
+    parted sums too, with padding, a tree's rows and positions that nobody owns."""
+    layers, rng = Layers(device, "warp", activations), np.random.default_rng(dim)
+    w = rng.standard_normal((4 * dim, 128)).astype(np.float32)
+    woven = w.reshape(4, 2, dim // 16, 8, 128).swapaxes(1, 2).reshape(w.shape)
+    slots = [1, 0, 1, -1, 1, 2, 0, 1] + 12 * [0]
+    pos = [17, 4, 18, 3, -1, 2, 1000, 29, *range(20, 32)]
+    tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
+    found = []
+    for blocks, count in ((128, 8), (128, 20), (1, 20)):
+        monkeypatch.setattr("graft.models.layers._MMA_BLOCKS", blocks)
+        x = upload(device, np.random.default_rng(3).standard_normal((20, 128))[:count])
+        rows = replace(make_rows(device, [0] * count, slots[:count], pos[:count]),
+                       tree=device.from_host(tree[:count]))  # fmt: skip
+        for matrix in (w, woven):
+            kv = make_kv(device, 1, dim, dtype)
+            for slot, positions in ((1, 30), (0, 32)):
+                assert kv.allocate(slot, positions)
+                kv.set_table(lane, slot)
+            turn = upload(device, Rope(theta=100.0).table(kv.positions, dim))
+            qkv, there = device.zeros((count, 4 * dim), "float32"), upload(
+                device, matrix, "bfloat16")  # fmt: skip
+            if matrix is w:
+                layers.linear(lane, x, there, qkv)
+                layers.rope_and_store(lane, qkv, turn, rows, kv, 1, 2)
+            else:
+                layers.heads(lane, x, there, qkv, turn, rows, kv, 1, 2, None, 0.0)
+            live = [r for r in range(count) if r not in (3, 4, 6)]
+            found.append((host(lane.stream, qkv)[live, : 2 * dim], kv.k.to_host(), kv.v.to_host()))
+        apart, turned = found[-2:]
+        assert apart[1].any() and all(map(same_bits, apart, turned))
+
+
+def test_norms_that_nobody_folds_are_refused(layers, lane, device):
+    """Rows whose norm is left to the reader need a product on tensor cores; nor are norms folded
+    around weights of float16, or gated."""
+    half, whole = (device.zeros((16, 128), dtype) for dtype in ("float16", "float32"))
+    assert not layers.folds(half, half) and not layers.folds(whole, whole)
+    norm = Norm(device.zeros((128,), "float32"), 1e-5, device.zeros((2, 128), "float32"),
+                device.zeros((2, 8), "float32"))  # fmt: skip
+    out = device.zeros((2, 16), "float32")
+    with pytest.raises(ShapeError, match="fold a norm"):
+        layers.linear(lane, norm, whole, out)
+    with pytest.raises(ShapeError, match="fold a norm"):
+        layers.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
 
 
 @pytest.mark.parametrize(("columns", "inner"), [(16, 120), (24, 128)])

@@ -35,7 +35,7 @@ class RandomWeights(Weights):
 
     def stacked(
         self, parts: dict[str, int], columns: int,
-        interleave: Callable[[str, int, int], bool] | None = None,
+        woven: Callable[[str, int, int], int] | None = None,
     ) -> DeviceArray:  # fmt: skip
         """The same of several; what is random needs no order."""
         for name, rows in parts.items():
