@@ -488,12 +488,23 @@ class Layers:
         lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
 
     def gather(
-        self, lane: Lane, x: DeviceArray, index: DeviceArray, out: DeviceArray, name: str = "gather"
-    ) -> None:
-        """out[b] = x[index[b]] as float32[B, width]; an index outside x's rows gives zeros."""
+        self, lane: Lane, x: DeviceArray, index: DeviceArray, out: DeviceArray,
+        name: str = "gather", norm: Norm | None = None,
+    ) -> None:  # fmt: skip
+        """out[b] = x[index[b]] as float32[B, width], and its norm; an index outside x's rows gives
+        zeros."""
         count, width = out.shape
         expect(f"{name}: index", index, "int32", B=count)
         expect(f"{name}: out", out, "float32", B=count, width=x.shape[1])
+        if norm is not None:
+            expect(f"{name}: norm", norm.weight, "float32", width=width)
+            expect(f"{name}: normed", norm.out, norm.out.dtype, B=count, width=width)
+            block = self._norm_block
+            kernel = self._kernel("norm", "gather_norm", WEIGHT=_storage(x),
+                                  OUT=_storage(norm.out), NORM_THREADS=block)  # fmt: skip
+            args = (x, index, out, norm.weight, norm.out, x.shape[0], width, norm.eps)
+            lane.kernel(kernel, count, block, args, name=name)
+            return
         grid, block = self._elements(count, width, self._chunk)
         kernel = self._kernel("elements", "gather_rows", WEIGHT=_storage(x), CHUNK=self._chunk)
         lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 
 from graft.cudagraph.device import Device
@@ -77,10 +76,10 @@ class Scratch:
     """Intermediate activations of one model, float32, sized for `rows` rows; and of those that
     matrices alone read such of the dtype that these read fastest."""
 
-    def __init__(self, device: Device, config: LlamaConfig, rows: int, width: int) -> None:
+    def __init__(self, layers: Layers, config: LlamaConfig, rows: int, width: int) -> None:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        self._device, self._rows = device, rows
+        self._layers, self._rows, self._eps = layers, rows, config.rms_norm_eps
         self._arrays = dict[tuple[str, int, str], DeviceArray]()
         self.stream = self.array("stream", config.hidden_size)
         self.normed = self.array("normed", config.hidden_size)
@@ -92,23 +91,22 @@ class Scratch:
         """[rows, columns], made when it is first asked for."""
         key = name, columns, dtype
         if key not in self._arrays:
-            self._arrays[key] = self._device.empty((self._rows, columns), dtype)
+            self._arrays[key] = self._layers.device.empty((self._rows, columns), dtype)
         return self._arrays[key]
 
-    def read_by(self, weight: Matrix, layers: Layers, name: str) -> DeviceArray:
+    def read_by(self, weight: Matrix, name: str) -> DeviceArray:
         """The input of a product."""
-        return self.array(name, weight.shape[1], layers.input_dtype(weight))
+        return self.array(name, weight.shape[1], self._layers.input_dtype(weight))
 
     def norm(
-        self, layers: Layers, rows: int, weight: DeviceArray, eps: float, reader: Matrix,
-        writer: Matrix | None = None,
-    ) -> Norm:  # fmt: skip
-        """A norm of `stream` between products with the weights `writer`, if it is one, and
-        `reader`; the next one takes its place."""
-        out, squares = self.read_by(reader, layers, "normed")[:rows], None
-        if writer is not None and layers.folds(writer, reader):
+        self, rows: int, weight: DeviceArray, reader: Matrix, writer: Matrix | None = None
+    ) -> Norm:
+        """A norm of so many rows for the product with `reader`, folded if `writer` is what makes
+        them and may do so; the next one takes its place."""
+        out, squares = self.read_by(reader, "normed")[:rows], None
+        if writer is not None and self._layers.folds(writer, reader):
             squares = self.array("squares", writer.shape[0] // GROUP)[:rows]
-        return Norm(weight, eps, out, squares)
+        return Norm(weight, self._eps, out, squares)
 
 
 def run_layers(
@@ -120,46 +118,43 @@ def run_layers(
     kv: PagedKV,
     turn: DeviceArray,
     rows: Rows,
-    x: DeviceArray | None = None,
+    x: DeviceArray | Norm,
     *,
     first: int = 0,
     taps: Mapping[int, tuple[DeviceArray, int]] | None = None,
     attending: Rows | None = None,
+    ending: Norm | None = None,
 ) -> None:
     """Add attention and MLP of each layer to ``scratch.stream``; keys and values are written.
 
     Parameters
     ----------
-    x : what attention of the first layer reads; by default the stream behind its norm.
+    x : what attention of the first layer reads.
     first : the first one's layer in `kv`.
     taps : of some of `decoder`, by index: a place for the stream behind it, see `Layers.linear`.
     attending : rows attend to positions up to those of these, by default up to their own.
+    ending : a norm of the stream behind the last.
     """
     n, heads, eps = rows.count, config.num_attention_heads, config.rms_norm_eps
     stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
-    norm = partial(scratch.norm, layers, n)
-    given: DeviceArray | Norm
-    given = norm(decoder[0].input_norm, eps, decoder[0].qkv) if x is None else x
-    if isinstance(given, Norm):
-        layers.norm(lane, stream, given.weight, eps, given.out)
     for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
         up, down, where = own.gate_up, own.down, (turn, rows, kv, first + i, heads)
-        layers.heads(lane, given, own.qkv, qkv, *where, own.head_norms, eps)
+        layers.heads(lane, x, own.qkv, qkv, *where, own.head_norms, eps)
         layers.attention(lane, qkv, attending or rows, kv, first + i, heads, mixed)
-        post = norm(own.post_norm, eps, up, own.out)
+        post = scratch.norm(n, own.post_norm, up, own.out)
         layers.linear(lane, mixed, own.out, stream, residual=stream, norm=post,
                       name="attention out")  # fmt: skip
-        gated = scratch.read_by(down, layers, "gated")[:n]
+        gated = scratch.read_by(down, "gated")[:n]
         if layers.gates(up.dtype, *up.shape):
             layers.linear(lane, post, up, gated, gated=True, name="gate, up")
         else:
             gate_up = scratch.array("gate_up", up.shape[0])[:n]
             layers.linear(lane, post, up, gate_up, name="gate, up")
             layers.silu_mul(lane, gate_up, gated)
-        behind = norm(after.input_norm, eps, after.qkv, down) if after else None
+        behind = scratch.norm(n, after.input_norm, after.qkv, down) if after else ending
         layers.linear(lane, gated, down, stream, residual=stream, tap=(taps or {}).get(i),
                       norm=behind, name="down")  # fmt: skip
-        given = behind or given
+        x = behind or x
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
@@ -220,7 +215,7 @@ class LlamaModel:
         behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
         tensors.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
-        self.scratch = Scratch(device, config, max_rows, hidden)
+        self.scratch = Scratch(self.layers, config, max_rows, hidden)
         self.layers.attention_parts(max_rows, config.num_attention_heads, kv)
         self._taps: dict[int, int] = {}
 
@@ -239,12 +234,16 @@ class LlamaModel:
             raise OptionError(f"feature layers {ids}: expected ascending ids below {n}")
         self._taps = {layer: part * self.config.hidden_size for part, layer in enumerate(ids)}
 
-    def forward(self, lane: Lane, rows: Rows, features: DeviceArray | None = None) -> DeviceArray:
+    def forward(
+        self, lane: Lane, rows: Rows, features: DeviceArray | None = None,
+        logits: DeviceArray | None = None,
+    ) -> DeviceArray:  # fmt: skip
         """Run all layers over `rows`, writing their keys and values.
 
         Parameters
         ----------
         features : float32[R, layers * hidden], filled with the chosen layers' outputs, low to high.
+        logits : float32[R, vocab], of all rows: what `head` makes.
 
         Returns
         -------
@@ -259,20 +258,25 @@ class LlamaModel:
             expect("features", features, "float32", R=n, width=len(self._taps) * hidden)
         scratch = self.scratch
         stream = scratch.stream[:n]
-        self.layers.gather(lane, self.embedding, rows.token, stream, name="embed")
+        x = scratch.norm(n, self.decoder[0].input_norm, self.decoder[0].qkv)
+        self.layers.gather(lane, self.embedding, rows.token, stream, name="embed", norm=x)
         taps = {} if features is None else {i: (features, at) for i, at in self._taps.items()}
+        final = scratch.norm(n, self.final_norm, self.lm_head, self.decoder[-1].down)
         run_layers(lane, self.layers, self.config, self.decoder, scratch, self.kv, self.turn, rows,
-                   taps=taps)  # fmt: skip
+                   x, taps=taps, ending=None if logits is None else final)  # fmt: skip
+        if logits is not None:
+            self.layers.linear(lane, final, self.lm_head, logits, name="lm head")
         return stream
 
-    def gather(self, lane: Lane, hidden: DeviceArray, index: DeviceArray) -> DeviceArray:
-        """Rows `index` (int32[B]) of `hidden`: float32[B, hidden], a view the next call reuses."""
-        picked = self.scratch.normed[: index.shape[0]]
-        self.layers.gather(lane, hidden, index, picked)
-        return picked
-
-    def head(self, lane: Lane, hidden: DeviceArray, logits: DeviceArray) -> None:
-        """Final norm and output head: hidden float32[R, hidden] to logits float32[R, vocab]."""
-        normed = self.scratch.read_by(self.lm_head, self.layers, "normed")[: hidden.shape[0]]
-        self.layers.norm(lane, hidden, self.final_norm, self.config.rms_norm_eps, normed)
-        self.layers.linear(lane, normed, self.lm_head, logits, name="lm head")
+    def head(
+        self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
+    ) -> None:
+        """Final norm and output head: hidden float32[R, hidden], or rows int32[B] of it, to logits
+        float32[R or B, vocab]."""
+        norm = self.scratch.norm(logits.shape[0], self.final_norm, self.lm_head)
+        if index is None:
+            self.layers.norm(lane, hidden, norm.weight, norm.eps, norm.out)
+        else:
+            picked = self.scratch.array("picked", hidden.shape[1])[: index.shape[0]]
+            self.layers.gather(lane, hidden, index, picked, norm=norm)
+        self.layers.linear(lane, norm, self.lm_head, logits, name="lm head")

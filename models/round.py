@@ -30,7 +30,7 @@ from graft.models.errors import DrafterError
 from graft.models.feed import Feed, RoundScratch
 from graft.models.legality import Legality
 from graft.models.llama import LlamaModel
-from graft.models.stamps import KERNELS, Part, Stamps
+from graft.models.stamps import KERNELS, Part, Stamps, timeline_args
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 from graft.sampling.tree import TreeSampler
@@ -119,7 +119,6 @@ class RoundGraph:
         parts.decoder.add(grammar, parts.decoder.open_work(), name=opening)
         parts.exchange.bring(grammar, 0, min(parts.width, rows - batch + 1))
         masks_ready = grammar.record("masks ready")
-        stamps.begin()
         self._target(model, feed)
         stamps.end("target forward")
         model.wait(masks_ready)
@@ -150,15 +149,14 @@ class RoundGraph:
             p.replay, ring_rows, ring_rows.stride, stamp, stamp.stride, p.inputs.entries,
             p.state.array, p.state.slots, self.batch, feed.count, p.exchange.memory,
             p.exchange.layout, feed.row_slot, feed.first, feed.rows.map,
-            rows.token, rows.slot, rows.pos, rows.tree,
+            rows.token, rows.slot, rows.pos, rows.tree, *timeline_args(p.timeline),
         ]  # fmt: skip
         lane.kernel(p.device.load(KERNELS)["round_begin"], 1, _THREADS, args, name="begin")
 
     def _target(self, lane: GraphLane, feed: Feed) -> None:
         p, count, scratch = self.parts, feed.count, feed.scratch
         rows = scratch.target_rows.first(count, self.drafts + 1)
-        hidden = p.target.forward(lane, rows, feed.features)
-        p.target.head(lane, hidden, scratch.logits[:count])
+        p.target.forward(lane, rows, feed.features, scratch.logits[:count])
 
     def _draft(
         self, model: GraphLane, grammar: GraphLane, stamps: Stamps, feed: Feed, drafter: Drafter

@@ -34,8 +34,15 @@ def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlot
     return PinnedSlots(device, entries, {"ns": ("int64", (8 + 2 * draft_length,))})
 
 
+def timeline_args(timeline: PinnedSlots) -> tuple[object, ...]:
+    """What kernels take that write a stamp."""
+    field = timeline.field("ns")
+    return field, field.stride, timeline.slots
+
+
 class Stamps:
-    """Stamps the borders of a round's parts on one lane.
+    """Stamps the ends of a round's parts on one lane; the first begins with the first stamp, which
+    the kernel writes that begins the round.
 
     Parameters
     ----------
@@ -54,21 +61,14 @@ class Stamps:
         every: bool,
     ) -> None:  # fmt: skip
         self._kernel = device.load(KERNELS)["stamp_time"]
-        self._field, self._entries = timeline.field("ns"), timeline.slots
+        self._timeline = timeline_args(timeline)
         self._replay, self._lane, self._every = replay, lane, every
         self.parts: list[Part] = []
-
-    def begin(self) -> None:
-        """The round begins."""
-        self._stamp(0, "begin")
 
     def end(self, name: str, waits_for: str = "", last: bool = False) -> None:
         """A part ends that began at the last stamp."""
         if not (self._every or last):
             return
         self.parts.append(Part(name if self._every else "round", waits_for))
-        self._stamp(len(self.parts), name)
-
-    def _stamp(self, column: int, name: str) -> None:
-        args = [self._replay, self._field, self._field.stride, self._entries, column]
+        args = [self._replay, *self._timeline, len(self.parts)]
         self._lane.kernel(self._kernel, 1, 1, args, name=f"stamp {name}")

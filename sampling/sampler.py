@@ -23,7 +23,7 @@ __all__ = ["ROUND_ROW", "RowMap", "Sampler", "output_ring", "row_words"]
 #: ``struct RoundRow`` of cudagraph/kernels/exchange.h, where its fields are explained.
 ROUND_ROW = read_struct(HEADER, "RoundRow")
 _HEAD = ROUND_ROW.itemsize // 4
-_PLACE_BLOCK, _PUBLISH_BLOCK = 64, 128
+_PLACE_BLOCK = 64
 
 
 def row_words(draft_length: int) -> int:
@@ -182,9 +182,8 @@ class Sampler:
         self._target = load(device, "target", self.block)["sample_target"]
         self._test = load(device, "block", self.block)["test_drafts"]
         adjust = load(device, "adjust", self.block)
-        self._adjust, self._note = adjust["adjust_logits"], adjust["note_committed"]
-        verify = load(device, "verify", self.block)
-        self._verify, self._publish = verify["verify_drafts"], verify["publish_round"]
+        self._adjust, self._publish = adjust["adjust_logits"], adjust["publish_round"]
+        self._verify = load(device, "verify", self.block)["verify_drafts"]
         self._draft = load(device, "draft", self.block)["sample_draft"]
         self._candidates = load(device, "candidates", self.block)["draft_candidates"]
         place = load(device, "place", _PLACE_BLOCK)
@@ -232,11 +231,10 @@ class Sampler:
                 self.rows, self.row_words]  # fmt: skip
         lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
         args = [self.raw, self.vocab_size, rows.slot, rows.map, self.state.array, self.rows,
-                self.row_words, self.state.tables, self._replay, told,
-                _layout(out_ring, told)]  # fmt: skip
-        lane.kernel(self._note, rows.count, self.block, args, name="note committed")
-        args = [self.rows, batch, self._replay, out, _layout(out_ring, out), stamp, stamp.stride]
-        lane.kernel(self._publish, 1, _PUBLISH_BLOCK, args, name="publish tokens")
+                self.row_words, self.state.tables, batch, self._replay, told,
+                _layout(out_ring, told), out, _layout(out_ring, out), self.meetings, stamp,
+                stamp.stride]  # fmt: skip
+        lane.kernel(self._publish, (1, rows.count, 1), self.block, args, name="publish tokens")
 
     def draft(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, masked: bool

@@ -75,7 +75,7 @@ class DFlash(Drafter):
         self._kv = room.cache(config.num_hidden_layers, heads, dim, config.dtype)
         self.caches = (self._kv,)
         self._turn = device.from_host(config.rope.table(self._kv.positions, dim))
-        self._scratch = Scratch(device, config, rows, hidden)
+        self._scratch = Scratch(self._layers, config, rows, hidden)
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
         self._before = device.empty((nodes, max(rank, 1)), "float32")
         self._row_of = device.from_host(np.arange(nodes, dtype=np.int32) // self.shape.branch)
@@ -100,9 +100,10 @@ class DFlash(Drafter):
                 batch, n // batch, config.mask_token_id, *block]  # fmt: skip
         lane.kernel(self._block_rows, -(-n // _BLOCK), _BLOCK, args, name="block rows")
         stream, normed = scratch.stream[:n], scratch.normed[:n]
-        layers.gather(lane, self._embedding, token, stream, name="embed")
+        x = scratch.norm(n, self._decoder[0].input_norm, self._decoder[0].qkv)
+        layers.gather(lane, self._embedding, token, stream, name="embed", norm=x)
         rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
-        run_layers(lane, layers, config, self._decoder, scratch, self._kv, self._turn, rows,
+        run_layers(lane, layers, config, self._decoder, scratch, self._kv, self._turn, rows, x,
                    attending=attending)  # fmt: skip
         layers.norm(lane, stream, self._norm, eps, normed)
         # The target's logits, of more rows, have been read: here is their place.

@@ -20,10 +20,10 @@ from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeSha
 from graft.models.errors import CheckpointError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
-from graft.models.layers import expect
+from graft.models.layers import Norm, expect
 from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
 from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.weights import Matrix, Weights
 
 # Needed by training only.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
@@ -75,7 +75,7 @@ class Eagle3Head:
         self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
-        self.scratch = Scratch(device, config, max_rows, 2 * hidden)
+        self.scratch = Scratch(self.layers, config, max_rows, 2 * hidden)
         self._fused = device.empty((max_rows, hidden), "float32")
         self._picked = device.empty((max_rows, hidden), "float32")
 
@@ -133,41 +133,64 @@ class Eagle3Head:
         self.layers.linear(lane, features, self.fc, fused, name="fc")
         return self._run(lane, rows, fused)
 
-    def step(self, lane: Lane, rows: Rows, hidden: DeviceArray) -> DeviceArray:
+    def step(
+        self, lane: Lane, rows: Rows, hidden: DeviceArray, logits: DeviceArray | None = None
+    ) -> DeviceArray:
         """Feed entries whose feature is the head's own output `hidden`, float32[B, hidden].
 
-        Returns as `entries`; `hidden` may be what an earlier call returned.
+        Returns as `entries`; `hidden` may be what an earlier call returned. `logits`, float32[B,
+        draft_vocab], gets what `head` makes of it.
         """
         n = rows.check(self.max_rows)
         expect("hidden", hidden, "float32", B=n, width=self.config.hidden_size)
-        return self._run(lane, rows, hidden)
+        final = self._final(n, self.decoder[-1].down)
+        out = self._run(lane, rows, hidden, None if logits is None else final)
+        if logits is not None:
+            self.layers.linear(lane, final, self.lm_head, logits, name="draft head")
+        return out
 
-    def head(self, lane: Lane, out: DeviceArray, logits: DeviceArray) -> None:
-        """Final norm and output head: out float32[B, hidden] to logits float32[B, draft_vocab]."""
-        normed = self.scratch.normed[: out.shape[0]]
-        self.layers.norm(lane, out, self.final_norm, self.config.rms_norm_eps, normed)
-        self.layers.linear(lane, normed, self.lm_head, logits, name="draft head")
+    def head(
+        self, lane: Lane, out: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
+    ) -> DeviceArray:
+        """Final norm and output head: out float32[B, hidden] to logits float32[B, draft_vocab].
+
+        Returns `out`; or its rows `index`, int32[B], whose logits they then are, as `gather` does.
+        """
+        final = self._final(logits.shape[0])
+        if index is None:
+            self.layers.norm(lane, out, final.weight, final.eps, final.out)
+        else:
+            out = self.gather(lane, out, index, norm=final)
+        self.layers.linear(lane, final, self.lm_head, logits, name="draft head")
+        return out
+
+    def _final(self, rows: int, writer: Matrix | None = None) -> Norm:
+        return self.scratch.norm(rows, self.final_norm, self.lm_head, writer)
 
     def gather(
-        self, lane: Lane, out: DeviceArray, index: DeviceArray, *, again: bool = False
-    ) -> DeviceArray:
+        self, lane: Lane, out: DeviceArray, index: DeviceArray, *, again: bool = False,
+        norm: Norm | None = None,
+    ) -> DeviceArray:  # fmt: skip
         """Rows `index` (int32[B]) of `out`: float32[B, hidden], a view the next gather reuses.
 
         `out` may be what a gather returned if this one is `again`, and its view lasts until
         `entries`.
         """
         picked = (self._fused if again else self._picked)[: index.shape[0]]
-        self.layers.gather(lane, out, index, picked)
+        self.layers.gather(lane, out, index, picked, norm=norm)
         return picked
 
-    def _run(self, lane: Lane, rows: Rows, hidden: DeviceArray) -> DeviceArray:
+    def _run(
+        self, lane: Lane, rows: Rows, hidden: DeviceArray, ending: Norm | None = None
+    ) -> DeviceArray:
         n, scratch, config = rows.count, self.scratch, self.config
         stream, x, first = scratch.stream[:n], scratch.wide[:n], self.decoder[0]
         self.layers.eagle_input(
             lane, rows.token, self.embedding, hidden, first.input_norm, self.hidden_norm,
             config.rms_norm_eps, config.norm_before_residual, x, stream,
         )  # fmt: skip
-        run_layers(lane, self.layers, config, self.decoder, scratch, self.kv, self.turn, rows, x)
+        run_layers(lane, self.layers, config, self.decoder, scratch, self.kv, self.turn, rows, x,
+                   ending=ending)  # fmt: skip
         return stream
 
 
@@ -203,19 +226,16 @@ class Eagle3(Drafter):
         out = self.head.entries(lane, feed.committed(lane), _given(feed.features))
         if feed.width == 1:
             return None
-        return self._predict(lane, feed, self.head.gather(lane, out, feed.last))
+        logits = feed.logits[: feed.batch]
+        self._hidden = self.head.head(lane, out, logits, feed.last)
+        return logits
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         rows, hidden = feed.drafts(lane, level), _given(self._hidden)
         if feed.branch > 1:
             hidden = self.head.gather(lane, hidden, feed.origin, again=True)
-        hidden = self.head.step(lane, rows, hidden)
-        return self._predict(lane, feed, hidden)
-
-    def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
-        self._hidden = hidden
-        logits = feed.logits[: hidden.shape[0]]
-        self.head.head(lane, hidden, logits)
+        logits = feed.logits[: rows.count]
+        self._hidden = self.head.step(lane, rows, hidden, logits)
         return logits
 
 

@@ -54,14 +54,14 @@ class SmallModel(Drafter):
         hidden = self.model.forward(lane, feed.committed(lane, shift=1))
         if feed.width == 1:
             return None
-        return self._predict(lane, feed, self.model.gather(lane, hidden, feed.last))
+        logits = feed.logits[: feed.batch]
+        self.model.head(lane, hidden, logits, feed.last)
+        return logits
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        return self._predict(lane, feed, self.model.forward(lane, feed.drafts(lane, level, 1)))
-
-    def _predict(self, lane: Lane, feed: Feed, hidden: DeviceArray) -> DeviceArray:
-        logits = feed.logits[: hidden.shape[0]]
-        self.model.head(lane, hidden, logits)
+        rows = feed.drafts(lane, level, 1)
+        logits = feed.logits[: rows.count]
+        self.model.forward(lane, rows, logits=logits)
         return logits
 
 

@@ -89,7 +89,7 @@ class Mtp(Drafter):
         self._kv = room.cache(count, config.num_key_value_heads, config.head_dim, config.dtype)
         self.caches, self._config, self._target = (self._kv,), config, target
         self._turn = device.from_host(config.rope.table(self._kv.positions, config.head_dim))
-        self._scratch = Scratch(device, config, room.max_rows, 2 * hidden)
+        self._scratch = Scratch(target.layers, config, room.max_rows, 2 * hidden)
         self._hidden = device.empty((room.max_rows, hidden), "float32")
         self._earlier = device.empty((room.max_rows,), "int32")
         # Of module j: h of every slot's last true token, for the module behind it; and of each row
@@ -154,9 +154,10 @@ class Mtp(Drafter):
         stream = scratch.stream[:n]
         layers.eagle_input(lane, rows.token, module.embedding, hidden, module.enorm, module.hnorm,
                            eps, False, scratch.wide[:n], stream)  # fmt: skip
-        layers.linear(lane, scratch.wide[:n], module.joined, stream, name="eh_proj")
+        x = scratch.norm(n, module.layer.input_norm, module.layer.qkv, module.joined)
+        layers.linear(lane, scratch.wide[:n], module.joined, stream, norm=x, name="eh_proj")
         run_layers(lane, layers, self._config, [module.layer], scratch, self._kv, self._turn, rows,
-                   first=j)  # fmt: skip
+                   x, first=j)  # fmt: skip
         layers.norm(lane, stream, module.norm, eps, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, j: int, ends: DeviceArray) -> DeviceArray:

@@ -74,6 +74,21 @@ extern "C" __global__ void norm_rows(const float* x, const float* weight, OUT* y
   if (row < rows) norm_row(x + at, weight, y + at, width, eps);
 }
 
+// out[r] = x[index[r]], zeros for an index out of range, and its norm.
+extern "C" __global__ void gather_norm(const WEIGHT* x, const int* index, float* out,
+                                       const float* weight, OUT* y, int rows, int width,
+                                       float eps) {
+  wait_for_kernel_before();
+  const int from = index[blockIdx.x];
+  const bool known = from >= 0 && from < rows;
+  const WEIGHT* row = x + static_cast<long long>(known ? from : 0) * width;
+  const long long at = static_cast<long long>(blockIdx.x) * width;
+  for (int k = threadIdx.x; k < width; k += NORM_THREADS) {
+    out[at + k] = known ? to_float(row[k]) : 0.0f;
+  }
+  norm_row(out + at, weight, y + at, width, eps);  // a thread reads what it wrote
+}
+
 // Every query and key of the rows of `qkv` in place, by one block each.
 extern "C" __global__ void head_norm(float* qkv, const float* query_weight, const float* key_weight,
                                      int rows, int heads, int kv_heads, int head_dim, float eps) {

@@ -2,6 +2,13 @@
 // and of the drafter's forwards stands for. A row that has no work carries slot -1 and position -1.
 #include "slot.cuh"
 
+// Writes the device's clock into column `part` of the timeline entry of a replay.
+__device__ __forceinline__ void stamp(long long* timeline, int stride, int entries, int replay,
+                                      int part) {
+  const int entry = static_cast<int>(static_cast<unsigned int>(replay) % entries);
+  timeline[entry * stride + part] = static_cast<long long>(global_timer_ns());
+}
+
 // Whether draft i of batch row a is given a place before draft j of b: by what past rounds say of
 // how likely it is accepted, and of equals the one of fewer drafts before it.
 __device__ __forceinline__ bool has_precedence(const Slot& one, int a, int i, const Slot& other,
@@ -19,13 +26,14 @@ __device__ __forceinline__ bool has_precedence(const Slot& one, int a, int i, co
 // The others are cut, and the grammar is told. One block.
 //
 // An entry without this replay's stamp was never published for it: every row is then padding, so a
-// replay nobody announced changes nothing.
+// replay nobody announced changes nothing. The timeline's first stamp is when it ends.
 extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ring_rows_stride,
                                        const int* ring_stamp, int ring_stamp_stride,
                                        int ring_entries, Slot* slots, int slot_count, int batch,
                                        int rows, int* exchange, const ExchangeLayout layout,
                                        int* row_slot, int* first, int* map, int* token, int* slot,
-                                       int* pos, unsigned long long* tree) {
+                                       int* pos, unsigned long long* tree, long long* timeline,
+                                       int timeline_stride, int timeline_entries) {
   __shared__ int drafts;
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
@@ -92,6 +100,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
     pos[r] = used ? slots[s].n + depth_of(slots[s], j) : -1;
     if (tree != nullptr) tree[r] = used ? path_of(slots[s], j) : 0;
   }
+  if (tid == 0) stamp(timeline, timeline_stride, timeline_entries, now, 0);
 }
 
 // Lays out the tokens that verification committed: row i of a batch row is its token i, at position
@@ -150,9 +159,7 @@ extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, con
   }
 }
 
-// Writes the device's clock into column `part` of the timeline entry of the current replay.
 extern "C" __global__ void stamp_time(const int* replay, long long* timeline, int stride,
                                       int entries, int part) {
-  const int entry = static_cast<int>(static_cast<unsigned int>(*replay) % entries);
-  timeline[entry * stride + part] = static_cast<long long>(global_timer_ns());
+  stamp(timeline, stride, entries, *replay, part);
 }

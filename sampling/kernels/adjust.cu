@@ -109,14 +109,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (tid == 0) meeting.best = 0;
 }
 
-// Behind verification, for the row that decided token i of a batch row: counts the token, and
-// writes what its request is told to the output entry.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    note_committed(const float* raw, int vocab_size, const int* row_slot, const int* map,
-                   const Slot* slots, const RoundRow* rows, int row_words, int* tables,
-                   const int* replay_number, int* ring, const OutputLayout out) {
-  __shared__ Scratch scratch;
-  const int r = static_cast<int>(blockIdx.x);
+// For the row r that decided token i of a batch row: counts the token, and writes what its request
+// is told to the output entry.
+__device__ __forceinline__ void note_committed(int r, const float* raw, int vocab_size,
+                                               const int* row_slot, const int* map,
+                                               const Slot* slots, const RoundRow* rows,
+                                               int row_words, int* tables, int* told_in,
+                                               const OutputLayout& out, Scratch& scratch) {
   const int b = batch_row(map[r]);
   const int i = draft_row(map[r]);
   const int index = row_slot[b];
@@ -134,9 +133,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   const long long from = r - i + tokens[row_width(row_words) + i];
   const Row kept = {raw + from * vocab_size, vocab_size, nullptr, 0, nullptr};
-  const u32 replay = static_cast<u32>(*replay_number);
-  int* at = ring + static_cast<long long>(replay % out.entries) * out.stride + b * out.row;
-  Logprobs* told = reinterpret_cast<Logprobs*>(at) + i;
+  Logprobs* told = reinterpret_cast<Logprobs*>(told_in + b * out.row) + i;
   u64 last = ~0ull;
   float best = 0.0f;
   float log_sum = 0.0f;
@@ -164,4 +161,29 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
   }
   if (leader) __threadfence_system();
+}
+
+// Behind verification, a block for each row: notes it. The last one copies the batch rows' results
+// to the replay's entry of the output ring, marks the entry's unused rows and publishes its stamp
+// to the host. Grid (1, rows); `meeting` is nobody else's.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    publish_round(const float* raw, int vocab_size, const int* row_slot, const int* map,
+                  const Slot* slots, const RoundRow* rows, int row_words, int* tables, int batch,
+                  const int* replay_number, int* told, const OutputLayout told_layout, int* ring,
+                  const OutputLayout out, Meeting* meeting, int* stamp, int stamp_stride) {
+  __shared__ Scratch scratch;
+  const int replay = *replay_number;
+  const int entry = static_cast<int>(static_cast<unsigned int>(replay) % out.entries);
+  told += static_cast<long long>(entry) * told_layout.stride;
+  note_committed(static_cast<int>(blockIdx.y), raw, vocab_size, row_slot, map, slots, rows,
+                 row_words, tables, told, told_layout, scratch);
+  if (!is_last(*meeting, scratch)) return;
+  const int* results = reinterpret_cast<const int*>(rows);
+  int* to = ring + static_cast<long long>(entry) * out.stride;
+  for (int i = threadIdx.x; i < out.rows * out.row; i += BLOCK) {
+    to[i] = i < batch * out.row ? results[i] : -1;
+  }
+  __threadfence_system();
+  block_sync();
+  if (threadIdx.x == 0) store_release_system(stamp + entry * stamp_stride, replay);
 }

@@ -148,19 +148,3 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];
   __threadfence_system();
 }
-
-// After all batch rows: copies their results to the replay's entry of the output ring, marks the
-// entry's unused rows and publishes its stamp to the host. One block.
-extern "C" __global__ void publish_round(const int* rows, int batch, const int* replay_number,
-                                         int* ring, const OutputLayout out, int* stamp,
-                                         int stamp_stride) {
-  const int replay = *replay_number;
-  const int entry = static_cast<int>(static_cast<unsigned int>(replay) % out.entries);
-  int* to = ring + static_cast<long long>(entry) * out.stride;
-  for (int i = threadIdx.x; i < out.rows * out.row; i += blockDim.x) {
-    to[i] = i < batch * out.row ? rows[i] : -1;
-  }
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x == 0) store_release_system(stamp + entry * stamp_stride, replay);
-}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
-from graft.models.stamps import KERNELS
+from graft.models.stamps import KERNELS, make_timeline, timeline_args
 from graft.sampling.adjust import NOTHING
 from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import Relaxed, SlotState
@@ -24,6 +25,11 @@ def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
     b, j = np.divmod(np.arange(len(row_slot) * width, dtype=np.int32), width)
     first = device.from_host(np.arange(len(row_slot), dtype=np.int32) * width)
     return RowMap(row_slot, first, device.from_host(b << 16 | j))
+
+
+@functools.cache
+def _timeline(device: Device) -> Any:
+    return make_timeline(device, 1, 0)
 
 
 def open_round(
@@ -38,7 +44,7 @@ def open_round(
     slots, stamp = ring.field("slot"), ring.stamp
     args = [replay, slots, slots.stride, stamp, stamp.stride, ring.entries, state.array,
             state.slots, batch, count, exchange.memory, exchange.layout, rows.slot, rows.first,
-            rows.map, *laid]  # fmt: skip
+            rows.map, *laid, *timeline_args(_timeline(device))]  # fmt: skip
     lane.kernel(device.load(KERNELS)["round_begin"], 1, 128, args, name="begin")
     return rows, laid
 

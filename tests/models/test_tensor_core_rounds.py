@@ -1,0 +1,48 @@
+"""Rounds in the form of GPUs, on the soft device: launches, and that drafts change nothing."""
+
+import numpy as np
+import pytest
+from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama, make_tiny_tokenizer
+
+from graft.models import llama
+from graft.models.engine import Engine
+from graft.models.layers import Layers
+from graft.models.request import Request
+from graft.sampling import sampler
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "head_dim": 64,
+         "num_key_value_heads": 1, "num_hidden_layers": 3,
+         "tie_word_embeddings": False}  # fmt: skip
+LAYER = ("qkv", "attention", "attention out", "gate, up", "down")
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """Makes engines in the form of GPUs, with or without an EAGLE-3 head that drafts three."""
+    monkeypatch.setattr(llama, "Layers", lambda device, _, *more: Layers(device, "warp", *more))
+    monkeypatch.setattr(sampler, "row_parts", lambda device, columns: 2)
+    make_tiny_llama(tmp_path / "target", dtype="bfloat16", **SIZES)
+    make_tiny_tokenizer(tmp_path / "target")
+    make_tiny_eagle3(tmp_path / "head", llama_config(**SIZES), dtype="bfloat16")
+    return lambda head: Engine(tmp_path / "target", tmp_path / "head" if head else None,
+                               draft_length=3, max_batch_size=2, max_length=96,
+                               grammar_transport="native")  # fmt: skip
+
+
+def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token(engine):
+    """Five kernels a layer, of target and head, and norms in none of their own; greedy answers to
+    prompts of several lengths are those of one row at a time."""
+    rng = np.random.default_rng(4)
+    requests = [Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=16, banned_ids=[0])
+                for n in (3, 30)]  # fmt: skip
+    answers = []
+    for head in (True, False):
+        with engine(head) as one:
+            answers.append([output.tokens for output in one.generate(requests)])
+            if not head:
+                continue
+            names = [node.name for graph in one.rounds[1, 3].graphs for node in graph.nodes
+                     if node.kind == "kernel"]  # fmt: skip
+            assert [names.count(name) for name in LAYER] == [3 + 3] * len(LAYER)
+            assert "norm" not in names and len(names) + (32 - 3) * len(LAYER) <= 200
+    assert answers[0] == answers[1] and len({*answers[0][0]}) > 4
