@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 
 DL_CUDA = 2
-#: (type code, bits) of DLDataType: 0 int, 1 unsigned, 2 IEEE float, 4 bfloat.
+#: (type code, bits) of DLDataType: 0 int, 1 unsigned, 2 IEEE float, 4 bfloat, 10 E4M3.
 _TYPES = {
     "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int32": (0, 32),
     "uint32": (1, 32), "int64": (0, 64), "uint64": (1, 64), "uint8": (1, 8),
+    "float8_e4m3fn": (10, 8),
 }  # fmt: skip
 _NAME = b"dltensor"
 

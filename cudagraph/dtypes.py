@@ -1,4 +1,4 @@
-"""Element types by name, and the 16-bit floats that NumPy lacks or stores as bits."""
+"""Element types by name, and the floats that NumPy lacks or stores as bits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from graft.cudagraph.errors import ShapeError
 
-#: Name -> NumPy storage. bfloat16 is stored as the 16 bits it consists of.
+#: Four exponent bits, three of mantissa; no infinity, one NaN of each sign, 448 at most.
+E4M3 = "float8_e4m3fn"
+#: Name -> NumPy storage. What NumPy lacks is stored as the bits it consists of.
 DTYPES: dict[str, np.dtype] = {
-    name: np.dtype("uint16" if name == "bfloat16" else name)
-    for name in ("float32", "float16", "bfloat16", "int32", "uint32", "int64", "uint64", "uint8")
-}
+    name: np.dtype({"bfloat16": "uint16", E4M3: "uint8"}.get(name, name))
+    for name in ("float32", "float16", "bfloat16", E4M3, "int32", "uint32", "int64", "uint64",
+                 "uint8")
+}  # fmt: skip
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -41,15 +44,19 @@ def to_float32(array: NDArray, dtype: str) -> NDArray[np.float32]:
         raise ShapeError(f"a {dtype} array is stored as {numpy_dtype(dtype)}, not {array.dtype}")
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype == E4M3:
+        return _E4M3_VALUES[array]
     return array.astype(np.float32)
 
 
 def from_float32(array: NDArray, dtype: str) -> NDArray:
     """Return float32 values in the storage of ``dtype``, rounded to nearest, ties to even.
 
-    A NaN stays a NaN; magnitudes beyond the dtype's range become infinite.
+    A NaN stays a NaN; magnitudes beyond the dtype's range become infinite, or NaN without infinity.
     """
     values = np.ascontiguousarray(array, np.float32).reshape(np.shape(array))
+    if dtype == E4M3:
+        return _to_e4m3(values)
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return values.astype(numpy_dtype(dtype))
@@ -59,3 +66,24 @@ def from_float32(array: NDArray, dtype: str) -> NDArray:
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     quiet = ((bits >> 16) | 0x40).astype(np.uint16)
     return np.where(np.isnan(values), quiet, rounded)
+
+
+def _to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    bits = values.view(np.uint32)
+    size = bits & 0x7FFFFFFF
+    # Subnormals are multiples of 2^-9, to which adding 2^14 rounds: what it adds to are their bits.
+    small = np.minimum(size, 121 << 23).view(np.float32) + np.float32(1 << 14)
+    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+    code = np.where(size < 121 << 23, small.view(np.uint32) - (141 << 23), np.minimum(normal, 0x7F))
+    return (code | (bits >> 24) & 0x80).astype(np.uint8)
+
+
+def _e4m3_values() -> NDArray[np.float32]:
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    fraction = np.where(exponent > 0, 8 + mantissa, mantissa)
+    values = np.where(code & 128, -1.0, 1.0) * np.ldexp(fraction, np.maximum(exponent, 1) - 10)
+    return np.where(code & 127 == 127, np.nan, values).astype(np.float32)
+
+
+_E4M3_VALUES = _e4m3_values()

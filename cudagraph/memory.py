@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from graft.cudagraph import dlpack
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import dtype_name, from_float32, itemsize, numpy_dtype
+from graft.cudagraph.dtypes import E4M3, dtype_name, from_float32, itemsize, numpy_dtype
 from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
 
@@ -229,7 +229,7 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The array for CuPy, Numba and torch; bfloat16 appears as its 16 bits."""
+        """The array for CuPy, Numba and torch; what NumPy lacks appears as its bits."""
         return {
             "shape": self.shape,
             "typestr": numpy_dtype(self.dtype).str,
@@ -284,9 +284,9 @@ def from_host(context: Context, array: NDArray, dtype: str | None = None) -> Dev
 
 
 def _stored(array: NDArray, dtype: str) -> NDArray:
-    """A host array in the storage of a dtype, contiguous; float32 is rounded to 16-bit floats."""
+    """A host array in the storage of a dtype, contiguous; float32 is rounded to smaller floats."""
     source = np.asarray(array)
-    if source.dtype == np.float32 and dtype in ("float16", "bfloat16"):
+    if source.dtype == np.float32 and dtype in ("float16", "bfloat16", E4M3):
         source = from_float32(source, dtype)
     if source.dtype != numpy_dtype(dtype):
         raise ShapeError(f"host array is {source.dtype}; {dtype} is stored as {numpy_dtype(dtype)}")

@@ -136,7 +136,7 @@ def _target(device: Device, options: Options, model: Path, config: LlamaConfig) 
         config.dtype,
     )  # fmt: skip
     return LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options),
-                      activations=options.activations)  # fmt: skip
+                      activations=options.activations, weights=options.weights)  # fmt: skip
 
 
 def _drafter(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.dtypes import E4M3
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.fields import read_json
 
@@ -25,6 +26,7 @@ _DTYPES: dict[str, tuple[str, str, int]] = {
     "F32": ("float32", "<f4", 4),
     "F16": ("float16", "<f2", 2),
     "BF16": ("bfloat16", "<u2", 2),
+    "F8_E4M3": (E4M3, "u1", 1),
     "I64": ("int64", "<i8", 8),
     "I32": ("int32", "<i4", 4),
     "U64": ("uint64", "<u8", 8),
@@ -109,7 +111,7 @@ class Checkpoint:
         Returns
         -------
         array : np.ndarray
-            Read-only view of the mapped file; bfloat16 as uint16 bits, booleans as uint8.
+            Read-only view of the mapped file; bfloat16 and E4M3 as their bits, booleans as uint8.
         dtype : str
             Name of its dtype.
         """

@@ -27,7 +27,23 @@ MAX_SELECTED = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 FLOATS = ("float32", "float16", "bfloat16")
 #: Target architectures with their model_type.
 TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-
+#: Values that fields of `quantization_config` may have, by method, those of a group of matrices and
+#: those of its weights; None: any. Other fields must be absent.
+_ASIDE = dict.fromkeys(("quant_method", "ignore", "ignored_layers", "modules_to_not_convert"))
+_QUANTIZATION: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "compressed-tensors": {**_ASIDE, "config_groups": None, "format": ("float-quantized",),
+                           "quantization_status": ("compressed", "frozen"), "version": None,
+                           "global_compression_ratio": None, "sparsity_config": ({},),
+                           "transform_config": ({},)},
+    "fp8": {**_ASIDE, "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3",)},
+}  # fmt: skip
+_GROUP = {"targets": None, "input_activations": None, "weights": None,
+          "format": ("float-quantized",)}  # fmt: skip
+_WEIGHTS: dict[str, tuple[Any, ...] | None] = {
+    "num_bits": (8,), "type": ("float",), "strategy": ("channel", "tensor"), "symmetric": (True,),
+    "dynamic": (False,), "observer": None, "observer_kwargs": None,
+    "scale_dtype": ("torch.float32", "torch.bfloat16"),
+}  # fmt: skip
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -266,6 +282,26 @@ class DFlashConfig(LlamaConfig):
         )  # fmt: skip
 
 
+def _quantization(fields: Fields) -> None:
+    """Refuse quantised weights but those of E4M3 with scales of rows or matrices.
+
+    Which matrices are quantised is told by their own dtypes. Inputs are not quantised, whatever the
+    config says of them: that spares a server work, and no weight depends on it.
+    """
+    own = fields.section("quantization_config")
+    if own is None:
+        return
+    if own.get("quant_method") is None:
+        raise ConfigError(f"{own.where}: quant_method is missing")
+    own.refuse("quant_method", *_QUANTIZATION)
+    own.only(_QUANTIZATION[own.data["quant_method"]])
+    groups = own.section("config_groups")
+    for group in filter(None, map(groups.section, groups.data) if groups else ()):
+        group.only(_GROUP)
+        if (weights := group.section("weights")) is not None:
+            weights.only(_WEIGHTS)
+
+
 def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
     """The model_type, by the architecture's name where that is given."""
     names, kind = fields.get("architectures"), fields.get("model_type")
@@ -290,7 +326,7 @@ def _decoder(fields: Fields, kind: str = "llama", windows: bool = False) -> dict
     for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
         fields.refuse(switch, False)
     fields.refuse("pretraining_tp", 1)
-    fields.refuse("quantization_config")
+    _quantization(fields)
     fields.refuse("partial_rotary_factor", 1, 1.0)
     known = ["full_attention"]
     if windows:

@@ -112,6 +112,12 @@ class Fields:
         wanted = " or ".join(repr(a) for a in allowed) if allowed else "it must be absent"
         raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({wanted})")
 
+    def only(self, known: Mapping[str, tuple[Any, ...] | None]) -> None:
+        """`refuse` every field but those of a name and a value in `known`; None: of any value."""
+        for name in self.data:
+            if (allowed := known.get(name, ())) is not None:
+                self.refuse(name, *allowed)
+
     def _present(self, name: str, default: Any) -> Any:
         value = self.get(name)
         if value is not None:

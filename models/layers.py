@@ -5,7 +5,8 @@ many outputs, barrier-free, which C++ compilers vectorise: the soft device) and 
 process uses one form. The forms differ in bits; within a form a row's bits depend on that row
 alone.
 
-Form "warp" multiplies on tensor cores where weights have 16 bits, their inner size is a multiple of
+Form "warp" multiplies on tensor cores where weights have 16 bits, or 8 that are made bfloat16 on
+the way in, their inner size is a multiple of
 128 and their outer one of 16. Activations, float32 elsewhere, are then rounded to the weights' type
 on the way in, as models are trained and served; or, where `activations` is "float32", counted as
 two such numbers, the rounded one and what is left: 16 bits of mantissa with bfloat16, 22 with
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.dtypes import E4M3, itemsize
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.kv import STORAGE, PagedKV
 from graft.models.rows import Rows
+from graft.models.weights import Matrix, Scaled
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
@@ -47,7 +50,8 @@ _MMA_CHUNK = 128
 _MMA_COLUMNS = 16
 _MMA_PARTS = 8
 _MMA_OUTPUTS = 128
-_MMA_STAGES = {32: 3, 64: 4, 128: 3}  # by rows of a block; 64 inner indices of 16 bits each
+# By bytes of a weight and rows of a block; 64 inner indices each.
+_MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
 GROUP = 16  # results whose squares are summed up
 _MMA_FEW = 16  # most rows that weights stream past
 _MMA_BLOCKS = 128  # sums of many rows are parted until there are so many blocks
@@ -81,16 +85,18 @@ class MmaShape(NamedTuple):
     partials: int = 0  # floats
 
 
-def mma_shape(rows: int, columns: int) -> MmaShape:
-    """The shape for so many rows, split ones counted twice; all shapes give the same bits."""
+def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
+    """The shape for so many rows, split ones counted twice, and weights of so many bytes; all
+    shapes give the same bits."""
     if rows <= _MMA_FEW:
         return MmaShape("linear_few", {"TILES": _ceil(rows, 8)}, (columns // _MMA_COLUMNS, 1, 1))
-    block = next((size for size in _MMA_STAGES if rows <= size), max(_MMA_STAGES))
+    stages = _MMA_STAGES[nbytes]
+    block = next((size for size in stages if rows <= size), max(stages))
     across, down, splits = _ceil(columns, _MMA_OUTPUTS), _ceil(rows, block), 1
     while splits < _MMA_PARTS and across * down * splits < _MMA_BLOCKS:
         splits *= 2
     partials = across * down * _MMA_PARTS * block * _MMA_OUTPUTS if splits > 1 else 0
-    shared = _MMA_STAGES[block] * (_MMA_OUTPUTS + block) * 64 * 2
+    shared = stages[block] * (_MMA_OUTPUTS * nbytes + block * 2) * 64
     return MmaShape("linear_many", {"ROW_BLOCK": block}, (across, down, splits), shared, partials)
 
 
@@ -196,17 +202,17 @@ class Layers:
         args = (qkv, *weights, rows, heads, kv_heads, dim, eps)
         lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
 
-    def input_dtype(self, weight: DeviceArray) -> str:
+    def input_dtype(self, weight: Matrix) -> str:
         """What `linear` reads fastest, with the bits of float32: as it would round that itself."""
         rounds = self.activations == "rounded" and self.gates(weight.dtype, *weight.shape)
-        return weight.dtype if rounds else "float32"
+        return _multiplied(weight.dtype) if rounds else "float32"
 
     def gates(self, dtype: str, columns: int, inner: int) -> bool:
         """Whether products with such a weight run on tensor cores, and may be gated."""
         fits = inner % _MMA_CHUNK == 0 and columns % _MMA_COLUMNS == 0
         return not self._thread and fits and dtype != "float32"
 
-    def folds(self, weight: DeviceArray, reader: DeviceArray) -> bool:
+    def folds(self, weight: Matrix, reader: Matrix) -> bool:
         """Whether a norm between products with these weights takes no kernel of its own, see
         `Norm`. Of float16, which rows without their norm may leave, it does."""
         return all(array.dtype != "float16" and self.gates(array.dtype, *array.shape)
@@ -220,7 +226,7 @@ class Layers:
         self,
         lane: Lane,
         x: DeviceArray | Norm,
-        weight: DeviceArray,
+        weight: Matrix,
         qkv: DeviceArray,
         turn: DeviceArray,
         rows: Rows,
@@ -246,7 +252,7 @@ class Layers:
         self,
         lane: Lane,
         x: DeviceArray | Norm,
-        weight: DeviceArray,
+        weight: Matrix,
         out: DeviceArray,
         *,
         residual: DeviceArray | None = None,
@@ -261,7 +267,8 @@ class Layers:
         Parameters
         ----------
         x : [R, inner], float32 or what `input_dtype` says; or a norm of such.
-        weight : [columns, inner], float32, float16 or bfloat16.
+        weight : [columns, inner], float32, float16, bfloat16 or E4M3 without NaN; where rows have
+            scales, sums are multiplied by them before anything else.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
         norm : of the result, for who reads it.
@@ -272,9 +279,12 @@ class Layers:
         squares, x_eps = (x.squares, x.eps) if isinstance(x, Norm) else (None, 0.0)
         x = x.out if isinstance(x, Norm) else x
         rows, inner = x.shape
-        columns = weight.shape[0]
-        expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
+        columns, scale = weight.shape[0], None
         rounded = x.dtype == self.input_dtype(weight) != "float32"
+        if isinstance(weight, Scaled):
+            scale, weight = weight.scale, weight.values
+            expect(f"{name}: scale", scale, "float32", columns=columns)
+        expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
         expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)
         expect(f"{name}: out", out, out.dtype if gated else "float32", R=rows,
                columns=columns >> gated)  # fmt: skip
@@ -301,15 +311,17 @@ class Layers:
                 raise ShapeError(
                     f"{name}: tap columns {offset}..{offset + columns} outside stride={stride}"
                 )
-        args = (weight, x, residual, out, target, rows, columns, inner, offset, stride)
+        args = (weight, scale, x, residual, out, target, rows, columns, inner, offset, stride)
         if cores:
-            types = {"WEIGHT16": _storage(weight), "X16": int(rounded), "GATED": int(gated),
+            types = {"WEIGHT16": STORAGE[_multiplied(weight.dtype)], "X16": int(rounded),
+                     "WEIGHT8": int(weight.dtype == E4M3), "GATED": int(gated),
                      "OUT": _storage(out)}  # fmt: skip
             kv, place = turned or (None, (*(None,) * 7, *(0,) * 6))
             if kv is not None:
                 types |= {"TURNED": kv.head_dim, "CACHE": STORAGE[kv.dtype]}
             ending = (folded.weight, folded.out, folded.squares) if folded else (None,) * 3
-            self._linear_mma(lane, types, (*args, squares, x_eps, *ending, *place), name)
+            shape = mma_shape(rows << self._split, columns, itemsize(weight.dtype))
+            self._linear_mma(lane, shape, types, (*args, squares, x_eps, *ending, *place), name)
         else:
             grid, block = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1), _WARP_BLOCK
             if self._thread:
@@ -320,11 +332,16 @@ class Layers:
         if norm is not None and not folded:
             self.norm(lane, out, norm.weight, norm.eps, norm.out)
 
-    def _linear_mma(self, lane: Lane, types: dict, args: tuple, name: str) -> None:
-        """On tensor cores, in the shape that suits so many rows."""
-        split = int(self.activations == "float32")
-        shape = mma_shape(args[5] << split, args[6])
-        kernel = self._kernel(shape.kernel, shape.kernel, SPLIT=split, **types, **shape.defines)
+    @property
+    def _split(self) -> int:
+        return int(self.activations == "float32")
+
+    def _linear_mma(
+        self, lane: Lane, shape: MmaShape, types: dict, args: tuple, name: str
+    ) -> None:
+        """On tensor cores, in a shape that suits so many rows."""
+        kernel = self._kernel(shape.kernel, shape.kernel, SPLIT=self._split, **types,
+                              **shape.defines)  # fmt: skip
         if shape.kernel == "linear_many":
             partials = self._shared("float32", shape.partials)
             args = (*args, partials, self._shared("int32", shape.grid[0] * shape.grid[1]))
@@ -554,8 +571,14 @@ class Layers:
         lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
 
 
+def _multiplied(dtype: str) -> str:
+    """What weights are on tensor cores."""
+    return "bfloat16" if dtype == E4M3 else dtype
+
+
 def _storage(array: DeviceArray) -> str:
+    names = {**STORAGE, E4M3: "e4m3_t"}
     try:
-        return STORAGE[array.dtype]
+        return names[array.dtype]
     except KeyError:
-        raise ShapeError(f"weights are {array.dtype}, expected one of {sorted(STORAGE)}") from None
+        raise ShapeError(f"weights are {array.dtype}, expected one of {sorted(names)}") from None

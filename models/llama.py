@@ -19,7 +19,7 @@ from graft.models.config import LlamaConfig
 from graft.models.kv import PagedKV
 from graft.models.layers import GROUP, Layers, Norm, expect
 from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.weights import Matrix, Weights
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class DecoderLayer:
     """Weights of one decoder layer; matrices that read the same input are stacked."""
 
     input_norm: DeviceArray
-    qkv: DeviceArray
-    out: DeviceArray
+    qkv: Matrix
+    out: Matrix
     post_norm: DeviceArray
-    gate_up: DeviceArray
-    down: DeviceArray
+    gate_up: Matrix
+    down: Matrix
     head_norms: tuple[DeviceArray, DeviceArray] | None = None  # of queries, of keys
 
     @staticmethod
@@ -55,14 +55,14 @@ class DecoderLayer:
                 width,
                 lambda *size: heads and heads * layers.turns(heads, *size),
             ),
-            out=weights.matrix(f"{attention}.o_proj.weight", hidden, queries),
+            out=weights.stacked({f"{attention}.o_proj.weight": hidden}, queries),
             post_norm=weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=weights.stacked(
                 {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
                 hidden,
                 lambda *size: size[1] * layers.gates(*size),
             ),
-            down=weights.matrix(f"{mlp}.down_proj.weight", hidden, inner),
+            down=weights.stacked({f"{mlp}.down_proj.weight": hidden}, inner),
             head_norms=(
                 weights.vector(f"{attention}.q_norm.weight", config.head_dim),
                 weights.vector(f"{attention}.k_norm.weight", config.head_dim),
@@ -94,12 +94,12 @@ class Scratch:
             self._arrays[key] = self._layers.device.empty((self._rows, columns), dtype)
         return self._arrays[key]
 
-    def read_by(self, weight: DeviceArray, name: str) -> DeviceArray:
+    def read_by(self, weight: Matrix, name: str) -> DeviceArray:
         """The input of a product."""
         return self.array(name, weight.shape[1], self._layers.input_dtype(weight))
 
     def norm(
-        self, rows: int, weight: DeviceArray, reader: DeviceArray, writer: DeviceArray | None = None
+        self, rows: int, weight: DeviceArray, reader: Matrix, writer: Matrix | None = None
     ) -> Norm:
         """A norm of so many rows for the product with `reader`, folded if `writer` is what makes
         them and may do so; the next one takes its place."""
@@ -197,6 +197,7 @@ class LlamaModel:
     kv : cache of the model's shape.
     max_rows : most rows of one forward.
     form, activations : of the kernels, see `Layers`.
+    weights : "checkpoint" or "fp8", see `Weights`.
 
     Raises
     ------
@@ -213,6 +214,7 @@ class LlamaModel:
         max_rows: int,
         form: str | None = None,
         activations: str = "rounded",
+        weights: str = "checkpoint",
     ) -> None:
         check_cache(config, kv, config.num_hidden_layers)
         if max_rows < 1:
@@ -220,18 +222,18 @@ class LlamaModel:
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
         self.layers = Layers(device, form, activations)
         hidden, vocab = config.hidden_size, config.vocab_size
-        weights = Weights(device, checkpoint)
-        self.embedding = weights.matrix("model.embed_tokens.weight", vocab, hidden)
+        tensors = Weights(device, checkpoint, weights)
+        self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
-            DecoderLayer.load(weights, f"model.layers.{i}", config, hidden, self.layers)
+            DecoderLayer.load(tensors, f"model.layers.{i}", config, hidden, self.layers)
             for i in range(config.num_hidden_layers)
         ]
-        self.final_norm = weights.vector("model.norm.weight", hidden)
+        self.final_norm = tensors.vector("model.norm.weight", hidden)
         tied = config.tie_word_embeddings
-        self.lm_head = self.embedding if tied else weights.matrix("lm_head.weight", vocab, hidden)
+        self.lm_head = self.embedding if tied else tensors.matrix("lm_head.weight", vocab, hidden)
         modules = range(config.num_nextn_predict_layers)  # for a drafter
         behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
-        weights.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
+        tensors.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
         self.scratch = Scratch(self.layers, config, max_rows, hidden)
         self.layers.attention_parts(max_rows, config.num_attention_heads, kv)

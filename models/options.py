@@ -15,6 +15,7 @@ from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.layers import ACTIVATIONS
 from graft.models.request import VERIFY_MODES, Limits
+from graft.models.weights import WEIGHTS
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 
@@ -48,6 +49,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "composition": ("one", "two"),
     "grammar_transport": TRANSPORTS,
     "activations": ACTIVATIONS,
+    "weights": WEIGHTS,
     "device": (None, "auto", "cuda", "soft"),
 }
 
@@ -115,6 +117,9 @@ class Options:
         rounded to the weights' type, as models are trained and served; sums, and all between the
         matrices, are float32. "float32": inputs kept to 16 bits of mantissa or more, at up to twice
         the arithmetic and the same traffic of weights.
+    weights : of the target's decoder layers. "checkpoint": as stored. "fp8": rounded to E4M3 row by
+        row while they are loaded, so that half as many bytes are read for every token; the model is
+        then another one, a little. Embeddings, the output head and drafters stay as stored.
     programmatic : a model's kernel comes up while the one before it runs, see `Graph`. Outputs are
         the same.
     timeline : have the device stamp the border of every part of a round, which costs a kernel each
@@ -149,6 +154,7 @@ class Options:
     overlap: bool = True
     composition: str = "one"
     activations: str = "rounded"
+    weights: str = "checkpoint"
     programmatic: bool = False
     timeline: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -15,6 +15,7 @@ from typing import Any
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
+from graft.models.weights import WEIGHTS
 from graft.tools.demo_model import DRAFTERS, demo_model
 from graft.tools.grammar_options import add_grammar_arguments
 from graft.tools.prompt_rows import Asked, read_requests
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="launch a round before the last one was read (default: yes)")
     models.add_argument("--composition", choices=("one", "two"), default="one",
                         help="graphs of a round; two: the drafter has its own, to compare")
+    models.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0],
+                        help="of the target's layers; fp8: rounded to 8 bits, row by row")
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
     models.add_argument("--max-length", type=int, metavar="N",
                         help="positions of a request, prompt and output (default: the model's, at "
@@ -127,7 +130,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
                   verify=options.verify, overlap=options.overlap, composition=options.composition,
-                  max_length=options.max_length,
+                  max_length=options.max_length, weights=options.weights,
                   timeline=options.json or options.trace is not None)
 
 

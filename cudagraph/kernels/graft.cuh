@@ -9,12 +9,15 @@
 
 #define FULL_WARP 0xffffffffu
 
-// Storage types of 16-bit floats: bits only, converted explicitly.
+// Storage types of 16-bit floats and of 8-bit ones (E4M3): bits only, converted explicitly.
 struct bf16_t {
   unsigned short bits;
 };
 struct fp16_t {
   unsigned short bits;
+};
+struct e4m3_t {
+  unsigned char bits;
 };
 
 __device__ __forceinline__ float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
@@ -42,6 +45,15 @@ __device__ __forceinline__ float to_float(fp16_t x) {
   bits = exponent == 0u ? __float_as_uint(subnormal) : bits;
   return __uint_as_float(bits | sign);
 #endif
+}
+
+// Of any code but NaN. Subnormals are multiples of 2^-9.
+__device__ __forceinline__ float to_float(e4m3_t x) {
+  const unsigned int magnitude = x.bits & 0x7fu;
+  const float subnormal = static_cast<float>(static_cast<int>(magnitude)) * 0.001953125f;
+  const unsigned int normal = (magnitude << 20) + 0x3c000000u;
+  const unsigned int bits = magnitude < 8u ? __float_as_uint(subnormal) : normal;
+  return __uint_as_float(bits | (x.bits & 0x80u) << 24);
 }
 
 // Round to nearest even; NaN stays NaN.

@@ -23,7 +23,7 @@ from graft.models.kv import PagedKV
 from graft.models.layers import Norm, expect
 from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
 from graft.models.rows import Rows
-from graft.models.weights import Weights
+from graft.models.weights import Matrix, Weights
 
 # Needed by training only.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
@@ -164,7 +164,7 @@ class Eagle3Head:
         self.layers.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
-    def _final(self, rows: int, writer: DeviceArray | None = None) -> Norm:
+    def _final(self, rows: int, writer: Matrix | None = None) -> Norm:
         return self.scratch.norm(rows, self.final_norm, self.lm_head, writer)
 
     def gather(

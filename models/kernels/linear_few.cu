@@ -5,8 +5,10 @@
 #endif
 #include "linear_mma.cuh"
 
-__device__ __forceinline__ void load_chunk(const WEIGHT16* top, const WEIGHT16* low,
-                                           Pack16 (*weight)[2]) {
+#define DEPTH (WEIGHT8 ? 4 : 2)  // chunks of a warp's that are on their way or summed
+
+__device__ __forceinline__ void load_chunk(const Weight* top, const Weight* low,
+                                           Weights (*weight)[2]) {
 #pragma unroll
   for (int j = 0; j < CHUNK / 32; ++j) {
     weight[j][0] = load_weight(top + 32 * j);
@@ -26,19 +28,20 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
 
 // Grid (columns / 16, rows / (8 TILES)), with SPLIT half as many rows a block.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-    linear_few(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
-               int rows, int columns, int inner, int tap_offset, int tap_stride,
-               const float* squares, float eps, const float* norm, Normed* normed, float* sums,
-               const float* turn, const int* slot, const int* pos, const unsigned long long* tree,
-               const int* page_table, CACHE* keys, CACHE* values, int heads, int kv_heads,
-               int slots, int max_pages, int page_shift, int scratch_page) {
+    linear_few(const Weight* weight, const float* weight_scale, const Input* x,
+               const float* residual, OUT* out, float* tap, int rows, int columns, int inner,
+               int tap_offset, int tap_stride, const float* squares, float eps, const float* norm,
+               Normed* normed, float* sums, const float* turn, const int* slot, const int* pos,
+               const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
+               int heads, int kv_heads, int slots, int max_pages, int page_shift,
+               int scratch_page) {
   wait_for_kernel_before();
   __shared__ float part[WARPS][16][TILES * 8];
   __shared__ float scale[TILES * 8 >> SPLIT];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT);
-  const WEIGHT16* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
-  const WEIGHT16* low = top + 8ll * inner;
+  const Weight* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
+  const Weight* low = top + 8ll * inner;
   const Input* from[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
@@ -47,22 +50,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   }
   const int chunks = inner / CHUNK;
   float sum[TILES][4] = {};
-  Pack16 a[2][CHUNK / 32][2];
-  if (warp < chunks) load_chunk(top + warp * CHUNK, low + warp * CHUNK, a[0]);
-  load_scales(squares, eps, first, TILES * 8 >> SPLIT, rows, inner, scale);
-  for (int c = warp; c < chunks; c += 2 * WARPS) {
+  Weights a[DEPTH][CHUNK / 32][2];
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const int now = c + s * WARPS, next = now + WARPS;
+  for (int s = 0; s < DEPTH - 1; ++s) {
+    const int next = warp + s * WARPS;
+    if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
+  }
+  load_scales(squares, eps, first, TILES * 8 >> SPLIT, rows, inner, scale);
+  for (int c = warp; c < chunks; c += DEPTH * WARPS) {
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) {
+      const int now = c + s * WARPS, next = now + (DEPTH - 1) * WARPS,
+                free = (s + DEPTH - 1) % DEPTH;
       if (now >= chunks) break;
-      if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[1 - s]);
+      if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[free]);
 #pragma unroll
       for (int j = 0; j < CHUNK / 32; ++j) {
+        const Pack16 high_rows = widen(a[s][j][0]), low_rows = widen(a[s][j][1]);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
           const Pack16 b = load_x(from[n] + now * CHUNK + 32 * j, g % 2);
 #pragma unroll
-          for (int h = 0; h < 2; ++h) step(sum[n], a[s][j][0], a[s][j][1], b, h);
+          for (int h = 0; h < 2; ++h) step(sum[n], high_rows, low_rows, b, h);
         }
       }
     }
@@ -73,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
   }
   __syncthreads();
-  const Output y = {residual, out,     tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,     columns, tap_stride,
-                    norm,     normed,  sums};
+  const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,         columns,  tap_stride, norm,
+                    normed,       sums};
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
   const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
   const int parts = parts_of(inner);

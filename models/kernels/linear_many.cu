@@ -7,7 +7,9 @@
 
 #define OUTPUTS 128
 #define STAGE 64  // inner indices; STAGES - 1 stages are on their way, floats of x half a one
-#define STAGES (ROW_BLOCK == 64 ? 4 : 3)
+#define STAGES (3 + (ROW_BLOCK == 64) + WEIGHT8 * (ROW_BLOCK == 128 ? 1 : 2))
+#define COPIED (16 / static_cast<int>(sizeof(Weight)))  // weights at once
+#define COPIES (STAGE / COPIED)
 #define ROW_WARPS (ROW_BLOCK == 128 ? 4 : 2)
 #define ROW_TILES (ROW_BLOCK / 8 / ROW_WARPS)
 #define COLUMN_WARPS (WARPS / ROW_WARPS)
@@ -15,10 +17,19 @@
 #define X_PACKS (ROW_BLOCK * (STAGE / 8))
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 
-// Where pack t of 32 inner indices `sub` of a row lies, rows of 64 bytes: no two of eight lanes
-// that act together meet in a bank, be they rows g, g + 1 of one `sub` or one row of both.
-__device__ __forceinline__ int place(int rows, int row, int sub, int t) {
-  return (sub * rows + (row ^ sub)) * 4 + t;
+// Where pack t of 32 inner indices `sub` of a row lies, rows of four packs, `half` of them 64
+// bytes: no two lanes that act together meet in a bank, be they neighbouring rows of one `sub` or
+// one row of both.
+__device__ __forceinline__ int place(int rows, int row, int sub, int t, int half) {
+  return (sub * rows + (row ^ sub * half)) * 4 + t;
+}
+
+__device__ __forceinline__ int place_weight(int row, int sub, int t) {
+  return place(OUTPUTS, row, sub, t, WEIGHT8 ? 2 : 1);
+}
+
+__device__ __forceinline__ int place_x(int row, int sub, int t) {
+  return place(ROW_BLOCK, row, sub, t, 1);
 }
 
 // The stages of parts [part, end) in order.
@@ -44,13 +55,13 @@ struct Walk {
 // block sums some parts only, they go to `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last of
 // a tile to arrive adds them up; `arrived` [tiles] is zero before and after.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    linear_many(const WEIGHT16* weight, const Input* x, const float* residual, OUT* out, float* tap,
-                int rows, int columns, int inner, int tap_offset, int tap_stride,
-                const float* squares, float eps, const float* norm, Normed* normed, float* sums,
-                const float* turn, const int* slot, const int* pos, const unsigned long long* tree,
-                const int* page_table, CACHE* keys, CACHE* values, int heads, int kv_heads,
-                int slots, int max_pages, int page_shift, int scratch_page, float* partials,
-                int* arrived) {
+    linear_many(const Weight* weight, const float* weight_scale, const Input* x,
+                const float* residual, OUT* out, float* tap, int rows, int columns, int inner,
+                int tap_offset, int tap_stride, const float* squares, float eps, const float* norm,
+                Normed* normed, float* sums, const float* turn, const int* slot, const int* pos,
+                const unsigned long long* tree, const int* page_table, CACHE* keys, CACHE* values,
+                int heads, int kv_heads, int slots, int max_pages, int page_shift, int scratch_page,
+                float* partials, int* arrived) {
   wait_for_kernel_before();
   extern __shared__ Pack16 staged[];
   __shared__ int last;
@@ -63,7 +74,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   const int begin = blockIdx.z * (PARTS / splits), behind = begin + PARTS / splits;
   Walk here = {begin, behind < parts ? behind : parts, inner / CHUNK, begin, 0};
   Walk ahead = here;
-  Pack16* const staged_x = staged + STAGES * OUTPUTS * (STAGE / 8);
+  Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
+  Pack16* const staged_x =
+      reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * (STAGE / 8));
 
   // Pack i of a stage of x; of rows past the end the last one again.
   const auto x_at = [&](int i, const Walk& at) {
@@ -72,19 +85,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   };
   const auto copy_stage = [&](int stage) {
     if (ahead.there()) {
-      Pack16* to = staged + stage * OUTPUTS * (STAGE / 8);
+      Weights* to = staged_weight + stage * OUTPUTS * (STAGE / 8);
 #pragma unroll
-      for (int n = 0; n < OUTPUTS * (STAGE / 8) / (WARPS * 32); ++n) {
-        const int i = n * WARPS * 32 + threadIdx.x, row = i / 8;
+      for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
+        const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
         const int at = column + row < columns ? column + row : columns - 1;
-        copy_async(to + place(OUTPUTS, row, i % 8 / 4, i % 4),
-                   weight + static_cast<long long>(at) * inner + ahead.inner() + i % 8 * 8);
+        copy_async(to + place_weight(row, k / 32, k % 32 / 8),
+                   weight + static_cast<long long>(at) * inner + ahead.inner() + k);
       }
 #pragma unroll
       for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x;
-        copy_async(staged_x + stage * X_PACKS + place(ROW_BLOCK, i / 8, i % 8 / 4, i % 4),
-                   x_at(i, ahead));
+        copy_async(staged_x + stage * X_PACKS + place_x(i / 8, i % 8 / 4, i % 4), x_at(i, ahead));
       }
       ahead.next();
     }
@@ -108,13 +120,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int i = 0; i < X_AT_ONCE; ++i) {
       const int pack = (sub * X_AT_ONCE + i) * WARPS * 32 + threadIdx.x, row = pack / 8;
       if (ROW_BLOCK < 64 && sub > 0) break;
-      to[place(ROW_BLOCK, row, pack % 8 / 4, pack % 4)] = pack_x(coming[i], row % 2);
+      to[place_x(row, pack % 8 / 4, pack % 4)] = pack_x(coming[i], row % 2);
     }
   };
 
-  const Output y = {residual, out,     tap != nullptr ? tap + tap_offset : nullptr,
-                    rows,     columns, tap_stride,
-                    norm,     normed,  sums};
+  const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
+                    rows,         columns,  tap_stride, norm,
+                    normed,       sums};
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
   const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -157,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     copies_left<STAGES - 2>();
     __syncthreads();
     copy_stage(at > 0 ? at - 1 : STAGES - 1);
-    const Pack16* w = staged + at * OUTPUTS * (STAGE / 8);
+    const Weights* w = staged_weight + at * OUTPUTS * (STAGE / 8);
     const Pack16* v = staged_x + at * X_PACKS;
 #pragma unroll
     for (int sub = 0; sub < STAGE / 32; ++sub) {
@@ -166,11 +178,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       Pack16 b[ROW_TILES];
 #pragma unroll
       for (int m = 0; m < COLUMN_TILES; ++m) {
-        a[m][0] = w[place(OUTPUTS, own_column + m * 16 + g, sub, t)];
-        a[m][1] = w[place(OUTPUTS, own_column + m * 16 + g + 8, sub, t)];
+        a[m][0] = widen(w[place_weight(own_column + m * 16 + g, sub, t)]);
+        a[m][1] = widen(w[place_weight(own_column + m * 16 + g + 8, sub, t)]);
       }
 #pragma unroll
-      for (int n = 0; n < ROW_TILES; ++n) b[n] = v[place(ROW_BLOCK, own_row + n * 8 + g, sub, t)];
+      for (int n = 0; n < ROW_TILES; ++n) b[n] = v[place_x(own_row + n * 8 + g, sub, t)];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll

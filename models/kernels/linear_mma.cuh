@@ -9,6 +9,9 @@
 // that type already; with SPLIT it is two rows, rounded and what is left, whose parts are added
 // before the others are.
 //
+// With WEIGHT8 weights are E4M3, which WEIGHT16 holds when they are multiplied. Where rows of W
+// have a scale, sums are multiplied by it.
+//
 // x may lack its norm's division: the sums of its rows then get it, by sums of squares that who
 // wrote x left. And so may the result be left to who reads it, times the weight of a norm.
 //
@@ -22,6 +25,9 @@
 
 #ifndef WEIGHT16
 #define WEIGHT16 bf16_t
+#endif
+#ifndef WEIGHT8
+#define WEIGHT8 0
 #endif
 #ifndef SPLIT
 #define SPLIT 0
@@ -60,8 +66,17 @@ typedef float Normed;
 typedef WEIGHT16 Normed;
 #endif
 
+#if WEIGHT8
+typedef e4m3_t Weight;
+typedef Pack8 Weights;
+#else
+typedef WEIGHT16 Weight;
+typedef Pack16 Weights;
+#endif
+
 struct Output {
-  const float* residual;  // may be null, may be `out`
+  const float* weight_scale;  // by column; may be null
+  const float* residual;      // may be null, may be `out`
   OUT* out;
   float* tap;  // second copy with its own row stride; may be null
   int rows;
@@ -130,6 +145,10 @@ __device__ __forceinline__ void store_pair(const Output& y, const Heads& to, int
                                            float top, float low) {
   const bool there = row < y.rows && column < y.columns;
   const int half = column / 16 * 8 + column % 16;
+  if (there && y.weight_scale != nullptr) {
+    top *= y.weight_scale[column];
+    low *= y.weight_scale[column + 8];
+  }
 #if GATED
   const long long at = static_cast<long long>(row) * (y.columns / 2) + half;
   if (there) from_float(gated(top, low), y.out + at);

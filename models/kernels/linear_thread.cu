@@ -16,6 +16,7 @@
 
 struct Product {
   const WEIGHT* weight;
+  const float* weight_scale;  // by column; may be null
   const float* x;
   const float* residual;  // may be null, may be `out`
   float* out;
@@ -65,6 +66,7 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column) {
     for (int c = 0; c < COUNT; ++c) {
       const long long at = static_cast<long long>(row + r) * y.columns + column + c;
       float value = sum[r * COUNT + c];
+      if (y.weight_scale != nullptr) value *= y.weight_scale[column + c];
       if (y.residual != nullptr) value += y.residual[at];
       y.out[at] = value;
       if (y.tap != nullptr) {
@@ -82,15 +84,17 @@ __device__ __noinline__ void band(const Product& y, int row, int column, int end
 }
 
 // Grid (columns / (COLUMNS * block), rows / ROW_BLOCK).
-extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* x,
-                                         const float* residual, float* out, float* tap, int rows,
-                                         int columns, int inner, int tap_offset, int tap_stride) {
+extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* weight_scale,
+                                         const float* x, const float* residual, float* out,
+                                         float* tap, int rows, int columns, int inner,
+                                         int tap_offset, int tap_stride) {
   wait_for_kernel_before();
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   if (column >= columns) return;
   const int last = column + COLUMNS < columns ? column + COLUMNS : columns;
-  const Product y = {weight,  x,     residual,  out, tap != nullptr ? tap + tap_offset : nullptr,
-                     columns, inner, tap_stride};
+  const Product y = {weight,   weight_scale, x,
+                     residual, out,          tap != nullptr ? tap + tap_offset : nullptr,
+                     columns,  inner,        tap_stride};
   int row = blockIdx.y * ROW_BLOCK;
   const int end = row + ROW_BLOCK < rows ? row + ROW_BLOCK : rows;
   for (; row + 6 <= end; row += 6) band<6, 2>(y, row, column, last);

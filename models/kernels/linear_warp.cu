@@ -9,20 +9,21 @@
 #ifndef WEIGHT
 #define WEIGHT bf16_t
 #endif
-#define PACK (16 / static_cast<int>(sizeof(WEIGHT)))
+#define PACK (sizeof(WEIGHT) == 4 ? 4 : 8)
 #define COLUMNS 2
 #define ROW_TILE 8
 
 template <typename T, int COUNT>
-struct alignas(16) Pack {
+struct alignas(COUNT * sizeof(T)) Pack {
   T item[COUNT];
 };
 
-// 16-byte loads where rows of W and x are 16-byte aligned, single loads of the same values else.
+// Loads of 16 bytes, or eight weights, where rows of W and x are 16-byte aligned, single loads of
+// the same values else.
 template <bool ALIGNED, typename T>
 __device__ __forceinline__ void load_pack(const T* from, float* to) {
   if (ALIGNED) {
-    const int count = 16 / static_cast<int>(sizeof(T));
+    const int count = sizeof(T) == 4 ? 4 : PACK;
 #pragma unroll
     for (int part = 0; part < PACK; part += count) {
       const Pack<T, count> pack = *reinterpret_cast<const Pack<T, count>*>(from + part);
@@ -72,7 +73,8 @@ __device__ __forceinline__ void dot(const WEIGHT* const* w, const float* const* 
 }
 
 struct Output {
-  const float* residual;  // may be null, may be `out`
+  const float* weight_scale;  // by column; may be null
+  const float* residual;      // may be null, may be `out`
   float* out;
   float* tap;  // second copy with its own row stride; may be null
   int columns;
@@ -109,6 +111,7 @@ __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const floa
       if (row + r > last || column + c >= y.columns) continue;
       const long long at = static_cast<long long>(row + r) * y.columns + column + c;
       float value = sum[r][c];
+      if (y.weight_scale != nullptr) value *= y.weight_scale[column + c];
       if (y.residual != nullptr) value += y.residual[at];
       y.out[at] = value;
       if (y.tap != nullptr) {
@@ -119,15 +122,16 @@ __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const floa
 }
 
 // Grid (columns / (COLUMNS * warps of a block), rows / ROW_TILE).
-extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* x, const float* residual,
-                                       float* out, float* tap, int rows, int columns, int inner,
-                                       int tap_offset, int tap_stride) {
+extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* weight_scale,
+                                       const float* x, const float* residual, float* out,
+                                       float* tap, int rows, int columns, int inner, int tap_offset,
+                                       int tap_stride) {
   wait_for_kernel_before();
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int column = warp * COLUMNS;
   if (column >= columns) return;
-  const Output y = {residual, out, tap != nullptr ? tap + tap_offset : nullptr, columns,
-                    tap_stride};
+  const Output y = {weight_scale, residual,  out, tap != nullptr ? tap + tap_offset : nullptr,
+                    columns,      tap_stride};
   const int row = blockIdx.y * ROW_TILE;
   const int count = rows - row < ROW_TILE ? rows - row : ROW_TILE;
   const int last = row + count - 1;

@@ -16,6 +16,10 @@ struct alignas(16) Pack16 {
   unsigned int u[4];  // eight 16-bit floats
 };
 
+struct alignas(8) Pack8 {
+  unsigned int u[2];  // eight 8-bit floats
+};
+
 struct alignas(16) Floats4 {
   float f[4];
 };
@@ -45,6 +49,29 @@ __device__ __forceinline__ float half_of(unsigned int pair, int which) {
   T value;
   value.bits = static_cast<unsigned short>(pair >> (16 * which));
   return to_float(value);
+}
+
+__device__ __forceinline__ Pack16 widen(const Pack16& pack) { return pack; }
+
+// Eight E4M3 floats but NaN, as bfloat16, which holds each.
+__device__ __forceinline__ Pack16 widen(const Pack8& pack) {
+  Pack16 wide;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#ifdef __CUDA_ARCH__
+    // Four bits of exponent put where eight are mean 2^-120 of the value, be it subnormal or not.
+    const unsigned int two = __byte_perm(pack.u[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(wide.u[i])
+        : "r"((two & 0x80008000u) | (two >> 4 & 0x07f007f0u)), "r"(0x7b807b80u), "r"(0x80008000u));
+#else
+    const unsigned int two = pack.u[i / 2] >> i % 2 * 16;
+    const e4m3_t low = {static_cast<unsigned char>(two)};
+    const e4m3_t high = {static_cast<unsigned char>(two >> 8)};
+    wide.u[i] = pack_pair<bf16_t>(to_float(low), to_float(high));
+#endif
+  }
+  return wide;
 }
 
 #ifndef __CUDA_ARCH__
@@ -109,6 +136,18 @@ __device__ __forceinline__ Pack16 load_weight(const T* from) {
   return p;
 #else
   return *reinterpret_cast<const Pack16*>(from);
+#endif
+}
+
+__device__ __forceinline__ Pack8 load_weight(const e4m3_t* from) {
+#ifdef __CUDA_ARCH__
+  Pack8 p;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"
+               : "=r"(p.u[0]), "=r"(p.u[1])
+               : "l"(from));
+  return p;
+#else
+  return *reinterpret_cast<const Pack8*>(from);
 #endif
 }
 

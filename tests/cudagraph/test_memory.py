@@ -22,7 +22,14 @@ from graft.cudagraph import (
     StreamLane,
     load_text,
 )
-from graft.cudagraph.dtypes import DTYPES, from_float32, itemsize, numpy_dtype, to_float32
+from graft.cudagraph.dtypes import (
+    DTYPES,
+    E4M3,
+    from_float32,
+    itemsize,
+    numpy_dtype,
+    to_float32,
+)
 from graft.native import _native
 
 
@@ -69,6 +76,27 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert np.isnan(back[0]) and back[1] == np.inf and back[2] == -np.inf
 
 
+def test_e4m3_rounds_to_nearest_even() -> None:
+    """All codes come back, and what lies between two goes to the nearer, or to the even one halfway
+    between; what is nearer to 512 than to 448 is NaN, as is NaN."""
+    numbers = np.arange(127)  # the format's own arithmetic: seven bits of exponent and mantissa
+    fraction, exponent = np.where(numbers < 8, numbers % 8, 8 + numbers % 8), numbers // 8
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - 10).astype(np.float32)
+    every = np.concatenate([values, -values])
+    codes = np.concatenate([numbers, numbers + 128])
+    assert from_float32(every, E4M3).tolist() == codes.tolist()
+    assert to_float32(codes.astype(np.uint8), E4M3).tobytes() == every.tobytes()
+    middle = np.append((values[:-1] + values[1:]) / 2, np.float32(464))
+    even = numbers + numbers % 2
+    for sign in (1, -1):
+        for towards, wanted in ((0, numbers), (None, even), (1e3, numbers + 1)):
+            near = middle if towards is None else np.nextafter(middle, np.float32(towards))
+            assert (from_float32(sign * near, E4M3) & 127).tolist() == wanted.tolist()
+    odd = np.array([np.nan, -np.nan, np.inf, 1e30, 1e-45, 0.0], np.float32)
+    assert (from_float32(odd, E4M3) & 127).tolist() == [127, 127, 127, 127, 0, 0]
+    assert np.isnan(to_float32(np.array([127, 255], np.uint8), E4M3)).all()
+
+
 def test_float16_conversion_is_numpys() -> None:
     """float16 goes through NumPy, without warnings at overflow."""
     values = np.array([1.0, 65504.0, 1e6, 6e-8, -2.5], np.float32)
@@ -77,13 +105,15 @@ def test_float16_conversion_is_numpys() -> None:
     assert to_float32(expected, "float16").dtype == np.float32
 
 
-def test_float32_values_become_16_bit_floats(device: Device) -> None:
-    """from_host and copy_from round float32 values when the array is a 16-bit float."""
+def test_float32_values_become_smaller_floats(device: Device) -> None:
+    """from_host and copy_from round float32 values when the array is of smaller floats."""
     values = np.array([[1.0, 1.00390625, 3.14159]], np.float32)
     array = device.from_host(values, "bfloat16")
     assert np.array_equal(array.to_host(), from_float32(values, "bfloat16"))
     array.copy_from(values * 2)
     assert np.array_equal(array.to_host(), from_float32(values * 2, "bfloat16"))
+    array = device.from_host(values, E4M3)
+    assert array.to_host().tolist() == [[0x38, 0x38, 0x45]]
 
 
 def test_views_share_memory(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,20 +22,28 @@ CASES = [pytest.param((variant, arch), id=f"{variant.title.replace(' ', '-')}-sm
          for number, variant in enumerate(VARIANTS) for turn, arch in enumerate(ARCHITECTURES)]
 
 
-#: By kernel, what it takes at once, and whether x has 16 bits: most registers and shared bytes; of
-#: the main loop steps of tensor cores, and accesses of 16 bytes: loads, loads of shared memory,
-#: copies to it.
+#: By kernel, what it takes at once, and whether x has 16 bits and weights have 8: most registers
+#: and shared bytes; of the main loop steps of tensor cores, and accesses of 16 bytes: loads, loads
+#: of shared memory, copies to it.
 GATES = {
-    ("linear_few", 1, 0): (128, 4128, 16, 16 + 16, 0, 0),
-    ("linear_few", 1, 1): (128, 4128, 16, 16 + 8, 0, 0),
-    ("linear_few", 2, 0): (128, 8256, 32, 16 + 32, 0, 0),
-    ("linear_few", 2, 1): (128, 8256, 32, 16 + 16, 0, 0),
-    ("linear_many", 32, 0): (176, 144, 16, 2, 12, 4),
-    ("linear_many", 32, 1): (176, 144, 16, 0, 12, 5),
-    ("linear_many", 64, 0): (192, 272, 32, 4, 16, 4),
-    ("linear_many", 64, 1): (192, 272, 32, 0, 16, 6),
-    ("linear_many", 128, 0): (248, 528, 64, 8, 24, 4),
-    ("linear_many", 128, 1): (240, 528, 64, 0, 24, 8),
+    ("linear_few", 1, 0, 0): (128, 4128, 16, 16 + 16, 0, 0),
+    ("linear_few", 1, 1, 0): (128, 4128, 16, 16 + 8, 0, 0),
+    ("linear_few", 2, 0, 0): (128, 8256, 32, 16 + 32, 0, 0),
+    ("linear_few", 2, 1, 0): (128, 8256, 32, 16 + 16, 0, 0),
+    ("linear_many", 32, 0, 0): (176, 144, 16, 2, 12, 4),
+    ("linear_many", 32, 1, 0): (176, 144, 16, 0, 12, 5),
+    ("linear_many", 64, 0, 0): (192, 272, 32, 4, 16, 4),
+    ("linear_many", 64, 1, 0): (192, 272, 32, 0, 16, 6),
+    ("linear_many", 128, 0, 0): (248, 528, 64, 8, 24, 4),
+    ("linear_many", 128, 1, 0): (240, 528, 64, 0, 24, 8),
+    # Weights of 8 bits are loaded by eights, of 8 bytes; in twice as many chunks by few rows.
+    ("linear_few", 1, 0, 1): (128, 4128, 32, 32, 0, 0),
+    ("linear_few", 1, 1, 1): (128, 4128, 32, 16, 0, 0),
+    ("linear_few", 2, 1, 1): (128, 8256, 64, 32, 0, 0),
+    ("linear_many", 64, 0, 1): (176, 272, 32, 4, 8, 2),
+    ("linear_many", 32, 1, 1): (136, 144, 16, 0, 4, 3),
+    ("linear_many", 64, 1, 1): (176, 272, 32, 0, 8, 4),
+    ("linear_many", 128, 1, 1): (255, 528, 64, 0, 8, 6),
 }
 
 
@@ -72,7 +81,8 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
             defines = dict(variant.defines)
             size = int(defines.get("TILES", 1) if usage.kernel == "linear_few"
                        else defines.get("ROW_BLOCK", 64))  # fmt: skip
-            registers, shared, *loop = GATES[usage.kernel, size, int(defines.get("X16", 0))]
+            registers, shared, *loop = GATES[usage.kernel, size, int(defines.get("X16", 0)),
+                                             int(defines.get("WEIGHT8", 0))]
             assert usage.registers <= registers and usage.shared_bytes <= shared
             assert usage.spilled_bytes == 0
             assert [usage.loop[name] for name in ("mma", "load", "shared load", "copy")] == loop
@@ -81,8 +91,11 @@ def test_every_kernel_compiles_for_real_gpus(case, compiled):
 def test_products_on_tensor_cores_fit_into_every_gpu_and_stand_on_paper():
     """No shape asks for more than the 99 KB of shared memory of a block on sm_120; what a head and
     a product that memory bounds take is what their bytes take, written out."""
-    for rows in range(1, 300):
-        assert mma_shape(rows, 4096).shared + 528 <= 99 * 1024
+    for rows, nbytes in itertools.product(range(1, 300), (1, 2)):
+        assert mma_shape(rows, 4096, nbytes).shared + 528 <= 99 * 1024
+    assert "E4M3" in roofline.roofline()
+    eight, sixteen = (roofline.Product.of(1, 6144, 4096, nbytes).weights for nbytes in (1, 2))
+    assert (eight, sixteen) == (6144 * (4096 + 4), 6144 * 4096 * 2)
     lines = {tuple(words[:2]): words[-2:] for words in map(str.split,
              roofline.roofline().splitlines()[1:])}  # fmt: skip
     for name, columns in (("qkv", 6144), ("head", 128256)):

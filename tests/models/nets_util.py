@@ -51,13 +51,13 @@ def make_cache(device: Any, config: Any, layers: int | None = None, **changes: A
 
 def load_llama(
     device: Any, folder: Path, *, form: str | None = None, activations: str = "rounded",
-    max_rows: int = 64, **cache: Any,
+    weights: str = "checkpoint", max_rows: int = 64, **cache: Any,
 ) -> LlamaModel:
     """A model with a cache of its own."""
     config = LlamaConfig.from_dir(folder)
     kv = make_cache(device, config, **cache)
     return LlamaModel(device, config, Checkpoint(folder), kv, max_rows=max_rows, form=form,
-                      activations=activations)  # fmt: skip
+                      activations=activations, weights=weights)  # fmt: skip
 
 
 def load_eagle3(

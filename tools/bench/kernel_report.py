@@ -33,12 +33,13 @@ CUPY_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
 #: Values that the wrappers give to the definitions which kernel texts leave open.
 STORAGE = ("float", "fp16_t", "bf16_t")
-VALUES = {"WEIGHT": STORAGE, "CACHE": STORAGE, "OUT": STORAGE, "HEAD_DIM": ("32", "64", "128"),
-          "CHUNK": ("1", "64"), "SAMPLE_BLOCK": ("1", "512", "1024"),
+VALUES = {"WEIGHT": (*STORAGE, "e4m3_t"), "CACHE": STORAGE, "OUT": STORAGE,
+          "HEAD_DIM": ("32", "64", "128"), "CHUNK": ("1", "64"),
+          "SAMPLE_BLOCK": ("1", "512", "1024"),
           "NORM_THREADS": ("1", "256"), "CACHE16": STORAGE[1:], "WIDE_HEAD": ("64", "128"),
-          "WEIGHT16": ("bf16_t", "fp16_t"), "SPLIT": ("0", "1"), "TILES": ("1", "2"),
-          "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"), "GATED": ("0", "1"),
-          "TURNED": ("0", "64", "128")}
+          "WEIGHT16": ("bf16_t", "fp16_t"), "WEIGHT8": ("0", "1"), "SPLIT": ("0", "1"),
+          "TILES": ("1", "2"), "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"),
+          "GATED": ("0", "1"), "TURNED": ("0", "64", "128")}
 #: What says how many rows a product takes at once, and what else is defined where x is rounded.
 SIZES = ("TILES", "ROW_BLOCK")
 ROUNDED = ((("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1")), (("TURNED", "128"), ("X16", "1")))
@@ -110,7 +111,7 @@ def definitions(path: Path) -> dict[str, str]:
 
 def file_variants(path: Path) -> list[Variant]:
     """The file as it stands, once for each other value of each definition, and what products of
-    rounded rows are launched with.
+    rounded rows, with weights of 16 bits or 8, are launched with.
 
     Raises
     ------
@@ -123,7 +124,8 @@ def file_variants(path: Path) -> list[Variant]:
             raise CompileError(f"{path.name}: {name} is not in kernel_report.VALUES")
         found += [Variant(path, ((name, v),)) for v in VALUES[name] if v != default]
         if name in SIZES:
-            found += [Variant(path, (*more, (name, v))) for more in ROUNDED for v in VALUES[name]]
+            found += [Variant(path, (*more, *eight, (name, v))) for more in ROUNDED
+                      for eight in ((), (("WEIGHT8", "1"),)) for v in VALUES[name]]
     return found
 
 

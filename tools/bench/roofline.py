@@ -26,7 +26,7 @@ ROWS = (1, 8, 16, 64, 256)
 
 @dataclass(frozen=True)
 class Product:
-    """Bytes, steps and the roof of one product of 16-bit weights with rows of the same.
+    """Bytes, steps and the roof of one product of weights with rows of 16 bits.
 
     Attributes
     ----------
@@ -40,9 +40,10 @@ class Product:
     steps: int
 
     @staticmethod
-    def of(rows: int, columns: int, inner: int) -> Product:
-        """The product in the shape that `Layers.linear` chooses."""
-        shape, weights = mma_shape(rows, columns), 2 * columns * inner
+    def of(rows: int, columns: int, inner: int, nbytes: int = 2) -> Product:
+        """The product in the shape that `Layers.linear` chooses; E4M3 has one byte, and scales."""
+        shape, weights = mma_shape(rows, columns, nbytes), nbytes * columns * inner
+        weights += 4 * columns * (nbytes == 1)
         if shape.kernel == "linear_few":
             padded = 8 * shape.defines["TILES"]
             cached = weights + shape.grid[0] // 2 * rows * inner * 2
@@ -69,9 +70,11 @@ def roofline() -> str:
     rows: list[tuple[object, ...]] = [
         ("matrix", "rows", "MB of weights", "MB through L2", "1,000 steps", "us, predicted",
          "bound", "us, measured")]  # fmt: skip
-    for name, (columns, inner) in MATRICES.items():
+    eights = [(f"{name}, E4M3", size, 1) for name, size in MATRICES.items() if name != "head"]
+    halves = [(name, size, 2) for name, size in MATRICES.items()]
+    for name, (columns, inner), nbytes in halves + eights:
         for count in ROWS:
-            p = Product.of(count, columns, inner)
+            p = Product.of(count, columns, inner, nbytes)
             rows.append((name, count, f"{p.weights / 1e6:.0f}", f"{p.cached / 1e6:.0f}",
                          f"{p.steps / 1e3:,.0f}", f"{p.seconds[p.bound] * 1e6:.1f}", p.bound, ""))
     return table(rows)

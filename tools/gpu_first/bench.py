@@ -91,9 +91,11 @@ class Bench:
         run.close()
         lane.seconds = statistics.median(times[1:])
 
-    def random(self, shape: tuple[int, ...], scale: float = 1.0) -> DeviceArray:
-        """bfloat16 made on the device."""
-        array = self.device.empty(shape, "bfloat16")
+    def random(
+        self, shape: tuple[int, ...], scale: float = 1.0, dtype: str = "bfloat16"
+    ) -> DeviceArray:
+        """bfloat16 made on the device; or what its bits are in another dtype."""
+        array = self.device.empty(shape, dtype)
         fill_random(self.device, array, scale)
         return array
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from graft.cudagraph.dtypes import E4M3, itemsize
 from graft.cudagraph.exchange import NUMBERS, Exchange
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork
@@ -115,28 +116,33 @@ def matrices(b: Bench) -> dict[str, tuple[int, int]]:
             "head": (b.shape["vocab_size"], hidden)}
 
 
-def copies(b: Bench, size: tuple[int, int]) -> tuple[list[DeviceArray], int]:
+def copies(
+    b: Bench, size: tuple[int, int], dtype: str = "bfloat16"
+) -> tuple[list[DeviceArray], int]:
     """A matrix as often as caches ask for, and how many products make a good measurement."""
-    nbytes = 2 * size[0] * size[1]
-    weights = [b.random(size, 0.02) for _ in range(max(2, b.cached // nbytes + 1))]
+    nbytes = itemsize(dtype) * size[0] * size[1]
+    weights = [b.random(size, 0.02, dtype) for _ in range(max(2, b.cached // nbytes + 1))]
     return weights, len(weights) if b.small else max(len(weights), int(8e9) // nbytes)
 
 
 def linears(b: Bench) -> None:
-    """graft's products; and with 8 outputs less, which tensor cores do not take."""
+    """graft's products, of weights of 16 bits and of 8; and with 8 outputs less, which tensor cores
+    do not take."""
     read, layers = b.read_ceiling(), Layers(b.device)
-    for name, (columns, inner) in matrices(b).items():
-        weights, count = copies(b, (columns, inner))
+    for (name, (columns, inner)), kind in itertools.product(
+            matrices(b).items(), ("bfloat16", E4M3)):  # fmt: skip
+        weights, count = copies(b, (columns, inner), kind)
         dtype = layers.input_dtype(weights[0])
-        for rows, less in itertools.product(ROWS[: 2 if b.small else None], (0, 8)):
+        for rows, less in itertools.product(
+                ROWS[: 2 if b.small else None], (0, 8) if kind != E4M3 else (0,)):  # fmt: skip
             y = b.device.zeros((rows, columns - less), "float32")
             x = b.device.zeros((rows, inner), "float32" if less else dtype)
-            with b.attempt(f"{name}, {rows} rows"):
+            with b.attempt(f"{name} of {kind}, {rows} rows"):
                 with b.timed() as lane:
                     for i in range(count):
                         layers.linear(lane, x, weights[i % len(weights)][: columns - less], y)
                 planned = PLANNED_LINEAR.get(name) if rows <= 8 else None
-                b.add(f"{name}{' less 8' * (less > 0)}, {rows} rows, {lane.kernels}",
+                b.add(f"{name}{' less 8' * (less > 0)} of {kind}, {rows} rows, {lane.kernels}",
                       100 * weights[0].nbytes * count / lane.seconds / read, "% of read",
                       FIRST_LINEAR.get(rows) if lane.kernels == "linear_warp" else planned,
                       f"{lane.seconds / count * 1e6:.1f} us")

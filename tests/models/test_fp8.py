@@ -1,0 +1,241 @@
+"""Weights of 8 bits: the bits of the same weights in bfloat16, published layouts, refusals."""
+
+from dataclasses import replace
+
+import nets_util as nets
+import numpy as np
+import pytest
+from engine_util import demo_engine, mixed_requests
+from tiny_models import llama_config, make_tiny_llama, write_json, write_safetensors
+
+from graft.cudagraph.dtypes import E4M3
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import StreamLane
+from graft.models.config import LlamaConfig
+from graft.models.errors import CheckpointError, ConfigError
+from graft.models.layers import Layers
+from graft.models.options import Options
+from graft.models.weights import Scaled
+
+CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
+#: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.
+VALUES = np.array([(-1) ** (c >> 7) * (2.0 ** ((c >> 3 & 15) - 7) * (1 + c % 8 / 8) if c >> 3 & 15
+                                       else 2.0**-6 * (c % 8) / 8) for c in CODES.tolist()])
+FORMS = [("thread", 48, 200, "rounded"), ("warp", 20, 100, "rounded"),
+         ("warp", 144, 384, "rounded"), ("warp", 16, 1152, "rounded"),
+         ("warp", 144, 384, "float32")]
+LAYER = "model.layers.0.mlp.down_proj.weight"
+
+
+def nearest(values):
+    """Codes of the nearest values, of two as near the one whose code is even."""
+    off = np.abs(values.ravel()[:, None].astype(np.float64) - VALUES)
+    order = np.where(off == off.min(1, keepdims=True), CODES % 2, 2).argmin(1)
+    return CODES[order].reshape(values.shape)
+
+
+@pytest.mark.parametrize(("form", "columns", "inner", "activations"), FORMS)
+def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner, activations):
+    """Where scales are powers of two, sums are those of the same weights in bfloat16, with a
+    residual and for 1 to 150 rows; any other scale is one rounding more."""
+    layers, lane = Layers(device, form, activations), StreamLane(stream)
+    rng = np.random.default_rng(1)
+    at = rng.integers(0, len(CODES), (columns, inner))
+    x = rng.standard_normal((150 if inner == 384 else 20, inner)).astype(np.float32)
+    powers = np.exp2(rng.integers(-12, 4, columns)).astype(np.float32)
+    codes = device.from_host(CODES[at], E4M3)
+    weight = Scaled(codes, device.from_host(powers))
+    same = nets.upload(device, VALUES[at] * powers[:, None], "bfloat16")
+
+    def product(weight, rows, **more):
+        out = nets.upload(device, np.ones((len(rows), columns)))
+        x_there = nets.upload(device, rows, layers.input_dtype(weight))
+        layers.linear(lane, x_there, weight, out, **more)
+        return nets.host(stream, out)
+
+    assert layers.input_dtype(weight) == layers.input_dtype(same)
+    whole = product(same, x)
+    for rows in (1, 2, 4, 16, 20, 64, 150):
+        part = x[-rows:]
+        assert nets.same_bits(product(weight, part), whole[-rows:].copy()), rows
+    ones = nets.upload(device, np.ones((len(x), columns)))
+    assert nets.same_bits(product(weight, x, residual=ones), product(same, x, residual=ones))
+    scale = rng.uniform(1e-4, 2, columns).astype(np.float32)
+    np.testing.assert_array_equal(product(Scaled(codes, device.from_host(scale)), x),
+                                  product(codes, x) * scale)  # fmt: skip
+    if columns > 16:  # rows of a weight are a weight
+        out = device.empty((2, columns - 16), "float32")
+        layers.linear(lane, nets.upload(device, x[:2]), weight[16:], out)
+        np.testing.assert_array_equal(nets.host(stream, out), product(weight, x[:2])[:, 16:])
+
+
+@pytest.mark.parametrize(("form", "inner"), [("thread", 8), ("warp", 8), ("warp", 128)])
+def test_every_code_counts_with_its_value(device, stream, form, inner):
+    """All 254 that are numbers, at any place of a row, in every kernel."""
+    layers, out = Layers(device, form), device.empty((inner, 256), "float32")
+    at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
+    for rows in (inner, 8):
+        eye = nets.upload(device, np.eye(inner)[:rows])
+        layers.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
+        np.testing.assert_array_equal(nets.host(stream, out)[:rows], VALUES[at].T[:rows])
+
+
+def test_gates_are_scaled_before_they_are_applied(device, stream):
+    """silu(gate) * up of scaled sums, of rows by eights, is what two kernels make of them."""
+    layers, lane, rng = Layers(device, "warp"), StreamLane(stream), np.random.default_rng(2)
+    at = rng.integers(0, len(CODES), (2, 24, 256))
+    scale = rng.uniform(1e-4, 1e-3, (2, 24)).astype(np.float32)
+    x = nets.upload(device, rng.standard_normal((20, 256)), "bfloat16")
+
+    def weight(order):
+        parts = (order(CODES[at]).reshape(48, 256), order(scale).reshape(48))
+        return Scaled(device.from_host(parts[0], E4M3), device.from_host(parts[1]))
+
+    apart, out, gated = (device.empty((20, n), "float32") for n in (48, 24, 24))
+    layers.linear(lane, x, weight(lambda a: a), apart)
+    layers.silu_mul(lane, apart, out)
+    woven = weight(lambda a: np.stack([m.reshape(3, 8, *m.shape[1:]) for m in a], 1))
+    layers.linear(lane, x, woven, gated, gated=True)
+    assert nets.same_bits(nets.host(stream, gated), out.to_host())
+
+
+GROUP = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
+         "group_size": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+COMPRESSED = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "quantization_status": "compressed", "kv_cache_scheme": None, "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": GROUP, "output_activations": None,
+        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}},
+}  # fmt: skip
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+#: Config, shape of the scales of so many rows, and whether inputs have a scale.
+LAYOUTS = {"channel": (COMPRESSED, lambda rows: (rows, 1), False),
+           "rows": (STATIC, lambda rows: (rows,), False),
+           "tensor": (STATIC, lambda rows: (), True), "one": (STATIC, lambda rows: (1,), True)}
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "num_attention_heads": 8,
+         "num_hidden_layers": 1, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+
+
+def write_quantised(folder, layout, change=dict):
+    """A random model in such a layout, and beside it the one it stands for, in bfloat16."""
+    quantisation, scales, inputs = LAYOUTS[layout]
+    rng, plain = np.random.default_rng(5), make_tiny_llama(folder, dtype="bfloat16", **SHAPE)
+    stored = dict(plain)
+    for name in [name for name in plain if "_proj" in name]:
+        scale = np.exp2(rng.integers(-9, -5, scales(len(plain[name]))).astype(np.float32))
+        by_row = np.broadcast_to(scale.reshape(-1, 1), (len(plain[name]), 1))
+        stored[name] = nearest(np.clip(plain[name] / by_row, -448, 448))
+        plain[name] = (VALUES[np.searchsorted(CODES, stored[name])] * by_row).astype(np.float32)
+        stored[f"{name}_scale"] = np.asarray(scale)
+        if inputs:
+            stored[name.replace("weight", "input_scale")] = np.ones((), np.float32)
+    for where, tensors, more in ((folder, change(stored), {"quantization_config": quantisation}),
+                                 (folder / "plain", plain, {})):
+        where.mkdir(exist_ok=True)
+        write_json(where / "config.json", llama_config(**SHAPE, **more))
+        write_safetensors(where / "model.safetensors", tensors, "bfloat16")
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].replace(b'"U8"', b'"F8_E4M3"')
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+
+
+def logits(device, stream, folder, form="warp", **options):
+    """Of a prompt of 24 tokens, read at once."""
+    model = nets.load_llama(device, folder, form=form, **options)
+    nets.own(stream, model.kv, 0, 24)
+    return nets.forward(stream, model, np.arange(24), 0, np.arange(24))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_layouts_are_the_models_they_stand_for(device, stream, tmp_path, layout):
+    """A checkpoint with scales of rows or matrices gives the logits of the weights it means, stored
+    as bfloat16, bit for bit; scales of inputs change nothing."""
+    write_quantised(tmp_path, layout)
+    for form in nets.FORMS:
+        got, wanted = (logits(device, stream, f, form) for f in (tmp_path, tmp_path / "plain"))
+        assert nets.same_bits(got, wanted)
+
+
+def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
+    """weights="fp8" runs the nearest E4M3 of each row that its largest value, and zeros, allow."""
+    shape = {**SHAPE, "torch_dtype": "float32"}
+    plain = make_tiny_llama(tmp_path / "plain", **shape)
+    stored = dict(plain)
+    plain[LAYER][3] = stored[LAYER][3] = 0
+    write_safetensors(tmp_path / "plain/model.safetensors", plain, "float32")
+    for name in [name for name in plain if "_proj" in name]:
+        largest = np.abs(plain[name]).max(1, keepdims=True)
+        scale = np.where(largest > 0, largest / np.float32(448), np.float32(1))
+        codes = np.searchsorted(CODES, nearest(plain[name] / scale))
+        stored[name] = (VALUES[codes] * scale).astype(np.float32)
+    write_json(tmp_path / "config.json", llama_config(**shape))
+    write_safetensors(tmp_path / "model.safetensors", stored, "float32")
+    got = logits(device, stream, tmp_path / "plain", "thread", weights="fp8")
+    np.testing.assert_allclose(got, logits(device, stream, tmp_path, "thread"), atol=2e-4)
+    assert np.abs(got - logits(device, stream, tmp_path / "plain", "thread")).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda t: {**t, LAYER: t[LAYER] | 0x7F}, f"{LAYER} holds NaN"),
+     (lambda t: {n: a for n, a in t.items() if n != f"{LAYER}_scale"}, f"{LAYER}_scale is missing"),
+     (lambda t: {**t, f"{LAYER}_scale": np.ones((2, 1), np.float32)}, r"_scale has shape \[2, 1\]"),
+     (lambda t: {**t, f"{LAYER}_scale": np.full(1, np.inf, np.float32)}, "what is no scale"),
+     (lambda t: {**t, "lm_head.weight": t[LAYER][:, :128]}, "lm_head.weight has dtype float8_e4m3"),
+     (lambda t: {**t, "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, "k_scale")],
+)  # fmt: skip
+def test_tensors_that_make_no_weights_are_refused_by_name(device, tmp_path, change, words):
+    """NaN, scales that are missing, of another shape or no numbers, a head of 8 bits, and scales of
+    a cache."""
+    write_quantised(tmp_path, "channel", change)
+    with pytest.raises(CheckpointError, match=words):
+        nets.load_llama(device, tmp_path)
+
+
+def changed(config, path, value):
+    """The same with one field, or one within others, of this value."""
+    first, *rest = path
+    return {**config, first: changed(config.get(first, {}), rest, value) if rest else value}
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "value"),
+    [(COMPRESSED, ("quant_method",), "awq"), (COMPRESSED, ("quant_method",), None),
+     (COMPRESSED, ("quant_method",), ["fp8"]), (COMPRESSED, ("format",), "int-quantized"),
+     (COMPRESSED, ("kv_cache_scheme",), {"num_bits": 8}), (COMPRESSED, ("bits",), 8),
+     (COMPRESSED, ("sparsity_config",), {"format": "sparse-24-bitmask"}),
+     (COMPRESSED, ("transform_config",), {"config_groups": {}}),
+     (COMPRESSED, ("config_groups", "group_0", "format"), "nvfp4-pack-quantized"),
+     (COMPRESSED, ("config_groups", "group_0", "output_activations"), GROUP),
+     (COMPRESSED, ("config_groups", "group_0"), [8]), (COMPRESSED, WEIGHTS, "fp8"),
+     *((COMPRESSED, (*WEIGHTS, name), value) for name, value in (
+         ("num_bits", 4), ("type", "int"), ("strategy", "group"), ("strategy", "block"),
+         ("symmetric", False), ("dynamic", True), ("group_size", 128), ("actorder", "static"),
+         ("block_structure", [128, 128]))),
+     (STATIC, ("fmt",), "e5m2"), (STATIC, ("activation_scheme",), "group"),
+     (STATIC, ("weight_block_size",), [128, 128]), (STATIC, ("kv_cache_scheme",), "static")],
+)  # fmt: skip
+def test_other_quantisations_are_refused_by_name(config, path, value):
+    """What a config says of weights, and graft does not run, raises with the field."""
+    LlamaConfig.from_dict(llama_config(quantization_config=config))
+    refused = llama_config(quantization_config=changed(config, path, value))
+    with pytest.raises(ConfigError, match=path[-1]):
+        LlamaConfig.from_dict(refused)
+
+
+def test_an_engine_on_weights_of_8_bits_answers_the_same_with_drafts():
+    """Guided greedy outputs of the rounded demo model are those without speculation."""
+    requests = [replace(r, id=str(i)) for i, r in enumerate(mixed_requests(4, seed=3))]
+    texts = []
+    for speculation in (False, True):
+        with demo_engine(speculation=speculation, weights="fp8", max_batch_size=4) as engine:
+            outputs = engine.generate(requests)
+            texts.append([(output.reason, output.tokens) for output in outputs])
+    assert texts[0] == texts[1] and all(tokens for _, tokens in texts[0])
+    with pytest.raises(OptionError, match="weights"):
+        Options(weights="int8")
