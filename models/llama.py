@@ -138,9 +138,9 @@ def run_layers(
     n, stream = rows.count, scratch.stream[: rows.count]
     for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
         post = scratch.norm(n, own.post_norm, own.gate_up, own.out)
+        behind = scratch.norm(n, after.input_norm, after.qkv, own.down) if after else ending
         attend(lane, layers, config, own, scratch, kv, first + i, turn, rows, x, stream, stream,
                attending, post)  # fmt: skip
-        behind = scratch.norm(n, after.input_norm, after.qkv, own.down) if after else ending
         feed_forward(lane, layers, own, scratch, post, stream, stream, (taps or {}).get(i), behind)
         x = behind or x
 
@@ -150,14 +150,13 @@ def attend(
     kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray | Norm, out: DeviceArray,
     residual: DeviceArray | None = None, attending: Rows | None = None, norm: Norm | None = None,
 ) -> None:  # fmt: skip
-    """The attention of one of `run_layers`: `out` is what it makes of `x`, and `residual`."""
+    """The attention of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
     n, heads = rows.count, config.num_attention_heads
     qkv, mixed = scratch.qkv[:n], scratch.mixed[:n]
     layers.heads(lane, x, weights.qkv, qkv, turn, rows, kv, index, heads, weights.head_norms,
                  config.rms_norm_eps)  # fmt: skip
     layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
-    layers.linear(lane, mixed, weights.out, out, residual=residual, norm=norm,
-                  name="attention out")  # fmt: skip
+    layers.linear(lane, mixed, weights.out, out, residual=residual, norm=norm, name="attention out")
 
 
 def feed_forward(
@@ -165,8 +164,8 @@ def feed_forward(
     out: DeviceArray, residual: DeviceArray | None = None,
     tap: tuple[DeviceArray, int] | None = None, norm: Norm | None = None,
 ) -> None:  # fmt: skip
-    """The MLP alone: `out` is what it makes of `x`, and `residual`."""
-    up, down, n = weights.gate_up, weights.down, out.shape[0]
+    """The MLP of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
+    n, up, down = out.shape[0], weights.gate_up, weights.down
     gated = scratch.read_by(down, "gated")[:n]
     if layers.gates(up.dtype, *up.shape):
         layers.linear(lane, x, up, gated, gated=True, name="gate, up")
