@@ -215,9 +215,8 @@ class Layers:
     def folds(self, weight: Matrix, reader: Matrix) -> bool:
         """Whether a norm between products with these weights takes no kernel of its own, see
         `Norm`. Of float16, which rows without their norm may leave, it does."""
-        both = [array.dtype != "float16" and self.gates(array.dtype, *array.shape)
-                for array in (weight, reader)]  # fmt: skip
-        return all(both)
+        return all(array.dtype != "float16" and self.gates(array.dtype, *array.shape)
+                   for array in (weight, reader))  # fmt: skip
 
     def turns(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
         """Whether a product with such a weight turns its heads and fills the cache, see `heads`."""

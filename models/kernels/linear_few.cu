@@ -85,15 +85,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
                     rows,         columns,  tap_stride, norm,
                     normed,       sums};
-  const Heads to = {turn,
-                    slot,
-                    pos,
-                    tree,
-                    {page_table, slots, max_pages, page_shift, kv_heads, TURNED},
-                    keys,
-                    values,
-                    heads,
-                    scratch_page};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
+  const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
   const int parts = parts_of(inner);
   const auto folded = [&](int r, int c) {
     float total = 0.0f;

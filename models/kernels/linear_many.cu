@@ -127,15 +127,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   const Output y = {weight_scale, residual, out,        tap != nullptr ? tap + tap_offset : nullptr,
                     rows,         columns,  tap_stride, norm,
                     normed,       sums};
-  const Heads to = {turn,
-                    slot,
-                    pos,
-                    tree,
-                    {page_table, slots, max_pages, page_shift, kv_heads, TURNED},
-                    keys,
-                    values,
-                    heads,
-                    scratch_page};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, TURNED};
+  const Heads to = {turn, slot, pos, tree, pages, keys, values, heads, scratch_page};
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const parted = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
