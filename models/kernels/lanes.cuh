@@ -39,11 +39,20 @@ __device__ __forceinline__ Lanes load_lanes(const float* from) {
   memcpy(&x, from, sizeof x);
   return x;
 }
-#ifdef __F16C__  // the loop above is not vectorised for it
+#ifdef __F16C__  // the loop above is not vectorised for these
 __device__ __forceinline__ Lanes load_lanes(const fp16_t* from) {
   short bits __attribute__((vector_size(2 * LANES)));
   memcpy(&bits, from, sizeof bits);
   return __builtin_ia32_vcvtph2ps256(bits);
+}
+
+__device__ __forceinline__ Lanes load_lanes(const e4m3_t* from) {
+  typedef short Halves __attribute__((vector_size(2 * LANES)));
+  unsigned char codes __attribute__((vector_size(LANES)));
+  memcpy(&codes, from, sizeof codes);
+  const Halves bits = __builtin_convertvector(codes, Halves);
+  // Four bits of exponent put where five are mean 2^-8 of the value.
+  return __builtin_ia32_vcvtph2ps256((bits & 0x7f) << 7 | (bits & 0x80) << 8) * 256.0f;
 }
 #endif
 #endif
