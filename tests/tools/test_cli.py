@@ -266,7 +266,7 @@ def test_output_after_a_marker_is_checked_without_the_free_text():
 @pytest.mark.parametrize("arguments", [
     "--model /no/such/model", "--draft /no/such/drafter", "--schema /no/such/schema.json",
     "--regex (", "--draft-length 0", "--top-p 0", "--temperature -1", "--stop a --regex [a-z]+",
-    "--json --stream", "--max-length 1000000",
+    "--json --stream", "--max-length 1000000", "--verify traversal",
 ])
 def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
     """What cannot be served ends with exit status 2 and a sentence, never with a traceback."""
@@ -300,9 +300,10 @@ def test_drafts_as_many_as_pay(capsys):
 CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[0-9]{4}"]
 
 
-@pytest.mark.parametrize("options", ["--no-speculation", "--no-draft-mask", "--draft dflash"])
+@pytest.mark.parametrize("options", ["--no-speculation", "--no-draft-mask", "--draft dflash",
+                                     "--draft-tree 0,1,0.0 --verify traversal"])  # fmt: skip
 def test_how_drafts_are_made_does_not_change_greedy_output(options, capsys):
-    """Without speculation, with unmasked drafts or another drafter, the same tokens come out."""
+    """Without speculation, with unmasked drafts, another drafter or trees: the same tokens."""
     usual, other = (run_json(capsys, *CODE, *more)["outputs"][0] for more in ([], options.split()))
     assert other["tokens"] == usual["tokens"] and other["valid"] is True
 
