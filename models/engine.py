@@ -112,6 +112,7 @@ class Engine:
             built.budget,
             depth=2 if self.options.overlap and self.options.composition == "one" else 1,
             width=built.parts.width,
+            prefill_rows=self.options.prefill_rows,
             verify=self.options.verify,
         )  # fmt: skip
         self._ids = itertools.count()

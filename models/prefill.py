@@ -52,8 +52,9 @@ class Prefill:
         )
 
     def run(
-        self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int = 0
-    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+        self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int,
+        most: Callable[[], int],
+    ) -> Iterator[tuple[int, Callable[[], bool]]]:  # fmt: skip
         """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
 
         An earlier prompt of the same slot must have been prefilled by now: its staging area is
@@ -62,6 +63,7 @@ class Prefill:
         Parameters
         ----------
         cached : of the first tokens, fewer than all, whose entries all caches hold.
+        most : asked before each chunk how many rows it may have, at least 1.
 
         Yields
         ------
@@ -80,8 +82,9 @@ class Prefill:
             for begin in range(0, cached, self._chunk):
                 end = min(begin + self._chunk, cached)
                 self._drafter.resume(lane, Rows(token[begin:end], slots[begin:end], pos[begin:end]))
-        for begin in range(cached, max(last, cached + 1), self._chunk):
-            end = min(begin + self._chunk, last)
+        begin, end = cached, -1
+        while end < last:
+            end = min(begin + min(self._chunk, most()), last)
             features = entries = None
             if end > begin:
                 run = end - begin
@@ -98,3 +101,4 @@ class Prefill:
             over = self._device.event("prefill")
             lane.record_event(over)
             yield max(end - begin, 1), over.query
+            begin = end

@@ -32,8 +32,6 @@ from graft.models.stats import EngineStats
 LOG = logging.getLogger("graft")
 #: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
 MAX_STALLS, MAX_STALL_S = 256, 30.0
-#: Rows of prompts that are enqueued between two replays, at least, while there are any.
-PREFILL_ROWS_PER_ROUND = 1024
 REST_S = 0.1
 
 
@@ -95,7 +93,7 @@ class Scheduler:
     depth : replays in flight, at most.
     width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
-    prefill_rows : rows of prompts between two replays.
+    prefill_rows : rows of prompts between two replays, at most while anybody is seated.
 
     Attributes
     ----------
@@ -114,8 +112,8 @@ class Scheduler:
         *,
         depth: int,
         width: int,
+        prefill_rows: int,
         verify: str = "rejection",
-        prefill_rows: int = PREFILL_ROWS_PER_ROUND,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
         self.budget, self.depth, self._width, self._verify = budget, depth, width, verify

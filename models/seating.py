@@ -9,6 +9,7 @@ Invariants
    staging area is rewritten only by the slot's next owner, hence after it was read.
 3. Prompts are prefilled one after another, chunk by chunk, with replays in between: a prompt has
    been enqueued as a whole before the next one begins, for they share the rows on the device.
+   While anybody is seated, two replays have no more rows between them than `prefill` was told.
 4. Pages that are shared are only read, see `prefix`.
 5. Pages cover every position that a replay in flight can write; see `check_reserve`.
 """
@@ -16,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -215,6 +217,7 @@ class Seating:
         self._free = list(range(slots))
         self._leaving: dict[int, int] = {}  # slot: replay that must have retired
         self._epochs = itertools.count(1)
+        self._rows_left = 0  # of prompts, before the next replay
         self._chunks: deque[Callable[[], bool]] = deque()  # enqueued, and not known to be over
         self._chunks_over = 0
 
@@ -257,7 +260,7 @@ class Seating:
         cached = len(shared) * self._caches[0].page_size
         self._prefixes.hits += cached
         running.output.cached_tokens += cached
-        chunks = self._prompts.run(self._lane, slot, tokens, cached)
+        chunks = self._prompts.run(self._lane, slot, tokens, cached, self._most_rows)
         self._joining[slot] = _Joining(running, chunks, tokens[-1], sampling)
         for cache in self._caches:
             cache.set_table(self._lane, slot)
@@ -270,16 +273,21 @@ class Seating:
 
         Parameters
         ----------
-        rows : how many at least, while there are any; more only until somebody is seated.
+        rows : how many at most while somebody is seated; else the first is prefilled as a whole.
         """
-        while self._joining and (rows > 0 or not self.seated):
+        self._rows_left = rows
+        while self._joining and (self._rows_left > 0 or not self.seated):
             joining = next(iter(self._joining.values()))
             chunk = next(joining.chunks, None)
             if chunk is None:
                 self._seat(joining)
             else:
-                rows -= chunk[0]
+                self._rows_left -= chunk[0]
                 self._chunks.append(chunk[1])
+
+    def _most_rows(self) -> int:
+        """Rows that the next chunk may have."""
+        return self._rows_left if self.seated else sys.maxsize
 
     def progress(self) -> int:
         """Chunks of prompts that the device is over."""

@@ -85,7 +85,7 @@ class Interleaving:
         if self.k > 1 and branches and not masked:
             slack = self.k = self.k + 3
         toy = self.toy = ToyDevice(rng, slots, self.k, masked, slack > 0)
-        length = 32 + slack
+        toy.most_rows, length = rng.choice((1, 2, 4, 100)), 32 + slack
         pages = rng.randint(-(-length // PAGE), self.rows * length // PAGE + 4)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
         self.prefixes = PrefixCache(toy.caches, rng.randrange(2), rng.choice((0, 2, pages, pages)))
@@ -117,7 +117,7 @@ class Interleaving:
             budget,
             depth=self.depth,
             width=width,
-            prefill_rows=rng.choice((1, 4, 100)),
+            prefill_rows=toy.most_rows,
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.tokens: dict[str, list[int]] = {}

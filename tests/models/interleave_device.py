@@ -106,6 +106,8 @@ class ToyDevice:
         self.queue: deque[Replay] = deque()
         self.replay = 0  # the device's own count
         self.completed = self.launched = 0
+        self.most_rows = 0  # of prompts, between two replays that one request sits in
+        self.rows_since, self.sat, self.joined = 0, frozenset[int](), set[int]()  # the last launch
         self.starved = 0  # active slots without a mask row that no lack of budget explains
         self.stall = rng.choice((0.0, 0.1, 0.3))
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))  # device steps per host action, on average
@@ -128,7 +130,14 @@ class ToyDevice:
         self.tick()
         self.launched += 1
         named = self.inputs.field("slot").array[self.launched % self.inputs.entries].tolist()
-        self.queue.append(Replay(self.side_enqueued, rows, k, frozenset(named) - {-1}))
+        sits = frozenset(named) - {-1}
+        stayed = sits & self.sat - self.joined
+        assert not stayed or self.rows_since <= self.most_rows, (
+            f"slots {set(stayed)} wait for {self.rows_since} rows of prompts"
+        )
+        self.rows_since, self.sat = 0, sits
+        self.joined.clear()
+        self.queue.append(Replay(self.side_enqueued, rows, k, sits))
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
@@ -144,7 +153,7 @@ class ToyDevice:
             pass
 
     def run(
-        self, lane: Any, slot: int, tokens: Sequence[int], cached: int
+        self, lane: Any, slot: int, tokens: Sequence[int], cached: int, most: Callable[[], int]
     ) -> Iterator[tuple[int, Callable[[], bool]]]:
         """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
         after chunk from where the copy has put it."""
@@ -157,17 +166,23 @@ class ToyDevice:
             self.unread.remove(slot)
             self.prompt_rows = [(slot, p, t) for p, t in enumerate(self.prompts[slot][:-1])]
 
-        def chunk(begin: int) -> None:
-            for row in self.prompt_rows[begin : begin + PAGE - 1]:
+        def chunk(begin: int, end: int) -> None:
+            for row in self.prompt_rows[begin:end]:
                 for cache in self.caches:
                     cache.write(*row)
 
         self.enqueue(copy)
-        for begin in range(cached, len(tokens) - 1, PAGE - 1):
-            self.enqueue(functools.partial(chunk, begin))
-            yield PAGE - 1, self.query
+        begin = cached
+        while begin < len(tokens) - 1:
+            end = min(begin + min(PAGE - 1, most()), len(tokens) - 1)
+            self.rows_since += end - begin
+            self.enqueue(functools.partial(chunk, begin, end))
+            yield end - begin, self.query
+            begin = end
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:
+        self.joined.add(slot)
+
         def joined() -> None:
             self.slots[slot] = ref.Slot(
                 n=values["position"], tree=ref.chain(values["last"]), epoch=values["epoch"],

@@ -105,6 +105,8 @@ MUTANTS = {
     "prompts prefilled in turns": (
         Seating, "prefill", "next(iter(self._joining.values()))",
         "list(self._joining.values())[-1]"),
+    "prompts prefilled as a whole": (Seating, "_most_rows", "self._rows_left if", "99 if"),
+    "pieces without end": (Seating, "prefill", "self._rows_left -= chunk[0]", "pass"),
     "seated before its prompt is enqueued": (
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
     "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),

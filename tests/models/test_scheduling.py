@@ -1,0 +1,67 @@
+"""Who runs when: pieces of prompts between rounds, the order of those who wait, pages on demand."""
+
+from dataclasses import replace
+
+import pytest
+from engine_util import demo_engine, mixed_requests
+from test_engine_equality import BLOCK, TARGET, answer, settled
+
+from graft.models.drafters import NGram
+from graft.models.request import Request
+
+RUNS = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="runs")
+
+
+def test_a_prompt_comes_in_pieces_between_rounds():
+    """While a long prompt is read, who runs is in every round, and no more rows of the prompt lie
+    between two of them than asked; alone, it is read as a whole."""
+    launched = []
+    with settled(demo_engine(max_batch_size=2, prefill_rows=16)) as engine:
+        target, replays = engine._built.prefill._target, engine._replays
+        forward, launch = target.forward, replays.launch
+
+        def prompt_rows(lane, rows, features):
+            launched.append(rows.token.shape[0])
+            return forward(lane, rows, features)
+
+        def round_of(graph, rows):
+            launched.append({running.id for running in rows})
+            launch(graph, rows)
+
+        target.forward, replays.launch = prompt_rows, round_of
+        engine.submit(RUNS)
+        engine.step()
+        engine.submit(Request(tokens=[7 + i % 90 for i in range(280)], max_tokens=3, id="long"))
+        while "long" in engine._scheduler.unfinished:
+            engine.step()
+        pieces, rounds = [0], [one for one in launched if isinstance(one, set)]
+        for one in launched[launched.index({"runs"}) :]:
+            if isinstance(one, set):
+                pieces.append(0)
+            else:
+                pieces[-1] += one
+        assert max(pieces) == 16 and sum(pieces) == 279 and pieces.count(16) == 17
+        assert all("runs" in one for one in rounds) and {"runs", "long"} in rounds
+        engine.cancel("runs")
+        launched.clear()
+        engine.generate([Request(tokens=[9 + i % 80 for i in range(300)], max_tokens=1)])
+        assert [one for one in launched if isinstance(one, int)] == [256, 43]
+
+
+@pytest.mark.parametrize("options", [
+    {}, *(pytest.param(options, marks=pytest.mark.full) for options in (
+        {"draft_length": 6, "draft_tree": (2, 3)}, {"drafter": NGram}, {"drafter": TARGET},
+        {"drafter": BLOCK}, {"speculation": False})),
+], ids=str)  # fmt: skip
+def test_the_size_of_pieces_changes_nothing(options):
+    """However prompts are cut between the rounds of others, outputs are the same, and of greedy and
+    coupled ones drafts and acceptance too."""
+    asked = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]
+    asked += [Request(tokens=[3 + i % 250 for i in range(290)], max_tokens=9, seed=4,
+                      temperature=0.9, verify="coupled")]  # fmt: skip
+    seen = []
+    for rows in (512, 16, 100):
+        with settled(demo_engine(max_batch_size=2, prefill_rows=rows, **options)) as engine:
+            outputs = engine.generate(asked)
+            seen.append([(answer(o), o.rounds, o.drafted, o.accepted) for o in outputs])
+    assert seen[0] == seen[1] == seen[2]
