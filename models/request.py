@@ -90,6 +90,7 @@ class Request:
     stop_ids : ids that end the output beside the model's own.
     special_tokens : whether names of special tokens in the text of a prompt or message become
         special ids, as everywhere; False takes them for plain text. A template's own always do.
+    priority : of those who wait the highest get slots first.
     timeout_s : seconds from its submission after which it ends with what it has; None: never.
     id : the name under which outputs and events come back; None gives it a number.
     """
@@ -121,6 +122,7 @@ class Request:
     stop: Sequence[str] | None = ()
     stop_ids: Sequence[int] | None = ()
     special_tokens: bool = True
+    priority: int = 0
     timeout_s: float | None = None
     id: str | None = None
 
@@ -332,6 +334,7 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
         raise RequestError(
             f"special_tokens must be True or False, got {shown(request.special_tokens)}"
         )
+    _integer("priority", request.priority, -(2**31), 2**31 - 1)
     if request.timeout_s is not None:
         _real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)
     stops, stop_ids = request.stop or (), request.stop_ids or ()

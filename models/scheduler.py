@@ -8,6 +8,7 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import logging
@@ -33,6 +34,9 @@ LOG = logging.getLogger("graft")
 #: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
 MAX_STALLS, MAX_STALL_S = 256, 30.0
 REST_S = 0.1
+#: Of those ready so many are looked at for what the prefix cache has of them; and the first of them
+#: is passed over at most so often.
+LOOKED_AT, MOST_PASSED = 16, 16
 
 
 class Outbox:
@@ -81,6 +85,15 @@ class Outbox:
         return [event for request_id in ids for event in self._events.pop(request_id)]
 
 
+#: Someone's place in line: priority, negative; number; and who.
+_Place = tuple[int, int, Running]
+
+
+def _waits(one: _Place) -> bool:
+    """Whether that place is still taken."""
+    return one[2].place == one[1]
+
+
 class Scheduler:
     """Requests wait, join, are run round by round, leave, and may be preempted and come back.
 
@@ -98,7 +111,9 @@ class Scheduler:
     Attributes
     ----------
     unfinished : every unfinished request by its id.
-    waiting : those without a slot, in the order in which they get one once their grammar is ready.
+    waiting : those without a slot. Once their grammar is ready they get one by priority, and within
+        one by what the prefix cache has of them; who was first in line is passed over for that
+        `MOST_PASSED` times at most.
     outbox : events that nobody has fetched yet.
     """
 
@@ -122,7 +137,8 @@ class Scheduler:
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
         self._places = itertools.count()
-        self._ready: list[tuple[int, Running]] = []  # a heap, by place; may hold who has left
+        self._ready: list[_Place] = []  # in order; may hold who has left
+        self._passed = 0  # times that the first of them was passed over
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
         self._woken = threading.Event()
         self._deadlines: list[tuple[float, int, weakref.ref[Running]]] = []  # a heap
@@ -141,10 +157,10 @@ class Scheduler:
             heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
     def _wait(self, running: Running) -> None:
-        self.waiting[running.id] = running
+        self.waiting[running.id], running.keys = running, None
         place = running.place = next(self._places)
         if running.grammar is None or running.grammar.done():
-            heapq.heappush(self._ready, (place, running))
+            self._line_up(place, running)
             return
 
         def compiled(_: object) -> None:
@@ -152,6 +168,9 @@ class Scheduler:
             self._woken.set()
 
         running.grammar.add_done_callback(compiled)
+
+    def _line_up(self, place: int, running: Running) -> None:
+        bisect.insort(self._ready, (-running.request.priority, place, running))
 
     # Phases of a step ---------------------------------------------------------------------------
 
@@ -179,16 +198,24 @@ class Scheduler:
                 self.end(running, "timeout", error)
 
     def admit(self) -> None:
-        """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
+        """Give slots to requests whose grammar is ready, in order; nobody waits for another's."""
         self._woken.clear()
         while self._compiled:
-            heapq.heappush(self._ready, self._compiled.popleft())
+            self._line_up(*self._compiled.popleft())
         self.seating.reclaim(self.replays.retired)
-        while self._ready:
-            place, running = self._ready[0]
-            if running.place == place and not self._admit(running):
-                return
-            heapq.heappop(self._ready)
+        while (chosen := self._choose()) is not None and self._admit(chosen[2]):
+            self._passed = 0 if chosen is self._ready[0] else self._passed + 1
+            self._ready.remove(chosen)
+
+    def _choose(self) -> _Place | None:
+        """Who gets the next slot of those who are ready."""
+        while self._ready and not _waits(self._ready[0]):
+            del self._ready[0]
+        if not self._ready or self._passed >= MOST_PASSED or not self.seating.open:
+            return self._ready[0] if self._ready else None
+        first = self._ready[0]
+        near = [one for one in self._ready[:LOOKED_AT] if one[0] == first[0] and _waits(one)]
+        return max(near, key=lambda one: self.seating.cached(one[2]))  # of equals the first
 
     def _admit(self, running: Running) -> bool:
         """Give one a slot, or refuse it; False when there is none for it yet."""

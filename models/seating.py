@@ -46,6 +46,7 @@ class Running:
     grammar : what it waits for outside the batch.
     adjust : what is done to its logits, but for the output so far.
     place : its place among those waiting, -1 while it does not wait; never used twice.
+    keys : of the pages that its tokens fill, for the prefix cache; None: nobody has asked.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
@@ -69,6 +70,7 @@ class Running:
     adjust: Adjust = NOTHING
     matcher: Matcher | None = None
     place: int = -1
+    keys: list[bytes] | None = None
     slot: int = -1
     epoch: int = 0
     position: int = 0
@@ -227,6 +229,19 @@ class Seating:
         return len(self.seated) + len(self._joining)
 
     @property
+    def open(self) -> bool:
+        """Whether there is a slot for one more, given pages."""
+        return self.taken < self._rows and bool(self._free)
+
+    def cached(self, running: Running) -> int:
+        """How many pages a waiting request would find in the prefix cache."""
+        if not len(self._prefixes):
+            return 0
+        if running.keys is None:
+            running.keys = self._prefixes.keys(running.tokens)
+        return self._prefixes.count(running.keys)
+
+    @property
     def leaving(self) -> int:
         """Slots that left the batch and cannot be given to anybody yet."""
         return len(self._leaving)
@@ -246,10 +261,12 @@ class Seating:
         bool
             False, with nothing changed, while there is no row, slot or page for it.
         """
-        if self.taken >= self._rows or not self._free:
+        if not self.open:
             return False
         slot, tokens = self._free[0], running.tokens
-        shared = self._prefixes.match(tokens)
+        if running.keys is None:
+            running.keys = self._prefixes.keys(tokens)
+        shared = self._prefixes.match(running.keys)
         if not self._allocate(slot, running.limit + self._slack, shared):
             return False
         self._free.pop(0)

@@ -144,7 +144,7 @@ class Interleaving:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
             stop = tuple(self.vocabulary.tokens[i].decode() for i in ids)
         running = Running(
-            request=Request(tokens=prompt, stop=stop),
+            request=Request(tokens=prompt, stop=stop, priority=rng.choice((0, 0, 1))),
             output=Output(id=str(number), seed=rng.randrange(1 << 62)),
             prompt=prompt,
             max_tokens=rng.choice((1, 2, 5, 12, 20)),

@@ -111,7 +111,7 @@ MUTANTS = {
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
     "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),
     "the page of the last token is shared": (
-        PrefixCache, "_keys", "- max(self._lookahead, 1) + 1", "+ 1"),
+        PrefixCache, "keys", "- max(self._lookahead, 1) + 1", "+ 1"),
     "pages that are found make room for themselves": (
         PrefixCache, "make_room", "not in stay", "is not None"),
     "pages of a prompt that was not prefilled to its end": (

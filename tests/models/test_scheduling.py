@@ -65,3 +65,26 @@ def test_the_size_of_pieces_changes_nothing(options):
             outputs = engine.generate(asked)
             seen.append([(answer(o), o.rounds, o.drafted, o.accepted) for o in outputs])
     assert seen[0] == seen[1] == seen[2]
+
+
+def order_of(engine, requests):
+    """Ids in the order in which requests that are submitted at once get their slots."""
+    return [event.id for event in engine.stream(requests) if event.finished]
+
+
+def test_who_waits_is_served_by_priority_then_by_what_is_cached():
+    """The highest priority first; of one priority who has most pages in the prefix cache, and of
+    those the first; but who is first in line is passed over sixteen times only."""
+    short, shared = {"max_tokens": 1, "grammar": None}, list(range(50, 70))
+    with settled(demo_engine(max_batch_size=1, page_size=4)) as engine:
+        engine.warm(Request(tokens=shared))
+        asked = {"cold": (90, 0, 0), "half": (91, 8, 0), "most": (92, 19, 0), "late": (93, 0, 0),
+                 "low": (94, 19, -1), "urgent": (95, 0, 2), "same": (96, 19, 0)}  # fmt: skip
+        requests = [Request(tokens=[*shared[:n], *[own] * 6], priority=priority, id=name, **short)
+                    for name, (own, n, priority) in asked.items()]  # fmt: skip
+        assert order_of(engine, requests) == [
+            "urgent", "most", "same", "half", "cold", "late", "low"]
+        cold = Request(tokens=[97] * 9, id="cold", **short)
+        warm = [Request(tokens=[*shared, 100 + i], id=str(i), **short) for i in range(20)]
+        order = order_of(engine, [cold, *warm])
+        assert order == [*map(str, range(16)), "cold", *map(str, range(16, 20))]
