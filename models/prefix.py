@@ -93,20 +93,23 @@ class PrefixCache:
         """Give up pages that nobody uses until so many are free, least recently used first; none
         where that would not do, and none of those that are to stay."""
         count, staying = pages - min(len(cache.free) for cache in self._caches), set(stay)
-        if count <= 0:
-            return
-        unused = [key for key in self._unused() if self._kept[key] not in staying]
-        if count <= len(unused):
-            self._give_up(unused[:count])
+        used, unused = list[bytes](), list[bytes]()
+        for key, held in self._kept.items():
+            if len(unused) >= count:
+                break
+            (used if self._in_use(held) or held in staying else unused).append(key)
+        for key in used:  # nobody meets them again soon
+            self._kept.move_to_end(key)
+        if len(unused) >= count:
+            self._give_up(unused)
 
     @property
     def unused(self) -> int:
         """Kept pages that no slot has."""
-        return len(self._unused())
+        return sum(not self._in_use(pages) for pages in self._kept.values())
 
-    def _unused(self) -> list[bytes]:
-        first = self._caches[0]
-        return [key for key, pages in self._kept.items() if first.references(pages[0]) == 1]
+    def _in_use(self, pages: Pages) -> bool:
+        return self._caches[0].references(pages[0]) > 1
 
     def clear(self) -> None:
         """Give up everything."""

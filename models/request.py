@@ -32,7 +32,8 @@ class Limits:
     stop_strings, stop_characters : stop strings, and their characters in all.
     grammar_bytes : UTF-8 bytes of a grammar's text.
     logit_biases : ids with a bias.
-    waiting : requests without a slot; one more is refused with `QueueFullError`. None: no limit.
+    waiting, waiting_tokens : requests without a slot, and their tokens in all; one more is refused
+        with `QueueFullError`, but not for its tokens where nobody waits. None: no limit.
     """
 
     prompt_bytes: int = 1 << 20
@@ -41,10 +42,11 @@ class Limits:
     grammar_bytes: int = 1 << 20
     logit_biases: int = 1024
     waiting: int | None = None
+    waiting_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "waiting" and value is None:
+            if name.startswith("waiting") and value is None:
                 continue
             if type(value) is not int or value < 0:
                 raise OptionError(f"Limits.{name} must be an integer from 0 on, got {value!r}")

@@ -104,7 +104,6 @@ class Scheduler:
     stats : counters; may be exchanged for fresh ones at any time.
     budget : chooses the drafts of every round; its rows are the fewest that suffice.
     depth : replays in flight, at most.
-    width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
     prefill_rows : rows of prompts between two replays, at most while anybody is seated.
 
@@ -126,17 +125,16 @@ class Scheduler:
         budget: DraftBudget,
         *,
         depth: int,
-        width: int,
         prefill_rows: int,
         verify: str = "rejection",
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
-        self.budget, self.depth, self._width, self._verify = budget, depth, width, verify
+        self.budget, self.depth, self._verify = budget, depth, verify
         self._prefill_rows = prefill_rows
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
-        self._places = itertools.count()
+        self._places, self._first_places = itertools.count(), itertools.count(-2, -1)
         self._ready: list[_Place] = []  # in order; may hold who has left
         self._passed = 0  # times that the first of them was passed over
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
@@ -156,9 +154,9 @@ class Scheduler:
             at = running.submitted + running.request.timeout_s
             heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
-    def _wait(self, running: Running) -> None:
+    def _wait(self, running: Running, first: bool = False) -> None:
         self.waiting[running.id], running.keys = running, None
-        place = running.place = next(self._places)
+        place = running.place = next(self._first_places if first else self._places)
         if running.grammar is None or running.grammar.done():
             self._line_up(place, running)
             return
@@ -211,9 +209,11 @@ class Scheduler:
         """Who gets the next slot of those who are ready."""
         while self._ready and not _waits(self._ready[0]):
             del self._ready[0]
-        if not self._ready or self._passed >= MOST_PASSED or not self.seating.open:
-            return self._ready[0] if self._ready else None
+        if not self._ready:
+            return None
         first = self._ready[0]
+        if first[1] < 0 or self._passed >= MOST_PASSED or not self.seating.open:
+            return first
         near = [one for one in self._ready[:LOOKED_AT] if one[0] == first[0] and _waits(one)]
         return max(near, key=lambda one: self.seating.cached(one[2]))  # of equals the first
 
@@ -261,20 +261,37 @@ class Scheduler:
         return joined
 
     def launch(self) -> bool:
-        """Launch a round of everybody seated; False when there is nobody."""
-        self.seating.prefill(self._prefill_rows)
-        rows = list(self.seating.seated.values())
+        """Launch a round of everybody seated who has pages for it; False when there is nobody."""
+        seated = self.seating.seated
+        while len(short := self._short_of_pages()) == len(seated) > 0:
+            if self.replays.unread:
+                return False  # what is read may end someone, and what retires gives pages back
+            self.replays.settle(self.stats)
+            self.seating.reclaim_idle()
+        self.seating.prefill(self._prefill_rows)  # from here on a replay must be launched
+        rows = [running for running in seated.values() if running not in short]
         if not rows:
             return False
-        ahead = (len(self.replays.unread) + 1) * self._width
-        for running in rows:
-            self.seating.check_reserve(running, ahead)
         size = min(size for size, _ in self.rounds if size >= len(rows))
         drafts = self.budget.choose(size, rows)
         self.stats.rounds += 1
         self.stats.rounds_by_length[drafts] += 1
         self.replays.launch(self.rounds[size, drafts], rows)
         return True
+
+    def _short_of_pages(self) -> list[Running]:
+        """Who is seated and sits the next round out, for want of pages.
+
+        While nobody's are on their way back, the last in rank loses its own, so that the others can
+        go on; it is the next to join. Where it alone is short it waits, and they go on anyway.
+        """
+        seated = self.seating.seated
+        short = [running for running in seated.values() if not self.seating.grow(running)]
+        if short and not self.seating.leaving:
+            last = self.seating.last
+            if short != [last] or len(seated) == 1:
+                self.preempt(last, first=True)
+        return [running for running in short if running.slot >= 0]
 
     def read(self, shield: Shield) -> None:
         """Wait for the oldest round in flight and hand out what it brought.
@@ -354,8 +371,8 @@ class Scheduler:
 
     # Leaving ------------------------------------------------------------------------------------
 
-    def preempt(self, running: Running) -> None:
-        """Take a seated request's slot and pages away; it waits behind those who wait already.
+    def preempt(self, running: Running, first: bool = False) -> None:
+        """Take a request's slot and pages away; it waits behind those of its priority, or is first.
 
         What replays in flight bring for it is discarded. It joins again with its tokens so far as
         its prompt: every position is decided by the same logits, mask and random numbers as if it
@@ -364,7 +381,7 @@ class Scheduler:
         self.seating.leave(running, self.replays.number, told=False)
         running.output.preempted += 1
         self.stats.preemptions += 1
-        self._wait(running)
+        self._wait(running, first)
 
     def end(
         self,

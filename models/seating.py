@@ -11,7 +11,8 @@ Invariants
    been enqueued as a whole before the next one begins, for they share the rows on the device.
    While anybody is seated, two replays have no more rows between them than `prefill` was told.
 4. Pages that are shared are only read, see `prefix`.
-5. Pages cover every position that a replay in flight can write; see `check_reserve`.
+5. Pages cover every position that a replay in flight can write: whoever has none for another
+   (`grow`) is left out of it. One request alone has always enough, or it is refused.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ class Running:
         """Seconds since it was submitted."""
         return time.monotonic() - self.submitted
 
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Of those who run the greatest is the first to lose its pages."""
+        return -self.request.priority, self.submitted
+
     def make_matcher(self) -> Matcher | None:
         """A matcher that has taken the output; None for a free request.
 
@@ -194,7 +200,9 @@ class Seating:
     prefixes : what earlier requests left in them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
-    slack : positions beyond a request's last for which it has pages: drafts that branch use them.
+    reach : positions beyond the tokens that the host knows of that replays in flight, one more and
+        its drafts can write.
+    slack : positions beyond that, even of a request's last: drafts that branch use them.
 
     Attributes
     ----------
@@ -210,9 +218,11 @@ class Seating:
         prompts: Prefill,
         table: SlotState,
         lane: StreamLane,
+        reach: int,
         slack: int = 0,
     ):
-        self._rows, self._caches, self._lane, self._slack = rows, caches, lane, slack
+        self._rows, self._caches, self._lane = rows, caches, lane
+        self._reach, self._slack = reach, slack
         self._prefixes, self._prompts, self._table = prefixes, prompts, table
         self.seated: dict[int, Running] = {}
         self._joining: dict[int, _Joining] = {}
@@ -227,6 +237,12 @@ class Seating:
     def taken(self) -> int:
         """Slots that requests have."""
         return len(self.seated) + len(self._joining)
+
+    @property
+    def last(self) -> Running:
+        """Who has a slot and is the first to lose it."""
+        joining = (joining.running for joining in self._joining.values())
+        return max(itertools.chain(self.seated.values(), joining), key=lambda one: one.rank)
 
     @property
     def open(self) -> bool:
@@ -247,8 +263,9 @@ class Seating:
         return len(self._leaving)
 
     def join(self, running: Running, **sampling: Any) -> bool:
-        """Give a request a slot and its pages; `prefill` then seats it.
+        """Give a request a slot, and pages for its first rounds; `prefill` then seats it.
 
+        A page for each of the others must be left, or the one who joins would be the next to go.
         Its tokens so far are prefilled, all but the last, which its first round feeds; a request
         that was preempted goes on where it stopped.
 
@@ -267,13 +284,12 @@ class Seating:
         if running.keys is None:
             running.keys = self._prefixes.keys(tokens)
         shared = self._prefixes.match(running.keys)
-        if not self._allocate(slot, running.limit + self._slack, shared):
+        if not self._allocate(running, slot, shared, spare=self.taken):
             return False
         self._free.pop(0)
         running.slot, running.epoch = slot, next(self._epochs)
         running.stalls = running.drafts = 0
         running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
-        running.reserved = min(len(c.pages_of(slot)) * c.page_size for c in self._caches)
         cached = len(shared) * self._caches[0].page_size
         self._prefixes.hits += cached
         running.output.cached_tokens += cached
@@ -281,6 +297,16 @@ class Seating:
         self._joining[slot] = _Joining(running, chunks, tokens[-1], sampling)
         for cache in self._caches:
             cache.set_table(self._lane, slot)
+        return True
+
+    def grow(self, running: Running) -> bool:
+        """Have pages for another round of who is seated; False, with nothing changed, where there
+        are none."""
+        if self._needed(running) > running.reserved:
+            if not self._allocate(running, running.slot):
+                return False
+            for cache in self._caches:
+                cache.set_table(self._lane, running.slot)
         return True
 
     def prefill(self, rows: int) -> None:
@@ -344,7 +370,7 @@ class Seating:
             del self.seated[slot]
             self._prefixes.keep(slot, running.tokens[: running.length - running.untaken])
         self._leaving[slot] = launched
-        running.slot, running.matcher = -1, None
+        running.slot, running.matcher, running.reserved = -1, None, 0
 
     def reclaim(self, retired: int) -> None:
         """Free the slots and pages that no replay after `retired` names."""
@@ -358,40 +384,27 @@ class Seating:
         """Free every slot that was left: the device is idle, nothing is in flight."""
         self.reclaim(max(self._leaving.values(), default=0))
 
-    def check_reserve(self, running: Running, ahead: int) -> None:
-        """Refuse a launch that could write past the request's pages.
-
-        Pages for the whole request are reserved when it joins, so this holds by construction.
-
-        Parameters
-        ----------
-        ahead : positions beyond the tokens that the host knows of, which replays in flight and the
-            one to be launched can write.
-
-        Raises
-        ------
-        GraftError
-            Naming the slot and both numbers.
-        """
-        needed = min(running.length + ahead, running.limit)
-        if running.reserved < needed:
-            raise GraftError(
-                f"slot {running.slot} has pages for {running.reserved} positions; "
-                f"a replay may write {needed}"
-            )
-
     def close(self) -> None:
         """Let go of the device's objects, whoever still holds this one."""
         self._joining.clear()
         del self._caches, self._prefixes, self._prompts, self._table, self._lane
 
-    def _allocate(self, slot: int, positions: int, shared: Sequence[Pages]) -> bool:
-        """Own pages in all caches or none; the first of them are shared."""
+    def _needed(self, running: Running) -> int:
+        """Positions for which it must have pages when a replay with it is launched."""
+        return min(running.length + self._reach, running.limit) + self._slack
+
+    def _allocate(
+        self, running: Running, slot: int, shared: Sequence[Pages] = (), spare: int = 0
+    ) -> bool:
+        """Own pages in all caches, of which the first are shared, and leave so many; or none."""
         size = self._caches[0].page_size
-        self._prefixes.make_room(-(-positions // size) - len(shared), shared)
+        pages = -(-self._needed(running) // size)
+        new = pages - len(shared) - running.reserved // size + spare
+        self._prefixes.make_room(new, shared)
+        if any(len(cache.free) < new for cache in self._caches):
+            return False
         for i, cache in enumerate(self._caches):
-            if not cache.allocate(slot, positions, [pages[i] for pages in shared]):
-                for earlier in self._caches[:i]:
-                    earlier.release(slot)
-                return False
+            if not cache.allocate(slot, pages * size, [every[i] for every in shared]):
+                raise GraftError(f"slot {slot} has no place for {pages} pages")
+        running.reserved = pages * size
         return True

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 from engine_util import demo_engine, mixed_requests
-from test_engine_equality import BLOCK, TARGET, answer, settled
+from test_engine_equality import BLOCK, GROWN, LOOKUP_AHEAD, TARGET, Meaningless, answer, settled
 
 from graft.models.drafters import NGram
 from graft.models.request import Request
+from graft.models.seating import Seating
 
 RUNS = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="runs")
 
@@ -88,3 +89,50 @@ def test_who_waits_is_served_by_priority_then_by_what_is_cached():
         warm = [Request(tokens=[*shared, 100 + i], id=str(i), **short) for i in range(20)]
         order = order_of(engine, [cold, *warm])
         assert order == [*map(str, range(16)), "cold", *map(str, range(16, 20))]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"draft_length": 6, "draft_tree": (2, 3)}, {"speculation": False, "overlap": False},
+    *(pytest.param(options, marks=pytest.mark.full) for options in (
+        {"drafter": NGram}, {"drafter": TARGET}, {"drafter": BLOCK}, {"prefix_cache_bytes": 0},
+        {"draft_length": "auto"}, {"drafter": BLOCK, "draft_length": 6, "draft_tree": (2, 3)},
+        {"composition": "two"}, {"draft_legality": "probe"})),
+], ids=str)  # fmt: skip
+def test_pages_that_run_out_change_nothing(options):
+    """Requests take pages as they grow. Where there are enough for one of them only, those of the
+    lowest priority and then the youngest lose theirs, and all get what they get elsewhere; one that
+    would need more is refused."""
+    free = Request(tokens=range(300, 309), max_tokens=48, min_tokens=48)
+    asked = [*mixed_requests(3, seed=5, max_tokens=40), free, replace(free, tokens=range(60, 80))]
+    asked += [replace(r, temperature=0.9, verify="coupled", seed=i) for i, r in enumerate(asked)]
+    asked = [replace(r, id=str(i), priority=int(i == 4)) for i, r in enumerate(asked)]
+    with settled(demo_engine(speculation=False, max_batch_size=4)) as engine:
+        expected = engine.generate(asked)
+    most = max(output.prompt_tokens + r.max_tokens
+               for output, r in zip(expected, asked, strict=True))  # fmt: skip
+    slack = options.get("draft_tree") is not None and 6
+    pages = -(-(most + slack) // 4)
+    with settled(demo_engine(max_batch_size=4, page_size=4, pages=pages, **options)) as engine:
+        *outputs, refused = engine.generate([*asked, replace(free, max_tokens=4 * pages - slack)])
+        assert [answer(o) for o in outputs] == [answer(o) for o in expected]
+        assert sum(o.preempted for o in outputs) == engine.stats.preemptions > 0
+        assert outputs[4].preempted == 0 and refused.error_type == "RequestError"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"draft_length": 6, "draft_tree": (2, 3)},
+    *(pytest.param(options, marks=pytest.mark.full) for options in (
+        {"drafter": TARGET}, {"drafter": BLOCK}, {"drafter": BLOCK, **GROWN},
+        {"drafter": Meaningless(1)}, {"drafter": LOOKUP_AHEAD})),
+], ids=str)  # fmt: skip
+def test_drafts_have_pages_too(options, monkeypatch):
+    """Of pages of one position, taken as a request grows, none is missed by a round in flight or by
+    its drafts: they are what they are with pages for the whole request."""
+    asked = [*mixed_requests(2, seed=5, max_tokens=50), RUNS]
+    seen = []
+    for _ in range(2):
+        with settled(demo_engine(max_batch_size=2, page_size=1, **options)) as engine:
+            outputs = engine.generate(asked)
+            seen.append([(o.tokens, o.rounds, o.drafted, o.accepted) for o in outputs])
+        monkeypatch.setattr(Seating, "_needed", lambda self, one: one.limit + self._slack)
+    assert seen[0] == seen[1]
