@@ -31,6 +31,7 @@ from graft.models.drafters import DrafterChoice
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.interrupt import OneUser, Shield
 from graft.models.options import Options
+from graft.models.prefill import Pieces
 from graft.models.replay import Replays
 from graft.models.request import Event, Output, Request
 from graft.models.round import RoundGraph
@@ -107,13 +108,13 @@ class Engine:
             Seating(
                 self.options.slots, self.options.max_batch_size, built.caches, built.prefixes,
                 built.prefill, built.parts.state, StreamLane(built.stream),
+                Pieces(None if asked.prefill_rows == "auto" else int(asked.prefill_rows)),
                 (depth + 1) * built.parts.width, self.options.slack,
             ),
             self.rounds,
             self.stats,
             built.budget,
             depth=depth,
-            prefill_rows=self.options.prefill_rows,
             verify=self.options.verify,
         )  # fmt: skip
         self._ids = itertools.count()

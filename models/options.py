@@ -36,7 +36,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "page_size": (1, 1 << 16),
     "pages": (1, 2**31 - 2, None),
     "prefix_cache_bytes": (0, 2**62, None),
-    "prefill_rows": (1, 1 << 20),
+    "prefill_rows": (1, 1 << 20, "auto"),
     "grammar_threads": (1, 1024, None),
     "grammar_cache_bytes": (0, 2**62),
     "compile_threads": (1, 256),
@@ -77,8 +77,8 @@ class Options:
         requests that begin with the same tokens; those that nobody uses make room whenever
         somebody needs pages. Outputs are the same. None: all pages; 0: none.
     prefill_rows : most tokens of prompts that are prefilled between two rounds while any request is
-        generating, so how long a round can be late for others' prompts: a forward of 256 rows on a
-        GPU takes about as long as a round's, which reads the same weights. Outputs are the same.
+        generating, so how late a round is for others' prompts. "auto": as many as take about as
+        long as a round, see `Pieces`. Outputs are the same.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
@@ -139,7 +139,7 @@ class Options:
     page_size: int = 16
     pages: int | None = None
     prefix_cache_bytes: int | None = None
-    prefill_rows: int = 256
+    prefill_rows: int | str = "auto"
     mask_drafts: bool = True
     draft_legality: str = "fill"
     forced_drafts: bool = False

@@ -105,7 +105,6 @@ class Scheduler:
     budget : chooses the drafts of every round; its rows are the fewest that suffice.
     depth : replays in flight, at most.
     verify : verification mode of requests that name none.
-    prefill_rows : rows of prompts between two replays, at most while anybody is seated.
 
     Attributes
     ----------
@@ -125,12 +124,10 @@ class Scheduler:
         budget: DraftBudget,
         *,
         depth: int,
-        prefill_rows: int,
         verify: str = "rejection",
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
         self.budget, self.depth, self._verify = budget, depth, verify
-        self._prefill_rows = prefill_rows
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
@@ -268,7 +265,8 @@ class Scheduler:
                 return False  # what is read may end someone, and what retires gives pages back
             self.replays.settle(self.stats)
             self.seating.reclaim_idle()
-        self.seating.prefill(self._prefill_rows)  # from here on a replay must be launched
+        self.seating.prefill(self.seating.pieces.rows(self.replays.round_s))
+        # From here on a replay must be launched, see `Seating`.
         rows = [running for running in seated.values() if running not in short]
         if not rows:
             return False

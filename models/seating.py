@@ -21,7 +21,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.kv import PagedKV
-from graft.models.prefill import Prefill
+from graft.models.prefill import Piece, Pieces, Prefill
 from graft.models.prefix import Pages, PrefixCache
 from graft.models.request import Output, Request
 from graft.models.text import IncrementalDecoder, StopFinder
@@ -183,7 +183,7 @@ class _Joining:
     """Who has a slot, the rest of its prefill, and how it samples."""
 
     running: Running
-    chunks: Iterator[tuple[int, Callable[[], bool]]]
+    chunks: Iterator[Piece]
     last: int
     sampling: dict[str, Any]
 
@@ -200,6 +200,7 @@ class Seating:
     prefixes : what earlier requests left in them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
+    pieces : told how long each piece of a prompt took.
     reach : positions beyond the tokens that the host knows of that replays in flight, one more and
         its drafts can write.
     slack : positions beyond that, even of a request's last: drafts that branch use them.
@@ -218,10 +219,11 @@ class Seating:
         prompts: Prefill,
         table: SlotState,
         lane: StreamLane,
+        pieces: Pieces,
         reach: int,
         slack: int = 0,
     ):
-        self._rows, self._caches, self._lane = rows, caches, lane
+        self._rows, self._caches, self._lane, self.pieces = rows, caches, lane, pieces
         self._reach, self._slack = reach, slack
         self._prefixes, self._prompts, self._table = prefixes, prompts, table
         self.seated: dict[int, Running] = {}
@@ -230,7 +232,7 @@ class Seating:
         self._leaving: dict[int, int] = {}  # slot: replay that must have retired
         self._epochs = itertools.count(1)
         self._rows_left = 0  # of prompts, before the next replay
-        self._chunks: deque[Callable[[], bool]] = deque()  # enqueued, and not known to be over
+        self._chunks: deque[Piece] = deque()  # enqueued, and not known to be over
         self._chunks_over = 0
 
     @property
@@ -325,8 +327,8 @@ class Seating:
             if chunk is None:
                 self._seat(joining)
             else:
-                self._rows_left -= chunk[0]
-                self._chunks.append(chunk[1])
+                self._rows_left -= chunk.rows
+                self._chunks.append(chunk)
 
     def _most_rows(self) -> int:
         """Rows that the next chunk may have."""
@@ -334,8 +336,9 @@ class Seating:
 
     def progress(self) -> int:
         """Chunks of prompts that the device is over."""
-        while self._chunks and self._chunks[0]():
-            self._chunks.popleft()
+        while self._chunks and self._chunks[0].over():
+            chunk = self._chunks.popleft()
+            self.pieces.took(chunk.rows, chunk.took_s())
             self._chunks_over += 1
         return self._chunks_over
 

@@ -20,6 +20,7 @@ from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.prefill import Pieces
 from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
@@ -113,14 +114,13 @@ class Interleaving:
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
             Seating(
-                slots, self.rows, toy.caches, self.prefixes, toy, toy, None,
+                slots, self.rows, toy.caches, self.prefixes, toy, toy, None, Pieces(toy.most_rows),
                 (self.depth + 1) * (self.k + 1), slack,
             ),
             {(size, k): self._graph(size, k) for size in {1, self.rows} for k in range(self.k + 1)},
             EngineStats(draft_length=self.k),
             budget,
             depth=self.depth,
-            prefill_rows=toy.most_rows,
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.tokens: dict[str, list[int]] = {}

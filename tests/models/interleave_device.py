@@ -25,6 +25,7 @@ from reference_round import FREE, NOT_READY, READY
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.kv import PagedKV
+from graft.models.prefill import Piece
 
 PAGE = 4
 HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
@@ -158,7 +159,7 @@ class ToyDevice:
 
     def run(
         self, lane: Any, slot: int, tokens: Sequence[int], cached: int, most: Callable[[], int]
-    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+    ) -> Iterator[Piece]:
         """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
         after chunk from where the copy has put it."""
         self.require_idle(slot, "prompt")
@@ -181,7 +182,7 @@ class ToyDevice:
             end = min(begin + min(PAGE - 1, most()), len(tokens) - 1)
             self.rows_since += end - begin
             self.enqueue(functools.partial(chunk, begin, end))
-            yield end - begin, self.query
+            yield Piece(end - begin, self.query, lambda: 1.0)
             begin = end
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:

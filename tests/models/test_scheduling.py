@@ -7,6 +7,7 @@ from engine_util import demo_engine, mixed_requests
 from test_engine_equality import BLOCK, GROWN, LOOKUP_AHEAD, TARGET, Meaningless, answer, settled
 
 from graft.models.drafters import NGram
+from graft.models.prefill import CHUNK, FEWEST, MOST, Pieces
 from graft.models.request import Request
 from graft.models.seating import Seating
 
@@ -47,6 +48,28 @@ def test_a_prompt_comes_in_pieces_between_rounds():
         launched.clear()
         engine.generate([Request(tokens=[9 + i % 80 for i in range(300)], max_tokens=1)])
         assert [one for one in launched if isinstance(one, int)] == [256, 43]
+
+
+@pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
+@pytest.mark.parametrize("round_s", [1e-3, 4e-3, 1e-2])
+def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s):
+    """Whatever a forward and each row of it take: no more than 1.5 rounds, or half more than 16
+    rows, but no much fewer rows than take a round; also after one that was slow for no reason."""
+
+    def cost(rows):
+        return fixed * -(-rows // CHUNK) + each * rows
+
+    pieces, made = Pieces(None), [FEWEST]
+    for number in range(200):
+        made.append(pieces.rows(round_s))
+        forward = min(made[-1], CHUNK)
+        pieces.took(forward, cost(forward) * (10 if number == 100 else 1))
+        pieces.took(1, 1.0)  # the rest of a prompt says little
+    most = max(round_s, cost(FEWEST))
+    assert all(FEWEST <= rows <= MOST and cost(rows) <= 1.51 * most for rows in made)
+    best = max(rows for rows in range(FEWEST, MOST + 1) if cost(rows) <= most)
+    assert all(rows >= min(0.75 * best, best - best % CHUNK or best) for rows in made[-50:])
+    assert Pieces(77).rows(round_s) == 77
 
 
 @pytest.mark.parametrize("options", [
