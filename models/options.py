@@ -73,6 +73,7 @@ class Options:
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
+        Pages are taken as requests grow; with fewer, some wait or are preempted when they run out.
     prefix_cache_bytes : most bytes of pages that are kept when their request is over, and shared by
         requests that begin with the same tokens; those that nobody uses make room whenever
         somebody needs pages. Outputs are the same. None: all pages; 0: none.

@@ -92,7 +92,8 @@ class Request:
     stop_ids : ids that end the output beside the model's own.
     special_tokens : whether names of special tokens in the text of a prompt or message become
         special ids, as everywhere; False takes them for plain text. A template's own always do.
-    priority : of those who wait the highest get slots first.
+    priority : of those who wait the highest get slots first, of those who run the lowest lose them
+        first when pages run out.
     timeout_s : seconds from its submission after which it ends with what it has; None: never.
     id : the name under which outputs and events come back; None gives it a number.
     """

@@ -265,7 +265,7 @@ class Scheduler:
                 return False  # what is read may end someone, and what retires gives pages back
             self.replays.settle(self.stats)
             self.seating.reclaim_idle()
-        self.seating.prefill(self.seating.pieces.rows(self.replays.round_s))
+        self.seating.prefill(self.replays.round_s)
         # From here on a replay must be launched, see `Seating`.
         rows = [running for running in seated.values() if running not in short]
         if not rows:

@@ -9,7 +9,7 @@ Invariants
    staging area is rewritten only by the slot's next owner, hence after it was read.
 3. Prompts are prefilled one after another, chunk by chunk, with replays in between: a prompt has
    been enqueued as a whole before the next one begins, for they share the rows on the device.
-   While anybody is seated, two replays have no more rows between them than `prefill` was told.
+   While anybody is seated, two replays have no more rows between them than `Pieces` says.
 4. Pages that are shared are only read, see `prefix`.
 5. Pages cover every position that a replay in flight can write: whoever has none for another
    (`grow`) is left out of it. One request alone has always enough, or it is refused.
@@ -36,6 +36,9 @@ from graft.models.request import Output, Request
 from graft.models.text import IncrementalDecoder, StopFinder
 from graft.sampling.adjust import NOTHING, Adjust
 from graft.sampling.state import SlotState
+
+#: Pages beyond those needed that are taken at once if there are any, for few rounds to need some.
+STRIDE = 4
 
 
 @dataclass(eq=False)
@@ -200,7 +203,7 @@ class Seating:
     prefixes : what earlier requests left in them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
-    pieces : told how long each piece of a prompt took.
+    pieces : how many rows of prompts may lie between two rounds.
     reach : positions beyond the tokens that the host knows of that replays in flight, one more and
         its drafts can write.
     slack : positions beyond that, even of a request's last: drafts that branch use them.
@@ -223,7 +226,7 @@ class Seating:
         reach: int,
         slack: int = 0,
     ):
-        self._rows, self._caches, self._lane, self.pieces = rows, caches, lane, pieces
+        self._rows, self._caches, self._lane, self._pieces = rows, caches, lane, pieces
         self._reach, self._slack = reach, slack
         self._prefixes, self._prompts, self._table = prefixes, prompts, table
         self.seated: dict[int, Running] = {}
@@ -311,16 +314,19 @@ class Seating:
                 cache.set_table(self._lane, running.slot)
         return True
 
-    def prefill(self, rows: int) -> None:
+    def prefill(self, round_s: float) -> None:
         """Enqueue prompts in the order of joining, and seat whose prompt was.
 
         Somebody is seated afterwards if anybody has joined, and a replay must be launched.
 
         Parameters
         ----------
-        rows : how many at most while somebody is seated; else the first is prefilled as a whole.
+        round_s : seconds of a round, for how many rows there may be while somebody is seated; else
+            the first is prefilled as a whole.
         """
-        self._rows_left = rows
+        if not self._joining:
+            return
+        self._rows_left = self._pieces.rows(round_s)
         while self._joining and (self._rows_left > 0 or not self.seated):
             joining = next(iter(self._joining.values()))
             chunk = next(joining.chunks, None)
@@ -338,7 +344,7 @@ class Seating:
         """Chunks of prompts that the device is over."""
         while self._chunks and self._chunks[0].over():
             chunk = self._chunks.popleft()
-            self.pieces.took(chunk.rows, chunk.took_s())
+            self._pieces.took(chunk.rows, chunk.took_s())
             self._chunks_over += 1
         return self._chunks_over
 
@@ -401,13 +407,21 @@ class Seating:
     ) -> bool:
         """Own pages in all caches, of which the first are shared, and leave so many; or none."""
         size = self._caches[0].page_size
-        pages = -(-self._needed(running) // size)
-        new = pages - len(shared) - running.reserved // size + spare
-        self._prefixes.make_room(new, shared)
-        if any(len(cache.free) < new for cache in self._caches):
+        whole = -(-(running.limit + self._slack) // size)
+        needed = -(-self._needed(running) // size)
+        for pages in (min(needed + STRIDE, whole), needed):
+            new = pages - len(shared) - running.reserved // size + spare
+            if not self._has_free(new):
+                self._prefixes.make_room(new, shared)
+            if self._has_free(new):
+                break
+        else:
             return False
         for i, cache in enumerate(self._caches):
             if not cache.allocate(slot, pages * size, [every[i] for every in shared]):
                 raise GraftError(f"slot {slot} has no place for {pages} pages")
         running.reserved = pages * size
         return True
+
+    def _has_free(self, pages: int) -> bool:
+        return all(len(cache.free) >= pages for cache in self._caches)
