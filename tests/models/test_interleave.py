@@ -100,7 +100,7 @@ MUTANTS = {
         Seating, "_needed", "running.length + self._reach", "running.length"),
     "pages for no launch in flight": (
         Seating, "_needed", "running.length + self._reach",
-        "running.length + self._reach // 2"),
+        "running.length + self._reach // 3"),
     "nobody asks for more pages": (Scheduler, "_short_of_pages", "self.seating.grow", "bool"),
     "a preempted request is forgotten": (
         Scheduler, "preempt", "self._wait(running, first)", "pass"),
