@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from concurrent.futures import Future
 
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
-from graft.models.errors import RequestError, TokenizerError
+from graft.models.errors import QueueFullError, RequestError, TokenizerError
 from graft.models.options import Options
 from graft.models.request import (
     Output,
@@ -52,21 +53,31 @@ class Admission:
         self._vocab_size, self._compiler = vocab_size, compiler
         self._limits, self._verify = options.limits, options.verify
 
-    def take(self, request: Request, output: Output) -> Running:
-        """Check `request` and begin compiling its grammar.
+    def take(self, request: Request, output: Output, waiting: Collection[Running]) -> Running:
+        """Check `request`, which would join those `waiting`, and begin compiling its grammar.
 
         Raises
         ------
-        RequestError, TokenizerError, GrammarError
+        QueueFullError, RequestError, TokenizerError, GrammarError
             Naming the option and its value, before anything runs for the request.
         """
-        check_request(request, self._vocab_size, self._limits)
+        limits = self._limits
+        if limits.waiting is not None and len(waiting) >= limits.waiting:
+            raise QueueFullError(f"{limits.waiting} requests are waiting already (Limits.waiting)")
+        check_request(request, self._vocab_size, limits)
         if request.verify == "traversal" and self._verify != "traversal":
             raise RequestError(
                 "verify 'traversal' needs an engine made with it, for it keeps tables of its own; "
                 f"this one's is {self._verify!r}"
             )
         prompt = self._tokens(request)
+        if limits.waiting_tokens is not None:
+            before = sum(running.length for running in waiting)
+            if waiting and before + len(prompt) > limits.waiting_tokens:
+                raise QueueFullError(
+                    f"{before} tokens are waiting already, {len(prompt)} more are above "
+                    f"{limits.waiting_tokens} (Limits.waiting_tokens)"
+                )
         max_tokens = self._room(len(prompt), request.max_tokens)
         stop_ids = tuple(dict.fromkeys((*self._tokenizer.stop_ids, *(request.stop_ids or ()))))
         if len(stop_ids) > MAX_STOP_IDS:

@@ -24,7 +24,7 @@ from graft.models.kv import PagedKV
 from graft.models.legality import Blind, Fill, Legality, Probe, Walk
 from graft.models.llama import LlamaModel
 from graft.models.options import Options
-from graft.models.prefill import Prefill
+from graft.models.prefill import CHUNK, Prefill
 from graft.models.prefix import PrefixCache
 from graft.models.round import RoundParts
 from graft.models.stamps import make_timeline
@@ -35,7 +35,6 @@ from graft.sampling.tree import TREE_CANDIDATES, TreeSampler
 
 #: Entries of the rings: two replays unread, one whose tail still runs, and one to spare.
 RING_ENTRIES = 4
-PREFILL_ROWS = 256
 #: Most bytes of the tables that drafts are drawn from.
 _TABLE_BYTES = 8 << 30
 
@@ -87,7 +86,7 @@ def assemble(
         parts = _parts(device, options, target, made, tokenizer, vocabulary)
         prefill = Prefill(
             device, target, made,
-            slots=options.slots, chunk=PREFILL_ROWS, max_length=options.sizes[0],
+            slots=options.slots, chunk=CHUNK, max_length=options.sizes[0],
         )  # fmt: skip
         stream = device.stream("rounds")
         undo.pop_all()
@@ -127,7 +126,7 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 def _max_rows(options: Options) -> int:
     branch = options.tree.branch if options.tree else 1
-    return max(options.max_batch_size * max(options.most_drafts + 1, branch), PREFILL_ROWS + 1)
+    return max(options.max_batch_size * max(options.most_drafts + 1, branch), CHUNK + 1)
 
 
 def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:

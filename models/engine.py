@@ -28,9 +28,10 @@ from graft.models.admission import Admission
 from graft.models.assembly import assemble
 from graft.models.config import LlamaConfig
 from graft.models.drafters import DrafterChoice
-from graft.models.errors import EngineError, EngineUseError, QueueFullError, RequestError
+from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.interrupt import OneUser, Shield
 from graft.models.options import Options
+from graft.models.prefill import Pieces
 from graft.models.replay import Replays
 from graft.models.request import Event, Output, Request
 from graft.models.round import RoundGraph
@@ -101,17 +102,19 @@ class Engine:
         self.rounds: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_before = 0
+        depth = 2 if self.options.overlap and self.options.composition == "one" else 1
         self._scheduler = Scheduler(
             self._replays,
             Seating(
                 self.options.slots, self.options.max_batch_size, built.caches, built.prefixes,
-                built.prefill, built.parts.state, StreamLane(built.stream), self.options.slack,
+                built.prefill, built.parts.state, StreamLane(built.stream),
+                Pieces(None if asked.prefill_rows == "auto" else int(asked.prefill_rows)),
+                (depth + 1) * built.parts.width, self.options.slack,
             ),
             self.rounds,
             self.stats,
             built.budget,
-            depth=2 if self.options.overlap and self.options.composition == "one" else 1,
-            width=built.parts.width,
+            depth=depth,
             verify=self.options.verify,
         )  # fmt: skip
         self._ids = itertools.count()
@@ -168,10 +171,8 @@ class Engine:
             name = next(n for n in free if n not in names and n not in scheduler.unfinished)
         output = Output(id=name)
         try:
-            most = self.options.limits.waiting
-            if most is not None and len(scheduler.waiting) >= most:
-                raise QueueFullError(f"{most} requests are waiting already (Limits.waiting)")
-            scheduler.submit(self._admission.take(request, output))
+            running = self._admission.take(request, output, scheduler.waiting.values())
+            scheduler.submit(running)
         except GraftError as error:
             output.reason = "refused"
             scheduler.deliver(output, error)
@@ -192,8 +193,8 @@ class Engine:
         """Take a running request's slot and pages away; it goes on later, behind those waiting.
 
         What it generated is kept, and it resumes by prefilling prompt and output; greedy and
-        coupled outputs are token for token what they would have been. Pages for a whole request
-        are reserved when it joins, so the engine itself never needs to preempt anybody.
+        coupled outputs are token for token what they would have been. The engine itself does so
+        when pages run out, but puts the request in front of those waiting.
 
         Returns
         -------

@@ -37,6 +37,7 @@ _WHOLE: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "page_size": (1, 1 << 16),
     "pages": (1, 2**31 - 2, None),
     "prefix_cache_bytes": (0, 2**62, None),
+    "prefill_rows": (1, 1 << 20, "auto"),
     "grammar_threads": (1, 1024, None),
     "grammar_cache_bytes": (0, 2**62),
     "compile_threads": (1, 256),
@@ -74,9 +75,13 @@ class Options:
     max_length : positions per request, prompt and output; default what the target allows, at
         most 4096.
     page_size, pages : shape of the paged caches; by default every row's request can be full-length.
+        Pages are taken as requests grow; with fewer, some wait or are preempted when they run out.
     prefix_cache_bytes : most bytes of pages that are kept when their request is over, and shared by
         requests that begin with the same tokens; those that nobody uses make room whenever
         somebody needs pages. Outputs are the same. None: all pages; 0: none.
+    prefill_rows : most tokens of prompts that are prefilled between two rounds while any request is
+        generating, so how late a round is for others' prompts. "auto": as many as take about as
+        long as a round, see `Pieces`. Outputs are the same.
     mask_drafts : draft under the grammar's masks; False drafts blindly and verifies all the same.
     draft_legality : how masked drafts are: "fill" draws each under its mask row; "probe" has the
         grammar test the drafter's best candidates, which is cheaper, and fills all rows beside the
@@ -143,6 +148,7 @@ class Options:
     page_size: int = 16
     pages: int | None = None
     prefix_cache_bytes: int | None = None
+    prefill_rows: int | str = "auto"
     mask_drafts: bool = True
     draft_legality: str = "fill"
     forced_drafts: bool = False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +14,53 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.base import Drafter
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
+
+
+class Piece(NamedTuple):
+    """Rows of a prompt that were enqueued, and what tells whether the device is over them, and then
+    how many seconds it had them."""
+
+    rows: int
+    over: Callable[[], bool]
+    took_s: Callable[[], float]
+
+
+#: Rows of one forward at most; and of what lies between two rounds, where that is not given.
+CHUNK, FEWEST, MOST = 256, 16, 1024
+#: Where that ends to grow, in rounds, and by how much it grows at most.
+ROUNDS, GROWTH = 1.2, 1.25
+
+
+class Pieces:
+    """How many rows of prompts lie between two rounds: so many as are given, or as take about as
+    long as a round, from 16 to 1024.
+
+    What rows cost is known only by measuring, for a forward reads its weights for one or for
+    hundreds. There are more by a quarter after each forward that took no more than 1.2 rounds, so
+    none takes longer than 1.5 for long; where 16 rows take longer than a round, so may more.
+    """
+
+    def __init__(self, given: int | None) -> None:
+        self._given, self._rows, self._least_s = given, FEWEST, math.inf
+        self._last: tuple[int, float] | None = None
+
+    def took(self, rows: int, seconds: float) -> None:
+        """Take the time of one forward of a prompt."""
+        if rows >= min(self._rows, CHUNK):
+            self._last, self._least_s = (rows, seconds), min(seconds, self._least_s)
+
+    def rows(self, round_s: float) -> int:
+        """Rows before the next round, which takes about so many seconds."""
+        if self._last is not None:
+            (rows, seconds), self._last = self._last, None
+            most_s = ROUNDS * max(round_s, self._least_s)
+            if seconds > most_s:
+                self._rows = max(int(rows * max(most_s / seconds, 0.5)), FEWEST)
+            elif rows == CHUNK:
+                self._rows = CHUNK * min(int(most_s / max(seconds, 1e-9)), MOST // CHUNK)
+            else:
+                self._rows = min(int(rows * GROWTH), CHUNK)
+        return self._given or self._rows
 
 
 class Prefill:
@@ -52,8 +102,9 @@ class Prefill:
         )
 
     def run(
-        self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int = 0
-    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+        self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int,
+        most: Callable[[], int],
+    ) -> Iterator[Piece]:  # fmt: skip
         """Enqueue the prefill of `tokens` for `slot`; the slot's page tables are set already.
 
         An earlier prompt of the same slot must have been prefilled by now: its staging area is
@@ -62,11 +113,12 @@ class Prefill:
         Parameters
         ----------
         cached : of the first tokens, fewer than all, whose entries all caches hold.
+        most : asked before each chunk how many rows it may have, at least 1.
 
         Yields
         ------
-        tuple
-            After each chunk, its rows, and what tells whether the device is over it.
+        Piece
+            After each chunk.
         """
         last = len(tokens) - 1
         if last == cached and self._drafter is None:
@@ -80,8 +132,11 @@ class Prefill:
             for begin in range(0, cached, self._chunk):
                 end = min(begin + self._chunk, cached)
                 self._drafter.resume(lane, Rows(token[begin:end], slots[begin:end], pos[begin:end]))
-        for begin in range(cached, max(last, cached + 1), self._chunk):
-            end = min(begin + self._chunk, last)
+        begin, end = cached, -1
+        while end < last:
+            end = min(begin + min(self._chunk, most()), last)
+            begun, over = (self._device.event("prefill", timing=True) for _ in range(2))
+            lane.record_event(begun)
             features = entries = None
             if end > begin:
                 run = end - begin
@@ -95,6 +150,6 @@ class Prefill:
                     token[begin:stop], slots[begin:stop], pos[begin:stop], run=stop - begin
                 )
                 self._drafter.prefill(lane, own, entries, features)
-            over = self._device.event("prefill")
             lane.record_event(over)
-            yield max(end - begin, 1), over.query
+            yield Piece(max(end - begin, 1), over.query, partial(over.elapsed_s, begun))
+            begin = end

@@ -16,8 +16,9 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -50,22 +51,25 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Keys of the pages whose entries `tokens` decide, and behind which a token is left."""
-        size, key = self._caches[0].page_size, b""
-        every = np.asarray(tokens, np.int32)
+        size, keys = self._caches[0].page_size, [b""]
+        every = np.asarray(tokens if self._most else (), np.int32)
         for end in range(size, len(every) - max(self._lookahead, 1) + 1, size):
             told = every[end - size : end + self._lookahead].tobytes()
-            key = hashlib.blake2b(key + told, digest_size=32).digest()
-            yield key
+            keys.append(hashlib.blake2b(keys[-1] + told, digest_size=32).digest())
+        return keys[1:]
 
-    def match(self, tokens: Sequence[int]) -> list[Pages]:
+    def _found(self, keys: Iterable[bytes]) -> list[bytes]:
+        return list(itertools.takewhile(self._kept.__contains__, keys))
+
+    def count(self, keys: Iterable[bytes]) -> int:
+        """How many pages `match` would find."""
+        return len(self._found(keys))
+
+    def match(self, keys: Iterable[bytes]) -> list[Pages]:
         """Pages of the longest prefix that is kept; they are the last to be given up."""
-        found = []
-        for key in self._keys(tokens):
-            if key not in self._kept:
-                break
-            found.append(key)
+        found = self._found(keys)
         for key in reversed(found):  # the beginning last: without it the rest is not found
             self._kept.move_to_end(key)
         return [self._kept[key] for key in found]
@@ -76,33 +80,36 @@ class PrefixCache:
         if self._most == 0:
             return
         owned = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
-        keys = list(zip(self._keys(tokens), owned, strict=False))
+        keys = list(zip(self.keys(tokens), owned, strict=False))
         for key, pages in reversed(keys[: self._most]):
             if key not in self._kept:
                 for cache, page in zip(self._caches, pages, strict=True):
                     cache.hold(page)
                 self._kept[key] = pages
             self._kept.move_to_end(key)
-        self._give_up(list(self._kept)[: max(0, len(self._kept) - self._most)])
+        self._give_up(list(itertools.islice(self._kept, max(0, len(self._kept) - self._most))))
 
     def make_room(self, pages: int, stay: Collection[Pages]) -> None:
         """Give up pages that nobody uses until so many are free, least recently used first; none
         where that would not do, and none of those that are to stay."""
         count, staying = pages - min(len(cache.free) for cache in self._caches), set(stay)
-        if count <= 0:
-            return
-        unused = [key for key in self._unused() if self._kept[key] not in staying]
-        if count <= len(unused):
-            self._give_up(unused[:count])
+        used, unused = list[bytes](), list[bytes]()
+        for key, held in self._kept.items():
+            if len(unused) >= count:
+                break
+            (used if self._in_use(held) or held in staying else unused).append(key)
+        for key in used:  # nobody meets them again soon
+            self._kept.move_to_end(key)
+        if len(unused) >= count:
+            self._give_up(unused)
 
     @property
     def unused(self) -> int:
         """Kept pages that no slot has."""
-        return len(self._unused())
+        return sum(not self._in_use(pages) for pages in self._kept.values())
 
-    def _unused(self) -> list[bytes]:
-        first = self._caches[0]
-        return [key for key, pages in self._kept.items() if first.references(pages[0]) == 1]
+    def _in_use(self, pages: Pages) -> bool:
+        return self._caches[0].references(pages[0]) > 1
 
     def clear(self) -> None:
         """Give up everything."""

@@ -31,6 +31,8 @@ from graft.sampling.state import LOGPROBS
 
 ROUND_DEADLINE_S = 120.0
 POLL_S = 0.1
+#: Of the last round in the average of their times.
+ROUND_SHARE = 0.2
 _HEAD = ROUND_ROW.itemsize // 4
 
 
@@ -100,6 +102,7 @@ class Replays:
     number : of the last replay launched; the device counts the same.
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
+    round_s : seconds that a round takes, of those who carried anybody a running average.
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
     on_row : told what each row that was read brought, and who sat there.
     """
@@ -108,6 +111,7 @@ class Replays:
         self._parts, self._stream, self._budget = parts, stream, budget
         self.number = 0
         self.retired = 0
+        self.round_s = 0.0
         self.unread: deque[Flight] = deque()
         self._tails: deque[Flight] = deque()  # read, not retired
         self._behind: deque[GraphExec] = deque()  # graphs of the last round, yet to be launched
@@ -297,6 +301,8 @@ class Replays:
         if stamps[0] > 0:
             ns, graph = max(stamps) - stamps[0], flight.graph
             stats.round_ns += ns
+            if flight.seats:
+                self.round_s += ROUND_SHARE * (1e-9 * ns - self.round_s)
             self._budget.took(graph.batch, graph.drafts, ns, idle=not flight.seats)
         told = parts if self._parts.every_part else ()
         for part, start, end in zip(told, stamps, stamps[1:], strict=False):

@@ -32,7 +32,8 @@ class Limits:
     stop_strings, stop_characters : stop strings, and their characters in all.
     grammar_bytes : UTF-8 bytes of a grammar's text.
     logit_biases : ids with a bias.
-    waiting : requests without a slot; one more is refused with `QueueFullError`. None: no limit.
+    waiting, waiting_tokens : requests without a slot, and their tokens in all; one more is refused
+        with `QueueFullError`, but not for its tokens where nobody waits. None: no limit.
     """
 
     prompt_bytes: int = 1 << 20
@@ -41,10 +42,11 @@ class Limits:
     grammar_bytes: int = 1 << 20
     logit_biases: int = 1024
     waiting: int | None = None
+    waiting_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "waiting" and value is None:
+            if name.startswith("waiting") and value is None:
                 continue
             if type(value) is not int or value < 0:
                 raise OptionError(f"Limits.{name} must be an integer from 0 on, got {value!r}")
@@ -91,6 +93,8 @@ class Request:
     stop_ids : ids that end the output beside the model's own.
     special_tokens : whether names of special tokens in the text of a prompt or message become
         special ids, as everywhere; False takes them for plain text. A template's own always do.
+    priority : of those who wait the highest get slots first, of those who run the lowest lose them
+        first when pages run out.
     timeout_s : seconds from its submission after which it ends with what it has; None: never.
     id : the name under which outputs and events come back; None gives it a number.
     """
@@ -122,6 +126,7 @@ class Request:
     stop: Sequence[str] | None = ()
     stop_ids: Sequence[int] | None = ()
     special_tokens: bool = True
+    priority: int = 0
     timeout_s: float | None = None
     id: str | None = None
 
@@ -333,6 +338,7 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
         raise RequestError(
             f"special_tokens must be True or False, got {shown(request.special_tokens)}"
         )
+    _integer("priority", request.priority, -(2**31), 2**31 - 1)
     if request.timeout_s is not None:
         _real("timeout_s", request.timeout_s, 0.0, 1e9, open_low=True)
     stops, stop_ids = request.stop or (), request.stop_ids or ()

@@ -8,6 +8,7 @@ i sits in round i+1 all the same, and what its row brings there is discarded.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import logging
@@ -32,9 +33,10 @@ from graft.models.stats import EngineStats
 LOG = logging.getLogger("graft")
 #: A slot that commits nothing for so many rounds and seconds on end is stuck, not late.
 MAX_STALLS, MAX_STALL_S = 256, 30.0
-#: Rows of prompts that are enqueued between two replays, at least, while there are any.
-PREFILL_ROWS_PER_ROUND = 1024
 REST_S = 0.1
+#: Of those ready so many are looked at for what the prefix cache has of them; and the first of them
+#: is passed over at most so often.
+LOOKED_AT, MOST_PASSED = 16, 16
 
 
 class Outbox:
@@ -83,6 +85,15 @@ class Outbox:
         return [event for request_id in ids for event in self._events.pop(request_id)]
 
 
+#: Someone's place in line: priority, negative; number; and who.
+_Place = tuple[int, int, Running]
+
+
+def _waits(one: _Place) -> bool:
+    """Whether that place is still taken."""
+    return one[2].place == one[1]
+
+
 class Scheduler:
     """Requests wait, join, are run round by round, leave, and may be preempted and come back.
 
@@ -93,14 +104,14 @@ class Scheduler:
     stats : counters; may be exchanged for fresh ones at any time.
     budget : chooses the drafts of every round; its rows are the fewest that suffice.
     depth : replays in flight, at most.
-    width : positions that one replay commits at most.
     verify : verification mode of requests that name none.
-    prefill_rows : rows of prompts between two replays.
 
     Attributes
     ----------
     unfinished : every unfinished request by its id.
-    waiting : those without a slot, in the order in which they get one once their grammar is ready.
+    waiting : those without a slot. Once their grammar is ready they get one by priority, and within
+        one by what the prefix cache has of them; who was first in line is passed over for that
+        `MOST_PASSED` times at most.
     outbox : events that nobody has fetched yet.
     """
 
@@ -113,18 +124,16 @@ class Scheduler:
         budget: DraftBudget,
         *,
         depth: int,
-        width: int,
         verify: str = "rejection",
-        prefill_rows: int = PREFILL_ROWS_PER_ROUND,
     ):
         self.replays, self.seating, self.rounds, self.stats = replays, seating, rounds, stats
-        self.budget, self.depth, self._width, self._verify = budget, depth, width, verify
-        self._prefill_rows = prefill_rows
+        self.budget, self.depth, self._verify = budget, depth, verify
         self.unfinished: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
-        self._places = itertools.count()
-        self._ready: list[tuple[int, Running]] = []  # a heap, by place; may hold who has left
+        self._places, self._first_places = itertools.count(), itertools.count(-2, -1)
+        self._ready: list[_Place] = []  # in order; may hold who has left
+        self._passed = 0  # times that the first of them was passed over
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
         self._woken = threading.Event()
         self._deadlines: list[tuple[float, int, weakref.ref[Running]]] = []  # a heap
@@ -142,11 +151,11 @@ class Scheduler:
             at = running.submitted + running.request.timeout_s
             heapq.heappush(self._deadlines, (at, running.place, weakref.ref(running)))
 
-    def _wait(self, running: Running) -> None:
-        self.waiting[running.id] = running
-        place = running.place = next(self._places)
+    def _wait(self, running: Running, first: bool = False) -> None:
+        self.waiting[running.id], running.keys = running, None
+        place = running.place = next(self._first_places if first else self._places)
         if running.grammar is None or running.grammar.done():
-            heapq.heappush(self._ready, (place, running))
+            self._line_up(place, running)
             return
 
         def compiled(_: object) -> None:
@@ -154,6 +163,9 @@ class Scheduler:
             self._woken.set()
 
         running.grammar.add_done_callback(compiled)
+
+    def _line_up(self, place: int, running: Running) -> None:
+        bisect.insort(self._ready, (-running.request.priority, place, running))
 
     # Phases of a step ---------------------------------------------------------------------------
 
@@ -181,16 +193,26 @@ class Scheduler:
                 self.end(running, "timeout", error)
 
     def admit(self) -> None:
-        """Give slots to requests whose grammar is ready, in order; nobody waits for another."""
+        """Give slots to requests whose grammar is ready, in order; nobody waits for another's."""
         self._woken.clear()
         while self._compiled:
-            heapq.heappush(self._ready, self._compiled.popleft())
+            self._line_up(*self._compiled.popleft())
         self.seating.reclaim(self.replays.retired)
-        while self._ready:
-            place, running = self._ready[0]
-            if running.place == place and not self._admit(running):
-                return
-            heapq.heappop(self._ready)
+        while (chosen := self._choose()) is not None and self._admit(chosen[2]):
+            self._passed = 0 if chosen is self._ready[0] else self._passed + 1
+            self._ready.remove(chosen)
+
+    def _choose(self) -> _Place | None:
+        """Who gets the next slot of those who are ready."""
+        while self._ready and not _waits(self._ready[0]):
+            del self._ready[0]
+        if not self._ready:
+            return None
+        first = self._ready[0]
+        if first[1] < 0 or self._passed >= MOST_PASSED or not self.seating.open:
+            return first
+        near = [one for one in self._ready[:LOOKED_AT] if one[0] == first[0] and _waits(one)]
+        return max(near, key=lambda one: self.seating.cached(one[2]))  # of equals the first
 
     def _admit(self, running: Running) -> bool:
         """Give one a slot, or refuse it; False when there is none for it yet."""
@@ -236,20 +258,38 @@ class Scheduler:
         return joined
 
     def launch(self) -> bool:
-        """Launch a round of everybody seated; False when there is nobody."""
-        self.seating.prefill(self._prefill_rows)
-        rows = list(self.seating.seated.values())
+        """Launch a round of everybody seated who has pages for it; False when there is nobody."""
+        seated = self.seating.seated
+        while len(short := self._short_of_pages()) == len(seated) > 0:
+            if self.replays.unread:
+                return False  # what is read may end someone, and what retires gives pages back
+            self.replays.settle(self.stats)
+            self.seating.reclaim_idle()
+        self.seating.prefill(self.replays.round_s)
+        # From here on a replay must be launched, see `Seating`.
+        rows = [running for running in seated.values() if running not in short]
         if not rows:
             return False
-        ahead = (len(self.replays.unread) + 1) * self._width
-        for running in rows:
-            self.seating.check_reserve(running, ahead)
         size = min(size for size, _ in self.rounds if size >= len(rows))
         drafts = self.budget.choose(size, rows)
         self.stats.rounds += 1
         self.stats.rounds_by_length[drafts] += 1
         self.replays.launch(self.rounds[size, drafts], rows)
         return True
+
+    def _short_of_pages(self) -> list[Running]:
+        """Who is seated and sits the next round out, for want of pages.
+
+        While nobody's are on their way back, the last in rank loses its own, so that the others can
+        go on; it is the next to join. Where it alone is short it waits, and they go on anyway.
+        """
+        seated = self.seating.seated
+        short = [running for running in seated.values() if not self.seating.grow(running)]
+        if short and not self.seating.leaving:
+            last = self.seating.last
+            if short != [last] or len(seated) == 1:
+                self.preempt(last, first=True)
+        return [running for running in short if running.slot >= 0]
 
     def read(self, shield: Shield) -> None:
         """Wait for the oldest round in flight and hand out what it brought.
@@ -329,8 +369,8 @@ class Scheduler:
 
     # Leaving ------------------------------------------------------------------------------------
 
-    def preempt(self, running: Running) -> None:
-        """Take a seated request's slot and pages away; it waits behind those who wait already.
+    def preempt(self, running: Running, first: bool = False) -> None:
+        """Take a request's slot and pages away; it waits behind those of its priority, or is first.
 
         What replays in flight bring for it is discarded. It joins again with its tokens so far as
         its prompt: every position is decided by the same logits, mask and random numbers as if it
@@ -339,7 +379,7 @@ class Scheduler:
         self.seating.leave(running, self.replays.number, told=False)
         running.output.preempted += 1
         self.stats.preemptions += 1
-        self._wait(running)
+        self._wait(running, first)
 
     def end(
         self,

@@ -9,16 +9,19 @@ Invariants
    staging area is rewritten only by the slot's next owner, hence after it was read.
 3. Prompts are prefilled one after another, chunk by chunk, with replays in between: a prompt has
    been enqueued as a whole before the next one begins, for they share the rows on the device.
+   While anybody is seated, two replays have no more rows between them than `Pieces` says.
 4. Pages that are shared are only read, see `prefix`.
-5. Pages cover every position that a replay in flight can write; see `check_reserve`.
+5. Pages cover every position that a replay in flight can write: whoever has none for another
+   (`grow`) is left out of it. One request alone has always enough, or it is refused.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +30,15 @@ from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.kv import PagedKV
-from graft.models.prefill import Prefill
+from graft.models.prefill import Piece, Pieces, Prefill
 from graft.models.prefix import Pages, PrefixCache
 from graft.models.request import Output, Request
 from graft.models.text import IncrementalDecoder, StopFinder
 from graft.sampling.adjust import NOTHING, Adjust
 from graft.sampling.state import SlotState
+
+#: Pages beyond those needed that are taken at once if there are any, for few rounds to need some.
+STRIDE = 4
 
 
 @dataclass(eq=False)
@@ -44,6 +50,7 @@ class Running:
     grammar : what it waits for outside the batch.
     adjust : what is done to its logits, but for the output so far.
     place : its place among those waiting, -1 while it does not wait; never used twice.
+    keys : of the pages that its tokens fill, for the prefix cache; None: nobody has asked.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
     position : of the last token known when it joined its slot.
@@ -67,6 +74,7 @@ class Running:
     adjust: Adjust = NOTHING
     matcher: Matcher | None = None
     place: int = -1
+    keys: list[bytes] | None = None
     slot: int = -1
     epoch: int = 0
     position: int = 0
@@ -109,6 +117,11 @@ class Running:
     def age_s(self) -> float:
         """Seconds since it was submitted."""
         return time.monotonic() - self.submitted
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Of those who run the greatest is the first to lose its pages."""
+        return -self.request.priority, self.submitted
 
     def make_matcher(self) -> Matcher | None:
         """A matcher that has taken the output; None for a free request.
@@ -173,7 +186,7 @@ class _Joining:
     """Who has a slot, the rest of its prefill, and how it samples."""
 
     running: Running
-    chunks: Iterator[tuple[int, Callable[[], bool]]]
+    chunks: Iterator[Piece]
     last: int
     sampling: dict[str, Any]
 
@@ -190,7 +203,10 @@ class Seating:
     prefixes : what earlier requests left in them.
     prompts, table : write the request's tokens and its state.
     lane : where that is enqueued; the replays' stream.
-    slack : positions beyond a request's last for which it has pages: drafts that branch use them.
+    pieces : how many rows of prompts may lie between two rounds.
+    reach : positions beyond the tokens that the host knows of that replays in flight, one more and
+        its drafts can write.
+    slack : positions beyond that, even of a request's last: drafts that branch use them.
 
     Attributes
     ----------
@@ -206,16 +222,20 @@ class Seating:
         prompts: Prefill,
         table: SlotState,
         lane: StreamLane,
+        pieces: Pieces,
+        reach: int,
         slack: int = 0,
     ):
-        self._rows, self._caches, self._lane, self._slack = rows, caches, lane, slack
+        self._rows, self._caches, self._lane, self._pieces = rows, caches, lane, pieces
+        self._reach, self._slack = reach, slack
         self._prefixes, self._prompts, self._table = prefixes, prompts, table
         self.seated: dict[int, Running] = {}
         self._joining: dict[int, _Joining] = {}
         self._free = list(range(slots))
         self._leaving: dict[int, int] = {}  # slot: replay that must have retired
         self._epochs = itertools.count(1)
-        self._chunks: deque[Callable[[], bool]] = deque()  # enqueued, and not known to be over
+        self._rows_left = 0  # of prompts, before the next replay
+        self._chunks: deque[Piece] = deque()  # enqueued, and not known to be over
         self._chunks_over = 0
 
     @property
@@ -224,13 +244,33 @@ class Seating:
         return len(self.seated) + len(self._joining)
 
     @property
+    def last(self) -> Running:
+        """Who has a slot and is the first to lose it."""
+        joining = (joining.running for joining in self._joining.values())
+        return max(itertools.chain(self.seated.values(), joining), key=lambda one: one.rank)
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a slot for one more, given pages."""
+        return self.taken < self._rows and bool(self._free)
+
+    def cached(self, running: Running) -> int:
+        """How many pages a waiting request would find in the prefix cache."""
+        if not len(self._prefixes):
+            return 0
+        if running.keys is None:
+            running.keys = self._prefixes.keys(running.tokens)
+        return self._prefixes.count(running.keys)
+
+    @property
     def leaving(self) -> int:
         """Slots that left the batch and cannot be given to anybody yet."""
         return len(self._leaving)
 
     def join(self, running: Running, **sampling: Any) -> bool:
-        """Give a request a slot and its pages; `prefill` then seats it.
+        """Give a request a slot, and pages for its first rounds; `prefill` then seats it.
 
+        A page for each of the others must be left, or the one who joins would be the next to go.
         Its tokens so far are prefilled, all but the last, which its first round feeds; a request
         that was preempted goes on where it stopped.
 
@@ -243,48 +283,68 @@ class Seating:
         bool
             False, with nothing changed, while there is no row, slot or page for it.
         """
-        if self.taken >= self._rows or not self._free:
+        if not self.open:
             return False
         slot, tokens = self._free[0], running.tokens
-        shared = self._prefixes.match(tokens)
-        if not self._allocate(slot, running.limit + self._slack, shared):
+        if running.keys is None:
+            running.keys = self._prefixes.keys(tokens)
+        shared = self._prefixes.match(running.keys)
+        if not self._allocate(running, slot, shared, spare=self.taken):
             return False
         self._free.pop(0)
         running.slot, running.epoch = slot, next(self._epochs)
         running.stalls = running.drafts = 0
         running.position, running.before = len(tokens) - 1, tuple(running.output.tokens)
-        running.reserved = min(len(c.pages_of(slot)) * c.page_size for c in self._caches)
         cached = len(shared) * self._caches[0].page_size
         self._prefixes.hits += cached
         running.output.cached_tokens += cached
-        chunks = self._prompts.run(self._lane, slot, tokens, cached)
+        chunks = self._prompts.run(self._lane, slot, tokens, cached, self._most_rows)
         self._joining[slot] = _Joining(running, chunks, tokens[-1], sampling)
         for cache in self._caches:
             cache.set_table(self._lane, slot)
         return True
 
-    def prefill(self, rows: int) -> None:
+    def grow(self, running: Running) -> bool:
+        """Have pages for another round of who is seated; False, with nothing changed, where there
+        are none."""
+        if self._needed(running) > running.reserved:
+            if not self._allocate(running, running.slot):
+                return False
+            for cache in self._caches:
+                cache.set_table(self._lane, running.slot)
+        return True
+
+    def prefill(self, round_s: float) -> None:
         """Enqueue prompts in the order of joining, and seat whose prompt was.
 
         Somebody is seated afterwards if anybody has joined, and a replay must be launched.
 
         Parameters
         ----------
-        rows : how many at least, while there are any; more only until somebody is seated.
+        round_s : seconds of a round, for how many rows there may be while somebody is seated; else
+            the first is prefilled as a whole.
         """
-        while self._joining and (rows > 0 or not self.seated):
+        if not self._joining:
+            return
+        self._rows_left = self._pieces.rows(round_s)
+        while self._joining and (self._rows_left > 0 or not self.seated):
             joining = next(iter(self._joining.values()))
             chunk = next(joining.chunks, None)
             if chunk is None:
                 self._seat(joining)
             else:
-                rows -= chunk[0]
-                self._chunks.append(chunk[1])
+                self._rows_left -= chunk.rows
+                self._chunks.append(chunk)
+
+    def _most_rows(self) -> int:
+        """Rows that the next chunk may have."""
+        return self._rows_left if self.seated else sys.maxsize
 
     def progress(self) -> int:
         """Chunks of prompts that the device is over."""
-        while self._chunks and self._chunks[0]():
-            self._chunks.popleft()
+        while self._chunks and self._chunks[0].over():
+            chunk = self._chunks.popleft()
+            self._pieces.took(chunk.rows, chunk.took_s())
             self._chunks_over += 1
         return self._chunks_over
 
@@ -319,7 +379,7 @@ class Seating:
             del self.seated[slot]
             self._prefixes.keep(slot, running.tokens[: running.length - running.untaken])
         self._leaving[slot] = launched
-        running.slot, running.matcher = -1, None
+        running.slot, running.matcher, running.reserved = -1, None, 0
 
     def reclaim(self, retired: int) -> None:
         """Free the slots and pages that no replay after `retired` names."""
@@ -333,40 +393,35 @@ class Seating:
         """Free every slot that was left: the device is idle, nothing is in flight."""
         self.reclaim(max(self._leaving.values(), default=0))
 
-    def check_reserve(self, running: Running, ahead: int) -> None:
-        """Refuse a launch that could write past the request's pages.
-
-        Pages for the whole request are reserved when it joins, so this holds by construction.
-
-        Parameters
-        ----------
-        ahead : positions beyond the tokens that the host knows of, which replays in flight and the
-            one to be launched can write.
-
-        Raises
-        ------
-        GraftError
-            Naming the slot and both numbers.
-        """
-        needed = min(running.length + ahead, running.limit)
-        if running.reserved < needed:
-            raise GraftError(
-                f"slot {running.slot} has pages for {running.reserved} positions; "
-                f"a replay may write {needed}"
-            )
-
     def close(self) -> None:
         """Let go of the device's objects, whoever still holds this one."""
         self._joining.clear()
         del self._caches, self._prefixes, self._prompts, self._table, self._lane
 
-    def _allocate(self, slot: int, positions: int, shared: Sequence[Pages]) -> bool:
-        """Own pages in all caches or none; the first of them are shared."""
+    def _needed(self, running: Running) -> int:
+        """Positions for which it must have pages when a replay with it is launched."""
+        return min(running.length + self._reach, running.limit) + self._slack
+
+    def _allocate(
+        self, running: Running, slot: int, shared: Sequence[Pages] = (), spare: int = 0
+    ) -> bool:
+        """Own pages in all caches, of which the first are shared, and leave so many; or none."""
         size = self._caches[0].page_size
-        self._prefixes.make_room(-(-positions // size) - len(shared), shared)
+        whole = -(-(running.limit + self._slack) // size)
+        needed = -(-self._needed(running) // size)
+        for pages in (min(needed + STRIDE, whole), needed):
+            new = pages - len(shared) - running.reserved // size + spare
+            if not self._has_free(new):
+                self._prefixes.make_room(new, shared)
+            if self._has_free(new):
+                break
+        else:
+            return False
         for i, cache in enumerate(self._caches):
-            if not cache.allocate(slot, positions, [pages[i] for pages in shared]):
-                for earlier in self._caches[:i]:
-                    earlier.release(slot)
-                return False
+            if not cache.allocate(slot, pages * size, [every[i] for every in shared]):
+                raise GraftError(f"slot {slot} has no place for {pages} pages")
+        running.reserved = pages * size
         return True
+
+    def _has_free(self, pages: int) -> bool:
+        return all(len(cache.free) >= pages for cache in self._caches)

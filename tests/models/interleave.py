@@ -20,6 +20,7 @@ from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.prefill import Pieces
 from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays
 from graft.models.request import Output, Request
@@ -29,6 +30,7 @@ from graft.models.stats import EngineStats
 from graft.sampling.sampler import row_words
 
 MOST_ACTIONS = 4000
+LONGEST = 56  # request
 
 
 class Pressing:
@@ -77,21 +79,21 @@ class Interleaving:
     ):  # fmt: skip
         self.grammars, self.vocabulary = grammars, vocabulary
         rng = self.rng = random.Random(seed)
-        self.depth = rng.choice((1, 2, 2, 2, 3))
-        self.k, self.rows = rng.randrange(4), rng.randint(1, 3)
+        self.depth, self.scarce = rng.choice((1, 2, 2, 2, 3)), rng.random() < 0.4  # pages
+        self.k, self.rows = rng.randrange(4), rng.randint(1 + 2 * self.scarce, 4)
         slots = self.rows + rng.randrange(self.rows + 1)
         masked, branches = self.k > 0 and rng.random() < 0.7, rng.random() < 0.5
         slack = 0
         if self.k > 1 and branches and not masked:
             slack = self.k = self.k + 3
         toy = self.toy = ToyDevice(rng, slots, self.k, masked, slack > 0)
-        length = 32 + slack
-        pages = rng.randint(-(-length // PAGE), self.rows * length // PAGE + 4)
+        toy.most_rows, length = rng.choice((1, 2, 4, 100)), LONGEST + slack
+        pages = -(-length // PAGE) + rng.randrange(3 if self.scarce else self.rows * length // PAGE)
         toy.caches = [ToyCache(toy, slots, pages + extra, length) for extra in (0, 2)]
         self.prefixes = PrefixCache(toy.caches, rng.randrange(2), rng.choice((0, 2, pages, pages)))
         self.beginnings = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
         toy.exchange = exchange_for(slots, self.k, VOCAB)
-        width, batch, entries = self.k + 1, self.rows, self.depth + 1
+        batch, entries = self.rows, self.depth + 1
         self.rings = [
             TickingRing(device, entries, {"slot": ("int32", (batch,))}),
             TickingRing(device, entries, {"rows": ("int32", (batch, row_words(self.k)))}),
@@ -111,13 +113,14 @@ class Interleaving:
         budget: Any = Lengths(rng, self.k)
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
-            Seating(slots, self.rows, toy.caches, self.prefixes, toy, toy, None, slack),
+            Seating(
+                slots, self.rows, toy.caches, self.prefixes, toy, toy, None, Pieces(toy.most_rows),
+                (self.depth + 1) * (self.k + 1), slack,
+            ),
             {(size, k): self._graph(size, k) for size in {1, self.rows} for k in range(self.k + 1)},
             EngineStats(draft_length=self.k),
             budget,
             depth=self.depth,
-            width=width,
-            prefill_rows=rng.choice((1, 4, 100)),
         )
         self.truth: dict[str, tuple[list[int], str]] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -144,10 +147,10 @@ class Interleaving:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
             stop = tuple(self.vocabulary.tokens[i].decode() for i in ids)
         running = Running(
-            request=Request(tokens=prompt, stop=stop),
+            request=Request(tokens=prompt, stop=stop, priority=rng.choice((0, 0, 1))),
             output=Output(id=str(number), seed=rng.randrange(1 << 62)),
             prompt=prompt,
-            max_tokens=rng.choice((1, 2, 5, 12, 20)),
+            max_tokens=rng.choice((*(1, 2, 5, 12, 20)[5 * self.scarce :], LONGEST - 10)),
             stop_ids=STOPS[: rng.randint(1, 2)],
             decoder=ToyText(self.vocabulary),
         )

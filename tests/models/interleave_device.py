@@ -25,6 +25,7 @@ from reference_round import FREE, NOT_READY, READY
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.kv import PagedKV
+from graft.models.prefill import Piece
 
 PAGE = 4
 HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
@@ -59,6 +60,7 @@ class ToyCache(PagedKV):
         self._references = [0] * pages
         self._owned = [[] for _ in range(slots)]
         self.table = np.full((slots, self.max_pages), pages)
+        self.told = self.table.copy()  # by the last copy of each row
         self._staged: Any = [SimpleNamespace(array=row) for row in self.table.copy()]
         self.memory = np.full((pages + 1, PAGE), -1)
 
@@ -67,7 +69,10 @@ class ToyCache(PagedKV):
         super().release(slot)
 
     def set_table(self, lane: Any, slot: int) -> None:
-        self.toy.require_idle(slot, "page table")
+        told, row = self.told[slot], self._staged[slot].array
+        if any(told[told != row] != self.scratch_page):  # it does more than grow
+            self.toy.require_idle(slot, "page table")
+        self.told[slot] = row
 
         def copy() -> None:
             self.table[slot] = self._staged[slot].array
@@ -106,6 +111,8 @@ class ToyDevice:
         self.queue: deque[Replay] = deque()
         self.replay = 0  # the device's own count
         self.completed = self.launched = 0
+        self.most_rows = 0  # of prompts, between two replays that one request sits in
+        self.rows_since, self.sat, self.joined = 0, frozenset[int](), set[int]()  # the last launch
         self.starved = 0  # active slots without a mask row that no lack of budget explains
         self.stall = rng.choice((0.0, 0.1, 0.3))
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))  # device steps per host action, on average
@@ -128,7 +135,14 @@ class ToyDevice:
         self.tick()
         self.launched += 1
         named = self.inputs.field("slot").array[self.launched % self.inputs.entries].tolist()
-        self.queue.append(Replay(self.side_enqueued, rows, k, frozenset(named) - {-1}))
+        sits = frozenset(named) - {-1}
+        stayed = sits & self.sat - self.joined
+        assert not stayed or self.rows_since <= self.most_rows, (
+            f"slots {set(stayed)} wait for {self.rows_since} rows of prompts"
+        )
+        self.rows_since, self.sat = 0, sits
+        self.joined.clear()
+        self.queue.append(Replay(self.side_enqueued, rows, k, sits))
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
@@ -144,8 +158,8 @@ class ToyDevice:
             pass
 
     def run(
-        self, lane: Any, slot: int, tokens: Sequence[int], cached: int
-    ) -> Iterator[tuple[int, Callable[[], bool]]]:
+        self, lane: Any, slot: int, tokens: Sequence[int], cached: int, most: Callable[[], int]
+    ) -> Iterator[Piece]:
         """Prefill: the prompt is read from the slot's staging area when the copy runs, and chunk
         after chunk from where the copy has put it."""
         self.require_idle(slot, "prompt")
@@ -157,17 +171,23 @@ class ToyDevice:
             self.unread.remove(slot)
             self.prompt_rows = [(slot, p, t) for p, t in enumerate(self.prompts[slot][:-1])]
 
-        def chunk(begin: int) -> None:
-            for row in self.prompt_rows[begin : begin + PAGE - 1]:
+        def chunk(begin: int, end: int) -> None:
+            for row in self.prompt_rows[begin:end]:
                 for cache in self.caches:
                     cache.write(*row)
 
         self.enqueue(copy)
-        for begin in range(cached, len(tokens) - 1, PAGE - 1):
-            self.enqueue(functools.partial(chunk, begin))
-            yield PAGE - 1, self.query
+        begin = cached
+        while begin < len(tokens) - 1:
+            end = min(begin + min(PAGE - 1, most()), len(tokens) - 1)
+            self.rows_since += end - begin
+            self.enqueue(functools.partial(chunk, begin, end))
+            yield Piece(end - begin, self.query, lambda: 1.0)
+            begin = end
 
     def join(self, lane: Any, slot: int, **values: Any) -> None:
+        self.joined.add(slot)
+
         def joined() -> None:
             self.slots[slot] = ref.Slot(
                 n=values["position"], tree=ref.chain(values["last"]), epoch=values["epoch"],

@@ -34,7 +34,7 @@ WRONG = {
     "temperature": (-1.0, float("nan"), 10**400, -(10**5000)),
     "top_p": (0.0, 2.0), "top_k": (-1, 10**5000), "min_p": (1.5,), "seed": (-5,),
     "max_tokens": (0, 10**6), "verify": ("hope",), "id": (["unhashable"],),
-    "special_tokens": ("no",), "timeout_s": (0,), "prompt": ("\ud800",),
+    "special_tokens": ("no",), "timeout_s": (0,), "priority": (0.5, "high"), "prompt": ("\ud800",),
     "stop_ids": (list(range(MAX_STOP_IDS + 1)), [10**6]), "stop": (["}"],),  # with a grammar
     "tokens": ([1],),  # beside a prompt
     "logit_bias": ({10**6: 1.0}, {"5": 1.0}, {5: float("-inf")}, 3,

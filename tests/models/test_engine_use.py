@@ -452,7 +452,14 @@ def test_costly_requests_are_refused_by_the_limits_name():
         assert [output.reason for output in found] == [found[0].reason] * 3 + ["refused"] * 2
         assert found[4].error_type == "QueueFullError"
         assert engine.generate([FREE])[0].tokens == found[0].tokens, "later it is served"
-    for wrong in ({"waiting": "3"}, {"prompt_bytes": -1}, {"stop_strings": None}):
+    with demo_engine(max_batch_size=1, limits=Limits(waiting_tokens=7)) as engine:
+        three, eight = (replace(FREE, tokens=range(300, end), max_tokens=2) for end in (303, 308))
+        found = engine.generate([three, three, replace(three, tokens=[5, 6]), replace(three, n=1)])
+        assert [output.reason == "refused" for output in found] == [False, False, True, True]
+        assert found[2].error_type == "QueueFullError" and "waiting_tokens" in str(found[2].error)
+        assert [o.error is None for o in engine.generate([eight, three])] == [True, False]
+    for wrong in ({"waiting": "3"}, {"waiting_tokens": -1}, {"prompt_bytes": -1},
+                  {"stop_strings": None}):
         with pytest.raises(OptionError, match=f"Limits.{next(iter(wrong))}"):
             Limits(**wrong)
 
@@ -499,7 +506,7 @@ def test_costs_do_not_grow(monkeypatch):
                 engine.submit(replace(FREE, grammar=GrammarSpec.regex("held+")))
                 engine.submit(FREE)
             costs.append((calls(lambda: engine.submit(FREE)), calls(engine.step)))
-        assert looked == {"tokens": 2, "pages": 4}  # when it joins, and when it is seated
+        assert looked == {"tokens": 2, "pages": 2}  # when it joins, and when it is seated
     (submit, step), (submit_late, step_late) = costs
     assert submit_late < 1.5 * submit and step_late < 1.5 * step
 

@@ -96,22 +96,29 @@ MUTANTS = {
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
         Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
-    "pages reserved for what is known only": (
-        Seating, "join", "self._allocate(slot, running.limit + self._slack, shared)",
-        "self._allocate(slot, len(tokens), shared)"),
+    "pages for what is known only": (
+        Seating, "_needed", "running.length + self._reach", "running.length"),
+    "pages for no launch in flight": (
+        Seating, "_needed", "running.length + self._reach",
+        "running.length + self._reach // 3"),
+    "nobody asks for more pages": (Scheduler, "_short_of_pages", "self.seating.grow", "bool"),
+    "a preempted request is forgotten": (
+        Scheduler, "preempt", "self._wait(running, first)", "pass"),
     "tokens after the stop string are kept": (
         Running, "push", "return self._tell(), True",
         "self.output.tokens.append(token); return self._tell(), True"),
     "prompts prefilled in turns": (
         Seating, "prefill", "next(iter(self._joining.values()))",
         "list(self._joining.values())[-1]"),
+    "prompts prefilled as a whole": (Seating, "_most_rows", "self._rows_left if", "99 if"),
+    "pieces without end": (Seating, "prefill", "self._rows_left -= chunk.rows", "pass"),
     "seated before its prompt is enqueued": (
-        Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk[1]():"),
+        Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk.over():"),
     "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),
     "the page of the last token is shared": (
-        PrefixCache, "_keys", "- max(self._lookahead, 1) + 1", "+ 1"),
+        PrefixCache, "keys", "- max(self._lookahead, 1) + 1", "+ 1"),
     "pages that are found make room for themselves": (
-        PrefixCache, "make_room", "not in stay", "is not None"),
+        PrefixCache, "make_room", " or held in staying", ""),
     "pages of a prompt that was not prefilled to its end": (
         Seating, "leave", "self._leaving[slot] = launched",
         "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)"),

@@ -1,0 +1,161 @@
+"""Who runs when: pieces of prompts between rounds, the order of those who wait, pages on demand."""
+
+from dataclasses import replace
+
+import pytest
+from engine_util import demo_engine, mixed_requests
+from test_engine_equality import BLOCK, GROWN, LOOKUP_AHEAD, TARGET, Meaningless, answer, settled
+
+from graft.models.drafters import NGram
+from graft.models.prefill import CHUNK, FEWEST, MOST, Pieces
+from graft.models.request import Request
+from graft.models.seating import Seating
+
+RUNS = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="runs")
+
+
+def test_a_prompt_comes_in_pieces_between_rounds():
+    """While a long prompt is read, who runs is in every round, and no more rows of the prompt lie
+    between two of them than asked; alone, it is read as a whole."""
+    launched = []
+    with settled(demo_engine(max_batch_size=2, prefill_rows=16)) as engine:
+        target, replays = engine._built.prefill._target, engine._replays
+        forward, launch = target.forward, replays.launch
+
+        def prompt_rows(lane, rows, features):
+            launched.append(rows.token.shape[0])
+            return forward(lane, rows, features)
+
+        def round_of(graph, rows):
+            launched.append({running.id for running in rows})
+            launch(graph, rows)
+
+        target.forward, replays.launch = prompt_rows, round_of
+        engine.submit(RUNS)
+        engine.step()
+        engine.submit(Request(tokens=[7 + i % 90 for i in range(280)], max_tokens=3, id="long"))
+        while "long" in engine._scheduler.unfinished:
+            engine.step()
+        pieces, rounds = [0], [one for one in launched if isinstance(one, set)]
+        for one in launched[launched.index({"runs"}) :]:
+            if isinstance(one, set):
+                pieces.append(0)
+            else:
+                pieces[-1] += one
+        assert max(pieces) == 16 and sum(pieces) == 279 and pieces.count(16) == 17
+        assert all("runs" in one for one in rounds) and {"runs", "long"} in rounds
+        engine.cancel("runs")
+        launched.clear()
+        engine.generate([Request(tokens=[9 + i % 80 for i in range(300)], max_tokens=1)])
+        assert [one for one in launched if isinstance(one, int)] == [256, 43]
+
+
+@pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
+@pytest.mark.parametrize("round_s", [1e-3, 4e-3, 1e-2])
+def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s):
+    """Whatever a forward and each row of it take: no more than 1.5 rounds, or half more than 16
+    rows, but no much fewer rows than take a round; also after one that was slow for no reason."""
+
+    def cost(rows):
+        return fixed * -(-rows // CHUNK) + each * rows
+
+    pieces, made = Pieces(None), [FEWEST]
+    for number in range(200):
+        made.append(pieces.rows(round_s))
+        forward = min(made[-1], CHUNK)
+        pieces.took(forward, cost(forward) * (10 if number == 100 else 1))
+        pieces.took(1, 1.0)  # the rest of a prompt says little
+    most = max(round_s, cost(FEWEST))
+    assert all(FEWEST <= rows <= MOST and cost(rows) <= 1.51 * most for rows in made)
+    best = max(rows for rows in range(FEWEST, MOST + 1) if cost(rows) <= most)
+    assert all(rows >= min(0.75 * best, best - best % CHUNK or best) for rows in made[-50:])
+    assert Pieces(77).rows(round_s) == 77
+
+
+@pytest.mark.parametrize("options", [
+    {}, *(pytest.param(options, marks=pytest.mark.full) for options in (
+        {"draft_length": 6, "draft_tree": (2, 3)}, {"drafter": NGram}, {"drafter": TARGET},
+        {"drafter": BLOCK}, {"speculation": False})),
+], ids=str)  # fmt: skip
+def test_the_size_of_pieces_changes_nothing(options):
+    """However prompts are cut between the rounds of others, outputs are the same, and of greedy and
+    coupled ones drafts and acceptance too."""
+    asked = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]
+    asked += [Request(tokens=[3 + i % 250 for i in range(290)], max_tokens=9, seed=4,
+                      temperature=0.9, verify="coupled")]  # fmt: skip
+    seen = []
+    for rows in (512, 16, 100):
+        with settled(demo_engine(max_batch_size=2, prefill_rows=rows, **options)) as engine:
+            outputs = engine.generate(asked)
+            seen.append([(answer(o), o.rounds, o.drafted, o.accepted) for o in outputs])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def order_of(engine, requests):
+    """Ids in the order in which requests that are submitted at once get their slots."""
+    return [event.id for event in engine.stream(requests) if event.finished]
+
+
+def test_who_waits_is_served_by_priority_then_by_what_is_cached():
+    """The highest priority first; of one priority who has most pages in the prefix cache, and of
+    those the first; but who is first in line is passed over sixteen times only."""
+    short, shared = {"max_tokens": 1, "grammar": None}, list(range(50, 70))
+    with settled(demo_engine(max_batch_size=1, page_size=4)) as engine:
+        engine.warm(Request(tokens=shared))
+        asked = {"cold": (90, 0, 0), "half": (91, 8, 0), "most": (92, 19, 0), "late": (93, 0, 0),
+                 "low": (94, 19, -1), "urgent": (95, 0, 2), "same": (96, 19, 0)}  # fmt: skip
+        requests = [Request(tokens=[*shared[:n], *[own] * 6], priority=priority, id=name, **short)
+                    for name, (own, n, priority) in asked.items()]  # fmt: skip
+        assert order_of(engine, requests) == [
+            "urgent", "most", "same", "half", "cold", "late", "low"]
+        cold = Request(tokens=[97] * 9, id="cold", **short)
+        warm = [Request(tokens=[*shared, 100 + i], id=str(i), **short) for i in range(20)]
+        order = order_of(engine, [cold, *warm])
+        assert order == [*map(str, range(16)), "cold", *map(str, range(16, 20))]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"draft_length": 6, "draft_tree": (2, 3)}, {"speculation": False, "overlap": False},
+    *(pytest.param(options, marks=pytest.mark.full) for options in (
+        {"drafter": NGram}, {"drafter": TARGET}, {"drafter": BLOCK}, {"prefix_cache_bytes": 0},
+        {"draft_length": "auto"}, {"drafter": BLOCK, "draft_length": 6, "draft_tree": (2, 3)},
+        {"composition": "two"}, {"draft_legality": "probe"})),
+], ids=str)  # fmt: skip
+def test_pages_that_run_out_change_nothing(options):
+    """Requests take pages as they grow. Where there are enough for one of them only, those of the
+    lowest priority and then the youngest lose theirs, and all get what they get elsewhere; one that
+    would need more is refused."""
+    free = Request(tokens=range(300, 309), max_tokens=48, min_tokens=48)
+    asked = [*mixed_requests(3, seed=5, max_tokens=40), free, replace(free, tokens=range(60, 80))]
+    asked += [replace(r, temperature=0.9, verify="coupled", seed=i) for i, r in enumerate(asked)]
+    asked = [replace(r, id=str(i), priority=int(i == 4)) for i, r in enumerate(asked)]
+    with settled(demo_engine(speculation=False, max_batch_size=4)) as engine:
+        expected = engine.generate(asked)
+    most = max(output.prompt_tokens + r.max_tokens
+               for output, r in zip(expected, asked, strict=True))  # fmt: skip
+    slack = options.get("draft_tree") is not None and 6
+    pages = -(-(most + slack) // 4)
+    with settled(demo_engine(max_batch_size=4, page_size=4, pages=pages, **options)) as engine:
+        *outputs, refused = engine.generate([*asked, replace(free, max_tokens=4 * pages - slack)])
+        assert [answer(o) for o in outputs] == [answer(o) for o in expected]
+        assert sum(o.preempted for o in outputs) == engine.stats.preemptions > 0
+        assert outputs[4].preempted == 0 and refused.error_type == "RequestError"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"draft_length": 6, "draft_tree": (2, 3)},
+    *(pytest.param(options, marks=pytest.mark.full) for options in (
+        {"drafter": TARGET}, {"drafter": BLOCK}, {"drafter": BLOCK, **GROWN},
+        {"drafter": Meaningless(1)}, {"drafter": LOOKUP_AHEAD})),
+], ids=str)  # fmt: skip
+def test_drafts_have_pages_too(options, monkeypatch):
+    """Of pages of one position, taken as a request grows, none is missed by a round in flight or by
+    its drafts: they are what they are with pages for the whole request."""
+    asked = [*mixed_requests(2, seed=5, max_tokens=50), RUNS]
+    seen = []
+    for _ in range(2):
+        with settled(demo_engine(max_batch_size=2, page_size=1, **options)) as engine:
+            outputs = engine.generate(asked)
+            seen.append([(o.tokens, o.rounds, o.drafted, o.accepted) for o in outputs])
+        monkeypatch.setattr(Seating, "_needed", lambda self, one: one.limit + self._slack)
+    assert seen[0] == seen[1]
