@@ -202,19 +202,27 @@ class Output:
     def finished(self) -> bool:
         return self.reason == "stop"
 
+    def event(self, tokens: tuple[int, ...], text: str, *, last: bool) -> Event:
+        """What is told of it next, `tokens` being its newest."""
+        known = self.logprobs
+        told = None if known is None else tuple(known[len(self.tokens) - len(tokens):])
+        return Event(self.id, tokens, text, self if last else None, told)
+
 
 @dataclass(frozen=True)
 class Event:
     """One step of a streaming request: the tokens that a round committed.
 
     `text` is the newly readable text: bytes of an unfinished character are held back, and so is
-    what may be the beginning of a stop string.
+    what may be the beginning of a stop string. `logprobs` are the tokens', where they are asked
+    for.
     """
 
     id: str
     tokens: tuple[int, ...]
     text: str
     output: Output | None = None
+    logprobs: tuple[Logprob, ...] | None = None
 
     @property
     def finished(self) -> bool:

@@ -312,7 +312,7 @@ class Scheduler:
             stuck = GraftError(f"no mask row came for {running.stalls} rounds")
             self.end(running, "error", stuck)
         elif tokens:
-            self.outbox.post(Event(running.id, running.hand_out(), text))
+            self.outbox.post(output.event(running.hand_out(), text, last=False))
 
     def settle(self, shield: Shield) -> None:
         """Read everything in flight, wait for the device's last tail and reclaim what was left."""
@@ -374,7 +374,7 @@ class Scheduler:
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
             LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
-        self.outbox.post(Event(output.id, tokens, text, output))
+        self.outbox.post(output.event(tokens, text, last=True))
 
     def _cause(self, running: Running) -> GraftError:
         """Why the device ended a request with an error."""
