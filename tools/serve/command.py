@@ -57,9 +57,10 @@ def run(options: argparse.Namespace) -> int:
         The extra ``serve`` is not installed, or the address cannot be had.
     """
     try:
-        from graft.tools.serve.server import Server, Service, Settings
+        from graft.tools.serve.app import Service, Settings
+        from graft.tools.serve.server import Server
     except ModuleNotFoundError as error:
-        if error.name not in PACKAGES:
+        if (error.name or "").split(".")[0] not in PACKAGES:
             raise
         raise OptionError(
             f"serving needs the package {error.name}: pip install 'graft-cuda[serve]'") from error

@@ -74,9 +74,9 @@ class Metrics:
         if not self._engine:
             return
         for name, said, part, key in _COUNTED:
-            yield CounterMetricFamily(name, said, self._engine[part][key])
+            yield CounterMetricFamily(name, said, self._engine[part].get(key, 0))
         for name, said, part, key in _HELD:
-            yield GaugeMetricFamily(name, said, self._engine[part][key])
+            yield GaugeMetricFamily(name, said, self._engine[part].get(key, 0))
         stats = self._engine["engine"]
         for key, said in _BY_POSITION:
             family = CounterMetricFamily(f"graft_drafts_{key}", said, labels=["position"])

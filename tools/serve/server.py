@@ -8,8 +8,7 @@ from types import FrameType
 
 import uvicorn
 
-from graft.models.engine import Engine
-from graft.tools.serve.app import Service, Settings
+from graft.tools.serve.app import Service
 
 #: Seconds that callers get to read what they are told when the server leaves.
 LAST_S = 5
