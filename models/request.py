@@ -202,12 +202,6 @@ class Output:
     def finished(self) -> bool:
         return self.reason == "stop"
 
-    def event(self, tokens: tuple[int, ...], text: str, *, last: bool) -> Event:
-        """What is told of it next, `tokens` being its newest."""
-        known = self.logprobs
-        told = None if known is None else tuple(known[len(self.tokens) - len(tokens):])
-        return Event(self.id, tokens, text, self if last else None, told)
-
 
 @dataclass(frozen=True)
 class Event:

@@ -22,6 +22,7 @@ from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Limits, Request
 from graft.tools import cli
+from graft.tools.bench import serving as serving_bench
 from graft.tools.demo_model import demo_model
 from graft.tools.demo_prompts import demo_prompts
 from graft.tools.serve import calls
@@ -254,9 +255,10 @@ def test_calls_are_read_out_of_text_in_any_pieces(size):
     ({"response_format": form({"type": "array", "uniqueItems": True})}, 400, "#: uniqueItems"),
     ({"response_format": form({"description": "x" * 5000})}, 400, "Limits.grammar_bytes"),
     ({"response_format": form(PERSON), "structured_outputs": {"regex": "a"}}, 400,
-     "response_format and structured_outputs.regex"),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "'whitespace_pattern' is unknown"),
+     "response_format and regex"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "got {'whitespace_pattern'"),
     ({"response_format": form(PERSON), "stop": "a"}, 400, "would cut a guided output"),
+    ({"structured_outputs": {"structural_tag": "{"}}, 400, "structural tag: the text is not JSON"),
     ({"tools": TOOLS * 2}, 400, "two functions are named 'town'"),
     ({"tool_choice": "required"}, 400, "needs tools"),
     ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "longer than 20000 bytes"),
@@ -300,11 +302,11 @@ def test_sixty_four_at_once_are_each_what_they_are_alone(engine, server):
 
     async def all_at_once():
         async with openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0) as made:
-            return await asyncio.gather(*(ask(made, **fields) for fields in asked))
+            return await asyncio.gather(*(ask(made, **fields, max_tokens=24) for fields in asked))
 
     texts = [said.choices[0].message.content for said in asyncio.run(all_at_once())]
     with openai.OpenAI(base_url=server.url, api_key="key") as made:
-        alone = [ask(made, **fields).choices[0].message.content for fields in kinds]
+        alone = [ask(made, **fields, max_tokens=24).choices[0].message.content for fields in kinds]
     assert texts == list(itertools.islice(itertools.cycle(alone), 64))
 
 
@@ -402,6 +404,20 @@ def test_the_command_names_what_it_lacks(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert cli.main(["serve"]) == 2
     assert "the package uvicorn: pip install 'graft-cuda[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_bench_hears_whole_answers_of_a_server_that_leaves_when_told(tmp_path, capsys):
+    """Every call of every rate is answered whole by ``graft serve``, which SIGTERM ends by 0; what
+    is told fits together."""
+    assert serving_bench.main(["--rates", "2", "4", "--calls", "6", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "serving.json").read_text())
+    assert [(f["rate"], f["whole"], f["calls"]) for f in found] == [(2, 6, 6), (4, 6, 6)]
+    for one in found:
+        assert 0 < one["first_ms"]["p50"] <= one["first_ms"]["p99"] < one["seconds"] * 1e3
+        assert one["goodput"] <= 6 / one["seconds"]
+    assert "Goodput" in (tmp_path / "serving.svg").read_text()
+    assert "6/6" in capsys.readouterr().out
 
 
 def held(engine):

@@ -112,6 +112,9 @@ def demo_server() -> Iterator[str]:
             yield said.split(" at ")[1].strip()
         finally:
             process.terminate()
+            left = process.wait()
+    if left:
+        raise OptionError(f"graft serve ended with status {left}")
 
 
 def figures(rate: float, heard: Sequence[Heard], seconds: float, first_s: float,

@@ -26,7 +26,9 @@ class Choice:
 
     def whole(self, output: Output) -> dict[str, Any]:
         """The choice of an answer that is not streamed."""
-        made = self._made(output.event(tuple(output.tokens), output.text, last=True), False)
+        told = None if output.logprobs is None else tuple(output.logprobs)
+        event = Event(output.id, tuple(output.tokens), output.text, output, told)
+        made = self._made(event, False)
         if not self._call.chat:
             return made
         delta = made.pop("delta")

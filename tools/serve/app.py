@@ -26,7 +26,7 @@ from graft.tools.serve.answers import Choice, envelope, usage
 from graft.tools.serve.driver import Driver, Exchange
 from graft.tools.serve.errors import WireError, as_wire, check_output
 from graft.tools.serve.metrics import Metrics
-from graft.tools.serve.wire import Call, Front, check_fields, grammar_of
+from graft.tools.serve.wire import Call, Front, check_fields, grammar_of, stated
 
 T = TypeVar("T")
 #: Seconds that an engine may take to say how it is.
@@ -44,14 +44,15 @@ class Settings:
     name : of the model.
     api_key : what callers must bring; None: nothing.
     waiting : calls that may wait beside those that the engine has rows for; one more gets a 429.
-    body_bytes, body_s : most bytes of a call, and seconds that it may take to arrive.
+    body_bytes : most bytes of a call.
+    patience_s : seconds that a caller may take to send a call, or to take a piece of an answer.
     """
 
     name: str
     api_key: str | None = None
     waiting: int = 256
     body_bytes: int = 4 << 20
-    body_s: float = 30.0
+    patience_s: float = 30.0
 
 
 class Service:
@@ -115,7 +116,7 @@ class Service:
         """The fields of a call."""
         most, taken = self.settings.body_bytes, bytearray()
         try:
-            async with asyncio.timeout(self.settings.body_s):
+            async with asyncio.timeout(self.settings.patience_s):
                 async for part in request.stream():
                     taken += part
                     if len(taken) > most:
@@ -136,7 +137,9 @@ class Service:
             return asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
         fields = check_fields(fields, chat, self.settings.name)
-        grammar = await run(self._stating, grammar_of, fields, self.front.limits)
+        grammar, asked = None, stated(fields, self.front.limits)
+        if asked is not None:
+            grammar = await run(self._stating, grammar_of, *asked)
         return await run(self._reading, self.front.read, fields, chat, grammar)
 
     # The small pages ----------------------------------------------------------------------------
@@ -213,8 +216,9 @@ class _Generate:
         choices = [Choice(call, i, front) for i in range(len(call.requests))]
 
         async def tell(what: object) -> None:
-            await send({"type": "http.response.body", "more_body": True,
-                        "body": f"data: {what}\n\n".encode()})
+            async with asyncio.timeout(self._service.settings.patience_s):
+                await send({"type": "http.response.body", "more_body": True,
+                            "body": f"data: {what}\n\n".encode()})
 
         try:
             async for index, event in exchange:

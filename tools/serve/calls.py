@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graft.tools.serve.errors import WireError
@@ -21,7 +21,7 @@ _DECODER = json.JSONDecoder()
 _DATA = ("const", "enum", "default", "examples")  # what no reference stands in
 
 
-def chosen(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def chosen(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """The functions that the answer may call, and "auto" or "required".
 
     Raises
@@ -53,7 +53,7 @@ def chosen(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
 
 
 def grammar(functions: Sequence[dict[str, Any]], choice: str) -> tuple[str, Any]:
-    """Key and value of the grammar, as rows of ``graft generate`` have them."""
+    """Key and value of the grammar, as structured_outputs has them."""
     schemas = {f["name"]: _arguments(f) for f in functions}
     if choice == "auto":
         tags = [{"begin": f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
@@ -64,7 +64,7 @@ def grammar(functions: Sequence[dict[str, Any]], choice: str) -> tuple[str, Any]
               "properties": {"name": {"const": name}, "arguments": _moved(
                   schema, f"{'' if one else f'/anyOf/{i}'}/properties/arguments")}}
              for i, (name, schema) in enumerate(schemas.items())]
-    return "schema", parts[0] if one else {"anyOf": parts}
+    return "json", parts[0] if one else {"anyOf": parts}
 
 
 def _arguments(function: dict[str, Any]) -> Any:

@@ -142,7 +142,8 @@ class Exchange:
 
 
 def _failed(request_id: str, why: str, kind: str) -> Event:
-    return Output(request_id, reason="error", error=why, error_type=kind).event((), "", last=True)
+    output = Output(request_id, reason="error", error=why, error_type=kind)
+    return Event(request_id, (), "", output)
 
 
 def _answer(answer: Future[Any], work: Callable[[Engine], Any], engine: Engine) -> None:

@@ -1,8 +1,6 @@
 """Calls as OpenAI's clients write them, made into the engine's requests.
 
-Two steps, for they take time of different kinds: `grammar_of` asks processes that may be slow,
-`Front.read` renders the chat and makes tokens. What a call says must be known, by name: a field
-that is not is refused.
+What a call says must be known, by name: a field that is not is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from graft.grammar.spec import parsed
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.request import MAX_SAMPLES, Limits, Request, check_size, shown
@@ -31,16 +30,14 @@ _PASSED = {name: name for name in (
 _READ = {"model", "stream", "stream_options", "logprobs", "seed", "stop", "logit_bias", "top_k",
          "response_format", "structured_outputs"}
 #: What vLLM before 0.12 calls the keys of structured_outputs.
-_GUIDED = {f"guided_{key}": key for key in ("json", "regex", "choice", "grammar", "json_object")}
+_GUIDED = {f"guided_{key}": key for key in ("json", "json_object", "regex", "choice", "grammar")}
 _OF_CHAT = {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
             "parallel_tool_calls", "chat_template_kwargs"}
 _OF_COMPLETIONS = {"prompt"}
 #: Fields that change no answer, and those that may say only this.
 _IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 _ONLY: dict[str, Any] = {"store": False, "echo": False, "best_of": 1, "modalities": ["text"]}
-#: Keys of structured_outputs, and those of the grammars of ``graft generate``.
-_STRUCTURED = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar",
-               "json_object": "json_object", "structural_tag": "structural_tag"}
+_STRUCTURED = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
 _SEEDS = 1 << 64
 
 
@@ -87,78 +84,71 @@ def check_fields(fields: Mapping[str, Any], chat: bool, name: str) -> dict[str, 
     return given
 
 
-def grammar_of(fields: Mapping[str, Any], limits: Limits) -> GrammarSpec | None:
-    """The grammar that a call states, by response_format, structured_outputs or tools.
+def stated(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
+    """The grammar of response_format, structured_outputs or tools, as `grammar_of` takes it.
 
     Raises
     ------
-    WireError, GraftError
-        If it states several, or one that is none, or one that is too large.
+    WireError, RequestError
+        If a call states several, or one that is too large.
     """
-    stated = [*_of_format(fields), *_of_structured(fields)]
-    functions, choice = calls.chosen(dict(fields))
+    found = []
+    form = fields.get("response_format", {"type": "text"})
+    kind = form.get("type") if isinstance(form, dict) else None
+    named = form.get("json_schema") if kind == "json_schema" else None
+    if kind in ("json_object", "structural_tag"):
+        found.append(("response_format", kind, form))
+    elif isinstance(named, dict) and "schema" in named:
+        found.append(("response_format", "json", named["schema"]))
+    elif kind != "text":
+        raise WireError("response_format must be text, json_object, json_schema with a schema, or "
+                        f"structural_tag, got {shown(form)}", param="response_format")
+    given = fields.get("structured_outputs", {})
+    if not isinstance(given, dict) or not _STRUCTURED.issuperset(given):
+        raise WireError(f"structured_outputs can have {', '.join(sorted(_STRUCTURED))}, got "
+                        f"{shown(given)}", param="structured_outputs")
+    given = {key: key for key in given} | {k: v for k, v in _GUIDED.items() if k in fields}
+    for name, key in given.items():
+        value = fields[name] if name in _GUIDED else fields["structured_outputs"][name]
+        if value is not None and (key, value) != ("json_object", False):
+            found.append((name, key, value))
+    functions, choice = calls.chosen(fields)
     if functions:
-        stated.append(("tools", *calls.grammar(functions, choice)))
-    stated = [(name, *_meant(key, value)) for name, key, value in stated]
-    if len(stated) > 1:
-        raise WireError(f"give at most one grammar, got {' and '.join(s[0] for s in stated)}",
-                        param=stated[1][0])
-    if not stated:
+        check_size("tools", functions, "grammar_bytes", limits)
+        found.append(("tools", *calls.grammar(functions, choice)))
+    if len(found) > 1:
+        raise WireError(f"give at most one grammar, got {' and '.join(one[0] for one in found)}",
+                        param=found[1][0])
+    if not found:
         return None
-    [(name, key, value)] = stated
+    [(name, key, value)] = found
     check_size(name, value, "grammar_bytes", limits)
-    return _made(key, json.dumps(value))
+    return key, json.dumps(value)
 
 
 @functools.lru_cache(64)
-def _made(key: str, text: str) -> GrammarSpec | None:
-    """Most calls state what another has stated before."""
-    return make_grammar({key: json.loads(text)}, partial=False)[0]
+def grammar_of(key: str, text: str) -> GrammarSpec | None:
+    """The grammar that a key of vLLM's structured_outputs states with a value, as JSON.
 
+    It asks processes that may be slow. Most calls state what another has stated before.
 
-def _of_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    form = fields.get("response_format", {"type": "text"})
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind == "text":
-        return []
-    if kind == "json_object":
-        return [("response_format", "json_object", True)]
-    if kind == "structural_tag":
-        return [("response_format", "structural_tag", form)]
-    named = form.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(named, dict) or "schema" not in named:
-        raise WireError("response_format must be text, json_object, json_schema with a schema, or "
-                        f"structural_tag, got {shown(form)}", param="response_format")
-    return [("response_format", "schema", named["schema"])]
-
-
-def _of_structured(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    given = fields.get("structured_outputs", {})
-    if not isinstance(given, dict):
-        raise WireError("structured_outputs must be an object", param="structured_outputs")
-    for key in given:
-        if key not in _STRUCTURED:
-            raise WireError(f"structured_outputs: {shown(key)} is unknown, or not supported",
-                            param="structured_outputs")
-    found = [(f"structured_outputs.{key}", key, value) for key, value in given.items()]
-    found += [(name, key, fields[name]) for name, key in _GUIDED.items() if name in fields]
-    return [(name, _STRUCTURED[key], value) for name, key, value in found
-            if value is not None and (key, value) != ("json_object", False)]
-
-
-def _meant(key: str, value: Any) -> tuple[str, Any]:
-    """Key and value of a grammar as rows of ``graft generate`` have them."""
-    if key == "grammar":  # rules have this sign in EBNF and another in Lark
-        return "ebnf" if "::=" in str(value) else "lark", value
+    Raises
+    ------
+    GrammarError, OptionError
+        If it is none.
+    """
+    value = json.loads(text)
     if key == "structural_tag":
-        try:
-            value = json.loads(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise WireError(f"structural_tag: the text is not JSON: {error}") from error
+        value = parsed("structural tag", value) if isinstance(value, str) else value
         if isinstance(value, dict) and value.get("type", key) == key:
-            named = {"structures": "tags"}
-            value = {named.get(k, k): part for k, part in value.items() if k != "type"}
-    return key, value
+            value = {"tags" if k == "structures" else k: v for k, v in value.items() if k != "type"}
+    elif key == "json":
+        key = "schema"
+    elif key == "json_object":
+        value = True
+    elif key == "grammar":  # rules have this sign in EBNF and another in Lark
+        key = "ebnf" if "::=" in str(value) else "lark"
+    return make_grammar({key: value}, partial=False)[0]
 
 
 class Front:
@@ -202,7 +192,7 @@ class Front:
         options = fields.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
             raise WireError(f"stream_options cannot be {shown(options)}", param="stream_options")
-        functions, choice = calls.chosen(dict(fields))
+        functions, choice = calls.chosen(fields)
         several = choice == "auto" and fields.get("parallel_tool_calls", True)
         return Call(call_id, chat, requests, _switch(fields, "stream"),
                     bool(options.get("include_usage")), choice if functions else "",
