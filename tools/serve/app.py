@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -152,11 +152,11 @@ class Service:
         if asked not in (None, name):
             raise WireError(f"there is no model {asked!r}", 404, param="model",
                             code="model_not_found")
-        return JSONResponse(one if asked else {"object": "list", "data": [one]})
+        return _json(one if asked else {"object": "list", "data": [one]})
 
     async def _health(self, _request: HttpRequest) -> Response:
         status = "draining" if self.draining else self.driver.failure or "ok"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        return _json({"status": status}, 200 if status == "ok" else 503)
 
     async def _metrics(self, _request: HttpRequest) -> Response:
         counters = None
@@ -195,8 +195,8 @@ class _Generate:
                 work.cancel()
                 gone.cancel()
                 await asyncio.gather(work, gone, return_exceptions=True)
-        except ClientDisconnect:
-            pass  # before all of the body came
+        except (ClientDisconnect, TimeoutError):
+            pass  # it left before all of the body came, or takes no more of the answer
         finally:
             service.calls -= 1
 
@@ -208,7 +208,7 @@ class _Generate:
                 outputs[index] = event.output
         said = [outputs[i] for i in range(len(outputs))]
         choices = [Choice(call, i, front).whole(output) for i, output in enumerate(said)]
-        return JSONResponse(envelope(call, front.name, choices) | {"usage": usage(call, said)})
+        return _json(envelope(call, front.name, choices) | {"usage": usage(call, said)})
 
     async def _stream(self, call: Call, exchange: Exchange, send: Send) -> None:
         """Server-sent events; before the first of them, what is refused is so by its status."""
@@ -252,4 +252,9 @@ async def _refuse(_request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = WireError(error.detail, error.status_code)
     said = as_wire(error)
-    return JSONResponse(said.body, said.status, said.headers)
+    return _json(said.body, said.status, said.headers)
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Half a surrogate, which an error may quote, is written as an escape."""
+    return Response(json.dumps(body), status, headers, "application/json")

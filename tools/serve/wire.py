@@ -38,7 +38,6 @@ _OF_COMPLETIONS = {"prompt"}
 _IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 _ONLY: dict[str, Any] = {"store": False, "echo": False, "best_of": 1, "modalities": ["text"]}
 _STRUCTURED = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-_SEEDS = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Front:
         if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
             raise WireError(f"stream_options cannot be {shown(options)}", param="stream_options")
         functions, choice = calls.chosen(fields)
-        several = choice == "auto" and fields.get("parallel_tool_calls", True)
+        several = _switch(fields, "parallel_tool_calls", True) and choice == "auto"
         return Call(call_id, chat, requests, _switch(fields, "stream"),
                     bool(options.get("include_usage")), choice if functions else "",
                     128 if several else 1)
@@ -201,9 +200,9 @@ class Front:
     def _named(self, fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
         """Fields that the request has in another form."""
         said: dict[str, Any] = {}
-        if isinstance(seed := fields.get("seed"), int):
+        if type(seed := fields.get("seed")) is int:
             # The same again whoever runs beside it, and however many drafts.
-            said |= {"seed": seed % _SEEDS, "verify": "coupled"}
+            said |= {"seed": seed % (1 << 64), "verify": "coupled"}
         elif seed is not None:
             raise WireError(f"seed must be an integer, got {shown(seed)}", param="seed")
         if "top_k" in fields:
@@ -256,8 +255,8 @@ class Front:
         return [self._tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
-def _switch(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name, False)
+def _switch(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
     if not isinstance(value, bool):
         raise WireError(f"{name} must be true or false, got {shown(value)}", param=name)
     return value
