@@ -95,41 +95,35 @@ class CallReader:
     """
 
     def __init__(self, choice: str, most: int):
-        self._tagged, self._most = choice == "auto", most
-        self._text = ""
+        self._begin, end = (BEGIN, END) if choice == "auto" else ("", "")
+        self._tail = re.compile(rf"\s*\}}\s*{end}")
+        self._most, self._text = most, ""
         self.calls: list[dict[str, Any]] = []
 
     def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Go on by a piece; text that is no call's, and the calls that it completes."""
         self._text += text
         known, said = len(self.calls), ""
-        while self._tagged and (at := self._text.find(BEGIN)) >= 0:
-            end = self._take(at + len(BEGIN), END)
-            if end is None:
-                said, self._text = said + self._text[:at], self._text[at:]
-                break
+        while (at := self._text.find(self._begin)) >= 0 and (end := self._take(at)):
             said, self._text = said + self._text[:at], self._text[end:]
-        else:
-            if not self._tagged and last and self._take(0, "") is not None:
-                self._text = ""
-            if self._tagged:
-                held = max(n for n in range(len(BEGIN)) if self._text.endswith(BEGIN[:n]))
-                cut = len(self._text) - held
-                said, self._text = said + self._text[:cut], self._text[cut:]
         if last:
-            said += self._text
+            at = len(self._text)
+        elif at < 0:  # the beginning of a tag may be the end of the text
+            most = range(len(BEGIN))
+            at = len(self._text) - max(n for n in most if self._text.endswith(BEGIN[:n]))
+        said, self._text = said + self._text[:at], self._text[at:]
         return said, self.calls[known:]
 
-    def _take(self, at: int, end: str) -> int | None:
+    def _take(self, at: int) -> int | None:
         """Take the call that begins at a place; where it ends, or None while it does not."""
-        head = _HEAD.match(self._text, at)
-        if head is None or self._text.find(end, head.end()) < 0:
+        head = _HEAD.match(self._text, at + len(self._begin))
+        if head is None:
             return None
         try:
             _, over = _DECODER.raw_decode(self._text, head.end())
         except (ValueError, RecursionError):
             return None
-        tail = re.compile(rf"\s*\}}\s*{re.escape(end)}").match(self._text, over)
+        tail = self._tail.match(self._text, over)
         if tail is None:
             return None
         if len(self.calls) < self._most:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from graft.models.engine import Engine
 from graft.models.request import Event, Output, Request
@@ -72,7 +72,15 @@ class Driver:
     async def ask(self, work: Callable[[Engine], T]) -> T:
         """What a function says of the engine, between two rounds."""
         answer: Future[T] = Future()
-        self._jobs.put(partial(_answer, answer, work, self._engine))
+
+        def job() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(work(self._engine))
+                except Exception as error:  # whoever asked is told
+                    answer.set_exception(error)
+
+        self._jobs.put(job)
         return await asyncio.wrap_future(answer)
 
     # The thread -------------------------------------------------------------------------------
@@ -144,11 +152,3 @@ class Exchange:
 def _failed(request_id: str, why: str, kind: str) -> Event:
     output = Output(request_id, reason="error", error=why, error_type=kind)
     return Event(request_id, (), "", output)
-
-
-def _answer(answer: Future[Any], work: Callable[[Engine], Any], engine: Engine) -> None:
-    if answer.set_running_or_notify_cancel():
-        try:
-            answer.set_result(work(engine))
-        except Exception as error:  # whoever asked is told
-            answer.set_exception(error)
