@@ -32,14 +32,11 @@ class Choice:
         if not self._call.chat:
             return made
         delta = made.pop("delta")
-        said = {"role": "assistant", "content": delta.get("content"), "refusal": None}
+        said = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
         if "tool_calls" in delta:
-            for one in delta["tool_calls"]:
-                del one["index"]
-            said["tool_calls"] = delta["tool_calls"]
-            said["content"] = said["content"] if (said["content"] or "").strip() else None
-        elif said["content"] is None:
-            said["content"] = ""
+            said["tool_calls"] = [{k: v for k, v in one.items() if k != "index"}
+                                  for one in delta["tool_calls"]]
+            said["content"] = said["content"] if said["content"].strip() else None
         return {**made, "message": said}
 
     def piece(self, event: Event) -> dict[str, Any] | None:

@@ -87,18 +87,19 @@ class Driver:
 
     def _run(self) -> None:
         while True:
-            with suppress(queue.Empty):
-                while True:
-                    idle = self.failure is not None or not self._engine.busy
-                    job = self._jobs.get(block=idle)
-                    if job is None:
-                        return
-                    job()
             try:
+                with suppress(queue.Empty):
+                    while (job := self._jobs.get(block=not self._at_work)) is not None:
+                        job()
+                    return
                 self._tell(self._engine.step())
             except Exception as error:  # the engine has failed, whatever by
                 self.failure = str(error) or type(error).__name__
                 self._loop.call_soon_threadsafe(self._fail, self.failure)
+
+    @property
+    def _at_work(self) -> bool:
+        return self.failure is None and self._engine.busy
 
     def _submit(self, request: Request) -> None:
         try:

@@ -7,10 +7,9 @@ from typing import Any
 from graft.cudagraph.errors import GraftError
 from graft.models.request import Output
 
-#: By the class of a request's error, and by the reason for which it ended; 400 is the request's own
-#: fault.
-_STATUS_OF = {"QueueFullError": 429, "EngineError": 503, "EngineUseError": 503,
-              "refused": 400, "dead_end": 400, "cancelled": 503}  # fmt: skip
+#: By the class of a request's error, and by the reason for which it ended.
+_STATUS_OF = {"QueueFullError": 429, "EngineError": 503, "refused": 400, "dead_end": 400,
+              "cancelled": 503}
 _SAID_OF = {"dead_end": "no token is left that grammar, bias and bounds allow",
             "cancelled": "the server is leaving"}
 
