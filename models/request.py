@@ -214,13 +214,15 @@ class Event:
     """One step of a streaming request: the tokens that a round committed.
 
     `text` is the newly readable text: bytes of an unfinished character are held back, and so is
-    what may be the beginning of a stop string.
+    what may be the beginning of a stop string. `logprobs` are the tokens', where they are asked
+    for.
     """
 
     id: str
     tokens: tuple[int, ...]
     text: str
     output: Output | None = None
+    logprobs: tuple[Logprob, ...] | None = None
 
     @property
     def finished(self) -> bool:

@@ -352,7 +352,7 @@ class Scheduler:
             stuck = GraftError(f"no mask row came for {running.stalls} rounds")
             self.end(running, "error", stuck)
         elif tokens:
-            self.outbox.post(Event(running.id, running.hand_out(), text))
+            self.outbox.post(_event(output, running.hand_out(), text))
 
     def settle(self, shield: Shield) -> None:
         """Read everything in flight, wait for the device's last tail and reclaim what was left."""
@@ -414,7 +414,7 @@ class Scheduler:
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
             LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
-        self.outbox.post(Event(output.id, tokens, text, output))
+        self.outbox.post(_event(output, tokens, text, output))
 
     def _cause(self, running: Running) -> GraftError:
         """Why the device ended a request with an error."""
@@ -423,3 +423,11 @@ class Scheduler:
             return GraftError(logits)
         said = self.replays.grammar_error(running.slot)
         return GraftError(said or f"{logits}, or the grammar refused what verification accepted")
+
+
+def _event(
+    output: Output, tokens: tuple[int, ...], text: str, whole: Output | None = None
+) -> Event:
+    known = output.logprobs
+    told = None if known is None else tuple(known[len(output.tokens) - len(tokens) :])
+    return Event(output.id, tokens, text, whole, told)

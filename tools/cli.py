@@ -15,6 +15,7 @@ from graft.cudagraph.errors import GraftError
 from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import refuse
+from graft.tools.serve import command
 
 FAILED, INTERRUPTED, UNREAD = 1, 130, 141
 
@@ -36,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     generate.add_arguments(commands.add_parser(
         "generate", help="generate text, guided by a schema, expression, grammar or choice"))
+    command.add_arguments(commands.add_parser(
+        "serve", help="answer OpenAI's clients over HTTP (needs the extra serve)"))
     doctor.add_arguments(commands.add_parser(
         "doctor", help="say what this machine has and what to do about what is missing"))
     soft.add_arguments(commands.add_parser(

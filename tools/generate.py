@@ -39,8 +39,8 @@ def read_tree(text: str) -> tuple[Any, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no tree, such as 4x5 or 0,1,0.0") from None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``graft generate``."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `open_engine` reads, but for --backend and --verify."""
     models = parser.add_argument_group("models")
     models.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     models.add_argument("--draft", metavar="FOLDER|MODULE:NAME",
@@ -68,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="positions of a request, prompt and output (default: the model's, at "
                              "most 4096)")
 
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``graft generate``."""
+    add_model_arguments(parser)
     prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="the text to answer")
     prompts.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
@@ -115,8 +119,9 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token), float(value)
 
 
-def open_engine(options: argparse.Namespace, batch: int) -> Engine:
-    """The engine that the options describe, with no more slots than there are requests."""
+def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
+    """The engine that the options describe, with no more slots than there are requests; `more` are
+    its own."""
     target, drafter = options.model, options.draft
     if target is None:
         if drafter not in (None, *DRAFTERS):
@@ -130,8 +135,7 @@ def open_engine(options: argparse.Namespace, batch: int) -> Engine:
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
                   verify=options.verify, overlap=options.overlap, composition=options.composition,
-                  max_length=options.max_length, weights=options.weights,
-                  timeline=options.json or options.trace is not None)
+                  max_length=options.max_length, weights=options.weights, **more)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> list[Output]:
@@ -198,7 +202,8 @@ def run(options: argparse.Namespace) -> int:
         check_trace_path(options.trace)
     asked = read_requests(options)
     rows = sum(len(one.request.samples()) for one in asked if one.refusal is None)
-    with open_engine(options, rows) as engine:
+    timeline = options.json or options.trace is not None
+    with open_engine(options, rows, timeline=timeline) as engine:
         asked, requests = make_prompts(asked, engine)
         begun = time.perf_counter()
         with nullcontext() if options.trace is None else trace_rounds(engine) as trace:

@@ -113,13 +113,18 @@ def test_no_import_comes_back_to_where_it_began():
 
 IMPORT_EVERYTHING = """
 import importlib, json, pkgutil, sys
+from graft.tools.serve.command import PACKAGES
 imported = []
 for room in ("native", "cudagraph", "sampling", "grammar", "models", "tools"):
     package = importlib.import_module(f"graft.{room}")
     for found in pkgutil.walk_packages(package.__path__, f"graft.{room}."):
         if ".tools.train" in found.name or found.name.endswith("__main__"):
             continue
-        importlib.import_module(found.name)
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:  # of an extra
+            if (error.name or "").split(".")[0] not in PACKAGES:
+                raise
         imported.append(found.name)
 from graft.tools import doctor
 findings = [finding.name for finding in doctor.examine()]

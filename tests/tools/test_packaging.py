@@ -161,7 +161,7 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("which", ["lower", "upper"])
 def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
     """With the oldest and with the newest packages of its ranges, far from the repository, the
-    wheel runs the demo, without XGrammar, and says in a sentence what XGrammar is needed for."""
+    wheel runs the demo, and says in a sentence what XGrammar and the extra serve are needed for."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
     limits = tmp_path / "limits.txt"
     limits.write_text("".join(
@@ -182,6 +182,9 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, wheel, which):
     done = graft("generate", "--prompt", "x", "--regex", "a+", "--backend", "xgrammar")
     assert done.returncode == 2
     assert "pip install --no-deps xgrammar" in done.stderr and "Traceback" not in done.stderr
+    done = graft("serve")
+    assert done.returncode == 2
+    assert "pip install 'graft-cuda[serve]'" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""``graft serve``: an endpoint that speaks as OpenAI's does."""

@@ -1,0 +1,155 @@
+"""The thread that owns an engine, and what asyncio asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from graft.models.engine import Engine
+from graft.models.request import Event, Output, Request
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Submits, cancels and steps in one thread; it sleeps while there is nothing to do.
+
+    All methods are the event loop's. Requests have ids of their own.
+
+    Parameters
+    ----------
+    ended : told of every request's output.
+
+    Attributes
+    ----------
+    failure : why the engine has failed for good, or None.
+    """
+
+    def __init__(self, engine: Engine, ended: Callable[[Output], None]):
+        self._engine, self._ended = engine, ended
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._sinks: dict[str, asyncio.Queue[Event]] = {}
+        self._thread = threading.Thread(target=self._run, name="graft engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Let the thread end. What is unfinished is cancelled first."""
+        self.cancel_all()
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def open(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._sinks)
+
+    def submit(self, request: Request, sink: asyncio.Queue[Event]) -> None:
+        """Its events come into `sink`; the last one has its output, whatever happens."""
+        self._sinks[str(request.id)] = sink
+        self._jobs.put(partial(self._submit, request))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that nobody waits for any more."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._jobs.put(partial(self._engine.cancel, request_id))
+
+    def cancel_all(self) -> None:
+        """End all requests; those who wait are told."""
+        for request_id in self._sinks:
+            self._jobs.put(partial(self._engine.cancel, request_id))
+
+    async def ask(self, work: Callable[[Engine], T]) -> T:
+        """What a function says of the engine, between two rounds."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(work(self._engine))
+                except Exception as error:  # whoever asked is told
+                    answer.set_exception(error)
+
+        self._jobs.put(job)
+        return await asyncio.wrap_future(answer)
+
+    # The thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with suppress(queue.Empty):
+                    while (job := self._jobs.get(block=not self._at_work)) is not None:
+                        job()
+                    return
+                self._tell(self._engine.step())
+            except Exception as error:  # the engine has failed, whatever by
+                self.failure = str(error) or type(error).__name__
+                self._loop.call_soon_threadsafe(self._fail, self.failure)
+
+    @property
+    def _at_work(self) -> bool:
+        return self.failure is None and self._engine.busy
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._engine.submit(request)
+        except Exception as error:  # of a failed engine; the request ends all the same
+            self._tell([_failed(str(request.id), str(error), type(error).__name__)])
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        if events:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    # The loop again ---------------------------------------------------------------------------
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            sink = self._sinks.get(event.id)
+            if event.output is not None:
+                self._sinks.pop(event.id, None)
+                self._ended(event.output)
+            if sink is not None:
+                sink.put_nowait(event)
+
+    def _fail(self, why: str) -> None:
+        self._deliver([_failed(name, why, "EngineError") for name in self._sinks])
+
+
+class Exchange:
+    """Requests that are run for one caller, who may leave at any time by `close`."""
+
+    def __init__(self, driver: Driver, requests: Sequence[Request]):
+        self._driver = driver
+        self._sink: asyncio.Queue[Event] = asyncio.Queue()
+        self._left = {str(request.id): i for i, request in enumerate(requests)}
+        for request in requests:
+            driver.submit(request, self._sink)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """Events as they come, each with its request's place among all."""
+        while self._left:
+            event = await self._sink.get()
+            index = self._left[event.id]
+            if event.finished:
+                del self._left[event.id]
+            yield index, event
+
+    def close(self) -> None:
+        for request_id in self._left:
+            self._driver.cancel(request_id)
+
+
+def _failed(request_id: str, why: str, kind: str) -> Event:
+    output = Output(request_id, reason="error", error=why, error_type=kind)
+    return Event(request_id, (), "", output)
