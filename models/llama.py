@@ -135,26 +135,45 @@ def run_layers(
     attending : rows attend to positions up to those of these, by default up to their own.
     ending : a norm of the stream behind the last.
     """
-    n, heads, eps = rows.count, config.num_attention_heads, config.rms_norm_eps
-    stream, qkv, mixed = scratch.stream[:n], scratch.qkv[:n], scratch.mixed[:n]
+    n, stream = rows.count, scratch.stream[: rows.count]
     for i, (own, after) in enumerate(zip_longest(decoder, decoder[1:])):
-        up, down, where = own.gate_up, own.down, (turn, rows, kv, first + i, heads)
-        layers.heads(lane, x, own.qkv, qkv, *where, own.head_norms, eps)
-        layers.attention(lane, qkv, attending or rows, kv, first + i, heads, mixed)
-        post = scratch.norm(n, own.post_norm, up, own.out)
-        layers.linear(lane, mixed, own.out, stream, residual=stream, norm=post,
-                      name="attention out")  # fmt: skip
-        gated = scratch.read_by(down, "gated")[:n]
-        if layers.gates(up.dtype, *up.shape):
-            layers.linear(lane, post, up, gated, gated=True, name="gate, up")
-        else:
-            gate_up = scratch.array("gate_up", up.shape[0])[:n]
-            layers.linear(lane, post, up, gate_up, name="gate, up")
-            layers.silu_mul(lane, gate_up, gated)
-        behind = scratch.norm(n, after.input_norm, after.qkv, down) if after else ending
-        layers.linear(lane, gated, down, stream, residual=stream, tap=(taps or {}).get(i),
-                      norm=behind, name="down")  # fmt: skip
+        post = scratch.norm(n, own.post_norm, own.gate_up, own.out)
+        behind = scratch.norm(n, after.input_norm, after.qkv, own.down) if after else ending
+        attend(lane, layers, config, own, scratch, kv, first + i, turn, rows, x, stream, stream,
+               attending, post)  # fmt: skip
+        feed_forward(lane, layers, own, scratch, post, stream, stream, (taps or {}).get(i), behind)
         x = behind or x
+
+
+def attend(
+    lane: Lane, layers: Layers, config: LlamaConfig, weights: DecoderLayer, scratch: Scratch,
+    kv: PagedKV, index: int, turn: DeviceArray, rows: Rows, x: DeviceArray | Norm, out: DeviceArray,
+    residual: DeviceArray | None = None, attending: Rows | None = None, norm: Norm | None = None,
+) -> None:  # fmt: skip
+    """The attention of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
+    n, heads = rows.count, config.num_attention_heads
+    qkv, mixed = scratch.qkv[:n], scratch.mixed[:n]
+    layers.heads(lane, x, weights.qkv, qkv, turn, rows, kv, index, heads, weights.head_norms,
+                 config.rms_norm_eps)  # fmt: skip
+    layers.attention(lane, qkv, attending or rows, kv, index, heads, mixed)
+    layers.linear(lane, mixed, weights.out, out, residual=residual, norm=norm, name="attention out")
+
+
+def feed_forward(
+    lane: Lane, layers: Layers, weights: DecoderLayer, scratch: Scratch, x: DeviceArray | Norm,
+    out: DeviceArray, residual: DeviceArray | None = None,
+    tap: tuple[DeviceArray, int] | None = None, norm: Norm | None = None,
+) -> None:  # fmt: skip
+    """The MLP of one layer: `out` is what it makes of `x`, and `residual`; and its norm."""
+    n, up, down = out.shape[0], weights.gate_up, weights.down
+    gated = scratch.read_by(down, "gated")[:n]
+    if layers.gates(up.dtype, *up.shape):
+        layers.linear(lane, x, up, gated, gated=True, name="gate, up")
+    else:
+        gate_up = scratch.array("gate_up", up.shape[0])[:n]
+        layers.linear(lane, x, up, gate_up, name="gate, up")
+        layers.silu_mul(lane, gate_up, gated)
+    layers.linear(lane, gated, down, out, residual=residual, tap=tap, norm=norm, name="down")
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
