@@ -15,12 +15,11 @@
 
 // `qkv` rows hold heads queries, kv_heads keys, kv_heads values. `turn` rows hold the cosines, then
 // the sines of a position.
-extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* turn,
-                                          const int* slot, const int* pos,
-                                          const unsigned long long* tree, const int* page_table,
-                                          CACHE* keys, CACHE* values, int heads, int kv_heads,
-                                          int slots, int max_pages, int page_shift,
-                                          int scratch_page) {
+extern "C" __global__ void rope_and_store(float* qkv, int rows, const float* turn, const int* slot,
+                                          const int* pos, const unsigned long long* tree,
+                                          const int* page_table, CACHE* keys, CACHE* values,
+                                          int heads, int kv_heads, int slots, int max_pages,
+                                          int page_shift, int scratch_page) {
   wait_for_kernel_before();
   const int chunks = (HALF + CHUNK - 1) / CHUNK;
   const int all_heads = heads + 2 * kv_heads;
