@@ -35,7 +35,6 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 WEB = httpx.Client(verify=False)
-PROMPTS = demo_prompts()
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}
 ASKED = "Extract the fields.\nname: Olga Novak; age: 42"
@@ -109,7 +108,7 @@ def ask(client, **fields):
 #: Fields of a call, and the same as the engine is asked.
 SAME = [
     ({}, {}),
-    ({"response_format": form(PERSON)}, {"grammar": GrammarSpec.json_schema(PERSON)}),
+    ({"response_format": form(PERSON)}, {"grammar": PERSON}),
     ({"temperature": None, "seed": -3, "n": 3, "top_p": 0.9, "top_k": 40},
      {"temperature": 1.0, "seed": 2**64 - 3, "n": 3, "top_p": 0.9, "top_k": 40,
       "verify": "coupled"}),
@@ -124,8 +123,10 @@ SAME = [
 @pytest.mark.parametrize(("fields", "same"), SAME)
 def test_answers_are_the_engines_own_whole_and_streamed(engine, client, fields, same):
     """Texts, ends, usage and log probabilities are what the engine says of the same request."""
-    asked = Request(prompt=ASKED, max_tokens=same.pop("max_tokens", 80), logprobs=2, **same)
-    outputs = engine.generate([asked])
+    if "grammar" in same:
+        same = {"grammar": GrammarSpec.json_schema(same["grammar"])}
+    outputs = engine.generate([Request(
+        **{"prompt": ASKED, "max_tokens": 80, "logprobs": 2} | same)])  # fmt: skip
     finish = [{"stop_string": "stop"}.get(o.reason, o.reason) for o in outputs]
     fields = fields | {"logprobs": True, "top_logprobs": 2}
     whole = ask(client, **fields)
@@ -445,7 +446,7 @@ def test_a_thousand_calls_get_what_they_get_alone_and_leave_nothing(engine):
                   "temperature": draw.choice([0, 0.7, 1.3]), "max_tokens": 100,
                   **({} if p.grammar is None else {"response_format": form(p.grammar.schema)}
                      if p.grammar.schema else {"structured_outputs": {"regex": p.grammar.text}})})
-             for p in PROMPTS * 4]  # fmt: skip
+             for p in demo_prompts() * 4]  # fmt: skip
     wrong = [{"nonsense": 1}, {"temperature": -1}, {"response_format": form({"type": "nothing"})}]
 
     async def one(client, turns, number):

@@ -60,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
         from graft.tools.serve.app import Service, Settings
         from graft.tools.serve.server import Server
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in PACKAGES:
+        package = (error.name or "").split(".")[0]
+        if package not in PACKAGES:
             raise
         raise OptionError(
-            f"serving needs the package {error.name}: pip install 'graft-cuda[serve]'") from error
+            f"serving needs the package {package}: pip install 'graft-cuda[serve]'") from error
     name = options.name or (options.model.resolve().name if options.model else "graft-demo")
     settings = Settings(name, options.api_key or None, options.max_waiting, options.max_body)
     limits = Limits(prompt_bytes=options.max_prompt, grammar_bytes=options.max_grammar,
