@@ -54,8 +54,9 @@ class Pieces:
         if self._last is not None:
             (rows, seconds), self._last = self._last, None
             most_s = ROUNDS * max(round_s, self._least_s)
-            if seconds > most_s:
-                self._rows = max(int(rows * max(most_s / seconds, 0.5)), FEWEST)
+            if seconds > most_s:  # more rows, of a prompt that nobody waits for, say nothing
+                if rows <= self._rows:
+                    self._rows = max(int(rows * max(most_s / seconds, 0.5)), FEWEST)
             elif rows == CHUNK:
                 self._rows = CHUNK * min(int(most_s / max(seconds, 1e-9)), MOST // CHUNK)
             else:

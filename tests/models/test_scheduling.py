@@ -65,6 +65,8 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s):
         forward = min(made[-1], CHUNK)
         pieces.took(forward, cost(forward) * (10 if number == 100 else 1))
         pieces.took(1, 1.0)  # the rest of a prompt says little
+        if number % 20 == 0:  # a prompt that nobody waits for
+            pieces.took(CHUNK, cost(CHUNK))
     most = max(round_s, cost(FEWEST))
     assert all(FEWEST <= rows <= MOST and cost(rows) <= 1.51 * most for rows in made)
     best = max(rows for rows in range(FEWEST, MOST + 1) if cost(rows) <= most)
