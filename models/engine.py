@@ -131,7 +131,7 @@ class Engine:
 
     def _build_rounds(self) -> None:
         """One graph per bucket and number of rows, and idle replays of each: what loads lazily is
-        loaded by the first, and the others tell the budget how long it takes."""
+        loaded by the first, and the others tell the budget how long it takes; and idle prompts."""
         scratch = self._parts.scratch(self.options.max_batch_size)
         budget = self._built.budget
         for key in itertools.product(buckets(self.options.max_batch_size), budget.lengths):
@@ -140,6 +140,7 @@ class Engine:
                 self._replays.launch(self.rounds[key], [])
                 self._replays.wait(self.stats, Shield())
                 self._replays.finish()
+        self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.settle(self.stats)
 
     # Requests ---------------------------------------------------------------------------------

@@ -102,6 +102,18 @@ class Prefill:
             else None
         )
 
+    def warm(self, lane: StreamLane) -> None:
+        """Run padding in every number of rows that has kernels of its own, lest the first prompts
+        wait for a compiler between rounds."""
+        none = self._device.from_host(np.full(self._chunk, -1, np.int32))
+        sizes = () if self._target.layers.form == "thread" else (8, 16, 32, 64, self._chunk)
+        for rows in sizes:
+            padding = Rows(none[:rows], none[:rows], none[:rows], run=rows)
+            features = None if self._features is None else self._features[:rows]
+            self._target.forward(lane, padding, features)
+            if self._drafter is not None:
+                self._drafter.prefill(lane, padding, padding, features)
+
     def run(
         self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int,
         most: Callable[[], int],

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama, make_tiny_tokenizer
 
+from graft.cudagraph.device import Device
 from graft.models import llama
 from graft.models.engine import Engine
 from graft.models.layers import Layers
@@ -46,3 +47,18 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
             assert [names.count(name) for name in LAYER] == [3 + 3] * len(LAYER)
             assert "norm" not in names and len(names) + (32 - 3) * len(LAYER) <= 200
     assert answers[0] == answers[1] and len({*answers[0][0]}) > 4
+
+
+def test_prompts_wait_for_no_compiler(engine, monkeypatch):
+    """Whatever a prompt's length, its kernels were loaded before the first request."""
+    asked, load = set(), Device.load
+
+    def note(self, source, *defines, **more):
+        asked.add((str(source), repr(defines), repr(more)))
+        return load(self, source, *defines, **more)
+
+    monkeypatch.setattr(Device, "load", note)
+    with engine(True) as one:
+        before = set(asked)
+        one.generate([Request(tokens=[300 + n % 7] * n, max_tokens=2) for n in (2, 12, 25, 50, 90)])
+    assert len(before) > 10 and asked == before
