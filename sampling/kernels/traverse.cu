@@ -12,8 +12,9 @@
 // behind it comes from its p. The root always passes; a node whose row is not ready is a leaf.
 //
 // Tables hold weights that are renormalised here, among what was legal for the draw: the drafts
-// whose candidates a grammar was asked about were drawn from what its mask leaves. p and q change
-// in place, neither of them to scale.
+// whose candidates a grammar was asked about were drawn from what its mask leaves. That is done
+// anew for every sibling, relative to the best that is left, which may be next to nothing. p and q
+// change in place, neither of them to scale.
 #include "left.cuh"
 
 // A node on the way from the root to the one that is tested.
@@ -85,15 +86,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     for (int c = gone + 1; c <= slot.draft_len && open && child == 0; ++c) {
       if (slot.parent[c - 1] == node) child = c;
     }
-    if (child > 0 && gone == node) {
+    if (child > 0) {
       const bool masked = layout.candidates > 0 && row_state[first + node] == ROW_READY;
       const u32* mask = masked ? mask_of(masks, layout, index, node) : nullptr;
-      const u64 mass = legal_mass(table_of(child), mask, vocab_size, t2d, draft_vocab, scratch);
-      if (tid == 0) nodes[node].mass = mass;
+      const u64 sum = legal_mass(table_of(child), mask, vocab_size, t2d, draft_vocab, scratch);
+      if (tid == 0) nodes[node].mass = sum;
       block_sync();
-    }
-    // Where the siblings had all of q, up to rounding, nobody knows how likely the others are.
-    if (child > 0 && nodes[node].mass > 0) {
       const Left left = left_of(node, child);
       const int column = column_of(t2d, draft_vocab, left.draft);
       const float qd = column < 0 ? 0.0f : left.q[column];
@@ -128,11 +126,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       if (sum > 0) nodes[u].whole = win;
       if (sum > 0 || lose > 0.0f) nodes[u].weight = fdiv(win, fadd(win, lose));
       const int column = column_of(t2d, draft_vocab, left.draft);
-      float* table = table_of(node);
-      if (column >= 0) {
-        nodes[u].mass -= fixed_point(table[column]);
-        table[column] = 0.0f;
-      }
+      if (column >= 0) table_of(node)[column] = 0.0f;
     }
     block_sync();
     gone = node;

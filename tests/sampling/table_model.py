@@ -77,6 +77,7 @@ class Case:
     short: bool = False  # as many fewer drafts are tested as were accepted the last time
     placed: bool = False  # an eighth of all drafts has a place, where past rounds say
     tree: tuple[tuple[int, ...], ...] = ()  # ranks of drafts that branch
+    peaked: bool = False  # a drafter that is next to certain
 
     def __str__(self) -> str:
         parts = {**vars(self), **vars(self.filter), "filter": 0}
@@ -110,6 +111,7 @@ COVERING = [
     Case(6, PLAIN, verify=ref.TRAVERSAL, masked=False, sharp=True, tree=TREE),
     Case(6, MIXED, verify=ref.TRAVERSAL, pruned=True, late=True, stop_ids=(6,), tree=TREE),
     Case(6, PLAIN, verify=ref.TRAVERSAL, tree=TREE),
+    Case(6, PLAIN, verify=ref.TRAVERSAL, tree=TREE, peaked=True),
 ]
 
 PROBED = 2  # candidates: few enough that often none of them is legal
@@ -118,7 +120,8 @@ PRUNED = np.array([0, 2, 3, 6, 7], np.int32)
 
 def table_of(case: Case) -> Table:
     """The case's model."""
-    return sharp_table(5) if case.sharp else make_table(17, d2t=PRUNED if case.pruned else None)
+    table = sharp_table(5) if case.sharp else make_table(17, d2t=PRUNED if case.pruned else None)
+    return replace(table, drafter=table.drafter * np.float32(25)) if case.peaked else table
 
 
 def run_case(

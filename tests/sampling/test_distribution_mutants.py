@@ -85,7 +85,7 @@ MUTANTS = [
         (("if (sum > 0) nodes[u].whole = win;", ""),),
         FOREST),
     Mutant("siblings tested as if none had been drawn before them", "traverse.cu",
-        (("nodes[u].mass -= fixed_point(table[column]);\n        table[column] = 0.0f;", ""),),
+        (("if (column >= 0) table_of(node)[column] = 0.0f;", ""),),
         FOREST),
     Mutant("trees tested with random numbers by row alone", "philox.cuh",
         (("static_cast<unsigned int>(noise.turn)", "0u"),),
