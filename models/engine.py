@@ -190,6 +190,10 @@ class Engine:
         self._forget_left()
         return True
 
+    def wake(self) -> None:
+        """Let a `step` that rests until a grammar is compiled return at once; any thread may."""
+        self._scheduler.wake()
+
     def preempt(self, request_id: str) -> bool:
         """Take a running request's slot and pages away; it goes on later, behind those waiting.
 
@@ -235,8 +239,8 @@ class Engine:
     def _advance(self) -> None:
         with Shield() as shield, self._use:
             self._require_working()
-            self._end_left()
             try:
+                self._end_left()
                 self._scheduler.step(shield)
             except Exception as failure:
                 self.failure = str(failure)  # no traceback: it would hold what close() gives back

@@ -262,7 +262,7 @@ class LlamaModel:
         Parameters
         ----------
         features : float32[R, layers * hidden], filled with the chosen layers' outputs, low to high.
-        logits : float32[R, vocab], of all rows: what `head` makes.
+        logits : float32[R, vocab], of all rows: up to rounding what `head` makes.
 
         Returns
         -------

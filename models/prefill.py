@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -41,13 +40,15 @@ class Pieces:
     """
 
     def __init__(self, given: int | None) -> None:
-        self._given, self._rows, self._least_s = given, FEWEST, math.inf
+        self._given, self._rows, self._least_s = given, FEWEST, 0.0  # 0: not known
         self._last: tuple[int, float] | None = None
 
     def took(self, rows: int, seconds: float) -> None:
         """Take the time of one forward of a prompt."""
-        if rows >= min(self._rows, CHUNK):
-            self._last, self._least_s = (rows, seconds), min(seconds, self._least_s)
+        if rows == min(self._rows, CHUNK):
+            self._least_s = min(seconds, self._least_s or seconds)
+        if rows in (self._rows, CHUNK):
+            self._last = rows, seconds
 
     def rows(self, round_s: float) -> int:
         """Rows before the next round, which takes about so many seconds."""
@@ -106,7 +107,7 @@ class Prefill:
         """Run padding in every number of rows that has kernels of its own, lest the first prompts
         wait for a compiler between rounds."""
         none = self._device.from_host(np.full(self._chunk, -1, np.int32))
-        sizes = () if self._target.layers.form == "thread" else (8, 16, 32, 64, self._chunk)
+        sizes = () if self._target.layers.form == "thread" else (4, 8, 16, 32, 64, self._chunk)
         for rows in sizes:
             padding = Rows(none[:rows], none[:rows], none[:rows], run=rows)
             features = None if self._features is None else self._features[:rows]

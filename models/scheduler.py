@@ -89,11 +89,6 @@ class Outbox:
 _Place = tuple[int, int, Running]
 
 
-def _waits(one: _Place) -> bool:
-    """Whether that place is still taken."""
-    return one[2].place == one[1]
-
-
 class Scheduler:
     """Requests wait, join, are run round by round, leave, and may be preempted and come back.
 
@@ -132,8 +127,7 @@ class Scheduler:
         self.waiting: dict[str, Running] = {}
         self.outbox = Outbox()
         self._places, self._first_places = itertools.count(), itertools.count(-2, -1)
-        self._ready: list[_Place] = []  # in order; may hold who has left
-        self._passed = 0  # times that the first of them was passed over
+        self._ready: list[_Place] = []  # in order
         self._compiled: deque[tuple[int, Running]] = deque()  # filled by the compiler's threads
         self._woken = threading.Event()
         self._deadlines: list[tuple[float, int, weakref.ref[Running]]] = []  # a heap
@@ -180,7 +174,12 @@ class Scheduler:
         if self.replays.unread:
             self.read(shield)
         elif self.waiting and posted == self.outbox.posted and not self.outbox.pending:
-            self._woken.wait(REST_S)  # for a grammar
+            self._woken.wait(REST_S)  # for a grammar, or `wake`
+            self._woken.clear()
+
+    def wake(self) -> None:
+        """End a step's rest, or the next one's; any thread may."""
+        self._woken.set()
 
     def _expire(self) -> None:
         """End the requests whose time is up."""
@@ -194,25 +193,33 @@ class Scheduler:
 
     def admit(self) -> None:
         """Give slots to requests whose grammar is ready, in order; nobody waits for another's."""
-        self._woken.clear()
         while self._compiled:
-            self._line_up(*self._compiled.popleft())
+            place, running = self._compiled.popleft()
+            if running.place == place:
+                self._line_up(place, running)
         self.seating.reclaim(self.replays.retired)
-        while (chosen := self._choose()) is not None and self._admit(chosen[2]):
-            self._passed = 0 if chosen is self._ready[0] else self._passed + 1
-            self._ready.remove(chosen)
+        while self._ready:
+            first, chosen = self._ready[0][2], self._choose()
+            if not self._admit(chosen):
+                break
+            first.passed += chosen is not first
 
-    def _choose(self) -> _Place | None:
+    def _choose(self) -> Running:
         """Who gets the next slot of those who are ready."""
-        while self._ready and not _waits(self._ready[0]):
-            del self._ready[0]
-        if not self._ready:
-            return None
-        first = self._ready[0]
-        if first[1] < 0 or self._passed >= MOST_PASSED or not self.seating.open:
+        priority, place, first = self._ready[0]
+        if place < 0 or first.passed >= MOST_PASSED or not self.seating.open:
             return first
-        near = [one for one in self._ready[:LOOKED_AT] if one[0] == first[0] and _waits(one)]
-        return max(near, key=lambda one: self.seating.cached(one[2]))  # of equals the first
+        near = (one[2] for one in self._ready[:LOOKED_AT] if one[0] == priority)
+        return max(near, key=self.seating.cached)  # of equals the first
+
+    def _step_out(self, running: Running) -> None:
+        """Let it wait no more, if it does."""
+        self.waiting.pop(running.id, None)
+        place = -running.request.priority, running.place
+        at = bisect.bisect_left(self._ready, place, key=lambda one: one[:2])
+        if at < len(self._ready) and self._ready[at][2] is running:
+            del self._ready[at]
+        running.place = -1
 
     def _admit(self, running: Running) -> bool:
         """Give one a slot, or refuse it; False when there is none for it yet."""
@@ -250,8 +257,7 @@ class Scheduler:
         }
         joined = self.seating.join(running, **sampling)
         if joined:
-            del self.waiting[running.id]
-            running.place = -1
+            self._step_out(running)
             if output.queue_s is None:
                 output.queue_s = running.age_s
             self.stats.joins += 1
@@ -395,8 +401,7 @@ class Scheduler:
         output.reason = reason
         text += running.flush()
         del self.unfinished[running.id]
-        self.waiting.pop(running.id, None)
-        running.place = -1
+        self._step_out(running)
         if running.slot >= 0:
             self.seating.leave(running, self.replays.number, told=told)
         self.deliver(output, error, running.hand_out(), text, running.age_s)

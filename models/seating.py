@@ -50,6 +50,7 @@ class Running:
     grammar : what it waits for outside the batch.
     adjust : what is done to its logits, but for the output so far.
     place : its place among those waiting, -1 while it does not wait; never used twice.
+    passed : how often another got a slot while it was the first in line.
     keys : of the pages that its tokens fill, for the prefix cache; None: nobody has asked.
     slot : where it sits, -1 while it waits.
     epoch : number of this stay in a slot; never used twice.
@@ -74,6 +75,7 @@ class Running:
     adjust: Adjust = NOTHING
     matcher: Matcher | None = None
     place: int = -1
+    passed: int = 0
     keys: list[bytes] | None = None
     slot: int = -1
     epoch: int = 0
@@ -270,7 +272,8 @@ class Seating:
     def join(self, running: Running, **sampling: Any) -> bool:
         """Give a request a slot, and pages for its first rounds; `prefill` then seats it.
 
-        A page for each of the others must be left, or the one who joins would be the next to go.
+        What the others lack must be left, at least a page for each, or the one who joins would be
+        the next to go.
         Its tokens so far are prefilled, all but the last, which its first round feeds; a request
         that was preempted goes on where it stopped.
 
@@ -289,7 +292,7 @@ class Seating:
         if running.keys is None:
             running.keys = self._prefixes.keys(tokens)
         shared = self._prefixes.match(running.keys)
-        if not self._allocate(running, slot, shared, spare=self.taken):
+        if not self._allocate(running, slot, shared, spare=len(self._joining) + self._lacking):
             return False
         self._free.pop(0)
         running.slot, running.epoch = slot, next(self._epochs)
@@ -402,6 +405,13 @@ class Seating:
         """Positions for which it must have pages when a replay with it is launched."""
         return min(running.length + self._reach, running.limit) + self._slack
 
+    @property
+    def _lacking(self) -> int:
+        """Pages without which not all who are seated have another round, at least one for each."""
+        size = self._caches[0].page_size
+        return sum(max(1, -(-(self._needed(one) - one.reserved) // size))
+                   for one in self.seated.values())  # fmt: skip
+
     def _allocate(
         self, running: Running, slot: int, shared: Sequence[Pages] = (), spare: int = 0
     ) -> bool:
@@ -411,7 +421,7 @@ class Seating:
         needed = -(-self._needed(running) // size)
         for pages in (min(needed + STRIDE, whole), needed):
             new = pages - len(shared) - running.reserved // size + spare
-            if not self._has_free(new):
+            if pages == needed and not self._has_free(new):  # more are taken of free ones alone
                 self._prefixes.make_room(new, shared)
             if self._has_free(new):
                 break

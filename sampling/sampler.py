@@ -245,7 +245,7 @@ class Sampler:
                 self.row_words, self.state.tables, batch, self._replay, told,
                 _layout(out_ring, told), out, _layout(out_ring, out), self.meetings, stamp,
                 stamp.stride]  # fmt: skip
-        lane.kernel(self._publish, (1, rows.count, 1), self.block, args, name="publish tokens")
+        lane.kernel(self._publish, rows.count, self.block, args, name="publish tokens")
 
     def draft(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, masked: bool

@@ -128,7 +128,8 @@ class SlotState:
         position, last : position of the last prompt token, and that token.
         epoch : generation of the slot; mask rows carry it.
         limit : exclusive end position of the request.
-        room : positions that its caches hold, where drafts that branch need more than `limit`.
+        room : positions that it may have pages for, where drafts that branch need more than
+            `limit`.
         stop_ids : up to 64 ids that end the request.
         seed : 64 bits; any int, taken modulo 2**64.
         temperature, top_k, top_p, min_p : filters; below 1e-5 the temperature means greedy. Off:

@@ -35,7 +35,7 @@ struct Slot {
   int active;
   int epoch;  // generation of the slot; its mask rows carry it
   int limit;  // tokens are produced at positions below it
-  int room;   // positions that its pages hold; `limit`, and more for drafts that branch
+  int room;   // positions that it may have pages for; `limit`, and more for drafts that branch
   int verify;
   int sample;  // index among the samples drawn with one seed
   unsigned long long seed;

@@ -117,6 +117,7 @@ class DFlash(Drafter):
                       norm=None if scaled or self._convolutions else x)  # fmt: skip
         if scaled:
             layers.scale(lane, stream, config.input_embedding_scale)
+        if scaled and not self._convolutions:
             layers.norm(lane, stream, x.weight, eps, x.out)
         rows, attending = Rows(token, slot, pos), Rows(token, slot, last)
         shape = (config, self._decoder, scratch, self._kv, self._turn, rows)

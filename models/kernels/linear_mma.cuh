@@ -173,15 +173,25 @@ __device__ __forceinline__ void store_pair(const Output& y, const Heads& to, int
 __device__ __forceinline__ void load_scales(const float* squares, float eps, int first, int count,
                                             int rows, int inner, float* scale) {
   const int groups = inner / GROUP;
-  for (int r = threadIdx.x / 32; r < count; r += WARPS) {
-    float sum = 0.0f;
-    if (squares != nullptr && first + r < rows) {
-      const float* of = squares + static_cast<long long>(first + r) * groups;
-      for (int k = threadIdx.x % 32; k < groups; k += 32) sum += of[k];
-      sum = warp_sum(sum);
+  constexpr int AT_ONCE = 4;  // rows of a warp, for one by one they would wait for memory
+  for (int r = threadIdx.x / 32; r < count; r += AT_ONCE * WARPS) {
+    float sum[AT_ONCE] = {};
+    for (int k = threadIdx.x % 32; squares != nullptr && k < groups; k += 32) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int row = r + i * WARPS;
+        if (row >= count || first + row >= rows) continue;
+        sum[i] += squares[static_cast<long long>(first + row) * groups + k];
+      }
     }
-    if (threadIdx.x % 32 != 0) continue;
-    scale[r] = squares == nullptr ? 1.0f : 1.0f / sqrtf(sum / static_cast<float>(inner) + eps);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = r + i * WARPS;
+      const float whole = warp_sum(sum[i]);
+      if (threadIdx.x % 32 != 0 || row >= count) continue;
+      const float mean = whole / static_cast<float>(inner);
+      scale[row] = squares == nullptr ? 1.0f : 1.0f / sqrtf(mean + eps);
+    }
   }
 }
 

@@ -69,8 +69,10 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
       }
       if (reaching != 0) atomicAdd(&above, reaching);
       __syncthreads();
+      const bool found = above == places;
       if (above >= places) least = tried;
       __syncthreads();
+      if (found) break;
     }
     for (int b = tid; b < batch; b += step) {
       const int s = row_slot[b];

@@ -165,7 +165,7 @@ __device__ __forceinline__ void note_committed(int r, const float* raw, int voca
 
 // Behind verification, a block for each row: notes it. The last one copies the batch rows' results
 // to the replay's entry of the output ring, marks the entry's unused rows and publishes its stamp
-// to the host. Grid (1, rows); `meeting` is nobody else's.
+// to the host. `meeting` is nobody else's.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     publish_round(const float* raw, int vocab_size, const int* row_slot, const int* map,
                   const Slot* slots, const RoundRow* rows, int row_words, int* tables, int batch,
@@ -175,9 +175,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int replay = *replay_number;
   const int entry = static_cast<int>(static_cast<unsigned int>(replay) % out.entries);
   told += static_cast<long long>(entry) * told_layout.stride;
-  note_committed(static_cast<int>(blockIdx.y), raw, vocab_size, row_slot, map, slots, rows,
+  note_committed(static_cast<int>(blockIdx.x), raw, vocab_size, row_slot, map, slots, rows,
                  row_words, tables, told, told_layout, scratch);
-  if (!is_last(*meeting, scratch)) return;
+  if (!is_last(*meeting, scratch, gridDim.x)) return;
   const int* results = reinterpret_cast<const int*>(rows);
   int* to = ring + static_cast<long long>(entry) * out.stride;
   for (int i = threadIdx.x; i < out.rows * out.row; i += BLOCK) {

@@ -39,10 +39,13 @@ GATES = {
     # Weights of 8 bits are loaded by eights, of 8 bytes; in twice as many chunks by few rows.
     ("linear_few", 1, 0, 1): (128, 4128, 32, 32, 0, 0),
     ("linear_few", 1, 1, 1): (128, 4128, 32, 16, 0, 0),
+    ("linear_few", 2, 0, 1): (128, 8256, 64, 64, 0, 0),
     ("linear_few", 2, 1, 1): (128, 8256, 64, 32, 0, 0),
+    ("linear_many", 32, 0, 1): (136, 144, 16, 2, 4, 2),
     ("linear_many", 64, 0, 1): (176, 272, 32, 4, 8, 2),
     ("linear_many", 32, 1, 1): (136, 144, 16, 0, 4, 3),
     ("linear_many", 64, 1, 1): (176, 272, 32, 0, 8, 4),
+    ("linear_many", 128, 0, 1): (255, 528, 64, 8, 8, 2),
     ("linear_many", 128, 1, 1): (255, 528, 64, 0, 8, 6),
 }
 

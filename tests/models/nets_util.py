@@ -83,9 +83,8 @@ def forward(
     """Logits [R, vocab] of rows, through a stream lane."""
     lane = StreamLane(stream)
     rows = make_rows(model.device, token, slot, pos)
-    hidden = model.forward(lane, rows, features)
     logits = model.device.empty((rows.count, model.vocab_size), "float32")
-    model.head(lane, hidden, logits)
+    model.forward(lane, rows, features, logits)
     stream.synchronize()
     return logits.to_host()
 

@@ -40,7 +40,7 @@ class Forward:
         logits = device.zeros((count, model.vocab_size), "float32")
         graph = Graph(device, f"{count} rows")
         lane = graph.lane("model")
-        model.head(lane, model.forward(lane, self.rows, features), logits)
+        model.forward(lane, self.rows, features, logits)
         self.results = logits, features, drafter.entries(lane, self.entries, features)
         self.exec = graph.instantiate()
 

@@ -25,9 +25,9 @@ def engine(tmp_path, monkeypatch):
     make_tiny_llama(tmp_path / "target", dtype="bfloat16", **SIZES)
     make_tiny_tokenizer(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", llama_config(**SIZES), dtype="bfloat16")
-    return lambda head: Engine(tmp_path / "target", tmp_path / "head" if head else None,
-                               draft_length=3, max_batch_size=2, max_length=96,
-                               grammar_transport="native")  # fmt: skip
+    return lambda head, **more: Engine(
+        tmp_path / "target", tmp_path / "head" if head else None, max_batch_size=2, max_length=96,
+        grammar_transport="native", **{"draft_length": 3} | more)  # fmt: skip
 
 
 def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token(engine):
@@ -49,7 +49,9 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
     assert answers[0] == answers[1] and len({*answers[0][0]}) > 4
 
 
-def test_prompts_wait_for_no_compiler(engine, monkeypatch):
+@pytest.mark.parametrize("activations", [
+    "float32", pytest.param("rounded", marks=pytest.mark.full)])
+def test_prompts_wait_for_no_compiler(engine, monkeypatch, activations):
     """Whatever a prompt's length, its kernels were loaded before the first request."""
     asked, load = set(), Device.load
 
@@ -58,7 +60,7 @@ def test_prompts_wait_for_no_compiler(engine, monkeypatch):
         return load(self, source, *defines, **more)
 
     monkeypatch.setattr(Device, "load", note)
-    with engine(True) as one:
+    with engine(True, activations=activations, draft_length=4) as one:
         before = set(asked)
         one.generate([Request(tokens=[300 + n % 7] * n, max_tokens=2) for n in (2, 12, 25, 50, 90)])
     assert len(before) > 10 and asked == before

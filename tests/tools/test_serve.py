@@ -29,10 +29,13 @@ from graft.tools.serve import calls
 from graft.tools.serve.command import bound
 from graft.tools.validity import is_valid
 
-app = pytest.importorskip("graft.tools.serve.app", reason="the extra serve is not installed")
-leaving = pytest.importorskip("graft.tools.serve.server", reason="the extra serve is not installed")
+for package in ("starlette", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
+
+from graft.tools.serve import app  # noqa: E402
+from graft.tools.serve import server as leaving  # noqa: E402
 
 WEB = httpx.Client(verify=False)
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},

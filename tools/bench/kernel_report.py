@@ -40,9 +40,12 @@ VALUES = {"WEIGHT": (*STORAGE, "e4m3_t"), "CACHE": STORAGE, "OUT": STORAGE,
           "WEIGHT16": ("bf16_t", "fp16_t"), "WEIGHT8": ("0", "1"), "SPLIT": ("0", "1"),
           "TILES": ("1", "2"), "ROW_BLOCK": ("32", "64", "128"), "X16": ("0", "1"),
           "GATED": ("0", "1"), "TURNED": ("0", "64", "128")}
-#: What says how many rows a product takes at once, and what else is defined where x is rounded.
+#: What says how many rows a product takes at once, and what else is defined where x is rounded or
+#: weights have 8 bits.
 SIZES = ("TILES", "ROW_BLOCK")
-ROUNDED = ((("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1")), (("TURNED", "128"), ("X16", "1")))
+_EIGHT = (("WEIGHT8", "1"),)
+_ROUNDED = ((("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1")), (("TURNED", "128"), ("X16", "1")))
+MORE = (_EIGHT, *(more + eight for more in _ROUNDED for eight in ((), _EIGHT)))
 
 DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\S+)\n#endif", re.M)
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
@@ -124,8 +127,7 @@ def file_variants(path: Path) -> list[Variant]:
             raise CompileError(f"{path.name}: {name} is not in kernel_report.VALUES")
         found += [Variant(path, ((name, v),)) for v in VALUES[name] if v != default]
         if name in SIZES:
-            found += [Variant(path, (*more, *eight, (name, v))) for more in ROUNDED
-                      for eight in ((), (("WEIGHT8", "1"),)) for v in VALUES[name]]
+            found += [Variant(path, (*more, (name, v))) for more in MORE for v in VALUES[name]]
     return found
 
 

@@ -82,14 +82,15 @@ async def arrivals(url: str, key: str, bodies: Sequence[dict[str, Any]], rate: f
 
     async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
         try:
-            heard = await hear(client, body)
-        except httpx.HTTPError:
+            async with asyncio.timeout(LATE_S):
+                heard = await hear(client, body)
+        except (httpx.HTTPError, TimeoutError):
             heard = Heard()
         bar.update()
         return heard
 
     with bar:
-        async with (httpx.AsyncClient(base_url=f"{url.rstrip('/')}/", timeout=LATE_S,
+        async with (httpx.AsyncClient(base_url=f"{url.rstrip('/')}/", timeout=None,
                                       headers={"authorization": f"Bearer {key}"},
                                       limits=httpx.Limits(max_connections=None)) as client,
                     asyncio.TaskGroup() as group):

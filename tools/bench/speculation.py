@@ -354,7 +354,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                         metavar="BRANCHxLEVELS", help="with each of the lengths")
     parser.add_argument("--legality", nargs="+", choices=(*LEGALITIES, "blind"),
                         default=["fill", "blind"])
-    parser.add_argument("--verify", nargs="+", choices=VERIFY_MODES[:-1], default=["rejection"])
+    parser.add_argument("--verify", nargs="+", default=["rejection"],
+                        choices=[mode for mode in VERIFY_MODES if mode != "traversal"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8],
                         help="requests at a time")

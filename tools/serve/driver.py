@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from graft.models.engine import Engine
+from graft.models.errors import EngineError
 from graft.models.request import Event, Output, Request
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class Driver:
     async def stop(self) -> None:
         """Let the thread end. What is unfinished is cancelled first."""
         self.cancel_all()
-        self._jobs.put(None)
+        self._put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -57,17 +58,17 @@ class Driver:
     def submit(self, request: Request, sink: asyncio.Queue[Event]) -> None:
         """Its events come into `sink`; the last one has its output, whatever happens."""
         self._sinks[str(request.id)] = sink
-        self._jobs.put(partial(self._submit, request))
+        self._put(partial(self._submit, request))
 
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for any more."""
         if self._sinks.pop(request_id, None) is not None:
-            self._jobs.put(partial(self._engine.cancel, request_id))
+            self._put(partial(self._engine.cancel, request_id))
 
     def cancel_all(self) -> None:
         """End all requests; those who wait are told."""
         for request_id in self._sinks:
-            self._jobs.put(partial(self._engine.cancel, request_id))
+            self._put(partial(self._engine.cancel, request_id))
 
     async def ask(self, work: Callable[[Engine], T]) -> T:
         """What a function says of the engine, between two rounds."""
@@ -80,8 +81,12 @@ class Driver:
                 except Exception as error:  # whoever asked is told
                     answer.set_exception(error)
 
-        self._jobs.put(job)
+        self._put(job)
         return await asyncio.wrap_future(answer)
+
+    def _put(self, job: Callable[[], object] | None) -> None:
+        self._jobs.put(job)
+        self._engine.wake()
 
     # The thread -------------------------------------------------------------------------------
 
@@ -103,6 +108,8 @@ class Driver:
 
     def _submit(self, request: Request) -> None:
         try:
+            if self.failure is not None:
+                raise EngineError(self.failure)
             self._engine.submit(request)
         except Exception as error:  # of a failed engine; the request ends all the same
             self._tell([_failed(str(request.id), str(error), type(error).__name__)])

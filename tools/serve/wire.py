@@ -186,6 +186,9 @@ class Front:
         said |= self._named(fields, chat) | {"grammar": grammar}
         call_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         prompts = [self._chat(fields, grammar)] if chat else self._prompts(fields.get("prompt"))
+        count = fields.get("n", 1)
+        if type(count) is int and count * len(prompts) > MAX_SAMPLES:
+            raise WireError(f"at most {MAX_SAMPLES} answers, got {count * len(prompts)}", param="n")
         requests = [sample for i, tokens in enumerate(prompts) for sample in Request(
             tokens=tokens, id=f"{call_id}/{i}", **said).samples()]  # fmt: skip
         options = fields.get("stream_options", {})
@@ -232,7 +235,7 @@ class Front:
         if not isinstance(messages, list) or not messages:
             raise WireError("messages must be a list of at least one", param="messages")
         check_size("the prompt", messages, "prompt_bytes", self.limits)
-        taken = {"messages", "schema", "tools", "names", "most_bytes"}
+        taken = {"self", "messages", "schema", "tools", "names", "most_bytes"}
         if not isinstance(variables, dict) or taken & set(variables):
             raise WireError("chat_template_kwargs must be an object, without "
                             f"{', '.join(sorted(taken))}", param="chat_template_kwargs")
