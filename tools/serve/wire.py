@@ -187,7 +187,7 @@ class Front:
         call_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         prompts = [self._chat(fields, grammar)] if chat else self._prompts(fields.get("prompt"))
         count = fields.get("n", 1)
-        if type(count) is int and count * len(prompts) > MAX_SAMPLES:
+        if type(count) is int and count <= MAX_SAMPLES < count * len(prompts):
             raise WireError(f"at most {MAX_SAMPLES} answers, got {count * len(prompts)}", param="n")
         requests = [sample for i, tokens in enumerate(prompts) for sample in Request(
             tokens=tokens, id=f"{call_id}/{i}", **said).samples()]  # fmt: skip
