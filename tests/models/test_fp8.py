@@ -23,7 +23,7 @@ VALUES = np.array([(-1) ** (c >> 7) * (2.0 ** ((c >> 3 & 15) - 7) * (1 + c % 8 /
                                        else 2.0**-6 * (c % 8) / 8) for c in CODES.tolist()])
 FORMS = [("thread", 48, 200, "rounded"), ("warp", 20, 100, "rounded"),
          ("warp", 144, 384, "rounded"), ("warp", 16, 1152, "rounded"),
-         ("warp", 144, 384, "float32")]
+         pytest.param("warp", 144, 384, "float32", marks=pytest.mark.full)]
 LAYER = "model.layers.0.mlp.down_proj.weight"
 
 

@@ -49,8 +49,8 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
     assert answers[0] == answers[1] and len({*answers[0][0]}) > 4
 
 
-@pytest.mark.parametrize("activations", [
-    "float32", pytest.param("rounded", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("activations", ["float32", "rounded"])
 def test_prompts_wait_for_no_compiler(engine, monkeypatch, activations):
     """Whatever a prompt's length, its kernels were loaded before the first request."""
     asked, load = set(), Device.load
