@@ -139,7 +139,7 @@ class Eagle3Head:
         """Feed entries whose feature is the head's own output `hidden`, float32[B, hidden].
 
         Returns as `entries`; `hidden` may be what an earlier call returned. `logits`, float32[B,
-        draft_vocab], gets what `head` makes of it.
+        draft_vocab], gets up to rounding what `head` makes of it.
         """
         n = rows.check(self.max_rows)
         expect("hidden", hidden, "float32", B=n, width=self.config.hidden_size)

@@ -345,8 +345,9 @@ def test_no_draft_changes_an_output(cell, count):
     with settled(demo_engine(max_batch_size=5, **(CELLS | OTHER_TREES)[cell])) as engine:
         outputs = engine.generate([asked[i] for i in order])
         assert engine.stats.speculated_rounds > 0
-    differ = [i for i, output in zip(order, outputs, strict=True) if answer(output) != expected[i]]
-    assert len(asked) == 4 * count and not differ, [asked[i] for i in differ]
+    differ = [(output.reason, output.error, asked[i])
+              for i, output in zip(order, outputs, strict=True) if answer(output) != expected[i]]
+    assert len(asked) == 4 * count and not differ, differ
 
 
 def drafts_by_position(lengths, **options):
