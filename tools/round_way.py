@@ -1,10 +1,10 @@
 """The way of one round: which files of graft take part in it, and how many lines they have.
 
 Usage: ``python -m graft.tools.round_way``. Python files are those with a function that most rounds
-call while a batch of the demo runs, between joining and ending. Kernels are those of a round's graph,
-with what they include, but for the layers of the models (``LAYERS``): a round calls a forward, as
-it would any model's. Native files are those where a round enters native code, what they include,
-and the source beside an included header, unless a round that goes well runs nothing of it
+call while a batch of the demo runs, between joining and ending. Kernels are those of a round's
+graph, with what they include, but for the layers of the models (``LAYERS``): a round calls a
+forward, as it would any model's. Native files are those where a round enters native code, what they
+include, and the source beside an included header, unless a round that goes well runs nothing of it
 (``ASIDE``). The grammar backend that stands behind ``guide/matcher.h`` is not counted.
 """
 
