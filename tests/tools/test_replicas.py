@@ -20,7 +20,8 @@ from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools import cli
 from graft.tools.demo_model import demo_model
 from graft.tools.serve.driver import Exchange, Facts
-from graft.tools.serve.replicas import SUSPECT, Replicas, Router
+from graft.tools.serve.replicas import SUSPECT, Replicas
+from graft.tools.serve.router import Router
 
 FACTS = Facts(demo_model()[0], Limits(), 4, 16, 64)
 
@@ -246,8 +247,9 @@ def processes(mark):
 def replicas_of_demo(*options):
     """The URL of ``graft serve`` with two replicas, and the mark of its processes."""
     mark = secrets.token_hex(16)
-    command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0", "--replicas", "2"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True,
+    command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0", "--replicas", "2",
+               "--name", "demo", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
                           env=os.environ | {"GRAFT_MARK": mark}) as process:
         try:
             yield process.stdout.readline().split(" at ")[1].strip(), mark.encode()

@@ -1,22 +1,66 @@
-"""Ray: processes of a machine, an engine in each."""
+"""Engines in processes of their own, over Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from graft.cudagraph import chooser
 from graft.cudagraph.errors import OptionError
-from graft.tools.serve.replicas import Actor, Worker
+from graft.models.engine import Engine
+from graft.models.errors import EngineError
+from graft.models.request import Event, Request
+from graft.tools.serve.driver import Driver, Facts, all_of
+from graft.tools.serve.replicas import Actor
 
 #: Calls of a worker that are under way at once, at most.
 _AT_ONCE = 16
+
+
+class Worker:
+    """One engine and its driver, told from afar; the methods are one event loop's."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._driver: Driver
+
+    async def begin(self, make: Callable[[], Engine]) -> Facts:
+        """Make the engine. Raises what `make` raises."""
+        self._driver = Driver(make())
+        self._driver.start(lambda _output: None)
+        return self._driver.facts
+
+    async def tell(self, jobs: Sequence[Request | str]) -> None:
+        """Take requests, and cancel those that are named."""
+        for job in jobs:
+            if isinstance(job, str):
+                self._driver.cancel(job)
+            else:
+                self._driver.submit(job, self._events)
+
+    async def events(self) -> list[Event]:
+        """What there is to tell, as soon as there is any.
+
+        Raises
+        ------
+        EngineError
+            The engine has failed for good.
+        """
+        found = await all_of(self._events)
+        if self._driver.failure is not None:
+            raise EngineError(self._driver.failure)
+        return found
+
+    async def counters(self) -> dict[str, Any] | None:
+        """The engine's; None: it does not answer."""
+        return (await self._driver.counters())[0]
 
 
 class RayActor:
@@ -25,9 +69,11 @@ class RayActor:
     def __init__(self, ray: Any, kind: Any):
         self._ray, self._handle = ray, kind.remote()
 
-    def call(self, name: str, *given: Any) -> Awaitable[Any]:
-        answer: Awaitable[Any] = getattr(self._handle, name).remote(*given)
-        return answer
+    async def call(self, name: str, *given: Any) -> Any:
+        try:
+            return await getattr(self._handle, name).remote(*given)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
     def kill(self) -> None:
         self._ray.kill(self._handle)
@@ -58,6 +104,7 @@ def cluster(count: int) -> Iterator[Callable[[], Actor]]:
     gpus = int(device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1]))
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
         ray.init(address="local", include_dashboard=False, num_cpus=count, _temp_dir=folder,
+                 object_store_memory=1 << 27,  # what is told is small
                  logging_level=logging.ERROR, log_to_driver=False, configure_logging=False,
                  _system_config={"worker_niceness": 0})  # 15 of itself
         # Ray's own handler would end the process on the spot.

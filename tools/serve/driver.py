@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from graft.models.engine import Engine
 from graft.models.errors import EngineError
@@ -20,6 +20,7 @@ from graft.models.request import Event, Limits, Output, Request
 if TYPE_CHECKING:
     from graft.tools.serve.replicas import Replicas
 
+T = TypeVar("T")
 #: Seconds that an engine may take to say how it is.
 ASK_S = 5.0
 
@@ -189,3 +190,11 @@ class Exchange:
 def failed(request_id: str, why: str, kind: str = "EngineError") -> Event:
     """The last event of a request that an error ended."""
     return Event(request_id, (), "", Output(request_id, reason="error", error=why, error_type=kind))
+
+
+async def all_of(queue: asyncio.Queue[T]) -> list[T]:
+    """What a queue has, as soon as it has any."""
+    found = [await queue.get()]
+    while not queue.empty():
+        found.append(queue.get_nowait())
+    return found

@@ -14,115 +14,31 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from graft.models.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Output, Request
-from graft.tools.serve.driver import ASK_S, Driver, Facts, failed
+from graft.tools.serve.driver import ASK_S, Facts, all_of, failed
+from graft.tools.serve.router import Router
 
 LOG = logging.getLogger("graft")
-T = TypeVar("T")
 SUSPECT = 2
 #: Seconds between two attempts to bring up an engine that does not come: the first, and the most.
 RETRY_S = 1.0, 60.0
 
 
 class Actor(Protocol):
-    """A `Worker` in a process of its own."""
+    """A `Worker`, in a process of its own."""
 
     def call(self, name: str, *given: Any) -> Awaitable[Any]:
-        """What one of its methods returns; raises whatever it dies by."""
+        """What one of its methods returns. Raises what that raises, or what it died by."""
 
     def kill(self) -> None:
         """End the process, if it still runs."""
-
-
-class Worker:
-    """One engine and its driver, told from afar; the methods are one event loop's."""
-
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._driver: Driver
-
-    async def begin(self, make: Callable[[], Engine]) -> Facts:
-        """Make the engine. Raises what `make` raises."""
-        self._driver = Driver(make())
-        self._driver.start(lambda _output: None)
-        return self._driver.facts
-
-    async def tell(self, jobs: Sequence[Request | str]) -> None:
-        """Take requests, and cancel those that are named."""
-        for job in jobs:
-            if isinstance(job, str):
-                self._driver.cancel(job)
-            else:
-                self._driver.submit(job, self._events)
-
-    async def events(self) -> list[Event]:
-        """What there is to tell, as soon as there is any.
-
-        Raises
-        ------
-        EngineError
-            The engine has failed for good.
-        """
-        found = await _all_of(self._events)
-        if self._driver.failure is not None:
-            raise EngineError(self._driver.failure)
-        return found
-
-    async def counters(self) -> dict[str, Any] | None:
-        """The engine's; None: it does not answer."""
-        return (await self._driver.counters())[0]
-
-
-class Router:
-    """Which engine a prompt goes to: where most pages of its beginning have been before, then where
-    least is to do; but to none that is a batch behind the idlest.
-
-    Parameters
-    ----------
-    count : of engines.
-    facts : of each: an engine is thought to keep as many pages as its cache has.
-    """
-
-    def __init__(self, count: int, facts: Facts):
-        self._facts = facts
-        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
-
-    def keys(self, tokens: Sequence[int]) -> list[int]:
-        """A chain of hashes, one for each whole page behind which a token is left."""
-        size, keys = self._facts.page_size, [0]
-        for end in range(size, len(tokens), size):
-            keys.append(hash((keys[-1], *tokens[end - size : end])))
-        return keys[1:]
-
-    def choose(self, keys: Sequence[int], loads: Mapping[int, int]) -> int:
-        """One of the engines, which have so many requests each, for a prompt with these keys."""
-        idlest = min(loads.values())
-
-        def rank(number: int) -> tuple[int, int]:
-            known = self._known[number]
-            return -sum(1 for _ in takewhile(known.__contains__, keys)), loads[number]
-
-        chosen = min((n for n, load in loads.items() if load - idlest < self._facts.rows), key=rank)
-        known = self._known[chosen]
-        for key in reversed(keys):  # the beginning is the last to be forgotten
-            known[key] = None
-            known.move_to_end(key)
-        while len(known) > self._facts.pages:
-            known.popitem(last=False)
-        return chosen
-
-    def forget(self, number: int) -> None:
-        """An engine begins anew, with an empty cache."""
-        self._known[number].clear()
 
 
 @dataclass(eq=False)
@@ -299,7 +215,7 @@ class Replicas:
 
     async def _tell(self, replica: _Replica) -> None:
         while True:  # one by one, so that nothing overtakes
-            await replica.actor.call("tell", await _all_of(replica.jobs))
+            await replica.actor.call("tell", await all_of(replica.jobs))
 
     async def _hear(self, replica: _Replica) -> None:
         while True:
@@ -365,17 +281,8 @@ class Replicas:
         self._house()
 
 
-async def _all_of(queue: asyncio.Queue[T]) -> list[T]:
-    """What a queue has, as soon as it has any."""
-    found = [await queue.get()]
-    while not queue.empty():
-        found.append(queue.get_nowait())
-    return found
-
-
 def _reason(error: BaseException) -> str:
-    """The first sentence of what lies behind an error."""
+    """The first line of what an error says."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    error = getattr(error, "cause", None) or error
     return (str(error) or type(error).__name__).splitlines()[0]
