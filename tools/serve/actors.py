@@ -103,10 +103,14 @@ def cluster(count: int) -> Iterator[Callable[[], Actor]]:
     device = os.environ.get("GRAFT_DEVICE") or "auto"
     gpus = int(device == "cuda" or (device == "auto" and not chooser.probe_cuda()[1]))
     with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
-        ray.init(address="local", include_dashboard=False, num_cpus=count, _temp_dir=folder,
-                 object_store_memory=1 << 27,  # what is told is small
-                 logging_level=logging.ERROR, log_to_driver=False, configure_logging=False,
-                 _system_config={"worker_niceness": 0})  # 15 of itself
+        try:
+            ray.init(address="local", include_dashboard=False, num_cpus=count, _temp_dir=folder,
+                     object_store_memory=1 << 27,  # what is told is small
+                     logging_level=logging.ERROR, log_to_driver=False, configure_logging=False,
+                     _system_config={"worker_niceness": 0})  # 15 of itself
+        except Exception as error:  # it has no class of its own for this
+            ray.shutdown()
+            raise EngineError(f"Ray does not come up: {error}") from error
         # Ray's own handler would end the process on the spot.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
