@@ -103,7 +103,8 @@ async def heard_by_crowd(url, asked, count, meanwhile=None):
             meanwhile(number)
         return heard
 
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+            base_url=url, api_key="-", max_retries=0, timeout=600.0) as client:
         return await asyncio.gather(*(one(client, i) for i in range(count)))
 
 

@@ -51,64 +51,53 @@ class Told:
     each; it dies when told to, or by a request of priority 13."""
 
     made: ClassVar[list[Told]] = []
+    comes = True
 
     def __init__(self):
         self.asked: dict[str, Request] = {}
         self.cancelled: list[str] = []
-        self.dead = asyncio.Event()
-        self.events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self.dead = False
+        self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self.step = 1 + len(self.made) % 3
         self.made.append(self)
 
     def kill(self):
-        self.dead.set()
+        self.dead = True
+        self.events.put_nowait(None)
 
-    def run(self, name, most=None, other=0):
+    def run(self, name, most=None, first=0):
         """Tell a request's tokens, up to so many or to its end."""
-        tokens = list(range(other, other + self.asked[name].max_tokens))
-        for at in range(0, len(tokens) if most is None else most, self.step):
+        tokens = range(first, first + self.asked[name].max_tokens)
+        text = "".join(chr(97 + token) for token in tokens)
+        for at in range(0, most or len(tokens), self.step):
             told = tuple(tokens[at : at + self.step])
-            last = most is None and at + self.step >= len(tokens)
-            text = "".join(chr(97 + token) for token in tokens)
-            self.events.put_nowait([Event(
+            ends = most is None and at + self.step >= len(tokens)
+            self.events.put_nowait(Event(
                 name, told, text[at : at + self.step],
-                Output(name, tokens=tokens, text=text, reason="length") if last else None,
-                tuple(Logprob(-token, ()) for token in told))])
+                Output(name, tokens=list(tokens), text=text, reason="length") if ends else None,
+                tuple(Logprob(-token, ()) for token in told)))
 
     async def call(self, name, *given):
-        work = asyncio.ensure_future(getattr(self, f"on_{name}")(*given))
-        death = asyncio.ensure_future(self.dead.wait())
-        await asyncio.wait((work, death), return_when=asyncio.FIRST_COMPLETED)
-        if self.dead.is_set():
-            work.cancel()
-            raise OSError("killed")
-        death.cancel()
-        return await work
-
-    async def on_begin(self, make):
-        return make()
-
-    async def on_tell(self, jobs):
-        for job in jobs:
+        answer = {"begin": FACTS, "counters": {"asked": len(self.asked)}}.get(name)
+        if name == "events" or (name == "begin" and not self.comes):
+            answer = [await self.events.get()]
+        for job in given[0] if name == "tell" else ():
             if isinstance(job, str):
                 self.cancelled.append(job)
                 continue
-            self.asked[str(job.id)] = job
+            self.asked[job.id] = job
             if job.priority == 13:
                 self.kill()
-
-    async def on_events(self):
-        return await self.events.get()
-
-    async def on_counters(self):
-        return {"asked": len(self.asked)}
+        if self.dead:
+            raise OSError("killed")
+        return answer
 
 
 @asynccontextmanager
 async def fakes(count=2, waiting=100):
     """Replicas whose engines only tell, the engines (restarted ones too), and what has ended."""
     Told.made, ended = [], []
-    replicas = Replicas(Told, lambda: FACTS, count, waiting)
+    replicas = Replicas(Told, None, count, waiting)
     await replicas.begin()
     replicas.start(ended.append)
     try:
@@ -163,7 +152,7 @@ def test_callers_of_an_engine_that_dies_hear_on_where_they_were():
             assert 0 < second.asked["a"].timeout_s < 9.0
             second.run("a")
             second.run("b")
-            second.run("other", other=1)
+            second.run("other", first=1)
             for name in ("a", "b"):
                 said = await heard(calls[name])
                 assert said[:3] == (list(range(9)), "abcdefghi", [-i for i in range(9)])
@@ -206,7 +195,7 @@ def test_without_any_engine_calls_wait_for_as_long_as_there_is_hope(monkeypatch)
             left = ask(replicas)
         assert (await heard(left))[3].reason == "cancelled"
         async with fakes(1, waiting=1) as (replicas, engines, _):
-            monkeypatch.setattr(Told, "on_begin", lambda self, make: self.dead.wait())
+            monkeypatch.setattr(Told, "comes", False)
             engines[0].kill()
             await turn()
             calls = [ask(replicas, str(i)) for i in range(6)]
