@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from graft.cudagraph.errors import GraftError
 from graft.models.engine import Engine
-from graft.models.request import Request
+from graft.models.request import Output, Request
 from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.report import program, table
 from graft.tools.smollm import HEAD, smollm
@@ -47,26 +47,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(options.tokens, options.calls) < 1:
         parser.error("--tokens and --calls must be above 0")
     model, drafter = options.model or smollm(), options.draft or (None if options.model else HEAD)
-    seconds: dict[str, list[float]] = {"with the cache": [], "without": []}
+    heard: dict[str, list[Output]] = {"with the cache": [], "without": []}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(Engine(
             model, drafter, max_batch_size=1, prefix_cache_bytes=most))
-            for name, most in zip(seconds, (None, 0), strict=True)}  # fmt: skip
+            for name, most in zip(heard, (None, 0), strict=True)}  # fmt: skip
         asked = prompts(next(iter(engines.values())), options.tokens, options.calls + 1)
         for tokens in tqdm(asked, unit="call", disable=None):
-            said = {name: engine.generate([Request(tokens=tokens, max_tokens=8)])[0]
-                    for name, engine in engines.items()}  # fmt: skip
-            for name, output in said.items():
-                if output.first_token_s is None or output.error:
-                    raise GraftError(f"{name}: {output.error or output.reason}")
-                seconds[name].append(output.first_token_s)
-            if len({tuple(output.tokens) for output in said.values()}) > 1:
+            for name, engine in engines.items():
+                heard[name] += engine.generate([Request(tokens=tokens, max_tokens=8)])
+                if (error := heard[name][-1].error) is not None:
+                    raise GraftError(f"{name}: {error}")
+            if len({tuple(outputs[-1].tokens) for outputs in heard.values()}) > 1:
                 raise GraftError("the cache changed an output")
-    rows = [(name, f"{first * 1e3:.0f}", f"{statistics.median(more) * 1e3:.0f}",
-             f"{min(more) * 1e3:.0f}", f"{max(more) * 1e3:.0f}")
-            for name, (first, *more) in seconds.items()]
-    print(table([("ms to the first token", "first call", "later, median", "least", "most"), *rows]))
-    ratio = [b / a for a, b in list(zip(*seconds.values(), strict=True))[1:]]
+    rows, ms = [], {name: [(o.first_token_s or 0.0) * 1e3 for o in outputs]
+                    for name, outputs in heard.items()}
+    for name, (first, *more) in ms.items():
+        found = statistics.median(output.cached_tokens for output in heard[name][1:])
+        rows.append((name, f"{found:.0f}", *(f"{value:.0f}" for value in (
+            first, statistics.median(more), min(more), max(more)))))
+    print(table([("ms to the first token", "found", "first call", "later", "least", "most"),
+                 *rows]))
+    ratio = [without / cached for cached, without in zip(*ms.values(), strict=True)][1:]
     print(f"{options.tokens} shared tokens: {statistics.median(ratio):.1f} times shorter "
           f"({min(ratio):.1f} to {max(ratio):.1f}, call by call)")
 
