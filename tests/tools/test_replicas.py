@@ -33,6 +33,7 @@ def test_prompts_go_where_their_beginning_has_been_and_else_to_the_idlest():
     first, other = list(range(40)), list(range(100, 140))
     keys = router.keys(first)
     assert len(keys) == 2 and router.keys(first[:32]) == keys[:1]
+    assert len(router.keys([[]] * 40)) == 2  # an engine refuses them
     assert router.keys([*first[:16], *other])[:1] == keys[:1] != router.keys(other)[:1]
     assert router.choose(keys, {0: 1, 1: 0}) == 1  # nobody knows it
     assert router.choose(keys, {0: 0, 1: 3}) == 1  # where it has been

@@ -57,7 +57,7 @@ class _Call:
     def begun(self) -> Request:
         """What to ask of the next engine."""
         self.at, left = (0, 0), self.request.timeout_s
-        if left is not None and self.deaths:
+        if left is not None:
             left = max(1e-3, left - (time.monotonic() - self.arrived))
         return replace(self.request, timeout_s=left)
 

@@ -27,7 +27,8 @@ class Router:
         """A chain of hashes, one for each whole page behind which a token is left."""
         size, keys = self._facts.page_size, [0]
         for end in range(size, len(tokens), size):
-            keys.append(hash((keys[-1], *tokens[end - size : end])))
+            part = repr(tokens[end - size : end])  # what is no token yet has no hash
+            keys.append(hash((keys[-1], part)))
         return keys[1:]
 
     def choose(self, keys: Sequence[int], loads: Mapping[int, int]) -> int:
