@@ -17,8 +17,8 @@ from typing import ClassVar
 import pytest
 
 from graft.models.request import Event, Limits, Logprob, Output, Request
-from graft.tools import cli
 from graft.tools.demo_model import demo_model
+from graft.tools.serve.actors import Worker
 from graft.tools.serve.driver import Exchange, Facts
 from graft.tools.serve.replicas import SUSPECT, Replicas
 from graft.tools.serve.router import Router
@@ -211,14 +211,46 @@ def test_without_any_engine_calls_wait_for_as_long_as_there_is_hope(monkeypatch)
     asyncio.run(run())
 
 
-def test_the_command_names_what_replicas_lack(monkeypatch, capsys):
-    """Without ray, or with what cannot be begun anew, it is one sentence."""
-    pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(["serve", "--port", "0", "--replicas", "2"]) == 2
-    assert "pip install 'graft-cuda[replicas]'" in capsys.readouterr().err
-    assert cli.main(["serve", "--port", "0", "--replicas", "2", "--verify", "rejection"]) == 2
-    assert "--verify coupled" in capsys.readouterr().err
+class Here:
+    """A worker in this process."""
+
+    def __init__(self):
+        self.worker = Worker()
+
+    async def call(self, name, *given):
+        return await getattr(self.worker, name)(*given)
+
+    def kill(self):
+        self.end = asyncio.ensure_future(self.worker._driver.stop())
+
+
+def test_a_worker_answers_as_its_engine_does_until_that_fails(engine, monkeypatch):
+    """Through it tokens are the engine's own, and an engine that has failed has died."""
+    [own] = engine.generate([Request(tokens=[1] * 20, max_tokens=9)])
+
+    def fail():
+        raise RuntimeError("the device burns")
+
+    async def run():
+        replicas = Replicas(Here, lambda: engine, 1, 100)
+        await replicas.begin()
+        replicas.start(lambda _output: None)
+        tokens, text, _, output = await heard(ask(replicas))
+        assert (tokens, text, output.reason) == (own.tokens, own.text, own.reason)
+        monkeypatch.setattr(engine, "step", fail)
+        output = (await heard(ask(replicas)))[3]
+        assert output.error == (
+            "3 engines died while they had the request, the last by: the device burns")
+        await replicas.stop()
+        replicas._replicas[0].actor.kill()
+        await replicas._replicas[0].actor.end
+
+    asyncio.run(run())
+    monkeypatch.undo()
+    for name in list(engine._scheduler.unfinished):
+        engine.cancel(name)
+    while engine.busy:
+        engine.step()
 
 
 def processes(mark):

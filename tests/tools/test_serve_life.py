@@ -153,6 +153,11 @@ def test_the_command_names_what_it_lacks(monkeypatch, capsys):
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "--port", port]) == 2
     assert f"--port {port}: " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for options, words in (([], "the package ray: pip install 'graft-cuda[replicas]'"),
+                           (["--verify", "rejection"], "their --verify coupled")):
+        assert cli.main(["serve", "--port", "0", "--replicas", "2", *options]) == 2
+        assert words in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "graft.tools.serve.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert cli.main(["serve"]) == 2
