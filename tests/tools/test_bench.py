@@ -14,8 +14,9 @@ import tokenizers
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import make_backend
-from graft.tools.bench import data, grammar, round_time, rounds
+from graft.tools.bench import data, grammar, prefix, round_time, rounds
 from graft.tools.bench.grammar_child import LLGuidance
+from graft.tools.demo_model import demo_model
 
 pytest.importorskip("llguidance")
 
@@ -192,3 +193,13 @@ def test_guided_and_free_rounds_are_paired(device, monkeypatch, capsys):
     monkeypatch.setattr(round_time, "LEAST", 1)
     assert round_time.main([*arguments, "--rounds", "200"]) == 2
     assert "had all 2 rows taken" in capsys.readouterr().err
+
+
+def test_what_the_prefix_cache_saves_is_found_and_changes_no_output(capsys):
+    """All whole pages of what calls share are found by the engine that keeps them."""
+    target, drafter = map(str, demo_model())
+    asked = ["--tokens", "200", "--calls", "2", "--model", target, "--draft", drafter]
+    assert prefix.main(asked) == 0
+    cached, without, ratio = capsys.readouterr().out.splitlines()[1:]
+    assert cached.split()[3] == "192" and without.split()[1] == "0"
+    assert ratio.startswith("200 shared tokens: ")

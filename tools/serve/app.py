@@ -1,4 +1,4 @@
-"""The endpoint: an ASGI application before an engine's driver."""
+"""The endpoint: an ASGI application before an engine, or several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,17 +20,15 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graft.cudagraph.errors import GraftError
-from graft.models.engine import Engine
 from graft.models.tokenizer import Tokenizer
 from graft.tools.serve.answers import Choice, envelope, usage
 from graft.tools.serve.driver import Driver, Exchange
 from graft.tools.serve.errors import WireError, as_wire, check_output
 from graft.tools.serve.metrics import Metrics
+from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.wire import Call, Front, check_fields, grammar_of, stated
 
 T = TypeVar("T")
-#: Seconds that an engine may take to say how it is.
-ASK_S = 5.0
 _START: Message = {"type": "http.response.start", "status": 200, "headers": [
     (b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]}
 
@@ -65,14 +63,12 @@ class Service:
     draining : whether new calls are refused, since the server is about to leave.
     """
 
-    def __init__(self, engine: Engine, settings: Settings):
-        self.settings = settings
+    def __init__(self, driver: Driver | Replicas, settings: Settings):
+        self.settings, self.driver, facts = settings, driver, driver.facts
         self.metrics = Metrics()
-        self.driver = Driver(engine, self.metrics.count)
-        tokenizer = Tokenizer(engine.tokenizer.path)
-        self.front = Front(tokenizer, engine.options.limits, settings.name)
+        self.front = Front(Tokenizer(facts.tokenizer), facts.limits, settings.name)
         self.calls, self.draining = 0, False
-        self._most = settings.waiting + engine.options.max_batch_size
+        self._most = settings.waiting + facts.rows
         # A tokenizer is one thread's; a grammar may take long, and delays none but other grammars.
         self._reading = ThreadPoolExecutor(1, "graft front")
         self._stating = ThreadPoolExecutor(2, "graft grammars")
@@ -86,7 +82,7 @@ class Service:
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        self.driver.start()
+        self.driver.start(self.metrics.count)
         try:
             yield
         finally:
@@ -156,16 +152,14 @@ class Service:
 
     async def _health(self, _request: HttpRequest) -> Response:
         status = "draining" if self.draining else self.driver.failure or "ok"
-        return _json({"status": status}, 200 if status == "ok" else 503)
+        said = {"status": status, "live": sum(self.driver.live), "replicas": len(self.driver.live)}
+        return _json(said, 200 if status == "ok" else 503)
 
     async def _metrics(self, _request: HttpRequest) -> Response:
-        counters = None
-        if self.driver.failure is None:
-            with suppress(TimeoutError):
-                counters = await asyncio.wait_for(self.driver.ask(Engine.counters), ASK_S)
-        open_, slots = self.driver.open, counters["held"]["slots"] if counters else 0
-        page = self.metrics.page(counters, up=float(counters is not None), calls=self.calls,
-                                 requests_waiting=max(0, open_ - slots))
+        engines = await self.driver.counters()
+        slots = sum(found["held"]["slots"] for found in engines if found is not None)
+        page = self.metrics.page(engines, calls=self.calls,
+                                 requests_waiting=max(0, self.driver.open - slots))
         return Response(page, media_type="text/plain; version=0.0.4")
 
 

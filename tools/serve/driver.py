@@ -8,14 +8,33 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from graft.models.engine import Engine
 from graft.models.errors import EngineError
-from graft.models.request import Event, Output, Request
+from graft.models.request import Event, Limits, Output, Request
+
+if TYPE_CHECKING:
+    from graft.tools.serve.replicas import Replicas
 
 T = TypeVar("T")
+#: Seconds that an engine may take to say how it is.
+ASK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must be known of an engine: its tokenizer's folder, what it takes, how many requests
+    run at once, and how large its cache is."""
+
+    tokenizer: Path
+    limits: Limits
+    rows: int
+    page_size: int
+    pages: int
 
 
 class Driver:
@@ -23,24 +42,27 @@ class Driver:
 
     All methods are the event loop's. Requests have ids of their own.
 
-    Parameters
-    ----------
-    ended : told of every request's output.
-
     Attributes
     ----------
+    facts : of the engine.
     failure : why the engine has failed for good, or None.
     """
 
-    def __init__(self, engine: Engine, ended: Callable[[Output], None]):
-        self._engine, self._ended = engine, ended
+    def __init__(self, engine: Engine):
+        options = engine.options
+        self.facts = Facts(engine.tokenizer.path, options.limits, options.max_batch_size,
+                           options.page_size, options.sizes[1])
+        self._engine = engine
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._sinks: dict[str, asyncio.Queue[Event]] = {}
         self._thread = threading.Thread(target=self._run, name="graft engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
+        self._ended: Callable[[Output], None]
         self.failure: str | None = None
 
-    def start(self) -> None:
+    def start(self, ended: Callable[[Output], None]) -> None:
+        """Begin; `ended` is told of every request's output."""
+        self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -70,19 +92,27 @@ class Driver:
         for request_id in self._sinks:
             self._put(partial(self._engine.cancel, request_id))
 
-    async def ask(self, work: Callable[[Engine], T]) -> T:
-        """What a function says of the engine, between two rounds."""
-        answer: Future[T] = Future()
+    @property
+    def live(self) -> list[bool]:
+        """Whether the engine works; of several, each."""
+        return [self.failure is None]
+
+    async def counters(self) -> list[dict[str, Any] | None]:
+        """`Engine.counters` between two rounds; of several, each. None: it does not answer."""
+        answer: Future[dict[str, Any] | None] = Future()
 
         def job() -> None:
             if answer.set_running_or_notify_cancel():
                 try:
-                    answer.set_result(work(self._engine))
+                    answer.set_result(self._engine.counters())
                 except Exception as error:  # whoever asked is told
                     answer.set_exception(error)
 
-        self._put(job)
-        return await asyncio.wrap_future(answer)
+        if self.failure is None:
+            self._put(job)
+            with suppress(TimeoutError):
+                return [await asyncio.wait_for(asyncio.wrap_future(answer), ASK_S)]
+        return [None]
 
     def _put(self, job: Callable[[], object] | None) -> None:
         self._jobs.put(job)
@@ -112,7 +142,7 @@ class Driver:
                 raise EngineError(self.failure)
             self._engine.submit(request)
         except Exception as error:  # of a failed engine; the request ends all the same
-            self._tell([_failed(str(request.id), str(error), type(error).__name__)])
+            self._tell([failed(str(request.id), str(error), type(error).__name__)])
 
     def _tell(self, events: Sequence[Event]) -> None:
         if events:
@@ -130,13 +160,13 @@ class Driver:
                 sink.put_nowait(event)
 
     def _fail(self, why: str) -> None:
-        self._deliver([_failed(name, why, "EngineError") for name in self._sinks])
+        self._deliver([failed(name, why) for name in self._sinks])
 
 
 class Exchange:
     """Requests that are run for one caller, who may leave at any time by `close`."""
 
-    def __init__(self, driver: Driver, requests: Sequence[Request]):
+    def __init__(self, driver: Driver | Replicas, requests: Sequence[Request]):
         self._driver = driver
         self._sink: asyncio.Queue[Event] = asyncio.Queue()
         self._left = {str(request.id): i for i, request in enumerate(requests)}
@@ -157,6 +187,14 @@ class Exchange:
             self._driver.cancel(request_id)
 
 
-def _failed(request_id: str, why: str, kind: str) -> Event:
-    output = Output(request_id, reason="error", error=why, error_type=kind)
-    return Event(request_id, (), "", output)
+def failed(request_id: str, why: str, kind: str = "EngineError") -> Event:
+    """The last event of a request that an error ended."""
+    return Event(request_id, (), "", Output(request_id, reason="error", error=why, error_type=kind))
+
+
+async def all_of(queue: asyncio.Queue[T]) -> list[T]:
+    """What a queue has, as soon as it has any."""
+    found = [await queue.get()]
+    while not queue.empty():
+        found.append(queue.get_nowait())
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -34,12 +34,13 @@ _BY_POSITION = (("tested", "drafts tested, by position"), ("accepted", "drafts a
 
 
 class Metrics:
-    """Figures of requests as they end, and of the engine when somebody asks."""
+    """Figures of requests as they end, and of the engines when somebody asks."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._engine: Mapping[str, Any] = {}
+        self._engines: dict[str, Mapping[str, Any]] = {}
+        self._up: Mapping[str, bool] = {}
         self._gauges: Mapping[str, float] = {}
         self._ended = Counter("graft_requests", "requests ended, by the reason", ["reason"],
                               registry=self._registry)
@@ -62,32 +63,43 @@ class Metrics:
             if value is not None:
                 self._times[name].observe(value)
 
-    def page(self, engine: Mapping[str, Any] | None, **gauges: float) -> bytes:
-        """All of it, by the engine's counters (of before, where it does not answer)."""
-        self._engine, self._gauges = engine or self._engine, gauges
+    def page(self, engines: Sequence[Mapping[str, Any] | None], **gauges: float) -> bytes:
+        """All of it, by each engine's counters (of before, where it does not answer)."""
+        self._up = {str(i): counters is not None for i, counters in enumerate(engines)}
+        self._engines |= {str(i): found for i, found in enumerate(engines) if found is not None}
+        self._gauges = gauges
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", name, value)
-        if not self._engine:
-            return
-        for name, said, part, key in _COUNTED:
-            yield CounterMetricFamily(name, said, self._engine[part].get(key, 0))
-        for name, said, part, key in _HELD:
-            yield GaugeMetricFamily(name, said, self._engine[part].get(key, 0))
-        stats = self._engine["engine"]
+        yield _family(GaugeMetricFamily, "graft_up", "whether the engine answers", (), {
+            (replica,): up for replica, up in self._up.items()})
+        for kind, table in ((CounterMetricFamily, _COUNTED), (GaugeMetricFamily, _HELD)):
+            for name, said, part, key in table:
+                yield _family(kind, name, said, (), {
+                    (i,): engine[part].get(key, 0) for i, engine in self._engines.items()})
         for key, said in _BY_POSITION:
-            family = CounterMetricFamily(f"graft_drafts_{key}", said, labels=["position"])
-            for position, value in enumerate(stats[key]):
-                family.add_metric([str(position)], value)
-            yield family
-        spent = CounterMetricFamily("graft_grammar_seconds", "the grammar's steps", labels=["step"])
-        for step in ("open", "commit", "draft"):
-            spent.add_metric([step], self._engine["grammar"][f"{step}_ns"] / 1e9)
-        yield spent
-        if stats["exposed_share"] is not None:
-            exposed = stats["exposed_share"] * stats["round_ns"] / 1e9
-            yield CounterMetricFamily("graft_grammar_exposed_seconds",
-                                      "the model stood still for the grammar", exposed)
+            yield _family(CounterMetricFamily, f"graft_drafts_{key}", said, ("position",), {
+                (i, str(position)): value for i, engine in self._engines.items()
+                for position, value in enumerate(engine["engine"][key])})
+        yield _family(CounterMetricFamily, "graft_grammar_seconds", "the grammar's steps",
+                      ("step",), {
+            (i, step): engine["grammar"][f"{step}_ns"] / 1e9
+            for i, engine in self._engines.items() for step in ("open", "commit", "draft")})
+        exposed = {(i,): engine["engine"]["exposed_share"] * engine["engine"]["round_ns"] / 1e9
+                   for i, engine in self._engines.items()
+                   if engine["engine"]["exposed_share"] is not None}
+        if exposed:
+            yield _family(CounterMetricFamily, "graft_grammar_exposed_seconds",
+                          "the model stood still for the grammar", (), exposed)
+
+
+def _family(kind: Any, name: str, said: str, labels: Sequence[str],
+            values: Mapping[Any, float]) -> Any:
+    """Figures by replica, and by what else `labels` names."""
+    family = kind(name, said, labels=["replica", *labels])
+    for under, value in values.items():
+        family.add_metric(under, value)
+    return family

@@ -28,7 +28,7 @@ _PASSED = {name: name for name in (
     "repetition_penalty", "min_tokens", "max_tokens", "timeout_s")} | {
     "stop_token_ids": "stop_ids", "allowed_token_ids": "allowed_ids"}  # fmt: skip
 _READ = {"model", "stream", "stream_options", "logprobs", "seed", "stop", "logit_bias", "top_k",
-         "response_format", "structured_outputs"}
+         "priority", "response_format", "structured_outputs"}
 #: What vLLM before 0.12 calls the keys of structured_outputs.
 _GUIDED = {f"guided_{key}": key for key in ("json", "json_object", "regex", "choice", "grammar")}
 _OF_CHAT = {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
@@ -208,6 +208,9 @@ class Front:
             said |= {"seed": seed % (1 << 64), "verify": "coupled"}
         elif seed is not None:
             raise WireError(f"seed must be an integer, got {shown(seed)}", param="seed")
+        if type(priority := fields.get("priority", 0)) is not int:
+            raise WireError(f"priority must be an integer, got {shown(priority)}", param="priority")
+        said["priority"] = -priority  # as vLLM has it: the lowest first
         if "top_k" in fields:
             said["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]
         if "max_completion_tokens" in fields:
