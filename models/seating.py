@@ -161,10 +161,11 @@ class Running:
         return tuple(self.output.tokens[first:])
 
     def flush(self) -> str:
-        """The rest of the text, once nothing can follow; sets the output's."""
-        if self.output.reason != "stop_string":
+        """The rest of the text, once nothing can follow here; sets the output's."""
+        moved = self.output.reason == "moved"
+        if not moved and self.output.reason != "stop_string":
             self._untold += self.decoder.finish(cut=self.output.reason != "stop")
-        text = self._tell()
+        text = self._tell(len(self._untold) if moved else 0)
         self.output.text = "".join(self._texts)
         return text
 
