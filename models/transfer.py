@@ -56,7 +56,7 @@ class Transfer:
         self.sent[ticket] = kept
         return ticket
 
-    def receive(self, ticket: Sequence[str | int]) -> HandOver:
+    def receive(self, ticket: Sequence[Any]) -> HandOver:
         """Fetch what was sent.
 
         Raises
@@ -64,15 +64,15 @@ class Transfer:
         HandOverError
             It is there no more, its sender is gone, it is damaged, or of another format.
         """
-        ticket = Ticket(*ticket)  # type: ignore[misc]
+        ticket = Ticket(*ticket)
         data = self.fetch(ticket)
         if len(data) != ticket.nbytes or _total(data) != ticket.total:
             raise HandOverError(f"{ticket}: {len(data)} bytes are there, not those that were sent")
         return HandOver.read(data)
 
-    def free(self, ticket: Sequence[str | int]) -> None:
+    def free(self, ticket: Sequence[Any]) -> None:
         """Let go of what was sent, fetched or not; nothing where that was done."""
-        ticket = Ticket(*ticket)  # type: ignore[misc]
+        ticket = Ticket(*ticket)
         if ticket in self.sent:
             self.drop(ticket.address, self.sent.pop(ticket))
 
@@ -166,12 +166,13 @@ class Mooncake(Transfer):
         """See `Transfer`."""
         _, address, data, _ = self.room(ticket.nbytes)
         read = self._engine.transfer_sync_read(ticket.where, address, ticket.address, len(data))
-        self.drop(address, data)
+        self._engine.unregister_memory(address)
         self._done(read, f"{ticket}: nothing came")
         return data
 
     def drop(self, address: int, kept: Any) -> None:
-        """See `Transfer`."""
+        """See `Transfer`; a late reader is to see that it is gone."""
+        kept[:8] = 0
         self._engine.unregister_memory(address)
 
     def _done(self, code: int, otherwise: str) -> None:

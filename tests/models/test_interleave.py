@@ -12,6 +12,7 @@ from graft.cudagraph.pinned import Ring
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
+from graft.models import handover
 from graft.models.kv import PagedKV
 from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays, Seat
@@ -122,6 +123,12 @@ MUTANTS = {
     "pages of a prompt that was not prefilled to its end": (
         Seating, "leave", "self._leaving[slot] = launched",
         "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)"),
+    "what is handed over lacks its last token": (
+        handover, "described", "list(output.tokens)", "output.tokens[:-1]"),
+    "the grammar of what was handed over lacks a token": (
+        Running, "make_matcher", "self.output.tokens", "self.output.tokens[:self._streamed - 1]"),
+    "what was handed over tells its text again": (
+        Running, "flush", '== "moved"', '== ""'),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
 }  # fmt: skip
