@@ -178,7 +178,7 @@ class Handing:
         """A request and the pages that are kept of its tokens, once the device has copied them."""
         pages = self._prefixes.match(self._prefixes.keys(running.tokens))
         packed = self._enqueue(pages, ()) if pages else []
-        self._lane.stream.synchronize()
+        self._lane.record("pages").synchronize()
         about = {"engine": self._facts, **described(running, verify)}
         return HandOver(about, tuple(array.array for array in packed))
 
