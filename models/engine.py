@@ -150,8 +150,10 @@ class Engine:
                 self._replays.launch(self.rounds[key], [])
                 self._replays.wait(self.stats, Shield())
                 self._replays.finish()
-        self._built.prefill.warm(StreamLane(self._built.stream))
+        warmed = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.settle(self.stats)
+        for piece in warmed:
+            self._scheduler.seating.pieces.took(piece.rows, piece.took_s())
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -486,6 +488,7 @@ class Engine:
                 stack.callback(held.close)
             stack.callback(parts.decoder.close)
             stack.callback(built.compiler.close)
+            stack.callback(built.prefill.close)
             for graph in self.rounds.values():
                 stack.callback(graph.close)
             stack.callback(self._scheduler.seating.reclaim_idle)

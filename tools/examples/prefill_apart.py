@@ -41,7 +41,7 @@ def main() -> None:
             if not event.finished:
                 tickets.put(way.send(engine.hand_over(event.id)))
         tickets.put(None)
-        apart = {}
+        apart: dict[str, Any] = {}
         while len(apart) < len(REQUESTS):
             apart.update((event.id, event.output) for event in answers.get())
         way.close()  # all of it was received
