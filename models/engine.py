@@ -29,7 +29,7 @@ from graft.models.assembly import assemble
 from graft.models.config import LlamaConfig
 from graft.models.drafters import DrafterChoice
 from graft.models.errors import EngineError, EngineUseError, RequestError
-from graft.models.handover import Handing, HandOver, digest, requested, restore
+from graft.models.handover import Handing, HandOver, facts, requested, restore
 from graft.models.interrupt import OneUser, Shield
 from graft.models.options import Options
 from graft.models.prefill import Pieces
@@ -100,14 +100,9 @@ class Engine:
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
-        made = built.parts.drafter
-        named = isinstance(drafter, (str, Path)) and Path(drafter).is_dir()
         self._handing = Handing(
             self.device, StreamLane(built.stream), built.caches, built.prefixes,
-            model=digest(folder), drafter=digest(Path(str(drafter))) if named else
-            type(made).__name__, activations=asked.activations, weights=asked.weights,
-            grammar_backend=str(asked.grammar_backend),
-            hardware=f"{self.device.kind} {self.device.compute_capability}",
+            facts(self.device, asked, folder, drafter, built.parts.drafter),
         )  # fmt: skip
         self.rounds: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)

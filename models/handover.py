@@ -25,8 +25,10 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import PinnedArray
 from graft.grammar.spec import Marker
 from graft.grammar.statement import GrammarSpec
+from graft.models.drafters import Drafter, DrafterChoice
 from graft.models.errors import HandOverError, RequestError
 from graft.models.kv import PagedKV
+from graft.models.options import Options
 from graft.models.prefix import Pages, PrefixCache
 from graft.models.request import Logprob, Request
 from graft.models.seating import Running
@@ -155,6 +157,23 @@ def digest(folder: Path) -> str:
     return told.hexdigest()
 
 
+def facts(
+    device: Device, options: Options, model: Path, choice: DrafterChoice | None,
+    drafter: Drafter | None,
+) -> dict[str, str | int]:  # fmt: skip
+    """What two engines must have in common, by name, but for the shapes of their caches."""
+    folder = isinstance(choice, (str, Path)) and Path(choice).is_dir()
+    backend = options.grammar_backend
+    return {
+        "model": digest(model),
+        "drafter": digest(Path(str(choice))) if folder else type(drafter).__name__,
+        "activations": options.activations,
+        "weights": options.weights,
+        "grammar_backend": str(getattr(backend, "__qualname__", backend)),
+        "device": f"{device.kind} {device.compute_capability}",
+    }
+
+
 class Handing:
     """An engine's end of it: pages out of its caches, and others' into them.
 
@@ -162,16 +181,16 @@ class Handing:
     ----------
     lane : the replays' stream: what is enqueued there lies behind all that wrote the pages, and
         before all that will read or rewrite them.
-    facts : what two engines must have in common, by name, as plain data.
+    known : see `facts`.
     """
 
     def __init__(
         self, device: Device, lane: StreamLane, caches: Sequence[PagedKV], prefixes: PrefixCache,
-        **facts: str | int | None,
+        known: Mapping[str, str | int],
     ) -> None:  # fmt: skip
         self._device, self._lane, self._caches, self._prefixes = device, lane, caches, prefixes
         shapes = [f"{c.layers} x {c.kv_heads} x {c.head_dim} {c.dtype}" for c in caches]
-        self._facts = {**facts, "page_size": caches[0].page_size, "caches": ", ".join(shapes)}
+        self._facts = {**known, "page_size": caches[0].page_size, "caches": ", ".join(shapes)}
         self._move = device.load(Path(__file__).parent / "kernels" / "pages.cu")["move_pages"]
 
     def pack(self, running: Running, verify: str) -> HandOver:
