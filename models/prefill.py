@@ -68,6 +68,12 @@ class Pieces:
             rows = size
         return CHUNK * min(int(most_s / max(needed_s, 1e-9)), MOST // CHUNK)
 
+    def used(self, rows: int, room: int) -> int:
+        """Of the rows there is room for, those in whose time `rows` are run; at least these."""
+        all_s = self._took_s.get(size_of(min(room, CHUNK)), math.inf)
+        share = 0.0 if self._given else self._took_s.get(size_of(rows), 0.0) / max(all_s, 1e-9)
+        return max(rows, int(min(share, 1.0) * min(room, CHUNK)))
+
 
 def size_of(rows: int) -> int:
     """The least size of a forward that has room for so many rows."""

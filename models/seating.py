@@ -338,7 +338,7 @@ class Seating:
             if chunk is None:
                 self._seat(joining)
             else:
-                self._rows_left -= chunk.rows
+                self._rows_left -= self.pieces.used(chunk.rows, max(self._rows_left, 1))
                 self._chunks.append(chunk)
 
     def _most_rows(self) -> int:

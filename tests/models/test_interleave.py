@@ -112,7 +112,7 @@ MUTANTS = {
         Seating, "prefill", "next(iter(self._joining.values()))",
         "list(self._joining.values())[-1]"),
     "prompts prefilled as a whole": (Seating, "_most_rows", "self._rows_left if", "99 if"),
-    "pieces without end": (Seating, "prefill", "self._rows_left -= chunk.rows", "pass"),
+    "pieces without end": (Seating, "prefill", "_left -= self", "_left - self"),
     "seated before its prompt is enqueued": (
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk.over():"),
     "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),

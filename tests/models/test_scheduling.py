@@ -7,7 +7,7 @@ from engine_util import demo_engine, mixed_requests
 from test_engine_equality import BLOCK, GROWN, LOOKUP_AHEAD, TARGET, Meaningless, answer, settled
 
 from graft.models.drafters import NGram
-from graft.models.prefill import CHUNK, MOST, SIZES, Pieces
+from graft.models.prefill import CHUNK, MOST, SIZES, Pieces, size_of
 from graft.models.request import Request
 from graft.models.seating import Seating
 
@@ -76,7 +76,14 @@ def test_a_piece_takes_as_long_as_a_round(fixed, each, round_s, warmed):
     assert set(made) <= {*sizes} and len(late) <= 3
     halves = [rows for rows in fits if 2 * cost(rows // 2) <= 1.2 * round_s] or [4]
     assert made[-1] == fits[-1] if warmed else halves[-1] <= made[-1] <= fits[-1]
-    assert Pieces(77).rows(round_s) == 77
+    assert Pieces(77).rows(round_s) == 77 and Pieces(77).used(5, 77) == 5
+    pieces = Pieces(None)
+    for size in SIZES:
+        pieces.took(size, cost(size))
+    for rows, room in ((5, 64), (8, 16), (200, 256), (9, 256), (60, 512)):
+        used, whole = pieces.used(rows, room), min(room, CHUNK)
+        assert rows <= used <= whole
+        assert used == rows or abs(used / whole - cost(size_of(rows)) / cost(whole)) < 1 / whole
 
 
 @pytest.mark.parametrize("options", [
