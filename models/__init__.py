@@ -15,10 +15,12 @@ from graft.models.errors import (
     DrafterError,
     EngineError,
     EngineUseError,
+    HandOverError,
     QueueFullError,
     RequestError,
     TokenizerError,
 )
+from graft.models.handover import HandOver
 from graft.models.options import Options
 from graft.models.request import Event, Limits, Logprob, Output, Relaxed, Request
 
@@ -35,6 +37,8 @@ __all__ = [
     "EngineUseError",
     "Event",
     "Feed",
+    "HandOver",
+    "HandOverError",
     "Limits",
     "Logprob",
     "Options",

@@ -86,7 +86,7 @@ def assemble(
         parts = _parts(device, options, target, made, tokenizer, vocabulary)
         prefill = Prefill(
             device, target, made,
-            slots=options.slots, chunk=CHUNK, max_length=options.sizes[0],
+            slots=options.slots, max_length=options.sizes[0],
         )  # fmt: skip
         stream = device.stream("rounds")
         undo.pop_all()
@@ -126,7 +126,7 @@ def _cache(device: Device, options: Options, layers: int, heads: int, dim: int, 
 
 def _max_rows(options: Options) -> int:
     branch = options.tree.branch if options.tree else 1
-    return max(options.max_batch_size * max(options.most_drafts + 1, branch), CHUNK + 1)
+    return max(options.max_batch_size * max(options.most_drafts + 1, branch), CHUNK)
 
 
 def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:

@@ -29,6 +29,7 @@ from graft.models.assembly import assemble
 from graft.models.config import LlamaConfig
 from graft.models.drafters import DrafterChoice
 from graft.models.errors import EngineError, EngineUseError, RequestError
+from graft.models.handover import Handing, HandOver, facts, requested, restore
 from graft.models.interrupt import OneUser, Shield
 from graft.models.options import Options
 from graft.models.prefill import Pieces
@@ -99,6 +100,10 @@ class Engine:
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
+        self._handing = Handing(
+            self.device, StreamLane(built.stream), built.caches, built.prefixes,
+            facts(self.device, asked, folder, drafter, built.parts.drafter),
+        )  # fmt: skip
         self.rounds: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_before = 0
@@ -140,8 +145,10 @@ class Engine:
                 self._replays.launch(self.rounds[key], [])
                 self._replays.wait(self.stats, Shield())
                 self._replays.finish()
-        self._built.prefill.warm(StreamLane(self._built.stream))
+        warmed = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.settle(self.stats)
+        for piece in warmed:
+            self._scheduler.seating.pieces.took(piece.rows, piece.took_s())
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -162,7 +169,54 @@ class Engine:
                 raise RequestError(f"a request with id {request.id!r} is running already")
             return self._submit(request, ())
 
-    def _submit(self, request: Request, names: Container[str]) -> str:
+    def hand_over(self, request_id: str) -> HandOver:
+        """Take an unfinished request away, for another engine to go on with it (`take_over`).
+
+        It may wait, or have been prefilled and have an output. Here it ends, with the reason
+        "moved" and what was told of it. Its pages come with it as far as the prefix cache keeps
+        them (all that are full once it generates, or none without that cache); it keeps them too.
+
+        Raises
+        ------
+        RequestError
+            No such request is unfinished.
+        """
+        with self._use:
+            self._require_working()
+            running = self._scheduler.unfinished.get(request_id)
+            if running is None:
+                raise RequestError(f"no request {request_id!r} is unfinished here")
+            if running.slot in self._scheduler.seating.seated:
+                self._built.prefixes.keep(running.slot, running.tokens)
+            over = self._handing.pack(running, self.options.verify)
+            self._scheduler.end(running, "moved")
+            return over
+
+    def take_over(self, over: HandOver) -> str:
+        """Go on with a request of another engine; returns its id, which it brings along.
+
+        Events tell of what follows, the output at the end of all. What the caches have no room for
+        is prefilled here. It may be refused as `submit` refuses.
+
+        Raises
+        ------
+        HandOverError
+            The engines differ: in model, drafter's kind or folder, page size, number formats or
+            device; or the prefix cache here could not keep the pages. Nothing was touched then.
+        RequestError
+            A request with this id is running.
+        """
+        with self._use:
+            self._require_working()
+            self._handing.check(over)
+            request = requested(over.about)
+            if request.id in self._scheduler.unfinished:
+                raise RequestError(f"a request with id {request.id!r} is running already")
+            return self._submit(request, (), over)
+
+    def _submit(
+        self, request: Request, names: Container[str], over: HandOver | None = None
+    ) -> str:
         """Take a request; one without a name gets one that is nobody's, and not of `names`."""
         scheduler = self._scheduler
         if _has_name(request):
@@ -173,6 +227,9 @@ class Engine:
         output = Output(id=name)
         try:
             running = self._admission.take(request, output, scheduler.waiting.values())
+            if over is not None:
+                restore(running, over.about)
+                self._handing.adopt(over)
             scheduler.submit(running)
         except GraftError as error:
             output.reason = "refused"
@@ -412,6 +469,7 @@ class Engine:
             finally:
                 self._scheduler.close()  # frames of a traceback may still hold it
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
+                del self._handing
                 gc.collect()  # cycles must not keep device memory until some later collection
                 # What a faulted device was doing when it stopped never ends, nor is given back.
                 if not self._faulted:
@@ -425,6 +483,7 @@ class Engine:
                 stack.callback(held.close)
             stack.callback(parts.decoder.close)
             stack.callback(built.compiler.close)
+            stack.callback(built.prefill.close)
             for graph in self.rounds.values():
                 stack.callback(graph.close)
             stack.callback(self._scheduler.seating.reclaim_idle)

@@ -21,6 +21,10 @@ class RequestError(GraftError):
     """A request cannot be served as asked; it fails alone."""
 
 
+class HandOverError(RequestError):
+    """A request cannot go from one engine to the other, or was damaged on its way."""
+
+
 class QueueFullError(RequestError):
     """As many requests wait as may; the same one can be served later."""
 

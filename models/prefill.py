@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from graft.cudagraph.device import Device
+from graft.cudagraph.exec import GraphExec
+from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.base import Drafter
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
+from graft.models.stamps import KERNELS
+
+_THREADS = 128
 
 
 class Piece(NamedTuple):
@@ -24,61 +28,72 @@ class Piece(NamedTuple):
     took_s: Callable[[], float]
 
 
-#: Rows of one forward at most; and of what lies between two rounds, where that is not given.
-CHUNK, FEWEST, MOST = 256, 16, 1024
-#: Where that ends to grow, in rounds, and by how much it grows at most.
-ROUNDS, GROWTH = 1.2, 1.25
+#: Rows of a forward: each has a graph of its own. CHUNK is the most.
+SIZES = (4, 8, 16, 32, 64, 128, 256)
+CHUNK = SIZES[-1]
+#: Of what lies between two rounds, where that is not given: the most rows, and how many rounds they
+#: take. Of the times of a size: the last one's share, and what is left of one that was too long.
+MOST, ROUNDS, SHARE, FORGET = 1024, 1.2, 0.2, 0.9998
 
 
 class Pieces:
-    """How many rows of prompts lie between two rounds: so many as are given, or as take about as
-    long as a round, from 16 to 1024.
+    """How many rows of prompts lie between two rounds: so many as are given, or the most, from 4 to
+    1024, that take no longer than 1.2 rounds.
 
-    What rows cost is known only by measuring, for a forward reads its weights for one or for
-    hundreds. There are more by a quarter after each forward that took no more than 1.2 rounds, so
-    none takes longer than 1.5 for long; where 16 rows take longer than a round, so may more.
+    What rows cost is known by measuring only, for a forward reads its weights for one or for
+    hundreds. Twice as many take at most twice as long, so a size is tried unmeasured where that
+    would do, and one that took longer by chance is tried again some hundred pieces later.
     """
 
     def __init__(self, given: int | None) -> None:
-        self._given, self._rows, self._least_s = given, FEWEST, 0.0  # 0: not known
-        self._last: tuple[int, float] | None = None
+        self._given, self._took_s = given, dict[int, float]()  # by size
 
     def took(self, rows: int, seconds: float) -> None:
         """Take the time of one forward of a prompt."""
-        if rows == min(self._rows, CHUNK):
-            self._least_s = min(seconds, self._least_s or seconds)
-        if rows in (self._rows, CHUNK):
-            self._last = rows, seconds
+        size = size_of(rows)
+        known = self._took_s.get(size, seconds)
+        self._took_s[size] = known + SHARE * (min(seconds, 2 * known) - known)
 
     def rows(self, round_s: float) -> int:
         """Rows before the next round, which takes about so many seconds."""
-        if self._last is not None:
-            (rows, seconds), self._last = self._last, None
-            most_s = ROUNDS * max(round_s, self._least_s)
-            if seconds > most_s:  # more rows, of a prompt that nobody waits for, say nothing
-                if rows <= self._rows:
-                    self._rows = max(int(rows * max(most_s / seconds, 0.5)), FEWEST)
-            elif rows == CHUNK:
-                self._rows = CHUNK * min(int(most_s / max(seconds, 1e-9)), MOST // CHUNK)
-            else:
-                self._rows = min(int(rows * GROWTH), CHUNK)
-        return self._given or self._rows
+        if self._given:
+            return self._given
+        most_s, rows, needed_s = ROUNDS * round_s, SIZES[0], math.inf
+        for size in SIZES:
+            known = self._took_s.get(size, math.inf)
+            needed_s = min(known, 2 * needed_s)
+            if needed_s > most_s:
+                self._took_s.update({size: FORGET * known} if known < math.inf else {})
+                return rows
+            rows = size
+        return CHUNK * min(int(most_s / max(needed_s, 1e-9)), MOST // CHUNK)
+
+    def used(self, rows: int, room: int) -> int:
+        """Of the rows there is room for, those in whose time `rows` are run; at least these."""
+        all_s = self._took_s.get(size_of(min(room, CHUNK)), math.inf)
+        share = 0.0 if self._given else self._took_s.get(size_of(rows), 0.0) / max(all_s, 1e-9)
+        return max(rows, int(min(share, 1.0) * min(room, CHUNK)))
+
+
+def size_of(rows: int) -> int:
+    """The least size of a forward that has room for so many rows."""
+    return next(size for size in SIZES if size >= rows)
 
 
 class Prefill:
-    """Runs prompts through the target and the drafter on a lane, in chunks of `chunk` rows.
+    """Runs prompts through the target and the drafter on a lane, piece by piece.
 
     For a prompt t_0 .. t_{P-1} the target caches positions 0 .. P-2 and the drafter entries
     0 .. P-2, which pair feature i with token t_{i+1}. The last prompt token is left to the
     request's first round, whose row 0 feeds it like any other `last` token; so the first token is
-    sampled by the very code that samples all others. Kernels are row-invariant, hence chunking
-    changes no bit.
+    sampled by the very code that samples all others. Kernels are row-invariant, hence no bit
+    depends on where a prompt is cut. A piece is the launch of a graph: enqueued kernel by kernel, a
+    short one took the host longer than the device.
 
     Parameters
     ----------
     slots : every slot has a staging area of its own, so that a prompt may still be queued behind
         a running round while the next one is enqueued.
-    chunk : most rows per forward; the models' workspaces must hold as many.
     max_length : longest prompt, tokens.
     """
 
@@ -89,31 +104,56 @@ class Prefill:
         drafter: Drafter | None,
         *,
         slots: int,
-        chunk: int,
         max_length: int,
     ):
         self._device, self._target, self._drafter = device, target, drafter
-        self._chunk = chunk
-        # Rows: token, next token, slot, position.
-        self._staged = [device.pinned((4, max_length), "int32") for _ in range(slots)]
-        self._rows = device.zeros((4, max_length), "int32")
+        self._staged = [device.pinned(max_length, "int32") for _ in range(slots)]
+        self._tokens = device.zeros(max_length, "int32")
+        # Token, next token, slot and position; and slot and position of the drafter's own rows.
+        self._rows = device.zeros((6, CHUNK), "int32")
         self._features = (
-            device.zeros((chunk, len(drafter.taps) * target.config.hidden_size), "float32")
+            device.zeros((CHUNK, len(drafter.taps) * target.config.hidden_size), "float32")
             if drafter is not None and drafter.taps
             else None
         )
+        self._graphs: dict[int, tuple[Graph, GraphExec]] = {}
+        self._lay = device.load(KERNELS)["prompt_rows"]
 
-    def warm(self, lane: StreamLane) -> None:
-        """Run padding in every number of rows that has kernels of its own, lest the first prompts
-        wait for a compiler between rounds."""
-        none = self._device.from_host(np.full(self._chunk, -1, np.int32))
-        sizes = () if self._target.layers.form == "thread" else (4, 8, 16, 32, 64, self._chunk)
-        for rows in sizes:
-            padding = Rows(none[:rows], none[:rows], none[:rows], run=rows)
-            features = None if self._features is None else self._features[:rows]
-            self._target.forward(lane, padding, features)
+    def warm(self, lane: StreamLane) -> list[Piece]:
+        """Run padding in every size where sizes have kernels of their own, lest the first prompts
+        wait for a compiler between rounds; and again, to know how long that takes."""
+        self._lay_out(lane, 0, 0, 0, 0)
+        sizes = () if self._target.layers.form == "thread" else SIZES
+        return [self._launch(lane, size) for size in sizes for _ in range(2)][1::2]
+
+    def _launch(self, lane: StreamLane, rows: int) -> Piece:
+        """Enqueue the forward of so many rows, once they are laid out."""
+        graph = self._graph(size_of(rows))
+        begun, over = (self._device.event("prefill", timing=True) for _ in range(2))
+        lane.record_event(begun)
+        graph.launch(lane.stream)
+        lane.record_event(over)
+        return Piece(rows, over.query, partial(over.elapsed_s, begun))
+
+    def _graph(self, size: int) -> GraphExec:
+        """A forward of so many rows, made when it is first needed."""
+        if size not in self._graphs:
+            graph = Graph(self._device, f"prompt, {size} rows")
+            lane = graph.lane("prompt")
+            token, after, slot, pos, own_slot, own_pos = (self._rows[i][:size] for i in range(6))
+            features = None if self._features is None else self._features[:size]
+            self._target.forward(lane, Rows(token, slot, pos, run=size), features)
             if self._drafter is not None:
-                self._drafter.prefill(lane, padding, padding, features)
+                entries = Rows(after, slot, pos, run=size)
+                own = Rows(token, own_slot, own_pos, run=size)
+                self._drafter.prefill(lane, own, entries, features)
+            self._graphs[size] = graph, graph.instantiate()
+        return self._graphs[size][1]
+
+    def _lay_out(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
+        """Let the rows be tokens `begin` to `end`, and padding."""
+        args = (self._tokens, slot, begin, end, last, CHUNK, self._rows)
+        lane.kernel(self._lay, 1, _THREADS, args, name="prompt rows")
 
     def run(
         self, lane: StreamLane, slot: int, tokens: Sequence[int], cached: int,
@@ -127,43 +167,36 @@ class Prefill:
         Parameters
         ----------
         cached : of the first tokens, fewer than all, whose entries all caches hold.
-        most : asked before each chunk how many rows it may have, at least 1.
+        most : asked before each piece how many rows it may have, at least 1.
 
         Yields
         ------
         Piece
-            After each chunk.
+            After each.
         """
         last = len(tokens) - 1
-        if last == cached and self._drafter is None:
+        whole = last + (self._drafter is not None)  # the last token is the drafter's alone
+        if cached == whole:
             return
-        staged = self._staged[slot].array[:, : last + 1]
-        staged[0], staged[2], staged[3] = tokens, slot, np.arange(last + 1)
-        staged[1, :-1] = tokens[1:]
-        lane.copy(self._rows, self._staged[slot], name="prompt")
-        token, following, slots, pos = (self._rows[i] for i in range(4))
+        self._staged[slot].array[: last + 1] = tokens
+        lane.copy(self._tokens, self._staged[slot], name="prompt")
         if self._drafter is not None:
-            for begin in range(0, cached, self._chunk):
-                end = min(begin + self._chunk, cached)
-                self._drafter.resume(lane, Rows(token[begin:end], slots[begin:end], pos[begin:end]))
-        begin, end = cached, -1
-        while end < last:
-            end = min(begin + min(self._chunk, most()), last)
-            begun, over = (self._device.event("prefill", timing=True) for _ in range(2))
-            lane.record_event(begun)
-            features = entries = None
-            if end > begin:
-                run = end - begin
-                rows = Rows(token[begin:end], slots[begin:end], pos[begin:end], run=run)
-                entries = Rows(following[begin:end], slots[begin:end], pos[begin:end], run=run)
-                features = None if self._features is None else self._features[: end - begin]
-                self._target.forward(lane, rows, features)
-            if self._drafter is not None:
-                stop = end + (end == last)
-                own = Rows(
-                    token[begin:stop], slots[begin:stop], pos[begin:stop], run=stop - begin
-                )
-                self._drafter.prefill(lane, own, entries, features)
-            lane.record_event(over)
-            yield Piece(max(end - begin, 1), over.query, partial(over.elapsed_s, begun))
+            for begin in range(0, cached, CHUNK):
+                end = min(begin + CHUNK, cached)
+                self._lay_out(lane, slot, begin, end, last)
+                token, slots, pos = (self._rows[i][: end - begin] for i in (0, 4, 5))
+                self._drafter.resume(lane, Rows(token, slots, pos))
+        begin = cached
+        while begin < whole:
+            room = most()
+            end = min(begin + max((size for size in SIZES if size <= room), default=room), whole)
+            self._lay_out(lane, slot, begin, end, last)
+            yield self._launch(lane, end - begin)
             begin = end
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        for graph, executable in self._graphs.values():
+            executable.close()
+            graph.close()
+        self._graphs.clear()

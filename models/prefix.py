@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -39,12 +39,13 @@ class PrefixCache:
 
     Attributes
     ----------
+    most : the same.
     hits : tokens that needed no forward.
     evictions : pages given up.
     """
 
     def __init__(self, caches: Sequence[PagedKV], lookahead: int, most: int) -> None:
-        self._caches, self._lookahead, self._most = caches, lookahead, most
+        self._caches, self._lookahead, self.most = caches, lookahead, most
         self._kept: OrderedDict[bytes, Pages] = OrderedDict()  # least recently used first
         self.hits = self.evictions = 0
 
@@ -54,7 +55,7 @@ class PrefixCache:
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Keys of the pages whose entries `tokens` decide, and behind which a token is left."""
         size, keys = self._caches[0].page_size, [b""]
-        every = np.asarray(tokens if self._most else (), np.int32)
+        every = np.asarray(tokens if self.most else (), np.int32)
         for end in range(size, len(every) - max(self._lookahead, 1) + 1, size):
             told = every[end - size : end + self._lookahead].tobytes()
             keys.append(hashlib.blake2b(keys[-1] + told, digest_size=32).digest())
@@ -77,17 +78,40 @@ class PrefixCache:
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
         """Keep the pages of a slot whose entries for `tokens`, all but the last, are enqueued; in
         drafters' caches too."""
-        if self._most == 0:
+        if self.most == 0:
             return
         owned = zip(*(cache.pages_of(slot) for cache in self._caches), strict=True)
         keys = list(zip(self.keys(tokens), owned, strict=False))
-        for key, pages in reversed(keys[: self._most]):
+        self._keep(keys[: self.most])
+
+    def adopt(
+        self, keys: Sequence[bytes], write: Callable[[list[Pages], list[int]], object]
+    ) -> None:
+        """Keep pages that another engine wrote, as many of the first as there is room for.
+
+        Parameters
+        ----------
+        write : enqueues what stands in them, given pages and which of the keys they are for.
+        """
+        found = self.match(keys)
+        self.make_room(len(keys) - len(found), found)
+        free = zip(*(reversed(cache.free) for cache in self._caches), strict=False)
+        missing = [i for i, key in enumerate(keys) if key not in self._kept]
+        if pages := dict(zip(missing, free, strict=False)):
+            write(list(pages.values()), list(pages))
+            for cache in self._caches:
+                del cache.free[-len(pages) :]
+            self._keep([(keys[i], held) for i, held in pages.items()])
+
+    def _keep(self, pages: Sequence[tuple[bytes, Pages]]) -> None:
+        """Hold pages by their keys, the first longest, and no more than there may be."""
+        for key, held in reversed(pages):
             if key not in self._kept:
-                for cache, page in zip(self._caches, pages, strict=True):
+                for cache, page in zip(self._caches, held, strict=True):
                     cache.hold(page)
-                self._kept[key] = pages
+                self._kept[key] = held
             self._kept.move_to_end(key)
-        self._give_up(list(itertools.islice(self._kept, max(0, len(self._kept) - self._most))))
+        self._give_up(list(itertools.islice(self._kept, max(0, len(self._kept) - self.most))))
 
     def make_room(self, pages: int, stay: Collection[Pages]) -> None:
         """Give up pages that nobody uses until so many are free, least recently used first; none

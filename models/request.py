@@ -167,8 +167,8 @@ class Output:
     tokens : generated ids, a final stop id included.
     text : decoded output without the stop id, cut at a stop string, or before a character that
         was not finished; set at the end.
-    reason : "stop", "stop_string", "length", "timeout", "dead_end", "cancelled", "refused" or
-        "error".
+    reason : "stop", "stop_string", "length", "timeout", "dead_end", "cancelled", "refused",
+        "error", or "moved": it goes on elsewhere (`Engine.hand_over`).
     error : the sentence that says why, for "refused", "error" and "timeout".
     error_type : the name of the error's class, such as "GrammarError" or "QueueFullError".
     finished : ended by itself: a stop id, and for a guided request a terminated grammar.

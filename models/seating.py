@@ -161,10 +161,11 @@ class Running:
         return tuple(self.output.tokens[first:])
 
     def flush(self) -> str:
-        """The rest of the text, once nothing can follow; sets the output's."""
-        if self.output.reason != "stop_string":
+        """The rest of the text, once nothing can follow here; sets the output's."""
+        moved = self.output.reason == "moved"
+        if not moved and self.output.reason != "stop_string":
             self._untold += self.decoder.finish(cut=self.output.reason != "stop")
-        text = self._tell()
+        text = self._tell(len(self._untold) if moved else 0)
         self.output.text = "".join(self._texts)
         return text
 
@@ -213,6 +214,7 @@ class Seating:
     Attributes
     ----------
     seated : by slot, in the order of joining; whose prompt is not prefilled yet is not seated.
+    pieces : as given.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class Seating:
         reach: int,
         slack: int = 0,
     ):
-        self._rows, self._caches, self._lane, self._pieces = rows, caches, lane, pieces
+        self._rows, self._caches, self._lane, self.pieces = rows, caches, lane, pieces
         self._reach, self._slack = reach, slack
         self._prefixes, self._prompts, self._table = prefixes, prompts, table
         self.seated: dict[int, Running] = {}
@@ -329,14 +331,14 @@ class Seating:
         """
         if not self._joining:
             return
-        self._rows_left = self._pieces.rows(round_s)
+        self._rows_left = self.pieces.rows(round_s)
         while self._joining and (self._rows_left > 0 or not self.seated):
             joining = next(iter(self._joining.values()))
             chunk = next(joining.chunks, None)
             if chunk is None:
                 self._seat(joining)
             else:
-                self._rows_left -= chunk.rows
+                self._rows_left -= self.pieces.used(chunk.rows, max(self._rows_left, 1))
                 self._chunks.append(chunk)
 
     def _most_rows(self) -> int:
@@ -347,7 +349,7 @@ class Seating:
         """Chunks of prompts that the device is over."""
         while self._chunks and self._chunks[0].over():
             chunk = self._chunks.popleft()
-            self._pieces.took(chunk.rows, chunk.took_s())
+            self.pieces.took(chunk.rows, chunk.took_s())
             self._chunks_over += 1
         return self._chunks_over
 

@@ -57,7 +57,7 @@ class Ahead(Drafter):
         return True
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
         for drafter in (self._first, self._then):
             drafter.prefill(lane, own, following, features)

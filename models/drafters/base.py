@@ -122,14 +122,14 @@ class Drafter:
         return not self.shape.levels
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
-        """Absorb a part of a prompt.
+        """Absorb a part of a prompt. A part is a graph's launch: rows may be padding.
 
         Parameters
         ----------
         own : tokens at their positions; the prompt's last token too, in its last part.
-        following : the token BEHIND each position but the last; None: the prompt is one token.
+        following : the token BEHIND each position but the last.
         features : of the target at the positions of `following`, float32 [R, taps * hidden].
         """
 

@@ -94,10 +94,9 @@ class DFlash(Drafter):
         self._block_rows = device.load(KERNELS)["block_rows"]
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
-        if following is not None:
-            self._absorb(lane, following, features)
+        self._absorb(lane, following, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._absorb(lane, feed.committed(lane), feed.features)

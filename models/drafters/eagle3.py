@@ -217,10 +217,9 @@ class Eagle3(Drafter):
         return cls(head, TreeShape.by_level(room.drafts, room.tree))
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
-        if following is not None:
-            self.head.entries(lane, following, _given(features))
+        self.head.entries(lane, following, _given(features))
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         out = self.head.entries(lane, feed.committed(lane), _given(feed.features))

@@ -46,7 +46,7 @@ class SmallModel(Drafter):
         return cls(model, TreeShape.by_level(room.drafts, room.tree))
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
         self.model.forward(lane, own)
 

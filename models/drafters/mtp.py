@@ -99,10 +99,9 @@ class Mtp(Drafter):
             for _ in range(2))  # fmt: skip
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
-        if following is not None:
-            self._absorb(lane, following, features)
+        self._absorb(lane, following, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
         self._absorb(lane, feed.committed(lane), feed.features, feed.last)

@@ -88,7 +88,7 @@ class Texts(Drafter):
         self._kernels, self._block = room.device.load(_KERNELS), row_block(room.device)
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
         self._note(lane, own)
 

@@ -101,7 +101,7 @@ class UserDrafter(Drafter):
         return partial(cls, propose=propose, **options)
 
     def prefill(
-        self, lane: Lane, own: Rows, following: Rows | None, features: DeviceArray | None
+        self, lane: Lane, own: Rows, following: Rows, features: DeviceArray | None
     ) -> None:
         self.resume(lane, own)
 

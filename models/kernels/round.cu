@@ -18,6 +18,21 @@ __device__ __forceinline__ unsigned long long precedence(const Slot& slot, int b
          static_cast<unsigned int>(0xffff - b);
 }
 
+// Lays out tokens begin..end-1 of a prompt, as six arrays of `rows` rows: the token, the one
+// behind, slot and position, which are -1 of padding: for the target, which is not fed token
+// `last`, and again for the drafter, which is. One block.
+extern "C" __global__ void prompt_rows(const int* tokens, int slot, int begin, int end, int last,
+                                       int rows, int* out) {
+  for (int r = static_cast<int>(threadIdx.x); r < rows; r += static_cast<int>(blockDim.x)) {
+    const int p = begin + r;
+    const bool own = p < end;
+    const bool fed = own && p < last;
+    const int row[] = {own ? tokens[p] : 0, fed ? tokens[p + 1] : 0, fed ? slot : -1,
+                       fed ? p : -1,        own ? slot : -1,         own ? p : -1};
+    for (int i = 0; i < 6; ++i) out[i * rows + r] = row[i];
+  }
+}
+
 // Opens replay `*replay + 1`: takes the slots from the input ring, gives their drafts the rows that
 // the round has, and lays these out. Every batch row has one that feeds `last`, at position n; the
 // others feed drafts, at n + depth. Where there are more drafts than rows, those that are most

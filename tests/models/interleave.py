@@ -20,6 +20,7 @@ from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.vocabulary import Vocabulary
+from graft.models import handover
 from graft.models.prefill import Pieces
 from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays
@@ -130,6 +131,7 @@ class Interleaving:
         self.cancelled: set[str] = set()
         self.cancels = rng.choice((0.0, 0.0, 0.02))  # per action
         self.preempts = rng.choice((0.0, 0.03, 0.1))
+        self.moves = rng.choice((0.0, 0.0, 0.05))
 
     def _graph(self, rows: int, k: int) -> Any:
         launch = SimpleNamespace(launch=lambda _: self.toy.launch(rows, k), check=lambda: None)
@@ -189,6 +191,21 @@ class Interleaving:
             s.end(running, "cancelled")
         elif running.slot >= 0 and rng.random() < self.preempts:
             s.preempt(running)
+        elif rng.random() < self.moves:
+            self._move(running)
+
+    def _move(self, running: Running) -> None:
+        """Hand a request over, to an engine that happens to be this one."""
+        about = handover.described(running, "coupled")
+        self.scheduler.end(running, "moved")
+        there = Running(
+            request=handover.requested(about), output=Output(running.id, seed=running.output.seed),
+            prompt=running.prompt, max_tokens=running.max_tokens, stop_ids=running.stop_ids,
+            decoder=ToyText(self.vocabulary), grammar=running.grammar,
+        )  # fmt: skip
+        self.compiling = [(there if one is running else one, g) for one, g in self.compiling]
+        handover.restore(there, about)
+        self.scheduler.submit(there)
 
     def _pressed(self, call: Callable[[Any], None]) -> None:
         with suppress(KeyboardInterrupt):
@@ -199,7 +216,7 @@ class Interleaving:
             assert event.id not in self.ended, f"request {event.id} went on after its end"
             self.tokens[event.id] += event.tokens
             self.text[event.id] += event.text
-            if event.output is not None:
+            if event.output is not None and event.output.reason != "moved":
                 self.ended[event.id] = event.output
 
     def run(self) -> None:

@@ -232,7 +232,7 @@ def test_what_was_said_is_looked_up(device, stream, make, options, block):
             proposal=device.zeros((5, most), "int32"),
             parents=device.zeros((5, most), "int32") if tree else None)  # fmt: skip
         if half:
-            drafter.prefill(lane, rows(said[:half], slot, 0), None, None)
+            drafter.resume(lane, rows(said[:half], slot, 0))
         drafter.start(lane, feed)
         stream.synchronize()
         ids = feed.proposal.to_host()

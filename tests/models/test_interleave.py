@@ -12,6 +12,7 @@ from graft.cudagraph.pinned import Ring
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.statement import GrammarSpec
+from graft.models import handover
 from graft.models.kv import PagedKV
 from graft.models.prefix import PrefixCache
 from graft.models.replay import Replays, Seat
@@ -111,7 +112,7 @@ MUTANTS = {
         Seating, "prefill", "next(iter(self._joining.values()))",
         "list(self._joining.values())[-1]"),
     "prompts prefilled as a whole": (Seating, "_most_rows", "self._rows_left if", "99 if"),
-    "pieces without end": (Seating, "prefill", "self._rows_left -= chunk.rows", "pass"),
+    "pieces without end": (Seating, "prefill", "_left -= self", "_left - self"),
     "seated before its prompt is enqueued": (
         Seating, "prefill", "if chunk is None:", "if chunk is None or not chunk.over():"),
     "a page is free while somebody holds it": (PagedKV, "drop", "== 0", "<= 1"),
@@ -122,6 +123,12 @@ MUTANTS = {
     "pages of a prompt that was not prefilled to its end": (
         Seating, "leave", "self._leaving[slot] = launched",
         "self._leaving[slot] = launched; self._prefixes.keep(slot, running.tokens)"),
+    "what is handed over lacks its last token": (
+        handover, "described", "list(output.tokens)", "output.tokens[:-1]"),
+    "the grammar of what was handed over lacks a token": (
+        Running, "make_matcher", "self.output.tokens", "self.output.tokens[:self._streamed - 1]"),
+    "what was handed over tells its text again": (
+        Running, "flush", '== "moved"', '== ""'),
     "a request that ended on the device stays": (
         Scheduler, "_collect", "elif row.reason:", "elif row.reason == 1:"),
 }  # fmt: skip

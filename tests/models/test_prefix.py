@@ -59,12 +59,19 @@ def test_what_is_found_is_the_longest_prefix_that_was_kept(device, lookahead):
 
 def test_pages_are_given_up_by_age_and_never_in_use(device):
     """Whatever comes and goes: owned pages are nobody else's but by sharing, all are accounted for,
-    the bound holds, and what was used last is there longest."""
+    those adopted too, the bound holds, and what was used last is there longest."""
     rng, caches = random.Random(3), [pool(device), pool(device)]
-    prefixes, held = PrefixCache(caches, 1, 7), {}
+    prefixes, held, adopted = PrefixCache(caches, 1, 7), {}, []
+
+    def write(pages, which):
+        assert not {page for page, _ in pages} - set(caches[0].free)
+        adopted.extend(which)
+
     for tokens in texts_of(rng, 600):
-        slot = rng.randrange(3)
-        if slot in held:
+        slot = rng.randrange(4)
+        if slot == 3:
+            prefixes.adopt(prefixes.keys(tokens), write)
+        elif slot in held:
             prefixes.keep(slot, held.pop(slot))
             for cache in caches:
                 cache.release(slot)
@@ -78,7 +85,7 @@ def test_pages_are_given_up_by_age_and_never_in_use(device):
                 cache.release(slot)
         owned = {page for s in range(3) for page in caches[0].pages_of(s)}
         assert len(owned) + len(caches[0].free) + prefixes.unused == 12 and len(prefixes) <= 7
-    assert prefixes.evictions > 50
+    assert prefixes.evictions > 50 and len(adopted) > 50
     for slot in held:
         for cache in caches:
             cache.release(slot)

@@ -54,8 +54,15 @@ def host_drafter(lines):
     assert int(with_it[2]) > 0 == int(without[2]) and int(with_it[3]) < int(without[3])
 
 
+def prefill_apart(lines):
+    texts = [re.fullmatch(r"(.+) \(([0-9]+) tokens came .*: True", line) for line in lines]
+    assert all(int(text[2]) >= 16 for text in texts) and re.match(r"[A-Z]{2}-[0-9]{4}", lines[0])
+    assert isinstance(json.loads(texts[1][1]), dict) and len(lines) == 2
+
+
 CHECKS = {check.__name__: check for check in (
     graph_with_host_step, mask_logits, matcher_by_hand, engine, own_drafter, host_drafter,
+    prefill_apart,
 )}  # fmt: skip
 
 
