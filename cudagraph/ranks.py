@@ -84,8 +84,6 @@ class Ranks:
     @staticmethod
     def mpi(deadline_s: float = DEADLINE_S) -> Ranks:
         """All processes that ``mpiexec`` started."""
-        # What a failed rank says is told by its own error.
-        os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -170,6 +168,7 @@ class Ranks:
         if self.failure is not None or self._given_up:
             sys.stdout.flush()
             sys.stderr.flush()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the error was told; MPI's own words add none
             self._comm.Abort(1)
         elif self.rank == 0:
             self.send(self.others, np.zeros(HEAD, np.int64))
