@@ -168,7 +168,7 @@ class Ranks:
         if self.failure is not None or self._given_up:
             sys.stdout.flush()
             sys.stderr.flush()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the error was told; MPI's own words add none
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI's own words would come behind
             self._comm.Abort(1)
         elif self.rank == 0:
             self.send(self.others, np.zeros(HEAD, np.int64))
@@ -188,6 +188,9 @@ class MpiGather:
         self._all = DeviceArray(context, (ranks.size * most,), "float32")
         self._staged = PinnedArray(context, (ranks.size * most,), "float32")
         ranks.keep(self._staged)
+
+    def connect(self) -> None:
+        """Ranks have met already."""
 
     def own(self, rows: int, columns: int) -> DeviceArray:
         """Where this rank leaves its float32[rows, columns]; the next one takes its place."""

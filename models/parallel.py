@@ -17,7 +17,7 @@ from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.ranks import HEAD, MpiGather, Ranks
+from graft.cudagraph.ranks import HEAD, Ranks
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.errors import ConfigError
@@ -25,7 +25,17 @@ from graft.models.kv import PagedKV
 from graft.models.layers import Layers
 from graft.models.llama import DecoderLayer, Scratch, run_layers
 from graft.models.rows import Rows
-from graft.models.shares import ANSWER, BEGIN, CLOSE, COMPACT, END, Share, SharedWeights, split
+from graft.models.shares import (
+    ANSWER,
+    BEGIN,
+    CLOSE,
+    COMPACT,
+    END,
+    Share,
+    SharedWeights,
+    make_sums,
+    split,
+)
 
 
 def follow(ranks: Ranks) -> None:
@@ -66,6 +76,8 @@ def _begin(ranks: Ranks, size: int) -> Follower | None:
         said = str(error).encode()[:ANSWER]
     answer[: len(said)] = np.frombuffer(said, np.uint8)
     ranks.send([0], answer)
+    if made is not None:
+        made.sums.connect()
     return made
 
 
@@ -100,7 +112,7 @@ class Follower:
         self._config = own = share.own
         self._kv = PagedKV(self._device, **{**kv, "kv_heads": own.num_key_value_heads})
         self._layers = Layers(self._device, activations=activations)
-        sums = MpiGather(self._device, ranks, max_rows * hidden)
+        self.sums = sums = make_sums(self._device, ranks, max_rows * hidden)
         tensors = SharedWeights(self._device, Checkpoint(folder), weights, share, sums)
         self._decoder = [
             DecoderLayer.load(tensors, f"model.layers.{i}", whole, hidden, self._layers)

@@ -22,6 +22,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
+from graft.cudagraph.nccl import NcclGather
 from graft.cudagraph.ranks import HEAD, MpiGather, Ranks
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
@@ -117,6 +118,13 @@ class SharedWeights(Weights):
         return array[own, across], dtype, scale[own]
 
 
+def make_sums(device: Device, ranks: Ranks, most: int) -> Gather:
+    """How partial products of at most so many elements come to all ranks. Raises OptionError where
+    the device is CUDA's and nccl4py is missing."""
+    kind = NcclGather if device.kind == "cuda" else MpiGather
+    return kind(device, ranks, most)
+
+
 def split(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
     """Where each array stands in the int32 words that follow a head."""
     ends = list(accumulate((array.nbytes // 4 for array in arrays), initial=0))
@@ -136,8 +144,8 @@ class Lead:
         if ranks.rank:
             raise OptionError(f"rank {ranks.rank} has no engine: it follows rank 0 by follow()")
         self.ranks, self.share = ranks, Share.of(config, 0, ranks.size)
-        self.sums = MpiGather(device, ranks, max_rows * config.hidden_size)
         self._device, self._max_rows = device, max_rows
+        self.sums = make_sums(device, ranks, max_rows * config.hidden_size)
         self._heads = dict[tuple[int, ...], np.ndarray]()
         self._words = device.pinned((1,), "int32")
 
@@ -159,6 +167,7 @@ class Lead:
             self.ranks.receive(rank, answer, timeout_s=LOAD_S)
             if said := answer.tobytes().rstrip(b"\0").decode(errors="replace"):
                 raise EngineError(f"rank {rank}: {said}")
+        self.sums.connect()
 
     def forward(self, lane: Lane, rows: Rows, stream: DeviceArray, kv: PagedKV) -> None:
         """Let the others run these rows: their embeddings, before the first layer."""

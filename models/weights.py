@@ -23,6 +23,9 @@ _LARGEST, _TINY = np.float32(448), np.float32(2.0**-126)
 class Gather(Protocol):
     """Brings what every rank has to all of them."""
 
+    def connect(self) -> None:
+        """Meet the other ranks, who all call this, before the first gather."""
+
     def own(self, rows: int, columns: int) -> DeviceArray:
         """Where this rank leaves its float32[rows, columns]; the next one takes its place."""
 

@@ -133,8 +133,8 @@ def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
         target, drafter = demo_model(drafter or DRAFTERS[0])
     if options.no_speculation:
         drafter = None
-    return Engine(target, drafter, ranks=options.ranks, max_batch_size=min(options.max_batch_size, max(batch, 1)),
-                  draft_length=options.draft_length,
+    return Engine(target, drafter, ranks=options.ranks, draft_length=options.draft_length,
+                  max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_tree=options.draft_tree, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,
