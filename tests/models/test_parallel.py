@@ -1,11 +1,13 @@
-"""Several ranks hold one model: shares, sums in rank order, equal outputs, and ranks that are gone."""
+"""Several ranks hold one model: shares, sums in their order, equal outputs, ranks that are gone."""
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -31,19 +33,23 @@ SMOL = replace(CONFIG, hidden_size=576, intermediate_size=1536, num_attention_he
                num_key_value_heads=3, head_dim=64)  # fmt: skip
 
 
-def run_ranks(case, limit_s=240):
-    """What two ranks say and how they end; whatever they do, none of them is left behind."""
+def run_ranks(case, told="", alone=False):
+    """What two ranks say and how they end; whatever they do, none of them is left behind. `alone`:
+    their launcher knows only shells that run them, and ends none of them."""
     pytest.importorskip("mpi4py", reason="the extra parallel is not installed")
     if not MPIEXEC.is_file():
         pytest.skip(f"no launcher at {MPIEXEC}: the extra parallel brings one")
     if os.environ.get("GRAFT_DEVICE") == "cuda":
         pytest.skip("two ranks need two CUDA devices and NCCL")
-    worker = Path(__file__).with_name("rank_worker.py")
+    rank = [sys.executable, str(Path(__file__).with_name("rank_worker.py")), case, str(told)]
+    if alone:
+        rank = ["sh", "-c", f"{shlex.join(rank)}; true"]
     ranks = subprocess.Popen(
-        [str(MPIEXEC), "-n", "2", sys.executable, str(worker), case], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+        [str(MPIEXEC), *["-disable-auto-cleanup"] * alone, "-n", "2", *rank],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )
     try:
-        said, errors = ranks.communicate(timeout=limit_s)
+        said, errors = ranks.communicate(timeout=240)
     finally:
         if ranks.poll() is None:
             os.killpg(ranks.pid, signal.SIGKILL)
@@ -181,7 +187,14 @@ def test_a_late_rank_ends_all_with_one_sentence():
 
 
 @pytest.mark.full
-def test_a_killed_rank_ends_all():
-    """Where a rank dies the launcher, or else the deadline, ends the others."""
-    code, said, _ = run_ranks("killed", 120)
-    assert code != 0 and not said.strip()
+def test_a_killed_rank_ends_all(tmp_path):
+    """Where a rank dies and the launcher ends nobody, the deadline does, with one line; where the
+    launcher does, all are gone at once."""
+    code, _, _ = run_ranks("killed", tmp_path / "told", alone=True)
+    limit = time.monotonic() + 60
+    while not (text := (tmp_path / "told").read_text()).endswith("\n"):
+        assert time.monotonic() < limit, text
+        time.sleep(0.1)
+    assert code != 0 and re.fullmatch(r"graft: .* rank 1 did not answer within 4 s\n", text)
+    code, _, _ = run_ranks("killed", tmp_path / "untold")
+    assert code != 0 and (tmp_path / "untold").read_text() == ""
