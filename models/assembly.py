@@ -10,6 +10,7 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exchange import Exchange
 from graft.cudagraph.pinned import Ring
+from graft.cudagraph.ranks import Ranks
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedText
@@ -27,6 +28,7 @@ from graft.models.options import Options
 from graft.models.prefill import CHUNK, Prefill
 from graft.models.prefix import PrefixCache
 from graft.models.round import RoundParts
+from graft.models.shares import Lead
 from graft.models.stamps import make_timeline
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.sampler import Sampler, output_ring
@@ -59,6 +61,7 @@ def assemble(
     drafter: DrafterChoice | None,
     config: LlamaConfig,
     tokenizer: Tokenizer,
+    ranks: Ranks | None = None,
 ) -> Assembly:
     """Load the models and lay out everything a round needs.
 
@@ -71,7 +74,8 @@ def assemble(
     CheckpointError, ConfigError, OptionError, TokenizerError
         Naming the file, tensor, field or option that does not fit.
     """
-    target = _target(device, options, model, config)  # first: a config that lies costs nothing
+    # First: a config that lies costs nothing.
+    target = _target(device, options, model, config, ranks)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
     with ExitStack() as undo:
         compiler = GrammarService(
@@ -129,13 +133,24 @@ def _max_rows(options: Options) -> int:
     return max(options.max_batch_size * max(options.most_drafts + 1, branch), CHUNK)
 
 
-def _target(device: Device, options: Options, model: Path, config: LlamaConfig) -> LlamaModel:
+def _target(
+    device: Device, options: Options, model: Path, config: LlamaConfig, ranks: Ranks | None
+) -> LlamaModel:
+    lead, heads = None, config.num_key_value_heads
+    known = {"activations": options.activations, "weights": options.weights}
+    if ranks is not None:
+        lead = Lead(device, ranks, config, _max_rows(options))
+        heads = lead.share.own.num_key_value_heads
     cache = _cache(
-        device, options, config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
-        config.dtype,
-    )  # fmt: skip
-    return LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options),
-                      activations=options.activations, weights=options.weights)  # fmt: skip
+        device, options, config.num_hidden_layers, heads, config.head_dim, config.dtype
+    )
+    if lead is not None:
+        lead.begin(model, cache, **known)
+    made = LlamaModel(device, config, Checkpoint(model), cache, max_rows=_max_rows(options),
+                      lead=lead, **known)  # fmt: skip
+    if lead is not None:
+        lead.wait()
+    return made
 
 
 def _drafter(

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.ranks import Ranks
 from graft.cudagraph.transports import choose_transport
 from graft.models.admission import Admission
 from graft.models.assembly import assemble
@@ -62,6 +63,9 @@ class Engine:
     drafter : directory of an EAGLE-3 checkpoint; or a `MakeDrafter`, such as the class of a
         drafter of one's own, or its name as ``module:name``. None decodes without speculation, but
         for forced drafts.
+    ranks : the processes that hold the target together; this one is rank 0, and the others are in
+        `graft.models.parallel.follow`. Outputs are up to rounding those of one process, and do not
+        depend on batch, order or time either.
     options : fields of `Options`.
 
     Raises
@@ -82,8 +86,9 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | Path, drafter: DrafterChoice | None = None, **options: Any
-    ):
+        self, model: str | Path, drafter: DrafterChoice | None = None, *,
+        ranks: Ranks | None = None, **options: Any,
+    ):  # fmt: skip
         known = {field.name for field in fields(Options)}
         for name in options:
             if name not in known:
@@ -96,7 +101,7 @@ class Engine:
         self.device = open_device(asked.device, asked.ordinal)
         transport, self.transport_reason = choose_transport(asked.grammar_transport, self.device)
         self.options = replace(asked, grammar_transport=transport)
-        built = assemble(self.device, self.options, folder, drafter, config, tokenizer)
+        built = assemble(self.device, self.options, folder, drafter, config, tokenizer, ranks)
         self._built, self._parts, self.tokenizer = built, built.parts, tokenizer
         self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
         self._replays = Replays(built.parts, built.stream, built.budget)
@@ -478,6 +483,7 @@ class Engine:
     def _drain(self) -> None:
         with ExitStack() as stack:  # every one of them, last first, whatever another raises
             parts, built = self._parts, self._built
+            stack.callback(parts.target.end)
             stack.callback(built.stream.close)
             for held in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
                 stack.callback(held.close)

@@ -29,7 +29,7 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.kv import STORAGE, PagedKV
 from graft.models.rows import Rows
-from graft.models.weights import Matrix, Scaled
+from graft.models.weights import Matrix, Part, Scaled
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
@@ -220,8 +220,10 @@ class Layers:
     def folds(self, weight: Matrix, reader: Matrix) -> bool:
         """Whether a norm between products with these weights takes no kernel of its own, see
         `Norm`. Of float16, which rows without their norm may leave, it does."""
-        return all(array.dtype != "float16" and self.gates(array.dtype, *array.shape)
-                   for array in (weight, reader))  # fmt: skip
+        return not isinstance(weight, Part) and all(
+            array.dtype != "float16" and self.gates(array.dtype, *array.shape)
+            for array in (weight, reader)
+        )
 
     def turns(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
         """Whether a product with such a weight turns its heads and fills the cache, see `heads`."""
@@ -273,7 +275,8 @@ class Layers:
         ----------
         x : [R, inner], float32 or what `input_dtype` says; or a norm of such.
         weight : [columns, inner], float32, float16, bfloat16 or E4M3 without NaN; where rows have
-            scales, sums are multiplied by them before anything else.
+            scales, sums are multiplied by them before anything else. Of a `Part` the products of
+            all ranks are added up in their order, and then the residual.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
         norm : of the result, for who reads it.
@@ -281,6 +284,13 @@ class Layers:
             `gates` and was woven (`Weights.stacked`).
         turned : what `heads` asks for.
         """
+        if isinstance(weight, Part):
+            own = weight.sums.own(*out.shape)
+            self.linear(lane, x, weight.values, own, name=name)
+            self._add_parts(lane, weight.sums.gather(lane, own), residual, out, tap)
+            if norm is not None:
+                self.norm(lane, out, norm.weight, norm.eps, norm.out)
+            return
         squares, x_eps = (x.squares, x.eps) if isinstance(x, Norm) else (None, 0.0)
         x = x.out if isinstance(x, Norm) else x
         rows, inner = x.shape
@@ -336,6 +346,19 @@ class Layers:
             lane.kernel(kernel, grid, block, args, name=name)
         if norm is not None and not folded:
             self.norm(lane, out, norm.weight, norm.eps, norm.out)
+
+    def _add_parts(
+        self, lane: Lane, parts: DeviceArray, residual: DeviceArray | None, out: DeviceArray,
+        tap: tuple[DeviceArray, int] | None,
+    ) -> None:  # fmt: skip
+        """out = the sum of parts float32[ranks, R, columns], in their order; and as `linear`."""
+        ranks, rows, width = parts.shape
+        grid, block = self._elements(rows, width, self._chunk)
+        target, offset = tap if tap is not None else (None, 0)
+        stride = target.shape[1] if target is not None else 0
+        kernel = self._kernel("elements", "add_parts", WEIGHT="float", CHUNK=self._chunk)
+        args = (parts, residual, out, target, ranks, rows, width, offset, stride)
+        lane.kernel(kernel, grid, block, args, name="sum of ranks")
 
     @property
     def _split(self) -> int:

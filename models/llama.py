@@ -19,6 +19,7 @@ from graft.models.config import LlamaConfig
 from graft.models.kv import PagedKV
 from graft.models.layers import GROUP, Layers, Norm, expect
 from graft.models.rows import Rows
+from graft.models.shares import Lead, SharedWeights
 from graft.models.weights import Matrix, Weights
 
 
@@ -197,6 +198,7 @@ class LlamaModel:
     max_rows : most rows of one forward.
     form, activations : of the kernels, see `Layers`.
     weights : "checkpoint" or "fp8", see `Weights`.
+    lead : of the ranks that hold the other shares of its layers, in which `kv` is its own.
 
     Raises
     ------
@@ -214,14 +216,17 @@ class LlamaModel:
         form: str | None = None,
         activations: str = "rounded",
         weights: str = "checkpoint",
+        lead: Lead | None = None,
     ) -> None:
-        check_cache(config, kv, config.num_hidden_layers)
+        self._lead, self._own = lead, lead.share.own if lead else config
+        check_cache(self._own, kv, config.num_hidden_layers)
         if max_rows < 1:
             raise OptionError(f"max_rows is {max_rows}, expected at least 1")
         self.device, self.config, self.kv, self.max_rows = device, config, kv, max_rows
         self.layers = Layers(device, form, activations)
         hidden, vocab = config.hidden_size, config.vocab_size
-        tensors = Weights(device, checkpoint, weights)
+        tensors = (SharedWeights(device, checkpoint, weights, lead.share, lead.sums) if lead
+                   else Weights(device, checkpoint, weights))  # fmt: skip
         self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
         self.decoder = [
             DecoderLayer.load(tensors, f"model.layers.{i}", config, hidden, self.layers)
@@ -234,8 +239,8 @@ class LlamaModel:
         behind = (f"model.layers.{config.num_hidden_layers + i}." for i in modules)
         tensors.finish(("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()), *behind))
         self.turn = device.from_host(config.rope.table(kv.positions, config.head_dim))
-        self.scratch = Scratch(self.layers, config, max_rows, hidden)
-        self.layers.attention_parts(max_rows, config.num_attention_heads, kv)
+        self.scratch = Scratch(self.layers, self._own, max_rows, hidden)
+        self.layers.attention_parts(max_rows, self._own.num_attention_heads, kv)
         self._taps: dict[int, int] = {}
 
     @property
@@ -279,13 +284,29 @@ class LlamaModel:
         stream = scratch.stream[:n]
         x = scratch.norm(n, self.decoder[0].input_norm, self.decoder[0].qkv)
         self.layers.gather(lane, self.embedding, rows.token, stream, name="embed", norm=x)
+        if self._lead is not None:
+            self._lead.forward(lane, rows, stream, self.kv)
         taps = {} if features is None else {i: (features, at) for i, at in self._taps.items()}
         final = scratch.norm(n, self.final_norm, self.lm_head, self.decoder[-1].down)
-        run_layers(lane, self.layers, self.config, self.decoder, scratch, self.kv, self.turn, rows,
+        run_layers(lane, self.layers, self._own, self.decoder, scratch, self.kv, self.turn, rows,
                    x, taps=taps, ending=None if logits is None else final)  # fmt: skip
         if logits is not None:
             self.layers.linear(lane, final, self.lm_head, logits, name="lm head")
         return stream
+
+    def compact(
+        self, lane: Lane, row_slot: DeviceArray, result: DeviceArray,
+        features: DeviceArray | None, first: DeviceArray,
+    ) -> None:  # fmt: skip
+        """`Layers.compact` of its cache."""
+        self.layers.compact(lane, self.kv, row_slot, result, features, first)
+        if self._lead is not None:
+            self._lead.compact(lane, row_slot, result)
+
+    def end(self) -> None:
+        """No forward will come any more: other ranks may drop their shares."""
+        if self._lead is not None:
+            self._lead.end()
 
     def head(
         self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None

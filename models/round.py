@@ -126,10 +126,9 @@ class RoundGraph:
         parts.sampler.target(model, scratch.logits[:rows], feed.rows)
         parts.sampler.verify(model, feed.rows, parts.outputs)
         if parts.branch > 1 and rows > batch + 1:
-            parts.target.layers.compact(
-                model, parts.target.kv, feed.row_slot, parts.sampler.rows[:batch], feed.features,
-                feed.first,
-            )  # fmt: skip
+            parts.target.compact(
+                model, feed.row_slot, parts.sampler.rows[:batch], feed.features, feed.first
+            )
         stamps.end("verify", last=parts.drafter is None)
         if parts.drafter is not None:
             self._draft(model, grammar, stamps, feed, parts.drafter)

@@ -6,12 +6,15 @@ import argparse
 import importlib.metadata
 import io
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
+from graft.cudagraph.ranks import Ranks
+from graft.models.parallel import follow
 from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import refuse
@@ -62,6 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(arguments)
+        if getattr(options, "parallel", False):
+            options.ranks = Ranks.mpi()
+            if options.ranks.rank:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends what is to end
+                follow(options.ranks)
+                return 0
         status = int(options.run(options))
         sys.stdout.flush()
         return status

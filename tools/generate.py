@@ -63,6 +63,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
                         help="graphs of a round; two: the drafter has its own, to compare")
     models.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0],
                         help="of the target's layers; fp8: rounded to 8 bits, row by row")
+    models.add_argument("--parallel", action="store_true",
+                        help="hold the target together with the other processes of mpiexec (needs "
+                             "the extra parallel)")
+    models.set_defaults(ranks=None)
     models.add_argument("--max-batch-size", type=int, default=8, help="slots (default 8)")
     models.add_argument("--max-length", type=int, metavar="N",
                         help="positions of a request, prompt and output (default: the model's, at "
@@ -129,8 +133,8 @@ def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
         target, drafter = demo_model(drafter or DRAFTERS[0])
     if options.no_speculation:
         drafter = None
-    return Engine(target, drafter, max_batch_size=min(options.max_batch_size, max(batch, 1)),
-                  draft_length=options.draft_length,
+    return Engine(target, drafter, ranks=options.ranks, draft_length=options.draft_length,
+                  max_batch_size=min(options.max_batch_size, max(batch, 1)),
                   draft_tree=options.draft_tree, mask_drafts=not options.no_draft_mask,
                   grammar_backend=options.backend,
                   draft_legality=options.draft_legality, forced_drafts=options.forced_drafts,

@@ -48,6 +48,26 @@ extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, in
   for (int i = part.begin; i < part.end; ++i) from_float(gated(gate[i], up[i]), to + i);
 }
 
+// out = residual + (parts[0] + parts[1] + ...), also from column `offset` of tap [rows, stride] on
+// unless null: products of which every rank has a part [rows, width], added up in their order.
+extern "C" __global__ void add_parts(const float* parts, const float* residual, float* out,
+                                     float* tap, int ranks, int rows, int width, int offset,
+                                     int stride) {
+  wait_for_kernel_before();
+  const Part part = part_of_thread(width);
+  if (part.row >= rows) return;
+  const long long at = static_cast<long long>(part.row) * width;
+  const long long apart = static_cast<long long>(rows) * width;
+  float* second = tap == nullptr ? nullptr : tap + static_cast<long long>(part.row) * stride;
+  for (int i = part.begin; i < part.end; ++i) {
+    float sum = parts[at + i];
+    for (int rank = 1; rank < ranks; ++rank) sum += parts[rank * apart + at + i];
+    if (residual != nullptr) sum += residual[at + i];
+    out[at + i] = sum;
+    if (second != nullptr) second[offset + i] = sum;
+  }
+}
+
 // x = factor * x, softly capped: cap * tanh(x / cap); 0: not capped.
 extern "C" __global__ void scale_rows(float* x, int rows, int width, float factor, float cap) {
   wait_for_kernel_before();

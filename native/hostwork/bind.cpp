@@ -248,6 +248,7 @@ void bind_waits(nb::module_& m) {
 void bind_hostwork(nb::module_& m) {
   bind_lifetime(m);
   bind_work(m);
+  bind_ranks(m);
   bind_exec(m);
   bind_waits(m);
 }

@@ -9,7 +9,8 @@
 
 namespace graft::hostwork {
 
-void bind_work(nanobind::module_& m);  // bind_work.cpp: records, eager work, captures, mailboxes
+void bind_work(nanobind::module_& m);   // bind_work.cpp: records, eager work, captures, mailboxes
+void bind_ranks(nanobind::module_& m);  // bind_ranks.cpp
 
 template <typename T>
 T* pointer(std::uint64_t address) {

@@ -1,0 +1,127 @@
+#include "hostwork/ranks.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "hostwork/record.h"
+
+namespace graft::hostwork {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kTag = 1;
+// Waits give way at once, then sleep, longer when nothing comes for long.
+constexpr double kYieldS = 200e-6, kShortS = 20e-3;
+constexpr long kShortNs = 20'000, kLongNs = 100'000;
+
+void pause_after(double waited_s) {
+  if (waited_s < kYieldS) {
+    sched_yield();
+    return;
+  }
+  const timespec nap{0, waited_s < kShortS ? kShortNs : kLongNs};
+  nanosleep(&nap, nullptr);
+}
+
+}  // namespace
+
+Messages::Messages(std::shared_ptr<Mpi> mpi, std::vector<Message> messages, double deadline_s)
+    : mpi_(std::move(mpi)),
+      messages_(std::move(messages)),
+      deadline_s_(deadline_s),
+      requests_(messages_.size()),
+      open_(messages_.size()) {}
+
+template <typename Handle>
+int Messages::post(const Message& message, std::uint64_t* request) {
+  using Send = int (*)(const void*, int, Handle, int, int, Handle, Handle*);
+  using Receive = int (*)(void*, int, Handle, int, int, Handle, Handle*);
+  const Handle byte = (Handle)mpi_->byte, comm = (Handle)mpi_->comm;
+  Handle made{};
+  const int code = message.sent
+                       ? reinterpret_cast<Send>(mpi_->isend)(message.bytes, message.count, byte,
+                                                             message.peer, kTag, comm, &made)
+                       : reinterpret_cast<Receive>(mpi_->irecv)(message.bytes, message.count, byte,
+                                                                message.peer, kTag, comm, &made);
+  std::memcpy(request, &made, sizeof made);
+  return code;
+}
+
+template <typename Handle>
+int Messages::test(std::uint64_t* request, int* done) {
+  // Room for any implementation's status; its constant for none differs between them.
+  alignas(16) unsigned char status[256];
+  Handle made;
+  std::memcpy(&made, request, sizeof made);
+  const int code = reinterpret_cast<int (*)(Handle*, int*, void*)>(mpi_->test)(&made, done, status);
+  std::memcpy(request, &made, sizeof made);
+  return code;
+}
+
+bool Messages::post_all() {
+  posted_ = true;
+  for (std::size_t i = 0; i < messages_.size(); ++i) {
+    open_[i] = 1;
+    code_ = mpi_->wide ? post<void*>(messages_[i], &requests_[i])
+                       : post<int>(messages_[i], &requests_[i]);
+    if (code_ != 0) return false;
+  }
+  return true;
+}
+
+Messages::Outcome Messages::wait(double seconds) {
+  if (mpi_->failed) return Outcome::kFailed;
+  const auto begun = Clock::now();
+  if (!posted_ && !post_all()) {
+    give_up();
+    return Outcome::kFailed;
+  }
+  for (;;) {
+    bool open = false;
+    for (std::size_t i = 0; i < messages_.size(); ++i) {
+      if (!open_[i]) continue;
+      int done = 0;
+      code_ = mpi_->wide ? test<void*>(&requests_[i], &done) : test<int>(&requests_[i], &done);
+      if (code_ != 0) {
+        give_up();
+        return Outcome::kFailed;
+      }
+      open_[i] = !done;
+      open = open || !done;
+    }
+    if (!open) {
+      posted_ = false;
+      return Outcome::kDone;
+    }
+    const double waited_s = std::chrono::duration<double>(Clock::now() - begun).count();
+    if (waited_s >= seconds) return Outcome::kPending;
+    pause_after(waited_s);
+  }
+}
+
+void Messages::give_up() noexcept {
+  if (mpi_->failing.exchange(true)) return;
+  const auto late = std::find(open_.begin(), open_.end(), 1) - open_.begin();
+  if (code_ != 0) {
+    std::snprintf(mpi_->why, sizeof mpi_->why, "MPI gave the code %d", code_);
+  } else {
+    std::snprintf(mpi_->why, sizeof mpi_->why, "rank %d did not answer within %g s",
+                  messages_[late].peer, deadline_s_);
+  }
+  mpi_->failed = true;
+}
+
+void Messages::step(void* data) {
+  auto* self = static_cast<Messages*>(data);
+  if (self->wait(self->deadline_s_) == Outcome::kDone) return;
+  self->give_up();
+  fail_current(self->mpi_->why);
+}
+
+}  // namespace graft::hostwork

@@ -1,0 +1,95 @@
+"""What each rank runs in the tests of several: rank 0 prints what it finds as JSON."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from engine_util import DRAFTER, TARGET, mixed_requests
+
+from graft.cudagraph.errors import GraftError
+from graft.cudagraph.ranks import Ranks
+from graft.grammar.decoder import GuidedDecoder
+from graft.models import CheckpointError, Engine, Request, parallel
+from graft.tools import cli
+
+
+def workload() -> list[Request]:
+    """Greedy and coupled requests in turns, guided and free; one prompt takes two pieces."""
+    guided = [replace(r, max_tokens=24) for r in mixed_requests(4, seed=3)]
+    free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=12)
+    coupled = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
+    return [replace(r, id=str(i), seed=i, logprobs=0, **(coupled if i % 2 else {}))
+            for i, r in enumerate([*guided, free])]  # fmt: skip
+
+
+def answers(ranks: Ranks | None, order: int, **options: Any) -> dict[str, Any]:
+    """Tokens and log probabilities by request, and how many mask rows were filled."""
+    with Engine(TARGET, DRAFTER, max_length=512, ranks=ranks, **options) as engine:
+        found = {output.id: output for output in engine.generate(workload()[::order])}
+        fills = engine.counters()["grammar"]["fills"]
+    return {"tokens": {name: output.tokens for name, output in found.items()},
+            "logprobs": {name: [p.value for p in o.logprobs or ()] for name, o in found.items()},
+            "reasons": {name: output.reason for name, output in found.items()},
+            "fills": fills}  # fmt: skip
+
+
+def equal(ranks: Ranks) -> None:
+    """The same requests alone and on all ranks, in several batches and orders."""
+    found: dict[str, Any] = {}
+    try:
+        answers(ranks, 1, max_batch_size=1)
+    except GraftError as error:
+        found["refused"] = [type(error).__name__, str(error)]
+    found["alone"] = answers(None, 1, max_batch_size=2)
+    found["ranks"] = [answers(ranks, order, **options) for order, options in (
+        (1, {"max_batch_size": 2}), (-1, {"max_batch_size": 1}),
+        (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "overlap": False}))]  # fmt: skip
+    print(json.dumps(found))
+
+
+def disturb(case: str) -> None:
+    """Let this rank's first share fail to load, or let it die or be late in the midst of a run."""
+    plain_load, plain_run, runs = parallel.Follower.__init__, parallel.Follower.run, [0]
+
+    def load(self: Any, *given: Any, **options: Any) -> None:
+        parallel.Follower.__init__ = plain_load  # type: ignore[method-assign]
+        raise CheckpointError("a file is missing here")
+
+    def run(self: Any, head: tuple[int, ...]) -> None:
+        runs[0] += 1
+        if runs[0] == 12 and case == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if runs[0] == 12:
+            time.sleep(100)
+        plain_run(self, head)
+
+    def no_masks(*_: Any, **__: Any) -> None:
+        raise RuntimeError("rank 0 alone computes masks")
+
+    if case == "equal":
+        parallel.Follower.__init__ = load  # type: ignore[assignment, method-assign]
+        GuidedDecoder.__init__ = no_masks  # type: ignore[assignment, method-assign]
+    else:
+        parallel.Follower.run = run  # type: ignore[method-assign]
+
+
+def main(case: str, told: str) -> int:
+    ranks = Ranks.mpi(120.0 if case == "equal" else 4.0)
+    if ranks.rank:
+        disturb(case)
+    elif case == "killed":  # its launcher may be gone before it
+        os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
+    if case == "equal":
+        equal(ranks) if ranks.rank == 0 else parallel.follow(ranks)
+        return 0
+    Ranks.mpi = lambda: ranks  # type: ignore[assignment, method-assign]
+    return cli.main(["generate", "--parallel", "--prompt", "Make a person.", "--max-tokens", "200",
+                     "--no-speculation"])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
