@@ -32,7 +32,6 @@ std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& p) {
   need(p.src.type != CU_MEMORYTYPE_ARRAY && p.dst.type != CU_MEMORYTYPE_ARRAY,
        CUDA_ERROR_NOT_SUPPORTED, "array copies are not implemented");
   auto c = std::make_shared<CopyWork>();
-  c->given = p;
   c->width = p.WidthInBytes;
   c->height = p.Height == 0 ? 1 : p.Height;
   c->depth = p.Depth == 0 ? 1 : p.Depth;

@@ -33,7 +33,6 @@ struct KernelWork {
 };
 
 struct CopyWork {
-  CUDA_MEMCPY3D given;
   Target dst, src;
   size_t width = 0, height = 1, depth = 1;
   size_t dst_pitch = 0, dst_slice = 0, src_pitch = 0, src_slice = 0;
