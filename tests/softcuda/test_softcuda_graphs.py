@@ -88,9 +88,9 @@ def test_structure_reads_back(soft, kernels, graph):
 
 
 def test_programmatic_edges_are_kept_and_waited_for(soft, kernels, stream, graph, log):
-    """They join kernels only, read back from definitions and copied children, order like full ones,
-    and make another shape; they go with their nodes."""
-    d, full, parent = soft.d, soft.cuGraphCreate(0), soft.cuGraphCreate(0)
+    """They join kernels only, read back, order like full ones, and make another shape; they go with
+    their nodes."""
+    d, full = soft.d, soft.cuGraphCreate(0)
     edge = d.CUgraphEdgeData()
     edge.from_port, edge.type = 1, d.CUgraphDependencyType(1)
     for one, data in ((graph, [edge]), (full, None)):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 
 import numpy as np
 import pytest
-from softcuda_util import Words, check, code, codes
+from softcuda_util import Words, check, code
 
 EQ, AND, NOR = 1, 2, 3
 WAIT32, WRITE32, FLUSH, WAIT64, WRITE64, BARRIER, REDUCE = 1, 2, 3, 4, 5, 6, 8
