@@ -73,14 +73,13 @@ def test_verdicts_reach_table_and_json(folder, tmp_path, capsys):
 
 def test_a_runaway_costs_one_row(folder):
     """A child that takes too long is killed and named; the next row gets a new one."""
-    child = grammar.Child("llguidance", folder / "tokenizer.json", timeout_s=0.01)
+    subject = grammar.Subject("llguidance", folder / "tokenizer.json")
     endless = {"schema": {"type": "string"}, "valid": ["x" * 2_000_000], "invalid": []}
     try:
-        assert child.ask(endless)["outcome"] == "timeout"
-        child._timeout_s = 60
-        assert grammar.verdict(child.ask({**ROWS[0]})) == "right"
+        assert subject.ask(endless, 0.01)["outcome"] == "timeout"
+        assert grammar.verdict(subject.ask({**ROWS[0]}, 60)) == "right"
     finally:
-        child.close()
+        subject.close()
 
 
 def test_verdicts_put_leaks_before_everything_but_marks():
