@@ -71,9 +71,6 @@ cuModuleLoadData [cu] out in.image
 cuModuleLoadDataEx [cu] out in.image 0 0 0
 cuModuleUnload [cu] module
 cuModuleGetFunction [] out module in.name
-cuModuleGetFunctionCount [] out module
-cuModuleEnumerateFunctions [] out 1 module
-cuModuleGetGlobal [] out? out? module in.name -> NOT_FOUND
 cuFuncGetModule,cuFuncIsLoaded [] out function
 cuFuncGetName [] out function~INVALID_VALUE
 cuFuncGetParamInfo [] function~INVALID_VALUE 0|99 out out?
@@ -86,7 +83,6 @@ cuLibraryLoadFromFile [u] out in.path 0 0 0 0 0 0
 cuLibraryUnload [u] library
 cuLibraryGetKernel [] out library in.name
 cuLibraryGetModule,cuLibraryGetKernelCount [] out library
-cuLibraryGetGlobal [] out? out? library in.name -> NOT_FOUND
 cuLibraryEnumerateKernels [] out 1 library
 cuKernelGetLibrary,cuKernelGetFunction [] out kernel
 cuKernelGetName [] out kernel~INVALID_VALUE
@@ -94,9 +90,6 @@ cuKernelGetAttribute [] out 0|9999:NOT_SUPPORTED kernel dev
 cuKernelSetAttribute [] 8|9999:NOT_SUPPORTED 64 kernel dev
 cuKernelGetParamInfo [c] kernel~INVALID_VALUE 0|99 out out?
 cuKernelGetParamCount [] kernel~INVALID_VALUE out
-cuDeviceGetDefaultMemPool,cuDeviceGetMemPool [] out? 0 -> NOT_SUPPORTED
-cuMemPoolCreate [] out? in.bytes? -> NOT_SUPPORTED
-cuMemAllocFromPoolAsync [] out? 64 0 0 -> NOT_SUPPORTED
 cuLaunchKernel [c] function 1|0 1|0 1|0 1|0|2048 1|0 1|0 0|9999999 stream in.arguments~- 0
 cuLaunchKernelEx [c] in.config function in.arguments~- 0
 cuLaunchHostFunc [] stream in.fn 0 0|2
@@ -111,7 +104,6 @@ cuStreamGetDevice,cuStreamIsCapturing [] stream out
 cuStreamGetCaptureInfo [] stream out out? out? out? out? out?
 cuStreamBeginCapture [] stream 2|9
 cuStreamEndCapture [] capturing~ILLEGAL_STATE out
-cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9
 cuStreamUpdateCaptureDependencies [] capturing~ILLEGAL_STATE 0 0 0 0|9
 cuStreamBatchMemOp [] stream 1|0|256 in.operations 0|1
 cuStreamWaitValue32,cuStreamWaitValue64 [] stream dptr 0 0|64|4
@@ -122,7 +114,6 @@ cuEventRecord [] event stream
 cuEventRecordWithFlags [] event stream 0|2|1
 cuEventElapsedTime [] out timed timed
 cuUserObjectCreate [] out 0 in.fn 1|0 1|0
-cuUserObjectRetain [] object 1|0
 cuUserObjectRelease [] object 1|0|9
 cuGraphRetainUserObject [] graph object 1|0 0|2
 cuGraphReleaseUserObject [] graph held 1|0|9

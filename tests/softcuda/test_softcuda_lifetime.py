@@ -50,8 +50,7 @@ assert set(calls) == {"NOT_PERMITTED"}
     "Retaining without MOVE keeps the caller's reference; over-release is refused": """
 g, o = s.cuGraphCreate(0), user_object(1, 2)
 s.cuGraphRetainUserObject(g, o, 3, 0)
-s.cuUserObjectRetain(o, 1)
-s.cuUserObjectRelease(o, 3)
+s.cuUserObjectRelease(o, 2)
 eventually()
 s.cuGraphReleaseUserObject(g, o, 2)
 assert code(d.cuGraphReleaseUserObject(g, o, 2)) == "INVALID_VALUE"
