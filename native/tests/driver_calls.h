@@ -43,7 +43,6 @@ CUresult cuGraphAddEventWaitNode(CUgraphNode*, CUgraph, const CUgraphNode*, size
 CUresult cuGraphAddNode_v2(CUgraphNode*, CUgraph, const CUgraphNode*, const CUgraphEdgeData*,
                            size_t, CUgraphNodeParams*);
 CUresult cuGraphConditionalHandleCreate(uint64_t*, CUgraph, CUcontext, unsigned, unsigned);
-CUresult cuGraphClone(CUgraph*, CUgraph);
 CUresult cuStreamBeginCapture_v2(CUstream, int);
 CUresult cuStreamEndCapture(CUstream, CUgraph*);
 CUresult cuStreamGetCaptureInfo_v3(CUstream, int*, uint64_t*, CUgraph*, const CUgraphNode**,

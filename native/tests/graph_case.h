@@ -32,7 +32,7 @@ class GraphCase {
     graft::hostwork::Exec exec(reinterpret_cast<uint64_t>(handle),
                                reinterpret_cast<uint64_t>(event), definition.state);
     for (unsigned step = 3 + below(random_, 8); step > 0; --step) {
-      switch (below(random_, 7)) {
+      switch (below(random_, 6)) {
         case 0:
           update(exec, &definition, &model);
           break;
@@ -44,9 +44,6 @@ class GraphCase {
           break;
         case 3:
           compare(definition, &model);
-          break;
-        case 4:
-          launch_clone(definition, &model);
           break;
         default:
           launch(exec, &model);
@@ -83,21 +80,6 @@ class GraphCase {
         if (below(random_, 2) == 0) CALL(cuStreamWaitEvent(other, mark, 0));
       }
     }
-  }
-
-  // The driver's own copy: it shares the records, so nothing else may run.
-  void launch_clone(const Definition& definition, Model* model) {
-    if (edited_ || !spec_.can_be_cloned()) return;
-    settle();
-    CUgraph clone = nullptr;
-    CUgraphExec exec = nullptr;
-    CALL(cuGraphClone(&clone, definition.graph));
-    CALL(cuGraphInstantiateWithFlags(&exec, clone, 0));
-    CALL(cuGraphDestroy(clone));
-    CALL(cuGraphLaunch(exec, streams_[0]));
-    CALL(cuGraphExecDestroy(exec));
-    model->replay(spec_);
-    settle();
   }
 
   void settle() {
@@ -144,7 +126,6 @@ class GraphCase {
     const size_t i = below(random_, static_cast<unsigned>(spec_.nodes.size()));
     if (updated_ || spec_.nodes[i].kind > Kind::warp) return;
     spec_.nodes[i].salt = static_cast<unsigned>(random_());
-    edited_ = true;
     const auto launch = builder_.cell_kernel(i);
     CALL(cuGraphExecKernelNodeSetParams_v2(exec, definition.nodes[i], &launch->params));
   }
@@ -154,7 +135,6 @@ class GraphCase {
     NodeSpec& node = spec_.nodes[i];
     if (updated_ || !node.can_be_disabled()) return;
     node.enabled = !node.enabled;
-    edited_ = true;
     CALL(cuGraphNodeSetEnabled(exec, definition.nodes[i], node.enabled));
   }
 
@@ -163,7 +143,6 @@ class GraphCase {
   GraphSpec spec_;
   Builder builder_;
   bool updated_ = false;  // the definition's nodes are no longer those that name the executable's
-  bool edited_ = false;   // the executable differs from its definition
   CUstream streams_[2] = {};
 };
 

@@ -63,13 +63,6 @@ struct GraphSpec {
     }
     return false;
   }
-  // The driver copies no conditionals, and words of mailboxes are one executable's.
-  bool can_be_cloned() const {
-    for (auto& node : nodes) {
-      if (node.is_mailbox() || (node.kind >= Kind::moved && node.kind <= Kind::loop)) return false;
-    }
-    return true;
-  }
 };
 
 // `chain`: each node follows the one before, so that what a failure stops is known.

@@ -92,10 +92,6 @@ class World:
 
     make_out = make_bytes = buffer
 
-    def make_registered(self) -> int:
-        self.soft.cuMemHostRegister(self.word("pageable"), 4096, 2)
-        return self.word("pageable")
-
     def make_capturing(self) -> int:
         self.soft.begin(self.word("stream"), 2)
         return self.word("stream")
@@ -114,7 +110,6 @@ class World:
         graph = self.soft.cuGraphCreate(0)
         nodes = {name: add(self, graph) for name, add in NODES.items()}
         self.made |= {name: int(node) for name, node in nodes.items()}
-        self.soft.cuGraphAddDependencies(graph, [nodes["mnode"]], [nodes["cnode"]], None, 1)
         return graph
 
     def make_graph2(self) -> Any:
@@ -168,13 +163,7 @@ class World:
 NODES: dict[str, Callable[[World, Any], Any]] = {
     "node": lambda w, g: w.soft.cuGraphAddEmptyNode(g, [], 0),
     "knode": lambda w, g: w.soft.cuGraphAddKernelNode(g, [], 0, w.kernel()),
-    "cnode": lambda w, g: w.soft.cuGraphAddMemcpyNode(g, [], 0, w.copy(), 0),
-    "mnode": lambda w, g: w.soft.add_fill(g, [], w.word("dptr"), 0),
     "hnode": lambda w, g: w.soft.cuGraphAddHostNode(g, [], 0, w.host()),
-    "bnode": lambda w, g: w.soft.cuGraphAddBatchMemOpNode(g, [], 0, w.batch()),
-    "gnode": lambda w, g: w.soft.cuGraphAddChildGraphNode(g, [], 0, w.soft.cuGraphCreate(0)),
-    "rnode": lambda w, g: w.soft.cuGraphAddEventRecordNode(g, [], 0, w.word("event")),
-    "wnode": lambda w, g: w.soft.cuGraphAddEventWaitNode(g, [], 0, w.word("event")),
 }
 
 #: How a right argument is made, where one line says it; the others are methods of World.
@@ -184,7 +173,6 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "made": lambda w: w.soft.cuCtxCreate(None, 0, 0),
     "dptr": lambda w: w.soft.alloc(64),
     "pinned": lambda w: w.soft.cuMemHostAlloc(64, 3),
-    "pageable": lambda w: (w.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
     "stream": lambda w: w.soft.stream(),
     "event": lambda w: w.soft.cuEventCreate(2),
     "module": lambda w: w.soft.cuModuleLoadData(w.image),
@@ -192,13 +180,11 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "library": lambda w: w.soft.cuLibraryLoadData(w.image, [], [], 0, [], [], 0),
     "kernel": lambda w: w.soft.cuLibraryGetKernel(w.word("library"), b"step"),
     "object": lambda w: w.soft.cuUserObjectCreate(0, w.d.CUhostFn(w.word("fn")), 1, 1),
-    "clone": lambda w: w.soft.cuGraphClone(w.word("graph")),
     "exec": lambda w: w.soft.cuGraphInstantiate(w.word("graph"), 0),
     "fn": lambda w: address(ctypes.CDLL(None).abs),
     "arguments": lambda w: w.array(w.array(w.word("dptr"))),
     "symbol": lambda w: w.buffer(b"cuInit"),
     "name": lambda w: w.buffer(b"step"),
-    "dot": lambda w: w.buffer(b"/dev/null"),
     "image": lambda w: w.buffer(w.image),
     "attributes": lambda w: w.array(2),
     "results": lambda w: w.array(w.buffer()),
@@ -209,10 +195,6 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "operations": lambda w: w.struct(w.operation()),
     "kernel_params": lambda w: w.struct(w.kernel()),
     "instantiate": lambda w: w.struct(w.d.CUDA_GRAPH_INSTANTIATE_PARAMS()),
-    "first": lambda w: w.array(w.word("node")),
-    "second": lambda w: w.array(w.word("knode")),
-    "joined_from": lambda w: w.array(w.word("mnode")),
-    "joined_to": lambda w: w.array(w.word("cnode")),
 }
 
 

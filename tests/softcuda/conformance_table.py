@@ -19,13 +19,12 @@ from dataclasses import dataclass
 #: What an unknown one is answered with, where that is not INVALID_HANDLE.
 DEFAULT_CODES = {
     "dev": "INVALID_DEVICE", "dptr": "INVALID_VALUE", "pinned": "INVALID_VALUE",
-    "ctx": "INVALID_CONTEXT", "made": "INVALID_CONTEXT", "registered": "HOST_MEMORY_NOT_REGISTERED",
+    "ctx": "INVALID_CONTEXT", "made": "INVALID_CONTEXT",
 }  # fmt: skip
 #: Kinds of handles and pointers.
 KINDS = frozenset({
-    *DEFAULT_CODES, "stream", "capturing", "event", "timed", "graph", "graph2", "clone", "exec",
-    "node", "knode", "cnode", "mnode", "hnode", "bnode", "gnode", "rnode", "wnode", "module",
-    "function", "library", "kernel", "object", "held", "pageable",
+    *DEFAULT_CODES, "stream", "capturing", "event", "timed", "graph", "graph2", "exec",
+    "node", "knode", "hnode", "module", "function", "library", "kernel", "object", "held",
 })  # fmt: skip
 
 TABLE = """
@@ -42,13 +41,11 @@ cuDeviceGetUuid,cuDeviceTotalMem [f] out dev
 cuDeviceGetAttribute [f] out 16|0|99999 dev
 cuDeviceComputeCapability [f] out out dev
 cuDevicePrimaryCtxRetain [] out dev
-cuDevicePrimaryCtxSetFlags [] dev 0|256
-cuDevicePrimaryCtxGetState [f] dev out out
 cuCtxCreate [] out 0 0|256 dev
 cuCtxDestroy [f] made
 cuCtxSetCurrent,cuCtxPushCurrent [] ctx
 cuCtxPopCurrent [] out?
-cuCtxGetDevice,cuCtxGetFlags,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
+cuCtxGetDevice,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
 cuCtxSynchronize []
 cuCtxGetStreamPriorityRange [] out? out?
 cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
@@ -56,12 +53,8 @@ cuMemFree [cu] dptr
 cuMemHostAlloc [cu] out 64|0 3|64
 cuMemAllocHost [cu] out 64|0
 cuMemFreeHost [cu] pinned
-cuMemHostRegister [cu] pageable~- 4096|0 2|64
-cuMemHostUnregister [cu] registered
 cuMemHostGetDevicePointer [] out pinned 0|1
-cuMemHostGetFlags [] out pinned
 cuMemGetInfo [c] out? out?
-cuMemGetAddressRange [] out? out? dptr~NOT_FOUND
 cuPointerGetAttribute [] out 2|9999:NOT_SUPPORTED dptr
 cuPointerGetAttributes [] 1|0 in.attributes in.results dptr~-
 cuMemcpy [cu] dptr~- dptr~- 64|65536
@@ -78,9 +71,6 @@ cuModuleLoadData [cu] out in.image
 cuModuleLoadDataEx [cu] out in.image 0 0 0
 cuModuleUnload [cu] module
 cuModuleGetFunction [] out module in.name
-cuModuleGetFunctionCount [] out module
-cuModuleEnumerateFunctions [] out 1 module
-cuModuleGetGlobal [] out? out? module in.name -> NOT_FOUND
 cuFuncGetModule,cuFuncIsLoaded [] out function
 cuFuncGetName [] out function~INVALID_VALUE
 cuFuncGetParamInfo [] function~INVALID_VALUE 0|99 out out?
@@ -93,7 +83,6 @@ cuLibraryLoadFromFile [u] out in.path 0 0 0 0 0 0
 cuLibraryUnload [u] library
 cuLibraryGetKernel [] out library in.name
 cuLibraryGetModule,cuLibraryGetKernelCount [] out library
-cuLibraryGetGlobal [] out? out? library in.name -> NOT_FOUND
 cuLibraryEnumerateKernels [] out 1 library
 cuKernelGetLibrary,cuKernelGetFunction [] out kernel
 cuKernelGetName [] out kernel~INVALID_VALUE
@@ -101,9 +90,6 @@ cuKernelGetAttribute [] out 0|9999:NOT_SUPPORTED kernel dev
 cuKernelSetAttribute [] 8|9999:NOT_SUPPORTED 64 kernel dev
 cuKernelGetParamInfo [c] kernel~INVALID_VALUE 0|99 out out?
 cuKernelGetParamCount [] kernel~INVALID_VALUE out
-cuDeviceGetDefaultMemPool,cuDeviceGetMemPool [] out? 0 -> NOT_SUPPORTED
-cuMemPoolCreate [] out? in.bytes? -> NOT_SUPPORTED
-cuMemAllocFromPoolAsync [] out? 64 0 0 -> NOT_SUPPORTED
 cuLaunchKernel [c] function 1|0 1|0 1|0 1|0|2048 1|0 1|0 0|9999999 stream in.arguments~- 0
 cuLaunchKernelEx [c] in.config function in.arguments~- 0
 cuLaunchHostFunc [] stream in.fn 0 0|2
@@ -118,7 +104,6 @@ cuStreamGetDevice,cuStreamIsCapturing [] stream out
 cuStreamGetCaptureInfo [] stream out out? out? out? out? out?
 cuStreamBeginCapture [] stream 2|9
 cuStreamEndCapture [] capturing~ILLEGAL_STATE out
-cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9
 cuStreamUpdateCaptureDependencies [] capturing~ILLEGAL_STATE 0 0 0 0|9
 cuStreamBatchMemOp [] stream 1|0|256 in.operations 0|1
 cuStreamWaitValue32,cuStreamWaitValue64 [] stream dptr 0 0|64|4
@@ -129,54 +114,29 @@ cuEventRecord [] event stream
 cuEventRecordWithFlags [] event stream 0|2|1
 cuEventElapsedTime [] out timed timed
 cuUserObjectCreate [] out 0 in.fn 1|0 1|0
-cuUserObjectRetain [] object 1|0
 cuUserObjectRelease [] object 1|0|9
 cuGraphRetainUserObject [] graph object 1|0 0|2
 cuGraphReleaseUserObject [] graph held 1|0|9
 cuGraphCreate [] out 0|1
 cuGraphDestroy [] graph
-cuGraphClone [] out graph
-cuGraphNodeFindInClone [] out node~INVALID_VALUE clone~INVALID_VALUE
 cuGraphAddEmptyNode [] out graph 0 0
 cuGraphAddKernelNode [] out graph 0 0 in.kernel
 cuGraphAddHostNode [] out graph 0 0 in.host
 cuGraphAddMemcpyNode [] out graph 0 0 in.copy 0
 cuGraphAddMemsetNode [] out graph 0 0 in.fill 0
 cuGraphAddBatchMemOpNode [] out graph 0 0 in.batch
-cuGraphBatchMemOpNodeGetParams [] bnode out
-cuGraphBatchMemOpNodeSetParams [] bnode in.batch
-cuGraphExecBatchMemOpNodeSetParams [] exec bnode~INVALID_VALUE in.batch
 cuGraphAddEventRecordNode,cuGraphAddEventWaitNode [] out graph 0 0 event
-cuGraphEventRecordNodeGetEvent [] rnode out
-cuGraphEventRecordNodeSetEvent [] rnode event
-cuGraphEventWaitNodeGetEvent [] wnode out
-cuGraphEventWaitNodeSetEvent [] wnode event
-cuGraphExecEventRecordNodeSetEvent [] exec rnode~INVALID_VALUE event
-cuGraphExecEventWaitNodeSetEvent [] exec wnode~INVALID_VALUE event
 cuGraphAddChildGraphNode [] out graph 0 0 graph2
 cuGraphAddNode [] out graph 0 0 0 in.node_params
 cuGraphConditionalHandleCreate [] out graph ctx 0 0|2
-cuGraphAddDependencies [] graph in.first in.second 0 1
-cuGraphRemoveDependencies [] graph in.joined_from in.joined_to 0 1
 cuGraphDestroyNode [] node
-cuGraphGetNodes,cuGraphGetRootNodes [] graph 0 out
+cuGraphGetNodes [] graph 0 out
 cuGraphGetEdges [] graph 0 0 0 out
-cuGraphNodeGetDependencies,cuGraphNodeGetDependentNodes [] node 0 0 out
 cuGraphNodeGetType [] node out
-cuGraphNodeGetParams,cuGraphKernelNodeGetParams [] knode out
-cuGraphNodeSetParams [] mnode in.node_params
-cuGraphExecNodeSetParams [] exec mnode~INVALID_VALUE in.node_params
-cuGraphHostNodeSetParams [] hnode in.host
-cuGraphKernelNodeSetParams [] knode in.kernel
+cuGraphKernelNodeGetParams [] knode out
 cuGraphKernelNodeGetAttribute [] knode 8|99:NOT_SUPPORTED out
 cuGraphKernelNodeSetAttribute [] knode 8|99:NOT_SUPPORTED in.bytes
-cuGraphMemcpyNodeGetParams [] cnode out
-cuGraphMemcpyNodeSetParams [] cnode in.copy
-cuGraphMemsetNodeGetParams [] mnode out
-cuGraphMemsetNodeSetParams [] mnode in.fill
 cuGraphHostNodeGetParams [] hnode out
-cuGraphChildGraphNodeGetGraph [] gnode out
-cuGraphDebugDotPrint [] graph in.dot 0
 cuGraphInstantiateWithFlags,cuGraphInstantiate [] out graph 0|16|4:NOT_SUPPORTED
 cuGraphInstantiateWithParams [] out graph in.instantiate
 cuGraphExecGetFlags [] exec out
@@ -184,13 +144,9 @@ cuGraphUpload,cuGraphLaunch [] exec stream
 cuGraphExecDestroy [] exec
 cuGraphExecUpdate [] exec graph out
 cuGraphExecKernelNodeSetParams [] exec knode~INVALID_VALUE in.kernel
-cuGraphExecMemcpyNodeSetParams [] exec cnode~INVALID_VALUE in.copy 0
-cuGraphExecMemsetNodeSetParams [] exec mnode~INVALID_VALUE in.fill 0
-cuGraphExecHostNodeSetParams [] exec hnode~INVALID_VALUE in.host
 cuGraphNodeSetEnabled [] exec knode~INVALID_VALUE 1
 cuGraphNodeGetEnabled [] exec knode~INVALID_VALUE out
 cuDevicePrimaryCtxRelease [f] dev
-cuDevicePrimaryCtxReset [f] dev -> NOT_SUPPORTED
 """
 
 

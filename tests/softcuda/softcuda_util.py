@@ -49,7 +49,7 @@ def address(function: Any) -> int:
 ENDS = {
     "cuStreamCreate": "cuStreamDestroy", "cuStreamCreateWithPriority": "cuStreamDestroy",
     "cuEventCreate": "cuEventDestroy", "cuGraphCreate": "cuGraphDestroy",
-    "cuGraphClone": "cuGraphDestroy", "cuStreamEndCapture": "cuGraphDestroy",
+    "cuStreamEndCapture": "cuGraphDestroy",
     "cuGraphInstantiate": "cuGraphExecDestroy", "cuMemAlloc": "cuMemFree",
     "cuMemHostAlloc": "cuMemFreeHost", "cuModuleLoadData": "cuModuleUnload",
 }  # fmt: skip

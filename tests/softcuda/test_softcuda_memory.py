@@ -75,20 +75,6 @@ def test_pinned_memory_has_its_own_device_address(soft, kernels):
     assert view[10:100].tolist() == list(range(90))
 
 
-def test_registered_host_memory(soft):
-    """Registering makes caller's memory pinned until it is unregistered, never twice."""
-    memory = np.arange(1024, dtype=np.uint8)
-    p = memory.ctypes.data
-    soft.cuMemHostRegister(p, 1024, 2)
-    assert code(soft.d.cuMemHostRegister(p + 100, 10, 2)) == "HOST_MEMORY_ALREADY_REGISTERED"
-    alias = int(soft.cuMemHostGetDevicePointer(p, 0))
-    assert np.array_equal(soft.get(alias, 1024, np.uint8), memory)
-    assert code(soft.d.cuStreamWriteValue32(0, p, 1, 0)) == "INVALID_VALUE"
-    assert "in registered memory" in soft.refusal()
-    soft.cuMemHostUnregister(p)
-    assert code(soft.d.cuMemHostUnregister(p)) == "HOST_MEMORY_NOT_REGISTERED"
-
-
 def test_fills_of_every_width(soft):
     """8-, 16- and 32-bit fills write their element, and only their range."""
     p = soft.put(np.zeros(64, np.uint8))

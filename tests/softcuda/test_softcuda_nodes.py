@@ -69,8 +69,8 @@ def test_loops_nest(soft, kernels, stream, graph) -> None:
 
 
 def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
-    """Host and event nodes and pageable copies are refused in a body, also in a child graph; so are
-    clones of such a graph, or to add it as a child."""
+    """Host and event nodes and pageable copies are refused in a body, also in a child graph; so is
+    such a graph as a child."""
     d, child, p = soft.d, soft.cuGraphCreate(0), soft.host_params(USLEEP)
     _, (body,) = add(soft, graph, [], condition(soft, graph, 1), IF)
     soft.cuGraphAddHostNode(child, [], 0, p)
@@ -80,7 +80,7 @@ def test_bodies_refuse_what_the_device_cannot_run(soft, graph, event) -> None:
         d.cuGraphAddHostNode(body, [], 0, p), d.cuGraphAddChildGraphNode(body, [], 0, child),
         d.cuGraphAddMemcpyNode(body, [], 0, c, soft.context),
         d.cuGraphAddEventRecordNode(body, [], 0, event),
-        d.cuGraphAddEventWaitNode(body, [], 0, event), d.cuGraphClone(graph),
+        d.cuGraphAddEventWaitNode(body, [], 0, event),
         d.cuGraphAddChildGraphNode(child, [], 0, graph)) == {"NOT_SUPPORTED"}
     assert soft.cuGraphGetNodes(body)[-1] == 0
 
@@ -176,32 +176,14 @@ def test_two_graphs_hand_over_by_events_both_ways(soft, kernels, stream, other, 
     assert soft.get(a, 1, np.uint32)[0] == expected
 
 
-def test_events_of_nodes_are_asked_for_and_replaced(soft, stream, event, graph) -> None:
-    """Get and set on the definition, set on the executable: later launches use the new event, and
-    are refused when it was destroyed."""
-    d, others = soft.d, [soft.cuEventCreate(0) for _ in range(2)]
+def test_launches_with_destroyed_events_are_refused(soft, stream, event, graph) -> None:
+    """A launch says so when an event of its nodes was destroyed, stricter than hardware."""
     marked, waits = record(soft, graph, [], event), wait(soft, graph, [], event)
-    assert int(soft.cuGraphEventRecordNodeGetEvent(marked)) == int(event)
-    assert int(soft.cuGraphEventWaitNodeGetEvent(waits)) == int(event)
     assert [soft.cuGraphNodeGetType(n).value for n in (waits, marked)] == [6, 7]
     executable = soft.cuGraphInstantiate(graph, 0)
-    soft.cuGraphExecEventRecordNodeSetEvent(executable, marked, others[0])
-    soft.cuGraphExecEventWaitNodeSetEvent(executable, waits, others[1])
-    soft.cuGraphEventRecordNodeSetEvent(marked, others[1])
-    soft.cuGraphEventWaitNodeSetEvent(waits, others[1])
-    assert int(soft.cuGraphEventRecordNodeGetEvent(marked)) == int(others[1])
-    soft.cuGraphLaunch(executable, stream)
-    soft.cuEventSynchronize(others[0])
-    soft.cuEventRecord(event, stream)
-    soft.cuStreamSynchronize(stream)
-    assert soft.cuEventElapsedTime(others[0], event) >= 0  # others[0] was recorded
-    assert code(d.cuEventElapsedTime(others[1], event)) == "INVALID_HANDLE"  # and others[1] not
-    soft.cuEventDestroy(others[0])  # stricter than hardware: the launch says so
-    assert code(d.cuGraphLaunch(executable, stream)) == "INVALID_HANDLE"
+    soft.cuEventDestroy(event)
+    assert code(soft.d.cuGraphLaunch(executable, stream)) == "INVALID_HANDLE"
     assert "destroyed" in soft.refusal()
-    assert codes(
-        d.cuGraphEventRecordNodeGetEvent(waits), d.cuGraphEventWaitNodeSetEvent(marked, event),
-        d.cuGraphExecEventWaitNodeSetEvent(executable, marked, event)) == {"INVALID_VALUE"}
 
 
 def test_generic_nodes_and_whole_updates_know_events(soft, stream, event) -> None:

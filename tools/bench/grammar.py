@@ -20,69 +20,53 @@ import collections
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from graft.cudagraph.errors import GraftError
+from graft.grammar.compile.process import Child, Question, TooSlow
+from graft.grammar.errors import GrammarError
 from graft.tools.bench.data import add_arguments, load_tokenizer, rows_of
 from graft.tools.bench.grammar_child import SUBJECTS
 from graft.tools.report import program, table
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
-START_S = 120.0
 MEMORY_BYTES = 16 << 30
+HERE = "graft.tools.bench.grammar_child"
 
 
-class Child:
-    """One subject's process, restarted after each death."""
+class Subject:
+    """One subject's process, started again after each death.
 
-    def __init__(self, subject: str, tokenizer: Path, timeout_s: float, stop: str | None = None,
+    Raises
+    ------
+    GrammarError
+        It does not start.
+    """
+
+    def __init__(self, name: str, tokenizer: Path, stop: str | None = None,
                  key_order: str = "schema"):  # fmt: skip
-        self._setup = (subject, str(tokenizer), stop, MEMORY_BYTES, key_order)
-        self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection
+        self._child = Child(MEMORY_BYTES)
+        self._first = name, Question(f"{HERE}:prepare", (name, str(tokenizer), stop, key_order))
+        self._child.ask(Question("builtins:bool", (), self._first))
 
-    def ask(self, row: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One row's answer; ``outcome`` is "timeout" or "crash" if there is none."""
-        if self._process is None:
-            self._pipe, theirs = Pipe()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "graft.tools.bench.grammar_child",
-                     str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                )  # fmt: skip
-            ready = self._exchange(self._setup, START_S)
-            if ready != "ready":
-                raise GraftError(f"grammar bench: {self._setup[0]} does not start: {ready}")
-        answer = self._exchange(row, self._timeout_s)
-        return cast(dict[str, Any], answer)
-
-    def _exchange(self, message: Any, timeout_s: float) -> Any:
         try:
-            self._pipe.send(message)
-            if self._pipe.poll(timeout_s):
-                return self._pipe.recv()
-        except (EOFError, OSError):
-            code = cast("subprocess.Popen[bytes]", self._process).wait()
-            self._process = None
-            return {"outcome": "crash", "why": f"the process ended with status {code}"}
-        self.close()
-        return {"outcome": "timeout", "why": f"took longer than {timeout_s:g} s"}
+            answer: dict[str, Any] = self._child.ask(
+                Question(f"{HERE}:answer", (row,), self._first), timeout_s)
+            return answer
+        except GrammarError as error:
+            how = "timeout" if isinstance(error, TooSlow) else "crash"
+            return {"outcome": how, "why": str(error)[:300]}
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._child.close()
 
 
 VERDICTS = ("right", "marked", "refused", "missed", "wrong", "timeout", "crash")
@@ -145,18 +129,18 @@ def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
     return table(lines)
 
 
-def run(rows: Sequence[dict[str, Any]], children: dict[str, Child]
+def run(rows: Sequence[dict[str, Any]], subjects: dict[str, Subject], timeout_s: float
         ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """Every subject's answers, in the order of the rows; subjects take turns on each schema."""
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
         for row in tqdm(rows, unit="schema", disable=not sys.stderr.isatty()):
             task = {key: row[key] for key in ("schema", "valid", "invalid")}
-            for name, child in children.items():
-                answers[name].append(child.ask(task))
+            for name, subject in subjects.items():
+                answers[name].append(subject.ask(task, timeout_s))
     finally:
-        for child in children.values():
-            child.close()
+        for subject in subjects.values():
+            subject.close()
     return answers
 
 
@@ -174,9 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = list(rows_of(options.folder, options.every))
     load_tokenizer(options.tokenizer, options.stop_token)  # refused before anything starts
-    children = {name: Child(name, options.tokenizer, options.timeout, options.stop_token,
-                            options.key_order) for name in options.subjects}  # fmt: skip
-    answers = run(rows, children)
+    subjects = {name: Subject(name, options.tokenizer, options.stop_token, options.key_order)
+                for name in options.subjects}
+    answers = run(rows, subjects, options.timeout)
     summaries = {name: summary(found) for name, found in answers.items()}
     print(summary_table(summaries))
     if options.json:

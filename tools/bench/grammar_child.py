@@ -1,19 +1,11 @@
-"""The process in which `bench.grammar` tries one grammar backend: it may crash, hang or be killed.
-
-It reads messages from the pipe whose file is its argument, and answers there: first the setup
-``(subject, tokenizer path, stop token, memory bytes, key order)``, answered by ``"ready"``; then
-one row as a dict each, answered by a dict.
-"""
+"""What `bench.grammar` asks of processes that may crash, hang or be killed: to try one backend."""
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -181,33 +173,21 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def main() -> None:
-    """Serve until the parent closes the pipe."""
-    pipe = Connection(int(sys.argv[1]))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
-    name, path, stop, memory, key_order = pipe.recv()
-    tokenizer, vocabulary = load_tokenizer(Path(path), stop)
-    subject = SUBJECTS[name](vocabulary, tokenizer)
-    if isinstance(subject, Auto):
-        subject.key_order = key_order
-    resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+_subject: Any = None
+_tokenizer: Any = None
+
+
+def prepare(name: str, tokenizer: str, stop: str | None, key_order: str) -> None:
+    """In a child: make the subject that `answer` tries."""
+    global _subject, _tokenizer
+    _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop)
+    _subject = SUBJECTS[name](vocabulary, _tokenizer)
+    if isinstance(_subject, Auto):
+        _subject.key_order = key_order
     sys.setrecursionlimit(20_000)
-    pipe.send("ready")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    while True:
-        try:
-            row = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(try_row(subject, row, encode))
-        except (MemoryError, RuntimeError, ValueError, RecursionError) as error:
-            pipe.send({"outcome": "crash", "why": repr(error)[:300]})
 
 
-if __name__ == "__main__":
-    main()
+def answer(row: dict[str, Any]) -> dict[str, Any]:
+    """In a child: `try_row` of what it has prepared."""
+    return try_row(_subject, row,
+                   lambda text: list(_tokenizer.encode(text, add_special_tokens=False).ids))

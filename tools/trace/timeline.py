@@ -1,29 +1,14 @@
-"""Trace rounds of the demo and write the timeline for Perfetto and as a picture. Usage::
-
-    python -m graft.tools.trace.timeline OUT.json
-"""
+"""The timeline of traced rounds, for Perfetto and as a picture."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from graft.cudagraph.drawing import COLOURS, OTHER
 from graft.cudagraph.errors import OptionError
-from graft.models.engine import Engine
-from graft.models.request import Request
-from graft.tools.demo_model import demo_model
-from graft.tools.demo_prompts import demo_prompts
-from graft.tools.report import program
 from graft.tools.trace.record import Trace
-from graft.tools.trace.rounds import trace_rounds
 
-#: Of the demo's prompts, so many in one batch.
-REQUESTS = 4
 WIDTH, LEFT, TOP, ROW, BOX, CHAR = 1200, 90, 70, 74, 44, 6.6
 WAIT = "#dc2626"
 
@@ -92,26 +77,3 @@ def draw(trace: Trace, title: str) -> str:
     for e in trace.events:
         parts.append(box(e.lane, e.start_ns, e.end_ns, e.name, *COLOURS.get(e.kind, OTHER)))
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-@program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trace the demo's rounds; the JSON holds one typical round, the summary all of them."""
-    parser = argparse.ArgumentParser(description="Trace rounds of the demo model.")
-    parser.add_argument("out", type=Path, help="file to write, .json")
-    options = parser.parse_args(arguments)
-    check_trace_path(options.out)
-    target, drafter = demo_model()
-    requests = [Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=48)
-                for prompt in demo_prompts()[:REQUESTS]]
-    with Engine(target, drafter, max_batch_size=REQUESTS, draft_length=3, timeline=True) as engine:
-        engine.generate(requests)  # everything was used once before it is timed
-        with trace_rounds(engine) as trace:
-            engine.generate(requests)
-    write_trace(trace, options.out)
-    options.out.write_text(typical(trace).to_chrome())
-    print(json.dumps(trace.summary(), indent=1, ensure_ascii=False))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

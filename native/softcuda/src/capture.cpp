@@ -23,7 +23,6 @@ enum Status : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 struct Capture {
   uint64_t id = 0;
   std::shared_ptr<Graph> graph;
-  bool given = false;  // into a graph of the caller
   int mode = kGlobal;
   pthread_t thread{};
   CUstream origin = nullptr;
@@ -130,7 +129,7 @@ bool put(CUstream stream, const Make& make) {
   return true;
 }
 
-void begin(CUstream handle, std::shared_ptr<Graph> graph, Ends ends, int mode) {
+void begin(CUstream handle, int mode) {
   need(mode >= kGlobal && mode <= kRelaxed);
   need(!is_legacy(handle), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
        "the legacy stream cannot be captured");
@@ -140,15 +139,14 @@ void begin(CUstream handle, std::shared_ptr<Graph> graph, Ends ends, int mode) {
        "the stream is capturing already");
   auto capture = std::make_shared<Capture>();
   capture->id = ++g_state.next_id;
-  capture->given = graph != nullptr;
-  capture->graph = graph ? std::move(graph) : std::make_shared<Graph>();
-  if (!capture->given) capture->graph->handle = graphs().add(capture->graph);
+  capture->graph = std::make_shared<Graph>();
+  capture->graph->handle = graphs().add(capture->graph);
   capture->graph->captures.fetch_add(1);
   capture->mode = mode;
   capture->thread = pthread_self();
   capture->origin = handle;
   g_state.active.insert(capture);
-  g_state.streams[handle] = Member{std::move(capture), std::move(ends), {}};
+  g_state.streams[handle] = Member{std::move(capture), {}, {}};
   settle();
 }
 
@@ -189,7 +187,7 @@ std::shared_ptr<Graph> leave(const std::shared_ptr<Capture>& capture, bool keep_
   std::shared_ptr<Graph> graph = std::move(capture->graph);
   g_state.active.erase(capture);
   settle();
-  if (keep_graph || capture->given) return nullptr;
+  if (keep_graph) return nullptr;
   return take_graph(static_cast<CUgraph>(graph->handle));
 }
 
@@ -373,13 +371,7 @@ void capture_forbids_unsafe(const char* api) {
 using namespace softcuda;
 
 SC_API(cuStreamBeginCapture_v2, 10010, kNoLock, CUstream, stream, int, mode) {
-  begin(stream, nullptr, {}, mode);
-}
-
-SC_API(cuStreamBeginCaptureToGraph, 12030, kNoLock, CUstream, stream, CUgraph, handle,
-       const CUgraphNode*, dependencies, const CUgraphEdgeData*, data, size_t, count, int, mode) {
-  const auto graph = graphs().find(handle);
-  begin(stream, graph, ends_of(dependencies, count, graph.get()), mode);
+  begin(stream, mode);
 }
 
 SC_API(cuStreamEndCapture, 10000, kNoLock, CUstream, stream, CUgraph*, out) {

@@ -8,16 +8,10 @@ namespace softcuda {
 namespace {
 
 // One end of a copy: its bounds are checked here (C2).
-void resolve_end(const CopyEnd& end, const CopyWork& c, size_t* pitch, size_t* slice,
-                 Target* target, const char* who) {
-  *pitch = (c.height == 1 && c.depth == 1) || end.pitch == 0 ? c.width : end.pitch;
-  need(*pitch >= c.width, CUDA_ERROR_INVALID_VALUE, "a pitch is smaller than the width of a row");
-  *slice = *pitch * (end.height == 0 ? c.height : end.height);
+void resolve_end(const CopyEnd& end, size_t bytes, Target* target, const char* who) {
   const bool host = end.type == CU_MEMORYTYPE_HOST;
   const auto base = host ? reinterpret_cast<unsigned long long>(end.host) : end.device;
-  const size_t bytes =
-      c.width == 0 ? 0 : (c.depth - 1) * *slice + (c.height - 1) * *pitch + c.width;
-  const unsigned long long from = base + end.z * *slice + end.y * *pitch + end.x_in_bytes;
+  const unsigned long long from = base + end.x_in_bytes;
   std::string why;
   if (end.type == CU_MEMORYTYPE_DEVICE && !is_alias(from))
     why = hex(from) + " is no device address";
@@ -29,15 +23,13 @@ void resolve_end(const CopyEnd& end, const CopyWork& c, size_t* pitch, size_t* s
 }  // namespace
 
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& p) {
-  need(p.src.type != CU_MEMORYTYPE_ARRAY && p.dst.type != CU_MEMORYTYPE_ARRAY,
-       CUDA_ERROR_NOT_SUPPORTED, "array copies are not implemented");
+  need(p.src.type != CU_MEMORYTYPE_ARRAY && p.dst.type != CU_MEMORYTYPE_ARRAY && p.Height <= 1 &&
+           p.Depth <= 1 && (p.src.y | p.src.z | p.dst.y | p.dst.z) == 0,
+       CUDA_ERROR_NOT_SUPPORTED, "copies of arrays or of several rows are not implemented");
   auto c = std::make_shared<CopyWork>();
-  c->given = p;
-  c->width = p.WidthInBytes;
-  c->height = p.Height == 0 ? 1 : p.Height;
-  c->depth = p.Depth == 0 ? 1 : p.Depth;
-  resolve_end(p.src, *c, &c->src_pitch, &c->src_slice, &c->src, "source");
-  resolve_end(p.dst, *c, &c->dst_pitch, &c->dst_slice, &c->dst, "destination");
+  c->bytes = p.WidthInBytes;
+  resolve_end(p.src, c->bytes, &c->src, "source");
+  resolve_end(p.dst, c->bytes, &c->dst, "destination");
   return c;
 }
 
@@ -46,18 +38,15 @@ std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& p) {
     refuse(CUDA_ERROR_INVALID_VALUE,
            "fill element size " + std::to_string(p.elementSize) + " is not 1, 2 or 4");
   }
+  need(p.height <= 1, CUDA_ERROR_NOT_SUPPORTED, "fills of several rows are not implemented");
   auto f = std::make_shared<FillWork>();
-  f->given = p;
-  f->row_bytes = p.width * p.elementSize;
-  f->height = p.height == 0 ? 1 : p.height;
-  f->pitch = f->height == 1 ? f->row_bytes : p.pitch;
-  need(f->pitch >= f->row_bytes, CUDA_ERROR_INVALID_VALUE,
-       "a pitch is smaller than the width of a row");
+  f->value = p.value;
+  f->element = p.elementSize;
+  f->bytes = p.width * p.elementSize;
   need(p.dst % p.elementSize == 0, CUDA_ERROR_INVALID_VALUE,
        "fill destination is not aligned to its element");
   std::string why;
-  const size_t bytes = p.width == 0 ? 0 : (f->height - 1) * f->pitch + f->row_bytes;
-  if (!resolve(p.dst, bytes, &f->dst, &why) || (bytes > 0 && !f->dst.owner)) {
+  if (!resolve(p.dst, f->bytes, &f->dst, &why) || (f->bytes > 0 && !f->dst.owner)) {
     refuse(CUDA_ERROR_INVALID_VALUE,
            "fill destination: " + (why.empty() ? hex(p.dst) + " is pageable memory" : why));
   }
@@ -72,18 +61,7 @@ bool run_copy(Executor* executor, const CopyWork& c) {
     return false;
   }
   const char* from = c.staged.empty() ? c.src.address : c.staged.data();
-  return executor->guarded("copy", [&] {
-    for (size_t z = 0; z < c.depth; ++z) {
-      if (c.src_pitch == c.width && c.dst_pitch == c.width) {
-        std::memmove(c.dst.address + z * c.dst_slice, from + z * c.src_slice, c.width * c.height);
-        continue;
-      }
-      for (size_t y = 0; y < c.height; ++y) {
-        std::memmove(c.dst.address + z * c.dst_slice + y * c.dst_pitch,
-                     from + z * c.src_slice + y * c.src_pitch, c.width);
-      }
-    }
-  });
+  return executor->guarded("copy", [&] { std::memmove(c.dst.address, from, c.bytes); });
 }
 
 bool run_fill(Executor* executor, const FillWork& f) {
@@ -92,16 +70,12 @@ bool run_fill(Executor* executor, const FillWork& f) {
     return false;
   }
   return executor->guarded("fill", [&] {
-    for (size_t y = 0; y < f.height; ++y) {
-      char* row = f.dst.address + y * f.pitch;
-      const size_t element = f.given.elementSize;
-      if (element == 1) {
-        std::memset(row, static_cast<int>(f.given.value), f.row_bytes);
-        continue;
-      }
-      for (size_t x = 0; x < f.row_bytes; x += element) {
-        std::memcpy(row + x, &f.given.value, element);
-      }
+    if (f.element == 1) {
+      std::memset(f.dst.address, static_cast<int>(f.value), f.bytes);
+      return;
+    }
+    for (size_t x = 0; x < f.bytes; x += f.element) {
+      std::memcpy(f.dst.address + x, &f.value, f.element);
     }
   });
 }

@@ -17,7 +17,6 @@ namespace {
 std::atomic<bool> g_initialised{false}, g_forked{false};
 std::mutex& g_context_mutex = *new std::mutex;
 unsigned g_retains = 0;
-unsigned g_context_flags = 0;
 thread_local std::vector<CUcontext> t_stack;  // the top is current
 // The primary context's handle; never dereferenced. Others are further names for the same device:
 // memory, streams and modules are common to all.
@@ -216,29 +215,6 @@ SC_API(cuDevicePrimaryCtxRelease_v2, 11000, kAfterFault, CUdevice, device) {
   if (--g_retains == 0) live_add(Kind::context, -1);
 }
 
-SC_API(cuDevicePrimaryCtxReset_v2, 11000, kAfterFault, CUdevice, device) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  // After a fault this ends the context's use; before, graft never resets a shared context.
-  need(sticky() != CUDA_SUCCESS, CUDA_ERROR_NOT_SUPPORTED,
-       "the primary context is not reset while it works");
-}
-
-SC_API(cuDevicePrimaryCtxGetState, 7000, kNoLock | kAfterFault, CUdevice, device, unsigned*, flags,
-       int*, active) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need(flags != nullptr && active != nullptr);
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  *flags = g_context_flags;
-  *active = g_retains > 0;
-}
-
-SC_API(cuDevicePrimaryCtxSetFlags_v2, 11000, kNoLock, CUdevice, device, unsigned, flags) {
-  need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  need((flags & ~0x1fu) == 0);
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  g_context_flags = flags;
-}
-
 SC_API(cuCtxSetCurrent, 4000, kNoLock, CUcontext, context) {
   need(context == nullptr || is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   if (!t_stack.empty()) t_stack.pop_back();
@@ -265,13 +241,6 @@ SC_API(cuCtxGetDevice, 2000, kNoLock, CUdevice*, device) {
   need(device != nullptr);
   need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
   *device = 0;
-}
-
-SC_API(cuCtxGetFlags, 7000, kNoLock, unsigned*, flags) {
-  need(flags != nullptr);
-  need(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  *flags = g_context_flags;
 }
 
 SC_API_CODE(cuCtxSynchronize, 2000, kNoLock) {

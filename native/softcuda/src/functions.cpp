@@ -1,6 +1,6 @@
 // Modules, libraries, and the kernels in them. Libraries are modules that are loaded before anybody
 // says for which context. Here there is one context, so a library is a module, loaded at once, and
-// a kernel is its function: both names of either are one handle. Memory pools are refused.
+// a kernel is its function: both names of either are one handle.
 #include <algorithm>
 #include <fstream>
 #include <iterator>
@@ -16,21 +16,6 @@ static void* named(void* module, const char* name) {
     if (function->name == name) return function->handle;
   }
   refuse(CUDA_ERROR_NOT_FOUND, "the module has no kernel '" + std::string(name) + "'");
-}
-
-static void enumerate(void** out, unsigned n, void* module) {
-  const auto found = modules().find(module);
-  need(out != nullptr);
-  for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {
-    out[i] = found->functions[i]->handle;
-  }
-}
-
-// Kernels keep no state outside parameters and shared memory, so there are no globals.
-static void no_global(void* module, const char* name) {
-  need(name != nullptr);
-  modules().find(module);
-  need(false, CUDA_ERROR_NOT_FOUND);
 }
 
 static std::shared_ptr<Function> described(void* function) {
@@ -119,27 +104,29 @@ SC_API(cuLibraryGetModule, 12000, 0, CUmodule*, out, CUmodule, library) {
   *out = library;
 }
 
-#define IN_MODULE(get, get_from, count, enumerate_all, global, global_from)                        \
-  SC_API(get, get_from, 0, void**, out, void*, module, const char*, name) {                        \
-    need(out != nullptr);                                                                          \
-    *out = named(module, name);                                                                    \
-  }                                                                                                \
-  SC_API(count, 12040, 0, unsigned*, n, void*, module) {                                           \
-    const auto found = modules().find(module);                                                     \
-    need(n != nullptr);                                                                            \
-    *n = static_cast<unsigned>(found->functions.size());                                           \
-  }                                                                                                \
-  SC_API(enumerate_all, 12040, 0, void**, out, unsigned, n, void*, module) {                       \
-    enumerate(out, n, module);                                                                     \
-  }                                                                                                \
-  SC_API(global, global_from, 0, CUdeviceptr*, address, size_t*, size, void*, module, const char*, \
-         name) {                                                                                   \
-    no_global(module, name);                                                                       \
+SC_API(cuModuleGetFunction, 2000, 0, void**, out, void*, module, const char*, name) {
+  need(out != nullptr);
+  *out = named(module, name);
+}
+
+SC_API(cuLibraryGetKernel, 12000, 0, void**, out, void*, library, const char*, name) {
+  need(out != nullptr);
+  *out = named(library, name);
+}
+
+SC_API(cuLibraryGetKernelCount, 12040, 0, unsigned*, n, void*, library) {
+  const auto found = modules().find(library);
+  need(n != nullptr);
+  *n = static_cast<unsigned>(found->functions.size());
+}
+
+SC_API(cuLibraryEnumerateKernels, 12040, 0, void**, out, unsigned, n, void*, library) {
+  const auto found = modules().find(library);
+  need(out != nullptr);
+  for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {
+    out[i] = found->functions[i]->handle;
   }
-IN_MODULE(cuModuleGetFunction, 2000, cuModuleGetFunctionCount, cuModuleEnumerateFunctions,
-          cuModuleGetGlobal_v2, 3020)
-IN_MODULE(cuLibraryGetKernel, 12000, cuLibraryGetKernelCount, cuLibraryEnumerateKernels,
-          cuLibraryGetGlobal, 12000)
+}
 
 // ---- functions and kernels -------------------------------------------------------------------
 #define OF_FUNCTION(kind, flags)                                                                \
@@ -207,13 +194,3 @@ SC_API(cuFuncIsLoaded, 12040, 0, int*, state, CUfunction, function) {
   need(state != nullptr);
   *state = found->loaded ? 1 : 0;
 }
-
-// ---- memory pools: none ----------------------------------------------------------------------
-#define NO_POOL(symbol, ...)                                                 \
-  SC_API(symbol, 11020, 0, __VA_ARGS__) {                                    \
-    refuse(CUDA_ERROR_NOT_SUPPORTED, "the soft device has no memory pools"); \
-  }
-NO_POOL(cuDeviceGetDefaultMemPool, void**, pool, CUdevice, device)
-NO_POOL(cuDeviceGetMemPool, void**, pool, CUdevice, device)
-NO_POOL(cuMemPoolCreate, void**, pool, const void*, properties)
-NO_POOL(cuMemAllocFromPoolAsync, CUdeviceptr*, out, size_t, size, void*, pool, CUstream, stream)

@@ -20,13 +20,11 @@ Exec::~Exec() { live_add(Kind::graph_exec, -1); }
 
 namespace {
 
-// A child's nodes are placed between two empty ones, which carry its dependencies.
+// A child's nodes are placed between two empty ones, which carry its dependencies. Nodes depend on
+// earlier ones, so there is no cycle.
 void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<FlatNode>* out,
            References* references, std::map<const Node*, unsigned>* tail) {
   references->merge(*graph.references);
-  // Definition order may name later nodes (AddDependencies), so indices are given first.
-  std::map<const Node*, unsigned> head;
-  std::vector<std::pair<const Node*, unsigned>> children;
   for (auto& node : graph.nodes) {
     FlatNode flat{node->type, node->work, true, node->handle, {}};
     flat.condition = node->condition;
@@ -37,11 +35,13 @@ void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<
       place(*body, {}, &flat.bodies.back(), references, &inner);
     }
     if (node->dependencies.empty()) flat.dependencies = before;
-    head[node.get()] = static_cast<unsigned>(out->size());
-    (*tail)[node.get()] = static_cast<unsigned>(out->size());
+    for (Node* dependency : node->dependencies) {
+      flat.dependencies.push_back(tail->at(dependency));
+      flat.ports.push_back(node->port(dependency));
+    }
+    const unsigned entry = (*tail)[node.get()] = static_cast<unsigned>(out->size());
     out->push_back(std::move(flat));
     if (!node->child) continue;
-    const unsigned entry = static_cast<unsigned>(out->size() - 1);
     std::map<const Node*, unsigned> inner;
     place(*node->child, {entry}, out, references, &inner);
     FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
@@ -51,34 +51,6 @@ void place(const Graph& graph, const std::vector<unsigned>& before, std::vector<
     (*tail)[node.get()] = static_cast<unsigned>(out->size());
     out->push_back(std::move(join));
   }
-  for (auto& node : graph.nodes) {
-    for (Node* dependency : node->dependencies) {
-      (*out)[head[node.get()]].dependencies.push_back((*tail)[dependency]);
-      (*out)[head[node.get()]].ports.push_back(node->port(dependency));
-    }
-  }
-}
-
-bool acyclic(const std::vector<FlatNode>& flat) {
-  std::vector<unsigned> left(flat.size()), ready;
-  std::vector<std::vector<unsigned>> next(flat.size());
-  for (unsigned i = 0; i < flat.size(); ++i) {
-    left[i] = static_cast<unsigned>(flat[i].dependencies.size());
-    if (left[i] == 0) ready.push_back(i);
-    for (unsigned d : flat[i].dependencies) next[d].push_back(i);
-  }
-  for (size_t done = 0; done < ready.size(); ++done) {
-    for (unsigned n : next[ready[done]]) {
-      if (--left[n] == 0) ready.push_back(n);
-    }
-  }
-  if (ready.size() != flat.size()) return false;
-  for (const FlatNode& node : flat) {
-    for (const auto& body : node.bodies) {
-      if (!acyclic(body)) return false;
-    }
-  }
-  return true;
 }
 
 bool has_kernel(const std::vector<FlatNode>& flat) {
@@ -142,7 +114,6 @@ std::vector<FlatNode> flatten(const Graph& graph, References* references) {
   std::vector<FlatNode> flat;
   std::map<const Node*, unsigned> tail;
   place(graph, {}, &flat, references, &tail);
-  need(acyclic(flat), CUDA_ERROR_INVALID_VALUE, "the graph has a cycle");
   return flat;
 }
 
@@ -244,17 +215,6 @@ static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
   return flat;
 }
 
-void set_exec_work(CUgraphExec handle, CUgraphNode node, CUgraphNodeType type, Work work) {
-  const auto exec = graph_execs().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  FlatNode* const flat = find_flat(*exec, node);
-  need(flat->type == type, CUDA_ERROR_INVALID_VALUE, "the node has another type");
-  need(type != CU_GRAPH_NODE_TYPE_BATCH_MEM_OP || same_operations(flat->work, work),
-       CUDA_ERROR_INVALID_VALUE, "the count or kinds of the operations changed");
-  flat->work = std::move(work);
-  replace_work(*exec, *flat);
-}
-
 }  // namespace softcuda
 
 using namespace softcuda;
@@ -353,6 +313,19 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
   old_references = std::move(exec->references);
   exec->references = references;
   exec->program = make_program(exec->flat, references);
+}
+
+SC_API(cuGraphExecKernelNodeSetParams_v2, 12000, 0, CUgraphExec, handle, CUgraphNode, node,
+       const CUDA_KERNEL_NODE_PARAMS*, p) {
+  need(p != nullptr);
+  Work work(make_kernel(*p));
+  const auto exec = graph_execs().find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  FlatNode* const flat = find_flat(*exec, node);
+  need(flat->type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
+       "the node is no kernel node");
+  flat->work = std::move(work);
+  replace_work(*exec, *flat);
 }
 
 // Kernel, memset and memcpy nodes only, as documented.

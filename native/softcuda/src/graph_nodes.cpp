@@ -1,6 +1,5 @@
-// Nodes by their parameters: adding, reading and changing them, in definitions and executables.
-// Every call builds the one structure for all types, which build() turns into what the node does
-// (G1).
+// Nodes by their parameters: adding and reading them. Every call builds the one structure for all
+// types, which build() turns into what the node does (G1).
 #include "conditionals.h"
 #include "graphs.h"
 #include "memops.h"
@@ -46,7 +45,6 @@ Params of(const CUDA_BATCH_MEM_OP_NODE_PARAMS& given) {
   p.memOp = given;
   return p;
 }
-Params of(const Params& given) { return given; }
 Params of(CUgraphNodeType type, CUevent event) {
   Params p = of_type(type);
   p.event = event;
@@ -86,68 +84,6 @@ std::shared_ptr<Node> typed(CUgraphNode handle, CUgraphNodeType type) {
   if (node->type == type) return node;
   refuse(CUDA_ERROR_INVALID_VALUE, std::string("the node is a ") + type_name(node->type) +
                                        " node, not a " + type_name(type) + " node");
-}
-
-// New parameters for a definition's node; executables made before keep theirs.
-void set(CUgraphNode handle, const Params& p) {
-  const auto node = typed(handle, p.type);
-  Work work = build(p);
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  node->work = std::move(work);
-}
-
-void set(CUgraphExec exec, CUgraphNode node, const Params& p) {
-  set_exec_work(exec, node, p.type, build(p));
-}
-
-// Pointers in what is given stay valid as long as the node and its parameters.
-Params read(Node& node) {
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  Params out = of_type(node.type);
-  const Work& work = node.work;
-  switch (node.type) {
-    case kKernel: {
-      const KernelWork& k = *work.kernel;
-      const softcuda_entry& entry = k.function->entry();
-      node.param_pointers.clear();
-      for (unsigned i = 0; i < entry.nparams; ++i) {
-        node.param_pointers.push_back(const_cast<char*>(k.given.data()) + entry.offsets[i]);
-      }
-      out.kernel = k.params;
-      out.kernel.kernelParams = node.param_pointers.data();
-      break;
-    }
-    case kCopy:
-      out.memcpy.copyParams = work.copy->given;
-      break;
-    case kFill:
-      out.memset = work.fill->given;
-      break;
-    case kHost:
-      out.host = {work.host.fn, work.host.data, 0, nullptr};
-      break;
-    case kWait:
-    case kRecord:
-      out.event = static_cast<CUevent>(work.event->handle);
-      break;
-    case kMemops: {
-      const auto& given = work.memop->given;
-      out.memOp = {primary_context(), static_cast<unsigned>(given.size()),
-                   const_cast<CUstreamBatchMemOpParams*>(given.data()), 0};
-      break;
-    }
-    case kGraph:
-      out.graph = {static_cast<CUgraph>(node.child->handle), node.child->moved};
-      break;
-    case CU_GRAPH_NODE_TYPE_CONDITIONAL:
-      out.conditional = {reinterpret_cast<uint64_t>(node.condition->cell), node.condition_type,
-                         static_cast<unsigned>(node.bodies.size()), node.body_handles.data(),
-                         primary_context()};
-      break;
-    default:
-      break;
-  }
-  return out;
 }
 
 }  // namespace
@@ -195,65 +131,32 @@ SC_API(cuGraphAddEmptyNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, const C
   add_params(out, graph, deps, n, of_type(kEmpty));
 }
 
-#define SET(symbol, from, Given)                                \
-  SC_API(symbol, from, 0, CUgraphNode, node, const Given*, p) { \
-    need(p != nullptr);                                         \
-    set(node, of(*p));                                          \
-  }
-SET(cuGraphKernelNodeSetParams_v2, 12000, CUDA_KERNEL_NODE_PARAMS)
-SET(cuGraphMemcpyNodeSetParams, 10000, CUDA_MEMCPY3D)
-SET(cuGraphMemsetNodeSetParams, 10000, CUDA_MEMSET_NODE_PARAMS)
-SET(cuGraphHostNodeSetParams, 10000, CUDA_HOST_NODE_PARAMS)
-SET(cuGraphBatchMemOpNodeSetParams, 11070, CUDA_BATCH_MEM_OP_NODE_PARAMS)
-SET(cuGraphNodeSetParams, 12020, CUgraphNodeParams)
-
-#define EXEC_SET(symbol, from, ...)                                            \
-  SC_API(symbol, from, 0, CUgraphExec, exec, CUgraphNode, node, __VA_ARGS__) { \
-    need(p != nullptr);                                                        \
-    set(exec, node, of(*p));                                                   \
-  }
-EXEC_SET(cuGraphExecKernelNodeSetParams_v2, 12000, const CUDA_KERNEL_NODE_PARAMS*, p)
-EXEC_SET(cuGraphExecMemcpyNodeSetParams, 10020, const CUDA_MEMCPY3D*, p, CUcontext, context)
-EXEC_SET(cuGraphExecMemsetNodeSetParams, 10020, const CUDA_MEMSET_NODE_PARAMS*, p, CUcontext,
-         context)
-EXEC_SET(cuGraphExecHostNodeSetParams, 10020, const CUDA_HOST_NODE_PARAMS*, p)
-EXEC_SET(cuGraphExecBatchMemOpNodeSetParams, 11070, const CUDA_BATCH_MEM_OP_NODE_PARAMS*, p)
-EXEC_SET(cuGraphExecNodeSetParams, 12020, const CUgraphNodeParams*, p)
-
-#define GET(symbol, from, Given, TYPE, field)               \
-  SC_API(symbol, from, 0, CUgraphNode, node, Given*, out) { \
-    const auto found = typed(node, TYPE);                   \
-    need(out != nullptr);                                   \
-    const CUgraphNodeParams p = read(*found);               \
-    *out = field;                                           \
-  }
-GET(cuGraphKernelNodeGetParams_v2, 12000, CUDA_KERNEL_NODE_PARAMS, kKernel, p.kernel)
-GET(cuGraphMemcpyNodeGetParams, 10000, CUDA_MEMCPY3D, kCopy, p.memcpy.copyParams)
-GET(cuGraphMemsetNodeGetParams, 10000, CUDA_MEMSET_NODE_PARAMS, kFill, p.memset)
-GET(cuGraphHostNodeGetParams, 10000, CUDA_HOST_NODE_PARAMS, kHost,
-    (CUDA_HOST_NODE_PARAMS{p.host.fn, p.host.userData}))
-GET(cuGraphBatchMemOpNodeGetParams, 11070, CUDA_BATCH_MEM_OP_NODE_PARAMS, kMemops, p.memOp)
-GET(cuGraphChildGraphNodeGetGraph, 10000, CUgraph, kGraph, p.graph.graph)
-GET(cuGraphEventRecordNodeGetEvent, 11010, CUevent, kRecord, p.event)
-GET(cuGraphEventWaitNodeGetEvent, 11010, CUevent, kWait, p.event)
-
-SC_API(cuGraphNodeGetParams, 13000, 0, CUgraphNode, node, CUgraphNodeParams*, out) {
-  const auto found = graph_nodes().find(node);
+// Pointers in what is given stay valid as long as the node and its parameters.
+SC_API(cuGraphKernelNodeGetParams_v2, 12000, 0, CUgraphNode, handle, CUDA_KERNEL_NODE_PARAMS*,
+       out) {
+  const auto node = typed(handle, kKernel);
   need(out != nullptr);
-  *out = read(*found);
+  std::lock_guard<std::mutex> lock(graph_mutex());
+  const KernelWork& k = *node->work.kernel;
+  const softcuda_entry& entry = k.function->entry();
+  node->param_pointers.clear();
+  for (unsigned i = 0; i < entry.nparams; ++i) {
+    node->param_pointers.push_back(const_cast<char*>(k.given.data()) + entry.offsets[i]);
+  }
+  *out = k.params;
+  out->kernelParams = node->param_pointers.data();
 }
 
-#define EVENT(kind, TYPE)                                                                          \
-  SC_API(cuGraphAdd##kind##Node, 11010, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*,  \
-         deps, size_t, n, CUevent, event) {                                                        \
+SC_API(cuGraphHostNodeGetParams, 10000, 0, CUgraphNode, handle, CUDA_HOST_NODE_PARAMS*, out) {
+  const auto node = typed(handle, kHost);
+  need(out != nullptr);
+  *out = {node->work.host.fn, node->work.host.data};
+}
+
+#define ADD_EVENT(symbol, TYPE)                                                                    \
+  SC_API(symbol, 11010, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps, size_t, n, \
+         CUevent, event) {                                                                         \
     add_params(out, graph, deps, n, of(TYPE, event));                                              \
-  }                                                                                                \
-  SC_API(cuGraph##kind##NodeSetEvent, 11010, 0, CUgraphNode, node, CUevent, event) {               \
-    set(node, of(TYPE, event));                                                                    \
-  }                                                                                                \
-  SC_API(cuGraphExec##kind##NodeSetEvent, 11010, 0, CUgraphExec, exec, CUgraphNode, node, CUevent, \
-         event) {                                                                                  \
-    set(exec, node, of(TYPE, event));                                                              \
   }
-EVENT(EventRecord, kRecord)
-EVENT(EventWait, kWait)
+ADD_EVENT(cuGraphAddEventRecordNode, kRecord)
+ADD_EVENT(cuGraphAddEventWaitNode, kWait)

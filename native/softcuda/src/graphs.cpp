@@ -1,8 +1,7 @@
-// Graph definitions: nodes, dependencies, clones (invariants G1, G2).
+// Graph definitions: nodes, dependencies, children (invariants G1, G2).
 #include "graphs.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "conditionals.h"
 
@@ -34,7 +33,6 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
   for (auto& node : graph.nodes) {
     auto copy = std::make_shared<Node>(*node);
     copy->graph = clone.get();
-    copy->origin = node->handle;
     copy->param_pointers.clear();
     if (node->child) {
       copy->child = clone_graph(*node->child);
@@ -123,28 +121,6 @@ SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
   take_graph(handle);
 }
 
-SC_API(cuGraphClone, 10000, 0, CUgraph*, out, CUgraph, handle) {
-  const auto graph = graphs().find(handle);
-  need(out != nullptr);
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  need(!has_conditional(*graph), CUDA_ERROR_NOT_SUPPORTED,
-       "graphs with conditional nodes cannot be cloned");
-  std::shared_ptr<Graph> clone = clone_graph(*graph);
-  clone->handle = graphs().add(clone);
-  *out = static_cast<CUgraph>(clone->handle);
-}
-
-SC_API(cuGraphNodeFindInClone, 10000, 0, CUgraphNode*, out, CUgraphNode, original, CUgraph,
-       handle) {
-  std::shared_ptr<Graph> clone = graphs().get(handle);
-  need(clone && out != nullptr);
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  const auto node = std::find_if(clone->nodes.begin(), clone->nodes.end(),
-                                 [&](const auto& node) { return node->origin == original; });
-  need(node != clone->nodes.end());
-  *out = static_cast<CUgraphNode>((*node)->handle);
-}
-
 // The child is cloned into the node, with the references it holds at this moment.
 static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                          CUgraph child) {
@@ -228,40 +204,6 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
   }
   std::lock_guard<std::mutex> lock(graph_mutex());
   graph_nodes().find(*out)->ports = std::move(ports);
-}
-
-static void change_dependencies(CUgraph handle, const CUgraphNode* from, const CUgraphNode* to,
-                                const CUgraphEdgeData* data, size_t n, bool add) {
-  const auto graph = graphs().find(handle);
-  need(n == 0 || (from != nullptr && to != nullptr));
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  for (size_t i = 0; i < n; ++i) {
-    const auto a = graph_nodes().get(from[i]), b = graph_nodes().get(to[i]);
-    need(a && b && a->graph == graph.get() && b->graph == graph.get() && a != b,
-         CUDA_ERROR_INVALID_VALUE, "an edge does not join two nodes of this graph");
-    auto& list = b->dependencies;
-    auto it = std::find(list.begin(), list.end(), a.get());
-    need(add == (it == list.end()), CUDA_ERROR_INVALID_VALUE,
-         add ? "the edge exists" : "there is no such edge");
-    if (!add) {
-      list.erase(it);
-      b->ports.erase(a.get());
-      continue;
-    }
-    const unsigned char port = data == nullptr ? 0 : port_of(data[i], a->type, b->type);
-    list.push_back(a.get());
-    if (port != 0) b->ports[a.get()] = port;
-  }
-}
-
-SC_API(cuGraphAddDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
-       const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
-  change_dependencies(graph, from, to, data, n, true);
-}
-
-SC_API(cuGraphRemoveDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
-       const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
-  change_dependencies(graph, from, to, data, n, false);
 }
 
 SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {

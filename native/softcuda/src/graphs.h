@@ -16,7 +16,7 @@ struct UserObject {
   std::atomic<unsigned> refs{0};
 };
 
-// References that one graph, clone or executable holds; released together.
+// References that one graph or executable holds; released together.
 class References {
  public:
   References() = default;
@@ -49,7 +49,6 @@ constexpr size_t kAttributeBytes = 64;  // CUlaunchAttributeValue
 
 struct Node {
   void* handle = nullptr;
-  void* origin = nullptr;  // of a clone: the node it was made from
   Graph* graph = nullptr;
   CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
   Work work;
@@ -109,8 +108,6 @@ Handles<Graph>& graphs();
 Handles<Node>& graph_nodes();
 Handles<Exec>& graph_execs();
 
-// Gives an executable's node of `type` new work.
-void set_exec_work(CUgraphExec exec, CUgraphNode node, CUgraphNodeType type, Work work);
 // Adds a node of any type but child graphs and conditionals.
 void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                 const CUgraphNodeParams& params);

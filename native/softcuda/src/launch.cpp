@@ -7,8 +7,6 @@
 namespace softcuda {
 namespace {
 
-constexpr size_t kExtraPointer = 1, kExtraSize = 2;  // CU_LAUNCH_PARAM_BUFFER_*
-
 [[noreturn]] void refuse_launch(const Function& f, const std::string& why) {
   refuse(CUDA_ERROR_INVALID_VALUE, "kernel '" + f.name + "'" + why);
 }
@@ -39,36 +37,20 @@ void check_geometry(const Function& f, softcuda_dim3 grid, softcuda_dim3 block,
   }
 }
 
-// One of kernelParams and extra gives the values; both or neither is an error.
 std::vector<char> gather(const Function& f, void* const* params, void* const* extra) {
   const softcuda_entry& entry = f.entry();
   const unsigned n = entry.nparams;
-  const size_t total = n == 0 ? 0 : entry.offsets[n - 1] + entry.sizes[n - 1];
-  std::vector<char> bytes(total);
+  std::vector<char> bytes(n == 0 ? 0 : entry.offsets[n - 1] + entry.sizes[n - 1]);
   if (n == 0) return bytes;
-  if ((params == nullptr) == (extra == nullptr)) {
-    refuse_launch(f, ": exactly one of kernelParams and extra must be given");
+  if (params == nullptr || extra != nullptr) {
+    refuse_launch(f, ": parameters are taken from kernelParams, not from extra");
   }
-  if (params != nullptr) {
-    for (unsigned i = 0; i < n; ++i) {
-      if (params[i] == nullptr) {
-        refuse_launch(f, ": kernelParams[" + std::to_string(i) + "] is null");
-      }
-      std::memcpy(bytes.data() + entry.offsets[i], params[i], entry.sizes[i]);
+  for (unsigned i = 0; i < n; ++i) {
+    if (params[i] == nullptr) {
+      refuse_launch(f, ": kernelParams[" + std::to_string(i) + "] is null");
     }
-    return bytes;
+    std::memcpy(bytes.data() + entry.offsets[i], params[i], entry.sizes[i]);
   }
-  const void* buffer = nullptr;
-  const size_t* size = nullptr;
-  for (; *extra != nullptr; extra += 2) {
-    const auto key = reinterpret_cast<size_t>(extra[0]);
-    if (key == kExtraPointer) buffer = extra[1];
-    if (key == kExtraSize) size = static_cast<const size_t*>(extra[1]);
-  }
-  if (buffer == nullptr || size == nullptr || *size < total) {
-    refuse_launch(f, ": the parameter buffer is missing or too small");
-  }
-  std::memcpy(bytes.data(), buffer, total);
   return bytes;
 }
 

@@ -1,6 +1,4 @@
 // Checking memory operations, and their entry points (W5).
-#include <algorithm>
-
 #include "capture.h"
 #include "memops.h"
 
@@ -86,22 +84,13 @@ void enqueue_ops(CUstream handle, unsigned count, CUstreamBatchMemOpParams* ops,
 
 }  // namespace
 
-bool same_operations(const Work& a, const Work& b) {
-  const auto same = [](const CUstreamBatchMemOpParams& x, const CUstreamBatchMemOpParams& y) {
-    return x.operation == y.operation;
-  };
-  return std::equal(a.memop->given.begin(), a.memop->given.end(), b.memop->given.begin(),
-                    b.memop->given.end(), same);
-}
-
 std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& p) {
   need(settings().memops, CUDA_ERROR_NOT_SUPPORTED,
        "memory operations are switched off (SOFTCUDA_MEMOPS)");
   need(p.flags == 0 && p.count != 0 && p.paramArray != nullptr);
   need(p.count <= kMostOps, CUDA_ERROR_INVALID_VALUE, "a batch has less than 256 operations");
   auto work = std::make_shared<MemopWork>();
-  work->given.assign(p.paramArray, p.paramArray + p.count);
-  for (unsigned i = 0; i < p.count; ++i) work->ops.push_back(Check{i}.operation(work->given[i]));
+  for (unsigned i = 0; i < p.count; ++i) work->ops.push_back(Check{i}.operation(p.paramArray[i]));
   return work;
 }
 

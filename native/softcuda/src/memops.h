@@ -19,11 +19,8 @@ struct Memop {
 // Immutable; shared by definitions and executables.
 struct MemopWork {
   std::vector<Memop> ops;
-  std::vector<CUstreamBatchMemOpParams> given;  // as the caller gave them
 };
 
-// Whether counts and kinds agree: new parameters may change addresses, values and wait types only.
-bool same_operations(const Work& a, const Work& b);
 std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params);
 
 // Runs a batch from its first operation. True: it is finished. False: it waits for a word, and the

@@ -269,10 +269,6 @@ bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::st
   if (is_alias(p)) return true;
   if (!out->owner) {
     *why = hex(p) + " is the address of pageable host memory";
-  } else if (out->owner->registered) {
-    *why = hex(p) +
-           " is in registered memory, whose device address is another "
-           "(cuMemHostGetDevicePointer)";
   } else if (settings().aliases_only) {
     *why = hex(p) + " is a host address (use cuMemHostGetDevicePointer; SOFTCUDA_ALIASES_ONLY)";
   } else {
@@ -334,45 +330,19 @@ SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
   *out = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP)->storage;
 }
 
-static void free_host(void* p, bool registered, CUresult missing) {
+SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
   if (settings().strict) wait_idle("freeing pinned memory: all work to finish");
   need(sticky() == CUDA_SUCCESS, sticky());
   Table& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto it = t.by_host.find(reinterpret_cast<unsigned long long>(p));
-  if (it == t.by_host.end() || it->second->registered != registered) {
-    refuse(missing, hex(reinterpret_cast<unsigned long long>(p)) +
-                        " is not the start of a pinned allocation");
+  if (it == t.by_host.end()) {
+    refuse(CUDA_ERROR_INVALID_VALUE, hex(reinterpret_cast<unsigned long long>(p)) +
+                                         " is not the start of a pinned allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
   check_slack(*a);
   retire(t, a);
-}
-
-SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
-  free_host(p, false, CUDA_ERROR_INVALID_VALUE);
-}
-
-SC_API(cuMemHostRegister_v2, 6050, kContext | kUnsafe, void*, p, size_t, size, unsigned, flags) {
-  need(p != nullptr && size != 0 && (flags & ~15u) == 0);
-  auto a = std::make_shared<Allocation>();
-  a->size = size;
-  a->host = a->registered = true;
-  a->flags = flags;
-  a->storage = static_cast<char*>(p);
-  Table& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
-  const auto from = reinterpret_cast<unsigned long long>(p);
-  auto below = floor_entry(t.by_host, from + size - 1);
-  if (below && reinterpret_cast<unsigned long long>(below->storage) + below->size > from) {
-    refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "overlaps " + below->describe());
-  }
-  give_alias(t, a);
-  live_add(Kind::pinned_memory, 1);
-}
-
-SC_API(cuMemHostUnregister, 4000, kContext | kUnsafe, void*, p) {
-  free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 
 SC_API(cuMemGetInfo_v2, 3020, kContext, size_t*, free_bytes, size_t*, total) {

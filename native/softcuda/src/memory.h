@@ -15,10 +15,9 @@ struct Allocation {
   CUdeviceptr alias = 0;
   size_t size = 0;
   char* storage = nullptr;
-  void* mapping = nullptr;  // null for registered host memory, which is the caller's
+  void* mapping = nullptr;
   size_t mapping_bytes = 0;
   bool host = false;  // pinned: `storage` is also the host pointer
-  bool registered = false;
   unsigned flags = 0;
   uint64_t id = 0;
   std::atomic<bool> live{true};

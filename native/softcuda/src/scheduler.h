@@ -33,17 +33,15 @@ struct KernelWork {
 };
 
 struct CopyWork {
-  CUDA_MEMCPY3D given;
   Target dst, src;
-  size_t width = 0, height = 1, depth = 1;
-  size_t dst_pitch = 0, dst_slice = 0, src_pitch = 0, src_slice = 0;
+  size_t bytes = 0;
   std::vector<char> staged;  // pageable source, taken at the call
 };
 
 struct FillWork {
-  CUDA_MEMSET_NODE_PARAMS given;
   Target dst;
-  size_t row_bytes = 0, height = 1, pitch = 0;
+  unsigned value = 0, element = 1;
+  size_t bytes = 0;
 };
 
 struct HostWork {

@@ -123,12 +123,6 @@ SC_API(cuUserObjectCreate, 11030, 0, CUuserObject*, out, void*, data, CUhostFn, 
   *out = static_cast<CUuserObject>(object->handle);
 }
 
-SC_API(cuUserObjectRetain, 11030, 0, CUuserObject, handle, unsigned, count) {
-  const auto object = objects().find(handle);
-  need(count != 0 && count <= kMost);
-  object->refs += count;
-}
-
 SC_API(cuUserObjectRelease, 11030, 0, CUuserObject, handle, unsigned, count) {
   ApiThread here;
   const auto object = objects().find(handle);
