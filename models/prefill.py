@@ -51,7 +51,7 @@ class Pieces:
     def took(self, rows: int, seconds: float) -> None:
         """Take the time of one forward of a prompt."""
         size = size_of(rows)
-        known = self._took_s.get(size, seconds)
+        known = self._took_s.get(size) or seconds
         self._took_s[size] = known + SHARE * (min(seconds, 2 * known) - known)
 
     def rows(self, round_s: float) -> int:

@@ -102,7 +102,8 @@ class Replays:
     number : of the last replay launched; the device counts the same.
     retired : of the last replay known to be over.
     unread : launched replays whose results were not read yet, oldest first.
-    round_s : seconds that a round takes, of those who carried anybody a running average.
+    round_s : seconds that a round takes, of those who carried anybody a running average, in which
+        none counts for more than twice as long.
     on_parts : told each replay that is over, and its stamps in order, on the device's clock.
     on_row : told what each row that was read brought, and who sat there.
     """
@@ -302,7 +303,8 @@ class Replays:
             ns, graph = max(stamps) - stamps[0], flight.graph
             stats.round_ns += ns
             if flight.seats:
-                self.round_s += ROUND_SHARE * (1e-9 * ns - self.round_s)
+                known = self.round_s or 1e-9 * ns
+                self.round_s = known + ROUND_SHARE * (min(1e-9 * ns, 2 * known) - known)
             self._budget.took(graph.batch, graph.drafts, ns, idle=not flight.seats)
         told = parts if self._parts.every_part else ()
         for part, start, end in zip(told, stamps, stamps[1:], strict=False):

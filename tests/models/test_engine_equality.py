@@ -499,7 +499,7 @@ def test_rounds_are_launched_ahead() -> None:
 def test_rows_do_not_idle_between_requests() -> None:
     """A request's row is taken over in the round after the one that was launched too early."""
     requests = [Request(tokens=[60 + i, 70], max_tokens=1) for i in range(24)]
-    with settled(demo_engine(max_batch_size=2)) as engine:
+    with settled(demo_engine(max_batch_size=2, prefill_rows=64)) as engine:
         assert all(o.reason == "length" for o in engine.generate(requests))
         assert engine.stats.row_rounds == len(requests)
         assert engine.stats.rounds <= len(requests) + 2
