@@ -103,8 +103,9 @@ async def heard_by_crowd(url, asked, count, meanwhile=None):
             meanwhile(number)
         return heard
 
-    async with openai.AsyncOpenAI(
-            base_url=url, api_key="-", max_retries=0, timeout=600.0) as client:
+    # No connection is used twice: it may end by age just when the next call begins.
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600.0,
+                                  default_headers={"connection": "close"}) as client:
         return await asyncio.gather(*(one(client, i) for i in range(count)))
 
 
