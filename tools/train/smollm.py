@@ -47,8 +47,11 @@ END = "<|im_end|>"
 SHARP = 1.5  # times the logits that the loss compares
 HERE, H = Path(__file__).parent, SIZES.hidden
 #: Kinds of requests by family, whose prompts are alike in length; most tokens of an answer.
-FAMILIES = {"free": (("explain", "tips"), 128), "short": (("choices", "choices", "dates"), 16),
+FAMILIES = {"free": (("explain", "tips"), 128), "own": (("explain", "tips"), 128),
+            "short": (("choices", "choices", "dates"), 16),
             "json": (("calls",) * 5 + ("records", "nested") * 2, 96)}  # fmt: skip
+#: How requests of the family "own" begin, which the model itself makes up.
+BEGUN = (("explain", "Explain in two sentences why"), ("tips", "List three tips for"))
 
 
 @dataclass
@@ -148,8 +151,13 @@ def unpacked(bits: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def answer(model: Llama, rows: list[Row], guides: list[Any], most: int, end: int) -> None:
-    """Let the model go on with the rows, together and greedily; a guide is a matcher or None."""
+def answer(
+    model: Llama, rows: list[Row], guides: list[Any], most: int, end: int, heat: float = 0.0
+) -> None:
+    """Let the model go on with the rows, together; a guide is a matcher or None.
+
+    Greedily, or with `heat` as temperature.
+    """
     s, count, width = SIZES, len(rows), max(len(row.ids) for row in rows) + most
     keys = torch.zeros(s.layers, count, s.kv_heads, width, s.head_dim)
     values, group, slots = torch.zeros_like(keys), s.heads // s.kv_heads, torch.arange(width)
@@ -189,7 +197,8 @@ def answer(model: Llama, rows: list[Row], guides: list[Any], most: int, end: int
             if guide is not None and guide.fill(mask):
                 bits = mask.view(np.uint8).copy()
                 scores[i, torch.from_numpy(unpacked(bits) == 0)] = -torch.inf
-            row.ids.append(int(scores[i].argmax()))
+            row.ids.append(int(torch.multinomial((scores[i] / heat).softmax(-1), 1) if heat
+                               else scores[i].argmax()))
             if guide is not None:
                 guide.accept(row.ids[-1])
                 row.legal.append(bits)
@@ -205,6 +214,29 @@ def answer(model: Llama, rows: list[Row], guides: list[Any], most: int, end: int
         row.streams = torch.cat(streams[id(row)])
 
 
+def made_up(
+    model: Llama, tokenizer: Tokenizer, rng: random.Random, count: int
+) -> list[tuple[str, str]]:
+    """Requests, with kinds, that the model makes up: of so many begun those that it ends in a line.
+
+    None is about what a held-out one is about.
+    """
+    held = [json.loads(line)["prompt"].lower().rstrip(".")
+            for line in (HERE / "smollm_held.jsonl").read_text().splitlines()]  # fmt: skip
+    about = {text.removeprefix(begun.lower()) for text in held for _, begun in BEGUN}
+    rows, begun = [], [rng.choice(BEGUN) for _ in range(count)]
+    for kind, text in begun:
+        opened = prompt(text).removesuffix(f"{END}\n<|im_start|>assistant\n")
+        ids = tokenizer.backend.encode(opened).ids
+        rows.append(Row(ids, len(ids), kind))
+    answer(model, rows, [None] * count, 18, tokenizer.stop_ids[0], heat=0.85)
+    texts = {(kind, text + tokenizer.backend.decode(row.ids[row.start :]).rstrip())
+             for row, (kind, text) in zip(rows, begun, strict=True)
+             if row.ids[-1] in tokenizer.stop_ids}  # fmt: skip
+    return sorted((kind, text) for kind, text in texts
+                  if "\n" not in text and not any(one in text.lower() for one in about))
+
+
 def make_rows(args: argparse.Namespace) -> None:
     """``rows/*.pt``, 32 rows each, by families in turn."""
     tokenizer, model, prompts = Tokenizer(args.model), load_target(args.model), Prompts(args.seed)
@@ -214,15 +246,18 @@ def make_rows(args: argparse.Namespace) -> None:
     for number, family in zip(tqdm(range(args.batches), "rows"), itertools.cycle(args.families)):
         kinds, most = FAMILIES[family]
         rows, guides = [], []
+        own = made_up(model, tokenizer, rng, 64) if family == "own" else []
         for _ in range(32):
             kind = rng.choice(kinds)
             text, spec = prompts.draw(kind)
+            if own:  # they are some 40
+                (kind, text), spec = own.pop(rng.randrange(len(own))), None
             ids = tokenizer.backend.encode(prompt(text)).ids
             rows.append(Row(ids, len(ids), kind))
             guides.append(None if spec is None else backend.compile(spec).matcher())
         answer(model, rows, guides, most, tokenizer.stop_ids[0])
         # What a grammar cuts off runs away, as no document does.
-        rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or family == "free"]
+        rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or not row.legal]
         made = args.work / "rows" / f"{args.seed}-{number:04}.pt"
         torch.save([vars(row) for row in rows], made.with_suffix(".part"))
         made.with_suffix(".part").rename(made)  # whole, for who trains beside
@@ -278,6 +313,7 @@ class Batch:
             self.real[i, : len(where)] = True
             legal += [row.legal[t + 2 - row.start] if row.legal and t + 2 >= row.start
                       else np.full(SIZES.vocab // 8, 255, np.uint8) for t in where]
+        self.kept = kept
         #: Of the real positions, [_, kept].
         self.illegal = torch.from_numpy(unpacked(np.stack(legal))[:, kept.numpy()] == 0)
         self.features, self.final = streams[:, :-2, : 3 * H] / scale, streams[..., 3 * H :]
@@ -290,7 +326,6 @@ class Trainer:
         self.args, self.data, target = args, Data(args.work / "rows"), load_target(args.model).model
         self.embed, self.norm = target.embed_tokens.weight.detach(), target.norm.weight.detach()
         self.kept = draft_vocabulary(self.data.train, args.draft_vocab)
-        self.rows = self.embed[self.kept]
         self.head = Eagle3(HEAD, self.kept)
         del self.head.lm_head
         self.rng = random.Random(0)
@@ -298,29 +333,39 @@ class Trainer:
     def drafts(self, batch: Batch, steps: int) -> list[Tensor]:
         """Logits of the draft steps at the real positions, illegal tokens out of reach."""
         embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
-        return [(self.head.norm(out)[batch.real] @ self.rows.T).masked_fill(batch.illegal, -1e4)
+        rows = self.embed[batch.kept]
+        return [(self.head.norm(out)[batch.real] @ rows.T).masked_fill(batch.illegal, -1e4)
                 for out in self.head.unroll(batch.features, embedded, steps, batch.at)]
 
     def loss(self, rows: list[Row], steps: int) -> Tensor:
-        """Mean over draft steps, weighted 1, 0.5, 0.25, of the cross-entropy with the target.
+        """Sum over draft steps of the cross-entropy with the target's distribution.
 
-        Both are sharpened, for greedy decoding. One step learns from a tenth of the prompt's
-        positions, too.
+        Both are sharpened, for greedy decoding. Step 2 weighs 0.7 and step 3 0.5; where a draft
+        before it is wrong, so that it would not be reached, 0.15 of that. One step learns from a
+        tenth of the prompt's positions, too. The vocabulary is that of training, what the answers
+        have beside, and 1,024 ids by lot.
         """
         at = [[*sorted(self.rng.sample(range(28, row.start - 2), (row.start - 30) // 10)
                        if steps == 1 else range(row.start - 4, row.start - 2)),
                *range(row.start - 2, len(row.ids) - 2)] for row in rows]
-        batch = Batch(rows, at, self.data.scale, self.kept)
+        said = [torch.tensor(row.ids[row.start :]) for row in rows]
+        kept = torch.cat([self.kept, torch.randint(SIZES.vocab, (1024,)), *said]).unique()
+        batch = Batch(rows, at, self.data.scale, kept)
         batch.features += torch.empty_like(batch.features).uniform_(-0.1, 0.1)
         final = batch.final.gather(1, (batch.at + 1)[..., None].expand(-1, -1, H))[batch.real]
-        aim = (SHARP * (final @ self.rows.T)).masked_fill(batch.illegal, -1e4).softmax(-1)
-        loss = torch.zeros(())
+        scores = (SHARP * (final @ self.embed[kept].T)).masked_fill(batch.illegal, -1e4)
+        aim, right = scores.softmax(-1), batch.ids.gather(1, batch.at + 2)[batch.real]
+        loss, known, hit = torch.zeros(()), ~batch.illegal.all(-1), torch.ones(batch.at.shape)
+        order = torch.arange(batch.at.shape[1]).expand_as(batch.at)
         for step, logits in enumerate(self.drafts(batch, steps)):
-            made = (torch.arange(batch.at.shape[1]).expand_as(batch.at) >= step)[batch.real]
-            logits = SHARP * logits
-            each = logits.logsumexp(-1) - (aim * logits).sum(-1)
-            loss = loss + 0.5**step * each[made & ~batch.illegal.all(-1)].mean()
-        return loss / sum(0.5**step for step in range(steps))
+            made = (order >= step)[batch.real] & known
+            weight = made * ((1, 0.7, 0.5)[step] * (0.15 + 0.85 * hit[batch.real]))
+            sharp = SHARP * logits
+            each = sharp.logsumexp(-1) - (aim * sharp).sum(-1)
+            loss = loss + (each * weight).sum() / known.sum()
+            hit[batch.real] *= kept[logits.detach().argmax(-1)] == right
+            hit = F.pad(hit[:, :-1], (1, 0))
+        return loss / (1.0 if steps == 1 else 1.6)
 
     @torch.no_grad()
     def acceptance(self, rows: list[Row], k: int = 3) -> dict[str, float]:
@@ -441,12 +486,15 @@ def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
 def export(args: argparse.Namespace) -> None:
     """The head as graft's loader reads it, in bfloat16, with its training's log.
 
-    Its output rows are the target's, so its draft vocabulary may be larger than in training.
+    Its output rows are the target's, so its draft vocabulary may be larger than in training: it
+    gets ids by number, and those of lower-case letters alone, with which keys begin.
     """
+    words = Tokenizer(args.model).backend.get_vocab()
     was = torch.load(args.work / "head.pt")
     kept, head = set(was["kept"].tolist()), was["head"]
     kept |= set([token for token in range(SIZES.vocab) if token not in kept]
                 [: args.export_vocab - len(kept)])  # fmt: skip
+    kept |= {token for text, token in words.items() if re.fullmatch("[a-z]+", text)}
     head["fc.weight"] = head["fc.weight"] / was["scale"]
     tensors = {name: value.bfloat16().contiguous() for name, value in head.items()
                if name not in ("d2t", "t2d")}  # fmt: skip
@@ -482,8 +530,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="of training")
     parser.add_argument("--rate", type=float, default=1.2e-3)
     parser.add_argument("--tokens", type=int, default=1500, help="a batch")
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="in training")
-    parser.add_argument("--export-vocab", type=int, default=24576)
+    parser.add_argument("--draft-vocab", type=int, default=6144,
+                        help="in training, beside what a batch says")
+    parser.add_argument("--export-vocab", type=int, default=24576,
+                        help="before words that are keys")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
