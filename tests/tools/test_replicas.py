@@ -19,7 +19,8 @@ import pytest
 from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.serve.actors import Worker
-from graft.tools.serve.driver import Exchange, Facts
+from graft.tools.serve.driver import Facts
+from graft.tools.serve.exchange import Exchange
 from graft.tools.serve.replicas import SUSPECT, Replicas
 from graft.tools.serve.router import Router
 

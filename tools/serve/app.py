@@ -22,8 +22,9 @@ from starlette.types import Message, Receive, Scope, Send
 from graft.cudagraph.errors import GraftError
 from graft.models.tokenizer import Tokenizer
 from graft.tools.serve.answers import Choice, envelope, usage
-from graft.tools.serve.driver import Driver, Exchange
+from graft.tools.serve.driver import Driver
 from graft.tools.serve.errors import WireError, as_wire, check_output
+from graft.tools.serve.exchange import Exchange
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.wire import Call, Front, check_fields, grammar_of, stated

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from graft.models.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Limits, Output, Request
-
-if TYPE_CHECKING:
-    from graft.tools.serve.replicas import Replicas
 
 T = TypeVar("T")
 #: Seconds that an engine may take to say how it is.
@@ -161,30 +158,6 @@ class Driver:
 
     def _fail(self, why: str) -> None:
         self._deliver([failed(name, why) for name in self._sinks])
-
-
-class Exchange:
-    """Requests that are run for one caller, who may leave at any time by `close`."""
-
-    def __init__(self, driver: Driver | Replicas, requests: Sequence[Request]):
-        self._driver = driver
-        self._sink: asyncio.Queue[Event] = asyncio.Queue()
-        self._left = {str(request.id): i for i, request in enumerate(requests)}
-        for request in requests:
-            driver.submit(request, self._sink)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events as they come, each with its request's place among all."""
-        while self._left:
-            event = await self._sink.get()
-            index = self._left[event.id]
-            if event.finished:
-                del self._left[event.id]
-            yield index, event
-
-    def close(self) -> None:
-        for request_id in self._left:
-            self._driver.cancel(request_id)
 
 
 def failed(request_id: str, why: str, kind: str = "EngineError") -> Event:
