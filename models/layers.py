@@ -139,6 +139,8 @@ class Layers:
         if activations not in ACTIVATIONS:
             raise OptionError(f"activations {activations!r}, expected one of {ACTIVATIONS}")
         self.activations = activations
+        # Held: a module that no graph holds would be unloaded after each launch of a prefill.
+        self._kernels: dict[tuple, Kernel] = {}
         self._partials: dict[str, DeviceArray] = {}
         # Of attention: parts of rows' sums, and counts that every kernel leaves zero.
         self._parts: DeviceArray | None = None
@@ -149,8 +151,11 @@ class Layers:
         return self.form == "thread"
 
     def _kernel(self, file: str, name: str, **defines: object) -> Kernel:
-        text = {key: str(value) for key, value in defines.items()}
-        return self.device.load(FOLDER / f"{file}.cu", text)[name]
+        key = (file, name, *defines.items())
+        if (found := self._kernels.get(key)) is None:
+            found = self.device.load(FOLDER / f"{file}.cu", defines)[name]
+            self._kernels[key] = found
+        return found
 
     def _formed(self, name: str, **defines: object) -> Kernel:
         return self._kernel(f"{name}_{self.form}", f"{name}_{self.form}", **defines)

@@ -66,9 +66,7 @@ __device__ __forceinline__ void score_keys(const float* query, const float* key,
       partial[j] = fma_lanes(q, load_lanes(key + j * WIDTH + d), partial[j]);
     }
   }
-  Lanes complete[LANES];
-  UNROLLED for (int j = 0; j < LANES; ++j) complete[j] = partial[j];
-  fold_lanes<LANES>(complete, score);
+  fold_lanes<LANES>(partial, score);
 }
 
 // sum = sum * shrink + the values weighted, position after position, for COUNT lanes of dimensions.

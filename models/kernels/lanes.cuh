@@ -78,15 +78,46 @@ __device__ __forceinline__ Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
   return c;
 }
 
-// Sums of COUNT times eight lanes, each as one fixed tree, stage by stage. Not inlined, so that the
-// compiler does not take the lanes apart before they are complete.
-template <int COUNT>
-__device__ __noinline__ void fold_lanes(const Lanes* of, float* sum) {
-  float four[COUNT * 4];
-  for (int j = 0; j < COUNT; ++j) {
-    for (int i = 0; i < 4; ++i) four[j * 4 + i] = of[j][i] + of[j][i + 4];
+// Sums of eight times eight lanes, each as one fixed tree: lanes i + 4 to i, i + 2 to i, the last
+// two.
+#ifdef __SOFTCUDA__
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int LaneIds __attribute__((vector_size(4 * LANES)));
+#define PICK(a, b, ...) __builtin_shuffle(a, b, LaneIds{__VA_ARGS__})
+#endif
+__device__ __forceinline__ Lanes fold_eight(const Lanes* of) {
+  Lanes half[4], quarter[2];
+  UNROLLED for (int j = 0; j < 4; ++j) {
+    const Lanes a = of[j], b = of[j + 4];
+    half[j] = PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
   }
-  for (int j = 0; j < COUNT; ++j) {
-    sum[j] = (four[j * 4] + four[j * 4 + 2]) + (four[j * 4 + 1] + four[j * 4 + 3]);
+  UNROLLED for (int j = 0; j < 2; ++j) {
+    const Lanes a = half[2 * j], b = half[2 * j + 1];
+    quarter[j] = PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  const Lanes a = quarter[0], b = quarter[1];
+  return PICK(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+#else
+__device__ __forceinline__ Lanes fold_eight(const Lanes* of) {
+  Lanes sum;
+  for (int j = 0; j < LANES; ++j) {
+    const Lanes& x = of[j];
+    sum[j] = ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+  }
+  return sum;
+}
+#endif
+
+// The same of COUNT.
+template <int COUNT>
+__device__ __forceinline__ void fold_lanes(const Lanes* of, float* sum) {
+  UNROLLED for (int first = 0; first < COUNT; first += LANES) {
+    Lanes eight[LANES] = {};
+    UNROLLED for (int j = 0; j < LANES && first + j < COUNT; ++j) eight[j] = of[first + j];
+    const Lanes folded = fold_eight(eight);
+    UNROLLED for (int j = 0; j < LANES && first + j < COUNT; ++j) sum[first + j] = folded[j];
   }
 }

@@ -26,9 +26,10 @@ struct Product {
   int tap_stride;
 };
 
-// ROWS rows from `row` on by COUNT columns from `column` on.
+// Sums of ROWS rows from `row` on by COUNT columns from `column` on; those of a row lie COLUMNS
+// apart.
 template <int ROWS, int COUNT>
-__device__ __forceinline__ void tile(const Product& y, int row, int column) {
+__device__ __forceinline__ void tile(const Product& y, int row, int column, float* sums) {
   const WEIGHT* w = y.weight + static_cast<long long>(column) * y.inner;
   const float* x = y.x + static_cast<long long>(row) * y.inner;
   const long long inner = y.inner;
@@ -58,29 +59,36 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column) {
       }
     }
   }
-  Lanes complete[ROWS * COUNT];
-  UNROLLED for (int i = 0; i < ROWS * COUNT; ++i) complete[i] = partial[i];
   float sum[ROWS * COUNT];
-  fold_lanes<ROWS * COUNT>(complete, sum);
+  fold_lanes<ROWS * COUNT>(partial, sum);
   for (int r = 0; r < ROWS; ++r) {
-    for (int c = 0; c < COUNT; ++c) {
-      const long long at = static_cast<long long>(row + r) * y.columns + column + c;
-      float value = sum[r * COUNT + c];
-      if (y.weight_scale != nullptr) value *= y.weight_scale[column + c];
-      if (y.residual != nullptr) value += y.residual[at];
-      y.out[at] = value;
-      if (y.tap != nullptr) {
-        y.tap[static_cast<long long>(row + r) * y.tap_stride + column + c] = value;
-      }
-    }
+    for (int c = 0; c < COUNT; ++c) sums[r * COLUMNS + c] = sum[r * COUNT + c];
   }
 }
 
-// ROWS rows by all columns of a thread.
+// ROWS rows by all columns of a thread; what is written of a row is written at once.
 template <int ROWS, int COUNT>
 __device__ __noinline__ void band(const Product& y, int row, int column, int end) {
-  for (; column + COUNT <= end; column += COUNT) tile<ROWS, COUNT>(y, row, column);
-  for (; column < end; ++column) tile<ROWS, 1>(y, row, column);
+  float sums[ROWS * COLUMNS];
+  const int count = end - column;
+  int c = 0;
+  for (; c + COUNT <= count; c += COUNT) tile<ROWS, COUNT>(y, row, column + c, sums + c);
+  for (; c < count; ++c) tile<ROWS, 1>(y, row, column + c, sums + c);
+  for (int r = 0; r < ROWS; ++r) {
+    float* sum = sums + r * COLUMNS;
+    const long long at = static_cast<long long>(row + r) * y.columns + column;
+    if (y.weight_scale != nullptr) {
+      for (c = 0; c < count; ++c) sum[c] *= y.weight_scale[column + c];
+    }
+    if (y.residual != nullptr) {
+      for (c = 0; c < count; ++c) sum[c] += y.residual[at + c];
+    }
+    memcpy(y.out + at, sum, sizeof(float) * count);
+    if (y.tap != nullptr) {
+      float* tap = y.tap + static_cast<long long>(row + r) * y.tap_stride + column;
+      memcpy(tap, sum, sizeof(float) * count);
+    }
+  }
 }
 
 // Grid (columns / (COLUMNS * block), rows / ROW_BLOCK).

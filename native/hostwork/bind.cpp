@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <tuple>
@@ -26,8 +27,9 @@ namespace {
 
 using PollClock = std::chrono::steady_clock;
 
-// Spins for 20 us, yields until 200 us, then sleeps: a machine with two cores needs them for the
-// work that is being waited for. Without the GIL. True when `done()` became true before `until`.
+// Spins for 20 us, yields until 200 us, then sleeps, the longer the longer it has waited: a machine
+// with two cores needs them for the work that is being waited for. Without the GIL. True when
+// `done()` became true before `until`.
 template <typename Done>
 bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point until) {
   while (true) {
@@ -40,8 +42,8 @@ bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point 
     } else if (waited < std::chrono::microseconds(200)) {
       sched_yield();
     } else {
-      std::this_thread::sleep_for(
-          std::chrono::microseconds(waited < std::chrono::milliseconds(2) ? 20 : 100));
+      std::this_thread::sleep_for(std::clamp<PollClock::duration>(
+          waited / 20, std::chrono::microseconds(20), std::chrono::milliseconds(1)));
     }
   }
 }
