@@ -20,6 +20,8 @@ else
   PY := $(VENV)/bin/python
   CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
+# Compiled Python is kept, whatever the shell says: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 # Processes with whole files, one more than cores, for some tests wait; at most 9, where pytest-xdist
 # is. PYTEST="-n 0" runs all in one.
 CORES := $(shell getconf _NPROCESSORS_ONLN)

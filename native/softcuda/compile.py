@@ -54,8 +54,10 @@ ALIGNMENT = (
     "-fsanitize-undefined-trap-on-error",
     "-DSOFTCUDA_ALIGNMENT=1",
 )
+#: For a text that says ``#pragma softcuda quick``: long, and with loops that need little more.
+QUICK = ("-O1", "-ftree-vectorize")
 # Statics of templates would otherwise be shared between the workers' copies of an image.
-GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8")
+GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8", "-fvect-cost-model=dynamic")
 
 
 class KernelCompileError(Exception):
@@ -236,6 +238,8 @@ def _build(
     (scratch / "unit.cc").write_text(unit)
     built = scratch / "image.so"
     shim = ["-D__SOFTCUDA__=1", f"-I{INCLUDE}", "-include", str(INCLUDE / "softcuda_shim.h")]
+    if "\n#pragma softcuda quick" in expanded:
+        flags = [*QUICK, *flags]
     command = [*FLAGS, *flags, *shim, "-x", "c++", str(scratch / "unit.cc"), "-o", str(built)]
     _run(name, [*command, "-lm"])
     if state := writable_globals(built.read_bytes()):

@@ -16,6 +16,10 @@
 
 #include "philox.cuh"
 
+#ifdef __SOFTCUDA__
+#pragma softcuda quick  // no slower than with -O3, and compiled in 2/3 of the time
+#endif
+
 #ifndef SAMPLE_BLOCK
 #define SAMPLE_BLOCK 512
 #endif

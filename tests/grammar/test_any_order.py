@@ -118,7 +118,7 @@ def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any],
     return found
 
 
-@pytest.mark.parametrize("count, seed", [(50, 1), pytest.param(2500, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count, seed", [(30, 1), pytest.param(2500, 2, marks=pytest.mark.full)])
 def test_valid_values_and_no_others_in_any_order(count, seed):
     """A text is accepted if and only if jsonschema finds its value valid."""
     rng = random.Random(seed)
@@ -147,14 +147,14 @@ def test_no_way_ends_short_of_a_valid_value():
         ends = [byte for byte in legal if byte in (*b'"}]', STOP)]
         return rng.choice(ends if ends and rng.random() < 0.5 else legal)
 
-    for schema, grammar in exact_grammars(rng, 60):
+    for schema, grammar in exact_grammars(rng, 30):
         judge = jsonschema.Draft202012Validator(schema)
         for _ in range(3):
             text = grammar.walk(choose, 400)
             if text is not None:
                 assert judge.is_valid(json.loads(text, object_pairs_hook=unlike)), (schema, text)
                 ended += 1
-    assert ended > 60
+    assert ended > 30
 
 
 def test_keys_have_one_spelling():

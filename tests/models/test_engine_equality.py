@@ -334,7 +334,7 @@ def prompts(count):
 
 
 @pytest.mark.parametrize("cell, count", [
-    *((cell, 12) for cell in CELLS),
+    *((cell, 6) for cell in CELLS),
     *(pytest.param(cell, 200, marks=pytest.mark.full) for cell in CELLS | OTHER_TREES),
 ])  # fmt: skip
 def test_no_draft_changes_an_output(cell, count):
@@ -423,7 +423,7 @@ def test_probed_drafts(mode: str) -> None:
 def test_trees_that_are_drawn(drafter, mask_drafts) -> None:
     """Traversal requests get with others in their batch what they get alone, for every position is
     drawn once; greedy and coupled ones beside them what they get without drafts."""
-    asked, expected = prompts(12)
+    asked, expected = prompts(6)
     drawn = [replace(request, verify="traversal", temperature=1.0, id=f"drawn {i}", max_tokens=16)
              for i, request in enumerate(asked[::4])]  # fmt: skip
     tree = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]

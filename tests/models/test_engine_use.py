@@ -333,12 +333,12 @@ def test_everything_is_given_back():
 
 def test_interrupted_generation_is_cancelled(engine):
     """KeyboardInterrupt comes out of generate(), and the engine goes on as if nothing had been."""
-    requests = mixed_requests(24, seed=61)
+    requests = mixed_requests(12, seed=61)
     begun = time.perf_counter()
     expected = [o.tokens for o in engine.generate(requests)]
     took = time.perf_counter() - begun
     interrupted = 0
-    for part in range(1, 13, 2):
+    for part in range(1, 13, 4):
         timer = threading.Timer(took * part / 16, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:

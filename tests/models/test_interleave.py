@@ -44,7 +44,7 @@ def native():
 
 @pytest.mark.parametrize(
     ("seeds", "matchers"),
-    [(range(180), "python"), (range(80), "native"),
+    [(range(100), "python"), (range(50), "native"),
      pytest.param(range(10_000, 18_000), "python", marks=pytest.mark.full),
      pytest.param(range(50_000, 54_000), "native", marks=pytest.mark.full)],
 )  # fmt: skip

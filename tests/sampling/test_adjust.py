@@ -71,7 +71,7 @@ def test_every_law_in_every_mode(make_round, block, verify: int, temperature: fl
     r: TableRound = make_round(slots=len(EVERY_LAW), draft_length=DRAFTS, vocab=VOCAB,
                                token_limit=VOCAB - 5, block=block)  # fmt: skip
     accepted = 0
-    for _ in range(12):
+    for _ in range(6):
         slots = [slot_of(rng, law, verify, temperature) for law in EVERY_LAW]
         logits = rng.normal(0, 2, (len(slots), DRAFTS + 1, VOCAB)).astype(np.float32)
         logits[:, :, 5] += 6
@@ -100,7 +100,7 @@ def test_every_law_in_every_mode(make_round, block, verify: int, temperature: fl
                 np.testing.assert_allclose(
                     told[i, j]["logprobs"][: law.logprobs], x[j, best], atol=2e-6
                 )
-    assert accepted > 25
+    assert accepted > 12
 
 
 def test_the_law_is_bit_for_bit_and_else_nothing_is_touched(make_round, block) -> None:

@@ -28,10 +28,11 @@ EVERY = [
 @pytest.mark.parametrize(
     "case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in EVERY)], ids=str
 )
-def test_pairs_of_tokens_follow_the_exact_law(device, stream, case):
-    """200,000 tokens: neighbouring pairs pass chi-square, impossible ones never occur; in settings
-    that cover all pairs, and with --full in the whole product."""
-    wrong, values = model.wrong_twice(device, stream, case, 200_000)
+def test_pairs_of_tokens_follow_the_exact_law(device, stream, pytestconfig, case):
+    """Neighbouring pairs of as many tokens as show the mutants pass chi-square, impossible ones
+    never occur; in settings that cover all pairs. With --full the whole product, of 200,000."""
+    samples = 200_000 if pytestconfig.getoption("full") else 50_000
+    wrong, values = model.wrong_twice(device, stream, case, samples)
     assert not wrong, f"p-values {values}"
 
 
@@ -46,12 +47,18 @@ def test_the_chi_square_tail_is_the_tabulated_one():
 # Greedy and coupled decoding: speculation of any kind changes no token.
 
 FILTERS = [ref.Filter(0.0), PLAIN, MIXED, ref.Filter(0.4, top_p=0.9)]
+SPECULATION = [
+    (1, "masked"), (2, ""), (3, "masked pruned"), (3, "pruned late"), (2, "point late"),
+    (3, "masked late"), (3, "masked probe"), (2, "masked probe pruned late"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("f", FILTERS, ids=["greedy", "plain", "mixed", "cold"])
+@pytest.mark.parametrize("number", range(4), ids=["greedy", "plain", "mixed", "cold"])
 @pytest.mark.parametrize("stop_ids", [(), (6,)], ids=["endless", "stop"])
-def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids):
-    """K = 1..3, masked, probed or not, pruned, host-made, late: 1,024 sequences stay the same."""
+def test_output_equals_decoding_without_speculation(device, stream, pytestconfig, number, stop_ids):
+    """K = 1..3, masked, probed or not, pruned, host-made, late: 1,024 sequences stay the same; by
+    turns without and with a stop id, and with --full in both ways."""
+    f, turn = FILTERS[number], number + len(stop_ids)
     base = Case(3, f, verify=ref.COUPLED, length=12, stop_ids=stop_ids)
     run = functools.partial(model.run_case, device, stream, samples=1024 * 12, seed=4)
     plain = run(model.without_speculation(base))
@@ -59,10 +66,9 @@ def test_output_equals_decoding_without_speculation(device, stream, f, stop_ids)
     np.testing.assert_array_equal(run(rejection), plain)
     if not f.greedy:
         assert len(np.unique(plain, axis=0)) > 100, "seeds make different sequences"
-    for k, how in [
-        (1, "masked"), (2, ""), (3, "masked pruned"), (3, "pruned late"), (2, "point late"),
-        (3, "masked late"), (3, "masked probe"), (2, "masked probe pruned late"),
-    ]:  # fmt: skip
+    for i, (k, how) in enumerate(SPECULATION):
+        if (i + turn) % 2 and not pytestconfig.getoption("full"):
+            continue
         flags = {"masked": False, **dict.fromkeys(how.split(), True)}
         case = replace(base, draft_length=k, **flags)
         np.testing.assert_array_equal(run(case), plain, err_msg=str(case))

@@ -78,10 +78,9 @@ def all_that_is_left(make_round, vocab: int, kinds: int, block: int, parts: int)
     (8, SLOTS, [(1, 2), (1, 32), (64, 8)]),
     (2048, SLOTS, [(1, 2), (1, 8), (1, 32), (64, 1), (64, 8)]),
     (49152, SLOTS, [(1, 8)]),
-    (128256, SLOTS, [(1, 32)]),
-    (128256, 3, [(512, 2)]),
+    (128256, 4, [(1, 32), (512, 2)]),
     pytest.param(49152, SLOTS, [(1, 2), (1, 32), (512, 8)], marks=pytest.mark.full),
-    pytest.param(128256, SLOTS, [(1, 2), (1, 8), (512, 32)], marks=pytest.mark.full),
+    pytest.param(128256, SLOTS, [(1, 2), (1, 8), (1, 32), (512, 32)], marks=pytest.mark.full),
     pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
 ])  # fmt: skip
 def test_blocks_that_share_rows_give_the_same_bits(make_round, vocab, kinds, shapes):
