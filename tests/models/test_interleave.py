@@ -44,7 +44,7 @@ def native():
 
 @pytest.mark.parametrize(
     ("seeds", "matchers"),
-    [(range(100), "python"), (range(50), "native"),
+    [(range(140), "python"), (range(70), "native"),
      pytest.param(range(10_000, 18_000), "python", marks=pytest.mark.full),
      pytest.param(range(50_000, 54_000), "native", marks=pytest.mark.full)],
 )  # fmt: skip
