@@ -87,7 +87,10 @@ class Graph:
         status = PinnedArray(context, (STATUS_WORDS,), "int32")
         self._begin(context, name, status, _native.GraphState(status.host_ptr))
         self.programmatic = programmatic
-        handle = int(call(cu.cuGraphCreate, 0))
+        self.become(int(call(cu.cuGraphCreate, 0)))
+
+    def become(self, handle: int) -> None:
+        """Be this CUgraph, such as a captured one, and destroy it when nobody holds it any more."""
         self._resource = _native.Resource(_native.ResourceKind.GRAPH, handle)
 
     def _begin(

@@ -68,11 +68,11 @@ class NcclGather:
         elif isinstance(lane, GraphLane):
             child, stream = Graph(self._context, "sums of ranks"), self._stream.handle
             mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            call(cu.cuStreamBeginCaptureToGraph, stream, child.handle, None, None, 0, mode)
+            call(cu.cuStreamBeginCapture, stream, mode)
             try:
                 self._communicator.allgather(own, everyones, stream=stream)
             finally:
-                call(cu.cuStreamEndCapture, stream)
+                child.become(int(call(cu.cuStreamEndCapture, stream)))
             lane.child(child)
         else:
             raise OptionError(f"NCCL gathers on streams and in graphs, not on {lane!r}")

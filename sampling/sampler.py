@@ -184,14 +184,13 @@ class Sampler:
         self.block = row_block(device) if block is None else block
         self._parts = row_parts(device, vocab_size) if parts is None else parts
         self.draft_parts = row_parts(device, draft_vocab) if parts is None else parts
-        self._target = load(device, "target", self.block)["sample_target"]
+        sample, verify = load(device, "sample", self.block), load(device, "verify", self.block)
+        self._target, self._draft = sample["sample_target"], sample["sample_draft"]
+        self._test, self._verify = verify["test_drafts"], verify["verify_drafts"]
         if tables:
             self._traverse = load(device, "traverse", self.block)["traverse_tree"]
-        self._test = load(device, "block", self.block)["test_drafts"]
         adjust = load(device, "adjust", self.block)
         self._adjust, self._publish = adjust["adjust_logits"], adjust["publish_round"]
-        self._verify = load(device, "verify", self.block)["verify_drafts"]
-        self._draft = load(device, "draft", self.block)["sample_draft"]
         self._candidates = load(device, "candidates", self.block)["draft_candidates"]
         place = load(device, "place", _PLACE_BLOCK)
         self._place, self._forced = place["place_drafts"], place["propose_forced"]

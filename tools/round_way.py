@@ -51,10 +51,12 @@ def python_files(engine: Engine) -> set[Path]:
             seen.add(frame.f_code.co_filename)
 
     prompt = demo_prompts()[0]
-    for _ in range(2):  # of one grammar: they join together, and neither ends soon
+    waiting = {  # of one grammar: neither ends soon
         engine.submit(Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=128))
-    while engine.stats.joins < 2:
-        engine.step()
+        for _ in range(2)
+    }
+    while waiting:  # until both have tokens, and prompts are over
+        waiting -= {event.id for event in engine.step()}
     for _ in range(ROUNDS):
         seen.clear()
         sys.setprofile(profile)

@@ -58,7 +58,7 @@ struct Slot {
   float presence;
   float frequency;
   float repetition;
-  int relaxed_k;  // VERIFY_RELAXED: see sampling/kernels/target.cu
+  int relaxed_k;  // VERIFY_RELAXED: see sampling/kernels/sample.cu
   float relaxed_delta;
   int relaxed_until;  // id behind which the request is coupled; -1: none
 };

@@ -1,6 +1,6 @@
 // What a request has done to its target's logits before mask and filters, and is told of them.
 //
-// Row r is row j of batch row b by the map, as in target.cu, and its state is read here and nowhere
+// Row r is row j of batch row b by the map, as in sample.cu, and its state is read here and nowhere
 // else; a row whose slot asks for nothing costs no more than that. Only p is changed: verification
 // is exact for any drafts, whatever q they were drawn from.
 //

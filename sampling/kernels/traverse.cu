@@ -1,5 +1,5 @@
 // Which drafts of a tree pass, where siblings were drawn from a table without replacement:
-// traversal verification (Weng et al., NeurIPS 2025, arXiv 2505.12398), of which block.cu is the
+// traversal verification (Weng et al., NeurIPS 2025, arXiv 2505.12398), of which verify.cu's is the
 // chain.
 //
 // Leaves are tested, depth first; a node goes on with weight w, and passes with that chance, once
@@ -15,7 +15,8 @@
 // whose candidates a grammar was asked about were drawn from what its mask leaves. That is done
 // anew for every sibling, relative to the best that is left, which may be next to nothing. p and q
 // change in place, neither of them to scale.
-#include "left.cuh"
+#include "row.cuh"
+#include "slot.cuh"
 
 // A node on the way from the root to the one that is tested.
 struct Node {

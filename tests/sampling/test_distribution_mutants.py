@@ -44,20 +44,20 @@ MUTANTS = [
     Mutant("what is left of p, not of P p", "verify.cu",
         (("const Left left = {weights[j], p,", "const Left left = {1.0f, p,"),),
         Case(4, PLAIN, masked=False, sharp=True)),
-    Mutant("end of a chain as if it went on", "block.cu",
+    Mutant("end of a chain as if it went on", "verify.cu",
         (("float win = weight;", "float win = fmul(weight, weight);"),),
         Case(4, PLAIN, masked=False, sharp=True)),
     Mutant("refused draft not removed from p", "verify.cu",
         (("noise, scratch, left);", "noise, scratch, [p](int i) { return p[i]; });"),),
         Case(1, PLAIN, masked=False)),
-    Mutant("refused point draft not removed from p", "left.cuh",
+    Mutant("refused point draft not removed from p", "row.cuh",
         ((" || (!q && id == draft)", ""),),
         Case(3, PLAIN, forced="beside")),
     Mutant("illegal draft cut instead of refused", "verify.cu",
         (("noise, scratch, left);",
           "noise, scratch, [=](int i) { return p[slot.drafts[j]] > 0.0f ? left(i) : p[i]; });"),),
         Case(1, PLAIN, masked=False)),
-    Mutant("mask row off by one", "target.cu",
+    Mutant("mask row off by one", "sample.cu",
         (("mask_of(masks, layout, index, j)", "mask_of(masks, layout, index, j > 0 ? j - 1 : 0)"),),
         Case(2, PLAIN, masked=True, late=True)),
     Mutant("top-p before the mask", "row.cuh",
@@ -73,7 +73,7 @@ MUTANTS = [
           "      if (work[i] > 0.0f && cut.keeps(w, i)) kept += fixed_point(work[i]);\n    }\n"
           "    row_normalise(w, {cut.end, cut.floor, kept}, own);")),
         Case(3, NUCLEUS, point=True, masked=False)),
-    Mutant("drafts drawn before the filters of their table", "draft.cu",
+    Mutant("drafts drawn before the filters of their table", "sample.cu",
         (("    if (d2t) token = d2t[token];",
           "    const auto flat = [table](int i) { return table[i] > 0.0f ? 1.0f : 0.0f; };\n"
           "    if (!greedy) token = draw_column(draft_vocab, d2t, noise, scratch, flat);"),),
@@ -101,10 +101,9 @@ MUTANTS = [
 
 #: Kernels that a mutated file changes; the others are taken as they are.
 USED_BY = {
-    "philox.cuh": {"verify", "draft", "block", "tree", "traverse"},
-    "row.cuh": {"target"}, "verify.cu": {"verify"},
-    "left.cuh": {"verify", "block", "traverse"}, "block.cu": {"block"}, "target.cu": {"target"},
-    "draft.cu": {"draft"}, "traverse.cu": {"traverse"}, "tree.cu": {"tree"},
+    "philox.cuh": {"verify", "sample", "tree", "traverse"},
+    "row.cuh": {"sample", "verify", "traverse"}, "verify.cu": {"verify"}, "sample.cu": {"sample"},
+    "traverse.cu": {"traverse"}, "tree.cu": {"tree"},
 }  # fmt: skip
 
 
