@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::atomic<std::int64_t> live{0};
+std::atomic<std::int64_t> records_alive{0};
 std::atomic<std::int64_t> released{0};
 
 struct ThreadSlot;
@@ -72,10 +72,10 @@ void retire_record(void* data) { retire(static_cast<Record*>(data)); }
 
 }  // namespace
 
-Record::Record(PyObject* keep) : keep_(new_reference(keep)) { live.fetch_add(1); }
+Record::Record(PyObject* keep) : keep_(new_reference(keep)) { records_alive.fetch_add(1); }
 
 Record::~Record() {
-  live.fetch_sub(1);
+  records_alive.fetch_sub(1);
   released.fetch_add(1);
 }
 
@@ -162,7 +162,7 @@ Result detach(Handle graph, Handle object) {
   return driver().graph_release_user_object(graph, object, 1);
 }
 
-std::int64_t live_records() { return live.load(); }
+std::int64_t live_records() { return records_alive.load(); }
 std::int64_t released_records() { return released.load(); }
 
 std::vector<Running> running_host_work() {
