@@ -3,6 +3,10 @@
 #pragma once
 #include "graft.cuh"
 
+#ifdef __SOFTCUDA__
+#pragma softcuda quick  // tests alone run tensor cores' forms on the soft device
+#endif
+
 template <typename T>
 struct IsBf16 {
   static constexpr bool value = false;
