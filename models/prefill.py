@@ -33,12 +33,14 @@ SIZES = (4, 8, 16, 32, 64, 128, 256)
 CHUNK = SIZES[-1]
 #: Of what lies between two rounds, where that is not given: the most rows, and how many rounds they
 #: take. Of the times of a size: the last one's share, and what is left of one that was too long.
-MOST, ROUNDS, SHARE, FORGET = 1024, 1.2, 0.2, 0.9998
+MOST, ROUNDS, SHARE, FORGET = 1024, 0.8, 0.2, 0.9998
 
 
 class Pieces:
     """How many rows of prompts lie between two rounds: so many as are given, or the most, from 4 to
-    1024, that take no longer than 1.2 rounds.
+    1024, that take no longer than 0.8 of a round.
+
+    So a token is not delayed by more than a round, what a launch costs the host included.
 
     What rows cost is known by measuring only, for a forward reads its weights for one or for
     hundreds. Twice as many take at most twice as long, so a size is tried unmeasured where that
