@@ -401,14 +401,16 @@ def test_nobody_waits_for_all_prompts(engine):
     while not any(event.id == "runs" for event in engine.step()):
         pass
     for i in range(3):
-        engine.submit(Request(tokens=[7 + i] * 1000, max_tokens=4, id=f"long {i}"))
+        engine.submit(Request(tokens=[7 + i] * 300, max_tokens=4, id=f"long {i}"))
     order = []
     while engine.busy:
         order += [event.id for event in engine.step()]
     firsts = [order.index(f"long {i}") for i in range(3)]
     assert 0 < firsts[0] < firsts[1] < firsts[2]
+    last = max(i for i, name in enumerate(order) if name == "runs")
+    assert firsts[0] < last  # 75 rounds at most
     for begin, end in zip([0, *firsts], firsts, strict=False):
-        assert "runs" in order[begin:end]
+        assert "runs" in order[begin:end] or end > last
 
 
 def test_a_request_ends_when_its_time_is_up(engine):
