@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ def _total(data: np.ndarray) -> int:
     return int(np.add.reduce(data.view(np.uint64)))
 
 
-class Transfer:
+class Transfer(ABC):
     """A way to another process; a subclass has `room`, `fetch` and `drop`.
 
     Attributes
@@ -81,17 +82,17 @@ class Transfer:
         for ticket in list(self.sent):
             self.free(ticket)
 
+    @abstractmethod
     def room(self, nbytes: int) -> tuple[str, int, np.ndarray, Any]:
         """Make room: a ticket's `where` and `address`, the bytes, and what to keep meanwhile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fetch(self, ticket: Ticket) -> np.ndarray:
         """The bytes, uint8 [nbytes]. Raises HandOverError where there are none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop(self, address: int, kept: Any) -> None:
         """Give back what `room` made."""
-        raise NotImplementedError
 
 
 class SharedMemory(Transfer):

@@ -106,7 +106,10 @@ Messages::Outcome Messages::wait(double seconds) {
 }
 
 void Messages::give_up() noexcept {
-  if (mpi_->failing.exchange(true)) return;
+  if (mpi_->failing.exchange(true)) {
+    while (!mpi_->failed) sched_yield();  // another thread is writing the reason
+    return;
+  }
   const auto late = std::find(open_.begin(), open_.end(), 1) - open_.begin();
   if (code_ != 0) {
     std::snprintf(mpi_->why, sizeof mpi_->why, "MPI gave the code %d", code_);
