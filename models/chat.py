@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -20,6 +21,11 @@ from graft.models.errors import TokenizerError
 
 #: What one rendering may take.
 LIMIT_S, MEMORY_BYTES = 5.0, 1 << 29
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(source: str) -> None:
+    chat_child.environment().parse(source)
 
 
 class ChatTemplate:
@@ -39,7 +45,7 @@ class ChatTemplate:
     def __init__(self, source: str, where: str):
         self._source, self._where = source, where
         try:
-            chat_child.environment().parse(source)
+            _parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TokenizerError(f"{where}: chat template does not parse: {error}") from error
 

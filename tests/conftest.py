@@ -6,6 +6,7 @@ those marked ``cuda`` where ``GRAFT_DEVICE=cuda``; the others always, on whichev
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -47,6 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if wanted(item)]
+
+
+def pytest_collection_finish() -> None:
+    """What is there before any test is no garbage: collections need not look at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

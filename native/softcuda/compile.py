@@ -98,7 +98,7 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _toolchain() -> tuple[tuple[str, ...], str]:
-    """Return the target flags and a text that names compiler, processor and shim."""
+    """Return the target flags and a digest of compiler, processor and shim."""
     version = subprocess.run(
         [*compiler(), "--version"], capture_output=True, text=True, check=False
     ).stdout
@@ -108,7 +108,7 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
     for part in sorted(INCLUDE.glob("*.h")):
         identity += [part.name, part.read_text()]
     identity.append(Path(__file__).read_text())
-    return flags, "\0".join(identity)
+    return flags, hashlib.sha256("\0".join(identity).encode()).hexdigest()
 
 
 def _cpu_flags() -> str:
@@ -123,16 +123,24 @@ def _cpu_flags() -> str:
 _INCLUDE_LINE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 
 
-def _includes(text: str, folders: Sequence[Path], seen: dict[Path, str]) -> None:
-    """Collect every file that ``text`` includes from ``folders``, recursively."""
-    for wanted in _INCLUDE_LINE.findall(text):
+@functools.lru_cache(maxsize=256)
+def _file(path: str, _changed_ns: int, _size: int) -> tuple[str, list[str]]:
+    """Return a file's text and what it includes, read once until the file changes."""
+    text = Path(path).read_text()
+    return text, _INCLUDE_LINE.findall(text)
+
+
+def _includes(names: Sequence[str], folders: Sequence[str], seen: dict[str, str]) -> None:
+    """Collect every file of ``folders`` that is included by one of ``names``, recursively."""
+    for name in names:
         for folder in folders:
-            path = (folder / wanted).resolve()
+            path = os.path.normpath(os.path.join(folder, name))
             if path in seen:
                 break
-            if path.is_file():
-                seen[path] = path.read_text()
-                _includes(seen[path], [path.parent, *folders], seen)
+            if os.path.isfile(path):
+                state = os.stat(path)
+                seen[path], inner = _file(path, state.st_mtime_ns, state.st_size)
+                _includes(inner, [os.path.dirname(path), *folders], seen)
                 break
 
 
@@ -175,11 +183,11 @@ def compile_cpu(
     flags, identity = _toolchain()
     if os.environ.get("SOFTCUDA_ALIGNMENT") == "1":
         flags += ALIGNMENT
-    included: dict[Path, str] = {}
-    _includes(source, folders, included)
+    included: dict[str, str] = {}
+    _includes(_INCLUDE_LINE.findall(source), [str(folder) for folder in folders], included)
     parts = [identity, name, source, *flags, *macros]
     for path, text in sorted(included.items()):
-        parts += [str(path), text]
+        parts += [path, text]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
     kept = Path(cache_dir) / f"{key}.so"
     image = _read_kept(kept)
