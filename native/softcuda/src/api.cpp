@@ -79,10 +79,6 @@ ThreadRecord& this_thread() {
   thread_local RecordOwner owner;
   return owner.record;
 }
-RunningHost& running_host() {
-  static RunningHost& host = *new RunningHost;
-  return host;
-}
 
 void live_add(Kind kind, long delta) {
   // After a fault nothing is freed any more: it was counted as leaked (E3).
@@ -131,7 +127,7 @@ ApiCall::ApiCall(ApiSite& site)
 void ApiCall::admit() {
   const unsigned flags = site_.flags;
   if ((flags & kAlways) != 0) return;
-  if (t_forbidden != nullptr && settings().strict) {
+  if (t_forbidden != nullptr) {
     refuse(CUDA_ERROR_NOT_PERMITTED, std::string(site_.name) + " was called from a " + t_forbidden);
   }
   // A forked process's threads stayed behind, maybe with our locks (A6).
@@ -186,7 +182,7 @@ static void record_hop(uint64_t entered, uint64_t returned) {
 void run_host_function(CUhostFn fn, void* data) {
   std::unique_lock<std::mutex> lock(g_context_lock, std::defer_lock);
   if ((settings().lock_model & 1) != 0) lock.lock();
-  RunningHost& host = running_host();
+  RunningHost& host = g_running_host;
   host.tid = syscall(SYS_gettid);
   host.pthread = static_cast<uint64_t>(pthread_self());
   host.since = now_ns();
