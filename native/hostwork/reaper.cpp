@@ -87,19 +87,16 @@ class Reaper {
 namespace {
 
 // Never destroyed: its thread waits in it until the process ends.
-Reaper& reaper() {
-  static Reaper* const instance = new Reaper;
-  return *instance;
-}
+Reaper& reaper = *new Reaper;
 
 }  // namespace
 
-void retire(Reapable* item) noexcept { reaper().push(item); }
+void retire(Reapable* item) noexcept { reaper.push(item); }
 
 bool flush(double timeout_s) {
   if (in_host_work()) return false;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
-  while (reaper().pending() != 0) {
+  while (reaper.pending() != 0) {
     if (!gate_open() || std::chrono::steady_clock::now() >= end) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -107,9 +104,7 @@ bool flush(double timeout_s) {
 }
 
 void start_reaper() {
-  // Made here: a process that forks while the thread makes it leaves its child waiting for ever.
-  Reaper& made = reaper();
-  std::thread([&made] { made.run(); }).detach();
+  std::thread([] { reaper.run(); }).detach();
 }
 
 namespace {
