@@ -47,8 +47,6 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
        (Handle exec, Handle node, const void* params))                                             \
   CALL(graph_node_set_enabled, cuGraphNodeSetEnabled, 11060,                                       \
        (Handle exec, Handle node, unsigned int enabled))                                           \
-  CALL(graph_node_get_enabled, cuGraphNodeGetEnabled, 11060,                                       \
-       (Handle exec, Handle node, unsigned int* enabled))                                          \
   CALL(graph_launch, cuGraphLaunch, 10000, (Handle exec, Handle stream))                           \
   CALL(graph_upload, cuGraphUpload, 11010, (Handle exec, Handle stream))                           \
   CALL(graph_exec_update, cuGraphExecUpdate, 12000,                                                \
