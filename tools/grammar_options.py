@@ -97,10 +97,8 @@ def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def make_grammar(
-    given: Mapping[str, Any], partial: bool
-) -> tuple[GrammarSpec | None, list[str] | None]:
-    """The grammar that a row states, if any; and its choices, if it is a choice.
+def make_grammar(given: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
+    """The grammar that a row states, if any.
 
     Raises
     ------
@@ -125,7 +123,7 @@ def make_grammar(
     if not named:
         if marker is not None:
             raise OptionError("after names the end of free text: give the grammar that follows")
-        return None, None
+        return None
     key = named[0]
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
@@ -140,9 +138,7 @@ def make_grammar(
     spec = makers[key](given[key])
     if backend in ("xgrammar", "llguidance"):
         spec = replace(spec, backend=backend)
-    if marker is not None:
-        spec = spec.after(marker)
-    return spec, _choices(given[key]) if key == "choice" else None
+    return spec if marker is None else spec.after(marker)
 
 
 def _choices(value: object) -> list[str]:
