@@ -23,13 +23,13 @@ from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.nccl import NcclGather
-from graft.cudagraph.ranks import HEAD, MpiGather, Ranks
+from graft.cudagraph.ranks import HEAD, Gather, MpiGather, Ranks
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.errors import EngineError
 from graft.models.kv import PagedKV
 from graft.models.rows import Rows
-from graft.models.weights import Gather, Held, Matrix, Weights
+from graft.models.weights import Held, Matrix, Weights
 
 #: What rank 0 says first, before numbers.
 CLOSE, END, BEGIN, FORWARD, COMPACT = range(5)

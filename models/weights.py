@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.dtypes import E4M3, from_float32, to_float32
-from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.ranks import Gather
 from graft.models.checkpoint import FLOATS, Checkpoint
 from graft.models.errors import CheckpointError
 
 #: How matrices of decoder layers lie on the device: as stored, or all as E4M3.
 WEIGHTS = ("checkpoint", "fp8")
 _LARGEST, _TINY = np.float32(448), np.float32(2.0**-126)
-
-
-class Gather(Protocol):
-    """Brings what every rank has to all of them."""
-
-    def connect(self) -> None:
-        """Meet the other ranks, who all call this, before the first gather."""
-
-    def own(self, rows: int, columns: int) -> DeviceArray:
-        """Where this rank leaves its float32[rows, columns]; the next one takes its place."""
-
-    def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
-        """float32[ranks, rows, columns] of all ranks' `own`, until the next call."""
 
 
 @dataclass(frozen=True)

@@ -231,39 +231,29 @@ SC_EXPORT int64_t softcuda_live(const char* kind) {
   return i < 0 ? -1 : g_live[i].load();
 }
 
-SC_EXPORT int64_t softcuda_leaked(const char* kind) {
-  const int i = index_of(kKindNames, kind);
-  return i < 0 ? -1 : g_leaked[i].load();
-}
-
 SC_EXPORT int64_t softcuda_count(const char* what) {
   const int i = index_of(kWhatNames, what);
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// Names by index, null after the last: resource kinds, counts, and APIs called so far.
-SC_EXPORT const char* softcuda_kind_name(unsigned i) {
-  return i < kKinds ? kKindNames[i] : nullptr;
-}
-SC_EXPORT const char* softcuda_count_name(unsigned i) {
-  return i < kWhats ? kWhatNames[i] : nullptr;
-}
-SC_EXPORT const char* softcuda_api_name(unsigned i) {
+// All counters, a line "which name number" each; of calls by function, and of those that had the
+// GIL.
+SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
+  std::string out;
+  const auto add = [&](const char* which, const char* name, long n) {
+    out += std::string(which) + " " + name + " " + std::to_string(n) + "\n";
+  };
+  for (size_t i = 0; i < kKinds; ++i) {
+    add("live", kKindNames[i], g_live[i]);
+    add("leaked", kKindNames[i], g_leaked[i]);
+  }
+  for (size_t i = 0; i < kWhats; ++i) add("count", kWhatNames[i], g_count[i]);
   for (const ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    if (site->calls.load() > 0 && i-- == 0) return site->name;
+    add("calls", site->name, site->calls);
+    add("gil_held", site->name, site->gil_held);
   }
-  return nullptr;
+  return give(out, buffer, size);
 }
-
-static int64_t sum_sites(const char* api, std::atomic<long> ApiSite::* field) {
-  int64_t total = 0;
-  for (ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    if (api == nullptr || std::strcmp(api, site->name) == 0) total += (site->*field).load();
-  }
-  return total;
-}
-SC_EXPORT int64_t softcuda_calls(const char* api) { return sum_sites(api, &ApiSite::calls); }
-SC_EXPORT int64_t softcuda_gil_held(const char* api) { return sum_sites(api, &ApiSite::gil_held); }
 
 // Calls in progress, the running host function and the running kernels, one line each.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
