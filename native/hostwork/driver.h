@@ -38,7 +38,7 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
   CALL(event_query, cuEventQuery, 2000, (Handle event))                                            \
   CALL(event_record, cuEventRecord, 2000, (Handle event, Handle stream))                           \
   CALL(event_destroy, cuEventDestroy, 4000, (Handle event))                                        \
-  CALL(mem_free, cuMemFree, 3020, (std::uint64_t address))                                         \
+  CALL(mem_free, cuMemFree, 3020, (Handle address))                                                \
   CALL(mem_free_host, cuMemFreeHost, 2000, (void* address))                                        \
   CALL(module_unload, cuModuleUnload, 2000, (Handle module))                                       \
   CALL(graph_destroy, cuGraphDestroy, 10000, (Handle graph))                                       \

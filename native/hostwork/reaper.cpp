@@ -114,22 +114,9 @@ std::atomic<std::int64_t> failed{0};
 
 Result destroy(ResourceKind kind, std::uint64_t handle) {
   const Driver& d = driver();
-  void* pointer = reinterpret_cast<void*>(handle);
-  switch (kind) {
-    case ResourceKind::kDeviceMemory:
-      return d.mem_free(handle);
-    case ResourceKind::kPinnedMemory:
-      return d.mem_free_host(pointer);
-    case ResourceKind::kEvent:
-      return d.event_destroy(pointer);
-    case ResourceKind::kStream:
-      return d.stream_destroy(pointer);
-    case ResourceKind::kModule:
-      return d.module_unload(pointer);
-    case ResourceKind::kGraph:
-      return d.graph_destroy(pointer);
-  }
-  return kSuccess;
+  Result (*const frees[])(Handle) = {d.mem_free,       d.mem_free_host, d.event_destroy,
+                                     d.stream_destroy, d.module_unload, d.graph_destroy};
+  return frees[static_cast<int>(kind)](reinterpret_cast<Handle>(handle));
 }
 
 }  // namespace

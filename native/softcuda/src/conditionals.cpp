@@ -63,11 +63,10 @@ void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, 
   const auto condition = find_condition(graph.get(), p->handle);
   need(condition && !condition->used, CUDA_ERROR_INVALID_VALUE,
        "the conditional handle is unknown, of another graph, or steers a node already");
-  const bool sized = p->type == CU_GRAPH_COND_TYPE_IF      ? p->size == 1 || p->size == 2
-                     : p->type == CU_GRAPH_COND_TYPE_WHILE ? p->size == 1
-                                                           : p->size > 0;
-  need(p->type >= CU_GRAPH_COND_TYPE_IF && p->type <= CU_GRAPH_COND_TYPE_SWITCH && sized,
-       CUDA_ERROR_INVALID_VALUE, "the conditional's type and number of bodies disagree");
+  need(p->type == CU_GRAPH_COND_TYPE_IF || p->type == CU_GRAPH_COND_TYPE_WHILE,
+       CUDA_ERROR_NOT_SUPPORTED, "conditionals other than IF and WHILE are not implemented");
+  need(p->size == 1 || (p->size == 2 && p->type == CU_GRAPH_COND_TYPE_IF), CUDA_ERROR_INVALID_VALUE,
+       "the conditional's type and number of bodies disagree");
   need(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
        "the conditional is of another context");
   auto node = std::make_shared<Node>();
@@ -92,9 +91,7 @@ Program* next_body(const ConditionalWork& work, bool first) {
   const unsigned value = __atomic_load_n(&work.cell->value, __ATOMIC_ACQUIRE);
   const bool loops = work.type == CU_GRAPH_COND_TYPE_WHILE;
   if (sticky() != CUDA_SUCCESS || (!first && !loops)) return nullptr;
-  size_t which = value;
-  if (work.type != CU_GRAPH_COND_TYPE_SWITCH)
-    which = value != 0 ? 0 : loops ? work.bodies.size() : 1;
+  const size_t which = value != 0 ? 0 : loops ? work.bodies.size() : 1;
   if (which >= work.bodies.size()) return nullptr;
   if (loops && work.endless) {
     fault(CUDA_ERROR_LAUNCH_FAILED, "a WHILE node whose body holds no kernel never ends");
