@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from graft.cudagraph.cells import Cell, address_of
 from graft.cudagraph.driver import NOT_READY, call, check_code, cu, enter
@@ -13,18 +14,36 @@ from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
 from graft.cudagraph.hostwork import raise_failure
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import Dims, check_launch
+from graft.cudagraph.memory import PinnedArray
 from graft.cudagraph.nodes import Node, kernel_params
 from graft.cudagraph.stacks import describe_running
 from graft.cudagraph.streams import Stream
 from graft.native import _native
 
-if TYPE_CHECKING:
-    from graft.cudagraph.graph import Graph
-
 CLOSED = -1
 #: Replaced operand sets that may wait for launches in flight before an update waits for these.
 MOST_REPLACED = 256
 UPDATE_FAILURE = 910
+
+@runtime_checkable
+class Definition(Protocol):
+    """What an executable needs of a graph."""
+
+    name: str
+    nodes: list[Node]
+    status: PinnedArray
+    state: _native.GraphState
+    cells: list[Cell]
+    lent: list[PinnedArray]
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def executable(self) -> GraphExec | None: ...
+    def editing(self) -> AbstractContextManager[int]: ...
+    def node_index(self, handle: int) -> int | None: ...
+    def find(self, node: Node | str, what: str, kind: str) -> int: ...
+    def adopted_by(self, executable: GraphExec) -> None: ...
 
 
 class GraphExec:
@@ -40,7 +59,7 @@ class GraphExec:
         The status words of the definition that runs now; see :class:`Graph`.
     """
 
-    def __init__(self, graph: Graph, priorities: bool = False) -> None:
+    def __init__(self, graph: Definition, priorities: bool = False) -> None:
         self.name = graph.name
         self._state = graph.state
         self.status = graph.status
@@ -91,7 +110,7 @@ class GraphExec:
         enter("cuGraphLaunch")
         self._check(self._native.launch(stream.handle))
 
-    def update(self, graph: Graph, timeout_s: float | None = None) -> None:
+    def update(self, graph: Definition, timeout_s: float | None = None) -> None:
         """Let this executable run another definition of the same topology.
 
         Waits for what was launched before, since records of both definitions are numbered by
@@ -105,9 +124,7 @@ class GraphExec:
             After ``timeout_s`` seconds; nothing is updated.
         """
         self._require_open()
-        from graft.cudagraph.graph import Graph
-
-        if not isinstance(graph, Graph):
+        if not isinstance(graph, Definition):
             raise OptionError(f"executable {self.name!r} is updated to a Graph, not {graph!r}")
         if graph.executable not in (None, self):
             raise OptionError(f"graph {graph.name!r} has an open executable of its own")
@@ -135,7 +152,7 @@ class GraphExec:
 
     def update_kernel(
         self, node: Node | str, kernel: Kernel, grid: Dims, block: Dims, args: Iterable[object], *,
-        shared: int = 0, within: Graph | None = None,
+        shared: int = 0, within: Definition | None = None,
     ) -> None:
         """Change a kernel node of the definition (or of a body, ``within``) for later launches."""
         handle = self._find(node, within)
@@ -151,7 +168,7 @@ class GraphExec:
         self._let_go()
 
     def set_enabled(
-        self, node: Node | str, enabled: bool, *, within: Graph | None = None
+        self, node: Node | str, enabled: bool, *, within: Definition | None = None
     ) -> None:
         """Let a kernel node do its work in later launches, or nothing.
 
@@ -162,7 +179,7 @@ class GraphExec:
         enter("cuGraphNodeSetEnabled")
         self._check(self._native.set_enabled(handle, enabled))
 
-    def _find(self, node: Node | str, within: Graph | None) -> int:
+    def _find(self, node: Node | str, within: Definition | None) -> int:
         self._require_open()
         graph = within or self._definition()
         if graph is None:
