@@ -30,6 +30,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.kv import STORAGE, PagedKV
 from graft.models.rows import Rows
 from graft.models.weights import Held, Matrix
+from graft.sampling.checks import expect
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
@@ -61,14 +62,6 @@ _TILE = 16
 _SPLIT = 256
 _PARTS = 32
 _SPLIT_BLOCKS = 512  # about what a GPU runs at once
-
-
-def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
-    """Raise ShapeError unless `array` has this dtype and these named dimensions, in order."""
-    if array.dtype == dtype and array.shape == tuple(dims.values()):
-        return
-    wanted = ", ".join(f"{name}={size}" for name, size in dims.items())
-    raise ShapeError(f"{what} is {array.dtype}{list(array.shape)}, expected {dtype}[{wanted}]")
 
 
 def _ceil(count: int, unit: int) -> int:
