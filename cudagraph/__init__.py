@@ -9,7 +9,6 @@ from graft.cudagraph.conditional import (
     condition,
     if_,
     if_else,
-    switch,
     while_,
 )
 from graft.cudagraph.device import Device, open_device

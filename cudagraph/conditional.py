@@ -1,4 +1,4 @@
-"""IF, WHILE and SWITCH nodes: bodies that run when a kernel says so.
+"""IF and WHILE nodes: bodies that run when a kernel says so.
 
 A :class:`Condition` is a number that kernels set with ``cudaGraphSetConditional(handle, value)``
 (``#include "conditional.cuh"``; pass the condition as an ``unsigned long long`` argument). The
@@ -15,9 +15,8 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane, keep
 
-MOST_CASES = 1024
 #: Kinds of nodes that the driver allows in a body, at any depth.
-ALLOWED = frozenset({"kernel", "copy", "fill", "child", "if", "while", "switch"})
+ALLOWED = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
 
 
 class Condition(int):
@@ -61,18 +60,6 @@ def if_else(
 def while_(lane: GraphLane, condition: Condition, *, name: str = "while") -> GraphBody:
     """Add a WHILE node and return its body, which runs as long as the condition is not 0."""
     return _add(lane, "while", condition, 1, name)[0]
-
-
-def switch(
-    lane: GraphLane, condition: Condition, cases: int, *, name: str = "switch"
-) -> list[GraphBody]:
-    """Add a SWITCH node and return its bodies: body i runs when the condition is i.
-
-    None of them runs for a condition of ``cases`` or more.
-    """
-    if not isinstance(cases, int) or not 1 <= cases <= MOST_CASES:
-        raise OptionError(f"switch {name!r} must have 1 to {MOST_CASES} cases, not {cases!r}")
-    return _add(lane, "switch", condition, cases, name)
 
 
 class GraphBody(Graph):
@@ -140,8 +127,5 @@ def _add(
 
     graph.add(kind, name, lane.name, keep(()), make)
     del root.unused_conditions[condition]
-    if kind == "switch":
-        titles = [f"{name}/{case}" for case in range(bodies)]
-    else:
-        titles = [name, f"{name}/else"][:bodies]
-    return [GraphBody(root, t, h) for t, h in zip(titles, handles, strict=True)]
+    titles = (name, f"{name}/else")
+    return [GraphBody(root, t, h) for t, h in zip(titles, handles, strict=False)]

@@ -179,14 +179,6 @@ class GraphExec:
         enter("cuGraphNodeSetEnabled")
         self._check(self._native.set_enabled(handle, enabled))
 
-    def is_enabled(self, node: Node | str, *, within: Definition | None = None) -> bool:
-        """Return whether a kernel node works in later launches."""
-        handle = self._find(node, within)
-        enter("cuGraphNodeGetEnabled")
-        code, api, enabled = self._native.get_enabled(handle)
-        self._check((code, api))
-        return bool(enabled)
-
     def _find(self, node: Node | str, within: Definition | None) -> int:
         self._require_open()
         graph = within or self._definition()

@@ -22,7 +22,7 @@ from graft.native import _native
 
 CAPTURING, CAPTURE_INVALID = 1, 2
 INVALIDATED = 901
-#: A spinning driver thread needs a core beside Python's, the device's and one to spare.
+#: Who spins needs a core beside Python's, the device's and one to spare.
 SPIN_CORES = 4
 
 #: How the driver's thread waits for a host step: blocked (False), or spinning.
@@ -188,8 +188,8 @@ def capture_of(handle: int) -> tuple[int, int] | None:
     return (capture, graph) if status == CAPTURING else None
 
 
-def keep_captured(handle: int, owners: tuple[object, ...]) -> None:
-    """Keep objects alive as long as the graph that a stream captures; nothing when it does not.
+def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
+    """Keep objects alive as long as the graph that a stream captures; False when it does not.
 
     Called before the work that uses them is enqueued.
     """
@@ -197,6 +197,7 @@ def keep_captured(handle: int, owners: tuple[object, ...]) -> None:
     if capture is not None:
         code, api, _ = _native.attach_keep(capture[1], owners)
         check_code(api, code)
+    return capture is not None
 
 
 def check_captured() -> None:
@@ -209,13 +210,18 @@ def check_captured() -> None:
         raise_failure(failure, "of a captured graph")
 
 
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def use_spin(spin: Spin) -> bool:
     """Decide whether a host step spins; see :func:`hostfunc`."""
     if spin is False:
         return False
     if spin not in (True, "force"):
         raise OptionError(f"spin must be False, True or 'force', not {spin!r}")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if spin != "force" and cores < SPIN_CORES:
         raise OptionError(
             f"spin burns one core while the driver's thread waits, and this process has {cores} of "

@@ -19,7 +19,7 @@ import numpy as np
 from graft.cudagraph import nodes
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import HostWork, as_work
+from graft.cudagraph.hostwork import SPIN_CORES, HostWork, as_work
 from graft.cudagraph.kernels import load
 from graft.cudagraph.memory import PinnedArray, zeros
 from graft.native import _native
@@ -31,13 +31,6 @@ ONE = (1, 1, 1)
 LONGEST_LIMIT_S = 86400.0
 #: A parking worker spins so long after a request, then sleeps so long between looks.
 SPIN_S, SLEEP_S = 50e-6, 50e-6
-#: Fewer cores than this: a spinning worker would take one away from the work it waits for.
-SPIN_CORES = 4
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 class MailboxWorker:

@@ -12,18 +12,14 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphLane
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.ranks import Ranks
+from graft.cudagraph.ranks import Gather, Ranks
 from graft.cudagraph.streams import Stream
 
 _ID_BYTES = 128
 
 
-class NcclGather:
-    """Brings what every rank has to all of them. NCCL only moves: a kernel adds up, in rank order.
-
-    Parameters
-    ----------
-    most : elements of the largest array that one rank has.
+class NcclGather(Gather):
+    """NCCL only moves: a kernel adds up, in rank order.
 
     Raises
     ------
@@ -39,13 +35,11 @@ class NcclGather:
                               f"'graft-cuda[nccl]' ({error})") from error  # fmt: skip
         self._core: Any = core
         self._communicator: Any = None
-        self._context, self._ranks = context, ranks
-        self._own = DeviceArray(context, (most,), "float32")
-        self._all = DeviceArray(context, (ranks.size * most,), "float32")
-        self._stream = Stream(context, "nccl")
+        super().__init__(context, ranks, most)
+        self._context, self._stream = context, Stream(context, "nccl")
 
     def connect(self) -> None:
-        """Meet the other ranks, who all call this, before the first gather."""
+        """See `Gather`."""
         core, ranks, name = self._core, self._ranks, np.zeros(_ID_BYTES, np.uint8)
         if ranks.rank == 0:
             name[:] = np.frombuffer(bytes(core.get_unique_id()), np.uint8)
@@ -55,14 +49,9 @@ class NcclGather:
         met = core.UniqueId.from_bytes(name.tobytes())
         self._communicator = core.Communicator.init(ranks.size, ranks.rank, met)
 
-    def own(self, rows: int, columns: int) -> DeviceArray:
-        """Where this rank leaves its float32[rows, columns]; the next one takes its place."""
-        return self._own[: rows * columns].reshape(rows, columns)
-
     def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
-        """float32[ranks, rows, columns] of all ranks' `own`, until the next call."""
-        shape = (self._ranks.size, *own.shape)
-        everyones = self._all[: self._ranks.size * own.size].reshape(shape)
+        """See `Gather`."""
+        everyones = self._everyones(own)
         if isinstance(lane, StreamLane):
             self._communicator.allgather(own, everyones, stream=lane.stream.handle)
         elif isinstance(lane, GraphLane):

@@ -137,7 +137,7 @@ def add_event(function: Any, graph: int, after: list[Any], event: int) -> Any:
 def add_conditional(
     graph: int, after: list[Any], condition: int, kind: str, bodies: int
 ) -> tuple[Any, list[int]]:
-    """Add an "if", "while" or "switch" node; return its CUgraphNode and its bodies' CUgraphs."""
+    """Add an "if" or "while" node; return its CUgraphNode and its bodies' CUgraphs."""
     any_node = cu.CUgraphNodeParams()
     any_node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
     types = cu.CUgraphConditionalNodeType

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph.context import Context
-from graft.cudagraph.dtypes import itemsize
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.lanes import Lane
@@ -174,8 +174,8 @@ class Ranks:
             self.send(self.others, np.zeros(HEAD, np.int64))
 
 
-class MpiGather:
-    """Brings what every rank has to all of them, by host steps.
+class Gather(ABC):
+    """Brings what every rank has to all of them.
 
     Parameters
     ----------
@@ -183,28 +183,41 @@ class MpiGather:
     """
 
     def __init__(self, context: Context, ranks: Ranks, most: int) -> None:
-        self._ranks, self._most = ranks, most
+        self._ranks = ranks
         self._own = DeviceArray(context, (most,), "float32")
         self._all = DeviceArray(context, (ranks.size * most,), "float32")
-        self._staged = PinnedArray(context, (ranks.size * most,), "float32")
-        ranks.keep(self._staged)
 
-    def connect(self) -> None:
-        """Ranks have met already."""
+    def connect(self) -> None:  # noqa: B027
+        """Meet the other ranks, who all call this, before the first gather."""
 
     def own(self, rows: int, columns: int) -> DeviceArray:
         """Where this rank leaves its float32[rows, columns]; the next one takes its place."""
         return self._own[: rows * columns].reshape(rows, columns)
 
+    @abstractmethod
     def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
         """float32[ranks, rows, columns] of all ranks' `own`, until the next call."""
-        ranks, size = self._ranks, own.nbytes // itemsize(own.dtype)
-        parts = [self._staged.part(rank * size, own.shape) for rank in range(ranks.size)]
+
+    def _everyones(self, own: DeviceArray) -> DeviceArray:
+        ranks = self._ranks.size
+        return self._all[: ranks * own.size].reshape(ranks, *own.shape)
+
+
+class MpiGather(Gather):
+    """By host steps."""
+
+    def __init__(self, context: Context, ranks: Ranks, most: int) -> None:
+        super().__init__(context, ranks, most)
+        self._staged = PinnedArray(context, (ranks.size * most,), "float32")
+        ranks.keep(self._staged)
+
+    def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
+        """See `Gather`."""
+        ranks, everyones = self._ranks, self._everyones(own)
+        parts = [self._staged.part(rank * own.size, own.shape) for rank in range(ranks.size)]
         lane.copy(parts[ranks.rank], own, name="own sums")
         sent = [(other, parts[ranks.rank]) for other in ranks.others]
         received = [(other, parts[other]) for other in ranks.others]
         ranks.exchange(lane, sent, received, "sums of ranks")
-        shape = (ranks.size, *own.shape)
-        everyones = self._all[: ranks.size * size].reshape(shape)
-        lane.copy(everyones, self._staged.part(0, shape), name="all sums")
+        lane.copy(everyones, self._staged.part(0, everyones.shape), name="all sums")
         return everyones

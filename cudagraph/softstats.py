@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
 
 from graft.cudagraph.chooser import soft_library
 
@@ -16,39 +16,25 @@ TEXT_BYTES = 1 << 16
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(soft_library()))
-    for name in ("live", "leaked", "count", "calls", "gil_held"):
-        function = getattr(library, f"softcuda_{name}")
-        function.restype = ctypes.c_int64
-        function.argtypes = (ctypes.c_char_p,)
-    for name in ("kind_name", "count_name", "api_name"):
-        function = getattr(library, f"softcuda_{name}")
-        function.restype = ctypes.c_char_p
-        function.argtypes = (ctypes.c_uint,)
-    for name in ("describe", "last_fault", "last_refusal"):
-        function = getattr(library, f"softcuda_{name}")
-        function.restype = ctypes.c_size_t
-        function.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
-    return library
+    return ctypes.CDLL(str(soft_library()))
 
 
-def counter(which: str, name: str | None = None) -> int:
-    """Return one of the soft device's counters.
-
-    Parameters
-    ----------
-    which : {"live", "leaked", "count", "calls", "gil_held"}
-        Resources that exist now or were given up, how often something happened, driver calls, and
-        those by a thread that held the GIL.
-    name : str, optional
-        Kind of resource, what happened, or the driver function; without it all calls.
-    """
-    return int(getattr(_library(), f"softcuda_{which}")(None if name is None else name.encode()))
+def counters() -> dict[str, Counter[str]]:
+    """Return all counters by name: "live" and "leaked", resources that exist now or were given up,
+    by kind; "count", how often what happened; "calls" and "gil_held", driver calls, and those by a
+    thread that held the GIL, by function."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for line in _text("counters").splitlines():
+        which, name, number = line.split()
+        found[which][name] += int(number)
+    return found
 
 
-def gil_held_by_name() -> dict[str, int]:
-    """Return the driver functions that were called with the GIL held, and how often."""
-    return {name: held for name in _names("api_name") if (held := counter("gil_held", name))}
+def snapshot() -> dict[str, int | dict[str, int]]:
+    """Return all counters, of calls the sums."""
+    found = counters()
+    return {**{which: dict(found[which]) for which in ("live", "leaked", "count")},
+            **{which: found[which].total() for which in ("calls", "gil_held")}}
 
 
 def describe() -> str:
@@ -61,27 +47,7 @@ def explain(fault: bool) -> str:
     return _text("last_fault" if fault else "last_refusal")
 
 
-def snapshot() -> dict[str, int | dict[str, int]]:
-    """Return all counters: live and leaked by kind, counts, calls and calls with the GIL held."""
-    kinds = list(_names("kind_name"))
-    return {
-        "live": {kind: counter("live", kind) for kind in kinds},
-        "leaked": {kind: counter("leaked", kind) for kind in kinds},
-        "count": {what: counter("count", what) for what in _names("count_name")},
-        "calls": counter("calls"),
-        "gil_held": counter("gil_held"),
-    }
-
-
-def _names(function: str) -> Iterator[str]:
-    ask: Callable[[int], bytes | None] = getattr(_library(), f"softcuda_{function}")
-    index = 0
-    while (name := ask(index)) is not None:
-        yield name.decode()
-        index += 1
-
-
 def _text(function: str) -> str:
     buffer = ctypes.create_string_buffer(TEXT_BYTES)
-    getattr(_library(), f"softcuda_{function}")(buffer, TEXT_BYTES)
+    getattr(_library(), f"softcuda_{function}")(buffer, ctypes.c_size_t(TEXT_BYTES))
     return buffer.value.decode(errors="replace").strip()

@@ -12,12 +12,7 @@ import warnings
 from graft.cudagraph.context import Context, wait_streams
 from graft.cudagraph.driver import call, check_code, cu, enter, is_ready
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import (
-    capture_of,
-    check_captured,
-    keep_captured,
-    raise_eager_failure,
-)
+from graft.cudagraph.hostwork import check_captured, keep_captured, raise_eager_failure
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
@@ -126,20 +121,12 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         """Record what is enqueued on a stream; in a capture add a node that records it."""
-        if capture_of(stream.handle) is None:
-            call(cu.cuEventRecord, self.handle, stream.handle)
-            return
-        keep_captured(stream.handle, (self.owner,))
-        external = cu.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        external = keep_captured(stream.handle, (self.owner,))
         call(cu.cuEventRecordWithFlags, self.handle, stream.handle, int(external))
 
     def wait(self, stream: Stream) -> None:
         """Let a stream wait for the event; in a capture add a node that waits."""
-        if capture_of(stream.handle) is None:
-            call(cu.cuStreamWaitEvent, stream.handle, self.handle, 0)
-            return
-        keep_captured(stream.handle, (self.owner,))
-        external = cu.CUevent_wait_flags.CU_EVENT_WAIT_EXTERNAL
+        external = keep_captured(stream.handle, (self.owner,))
         call(cu.cuStreamWaitEvent, stream.handle, self.handle, int(external))
 
     def query(self) -> bool:

@@ -8,7 +8,7 @@ import os
 from graft.cudagraph.chooser import ask_child
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.mailbox import SPIN_CORES, usable_cores
+from graft.cudagraph.hostwork import SPIN_CORES, usable_cores
 
 TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 REPLAYS = 3

@@ -1,31 +1,32 @@
-"""Chat templates, rendered where neither their time nor their memory is the engine's."""
+"""Chat templates, programs of whoever made the model, rendered where neither their time nor their
+memory is the engine's."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import datetime
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from graft.models import chat_child
+from graft.grammar.compile.process import Child, Question
+from graft.grammar.errors import GrammarError
 from graft.models.errors import TokenizerError
 
-#: What one rendering may take.
-LIMIT_S, MEMORY_BYTES = 5.0, 1 << 29
+#: What one rendering may take, and address space that its process may add.
+LIMIT_S, MEMORY_BYTES = 5.0, 1 << 30
+_RENDERED = f"{__name__}:rendered"
+_READY = "chat", Question(_RENDERED, ("", "{}"))  # what is imported is not in the time
+_CHILD = Child(MEMORY_BYTES)  # for all engines of this process
 
 
 @functools.lru_cache(maxsize=8)
 def _parse(source: str) -> None:
-    chat_child.environment().parse(source)
+    _environment().parse(source)
 
 
 class ChatTemplate:
@@ -48,6 +49,7 @@ class ChatTemplate:
             _parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TokenizerError(f"{where}: chat template does not parse: {error}") from error
+        _CHILD.warm()
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text of a conversation.
@@ -55,66 +57,53 @@ class ChatTemplate:
         Raises
         ------
         TokenizerError
-            When the template fails, refuses, or takes more than 5 s or 512 MiB, or a variable is
+            When the template fails, refuses, or takes more than 5 s or 1 GiB, or a variable is
             nothing that JSON could hold.
         """
         try:
-            question = json.dumps([self._source, variables])
+            text = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
             raise TokenizerError(f"{self._where}: the chat's messages: {error}") from error
-        done, said = _CHILD.ask(question)
-        if not done:
-            raise TokenizerError(f"{self._where}: the chat template failed: {said}")
-        return said
+        try:
+            return str(_CHILD.ask(Question(_RENDERED, (self._source, text), _READY), LIMIT_S))
+        except GrammarError as error:
+            raise TokenizerError(f"{self._where}: the chat template failed: {error}") from error
 
 
-class _Child:
-    """The process that renders, for all engines of this one; a new one after one has ended."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def ask(self, question: str) -> tuple[bool, str]:
-        with self._lock:
-            process = self._process = self._process or self._start()
-            try:
-                process.stdin.write(question.encode() + b"\n")  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
-                line = process.stdout.readline()  # type: ignore[union-attr]
-                if line:
-                    done, said = json.loads(line)
-                    return done, said
-            except OSError:
-                line = b""  # it has ended
-            except BaseException:  # Ctrl-C: its answer would be taken for the next one's
-                self._end()
-                raise
-            code = self._end()
-            late = code == -signal.SIGALRM
-            return False, f"took longer than {LIMIT_S:g} s" if late else f"ended with status {code}"
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return subprocess.Popen(
-            [sys.executable, "-P", chat_child.__file__, str(LIMIT_S), str(MEMORY_BYTES)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-
-    def _end(self) -> int:
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        process.kill()
-        with contextlib.suppress(BrokenPipeError):
-            process.communicate()
-        return process.returncode
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
+def rendered(source: str, variables: str) -> str:
+    """In the process that renders: a template's text, by variables as JSON."""
+    try:
+        return _compiled(source).render(**json.loads(variables))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a template does
+        raise GrammarError(str(error) or type(error).__name__) from error
 
 
-_CHILD = _Child()
-atexit.register(_CHILD.close)
+@functools.lru_cache(16)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates expect: block trimming, loop controls and three helpers."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return made
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """JSON without HTML escapes, unlike jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)  # fmt: skip
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from graft.cudagraph.cstruct import read_numbers
 from graft.models.errors import ConfigError
@@ -59,7 +59,6 @@ class LlamaConfig:
     max_position_embeddings : longest sequence the model was made for.
     tie_word_embeddings : the output head is the embedding matrix.
     dtype : dtype the config names; float32 where it names none.
-    eos_ids : end-of-sequence ids named by the config; may be empty.
     head_norm : queries and keys are normed head by head.
     num_nextn_predict_layers : modules behind the last layer, that predict tokens further on.
     """
@@ -76,24 +75,23 @@ class LlamaConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str = "float32"
-    eos_ids: tuple[int, ...] = ()
     head_norm: bool = False
     num_nextn_predict_layers: int = 0
 
-    @staticmethod
-    def from_dir(path: str | Path) -> LlamaConfig:
-        """Read ``config.json`` of a model folder. Raises ConfigError."""
-        return LlamaConfig.from_fields(Fields.from_file(Path(path) / "config.json"))
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Self:
+        """Read ``config.json`` of a folder. Raises ConfigError."""
+        return cls.from_fields(Fields.from_file(Path(path) / "config.json"))
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any], where: str = "config") -> LlamaConfig:
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "config") -> Self:
         """As `from_dir`, from a decoded object. Raises ConfigError."""
-        return LlamaConfig.from_fields(Fields(data, where))
+        return cls.from_fields(Fields(data, where))
 
-    @staticmethod
-    def from_fields(fields: Fields) -> LlamaConfig:
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Self:
         kind = _architecture(fields, TARGETS)
-        return LlamaConfig(**_decoder(fields, kind), head_norm=kind == "qwen3")
+        return cls(**_decoder(fields, kind), head_norm=kind == "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,18 +116,8 @@ class Eagle3Config(LlamaConfig):
     norm_before_residual: bool
     feature_layers: tuple[int, int, int] | None
 
-    @staticmethod
-    def from_dir(path: str | Path) -> Eagle3Config:
-        """Read ``config.json`` of a draft head's folder. Raises ConfigError."""
-        return Eagle3Config.from_fields(Fields.from_file(Path(path) / "config.json"))
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any], where: str = "config") -> Eagle3Config:
-        """As `from_dir`, from a decoded object. Raises ConfigError."""
-        return Eagle3Config.from_fields(Fields(data, where))
-
-    @staticmethod
-    def from_fields(fields: Fields) -> Eagle3Config:
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Self:
         speculators = fields.get("speculators_model_type") is not None
         if speculators:
             fields.refuse("speculators_model_type", "eagle3")
@@ -156,7 +144,7 @@ class Eagle3Config(LlamaConfig):
             )
         layer = _decoder(decoder)
         vocab, hidden = layer["vocab_size"], layer["hidden_size"]
-        return Eagle3Config(
+        return cls(
             **layer,
             draft_vocab_size=fields.integer("draft_vocab_size", low=1, high=vocab, default=vocab),
             target_hidden_size=fields.integer(
@@ -228,10 +216,8 @@ class DFlashConfig(LlamaConfig):
     selector_rank: int = 0
     selector_top_k: int = 0
 
-    @staticmethod
-    def from_dir(path: str | Path) -> DFlashConfig:
-        """Read ``config.json`` of a drafter's folder. Raises ConfigError."""
-        fields = Fields.from_file(Path(path) / "config.json")
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Self:
         spark, second = "Qwen3DSparkModel", "DFlash2DraftModel"
         _architecture(fields, dict.fromkeys(("DFlashDraftModel", second, spark), "qwen3"))
         made = (fields.get("architectures") or [None])[0]
@@ -271,7 +257,7 @@ class DFlashConfig(LlamaConfig):
                 f"conv_group_size {decoder['conv_group_size']}"
             )
         decoder |= {name: own.number(name, default=usual) for name, usual in numbers.items()}
-        return DFlashConfig(
+        return cls(
             **decoder, head_norm=True, num_target_layers=layers, target_layer_ids=ids,
             block_size=own.integer("block_size", low=2, high=1 << 10),
             mask_token_id=own.integer("mask_token_id", low=0, high=decoder["vocab_size"] - 1),
@@ -371,7 +357,6 @@ def _decoder(fields: Fields, kind: str = "llama", windows: bool = False) -> dict
         ),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "dtype": dtype,
-        "eos_ids": fields.integers("eos_token_id") or (),
         "num_nextn_predict_layers": fields.integer(
             "num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0
         ),

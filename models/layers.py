@@ -29,7 +29,8 @@ from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.kv import STORAGE, PagedKV
 from graft.models.rows import Rows
-from graft.models.weights import Matrix, Part, Scaled
+from graft.models.weights import Held, Matrix
+from graft.sampling.checks import expect
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = ("thread", "warp")
@@ -61,14 +62,6 @@ _TILE = 16
 _SPLIT = 256
 _PARTS = 32
 _SPLIT_BLOCKS = 512  # about what a GPU runs at once
-
-
-def expect(what: str, array: DeviceArray, dtype: str, **dims: int) -> None:
-    """Raise ShapeError unless `array` has this dtype and these named dimensions, in order."""
-    if array.dtype == dtype and array.shape == tuple(dims.values()):
-        return
-    wanted = ", ".join(f"{name}={size}" for name, size in dims.items())
-    raise ShapeError(f"{what} is {array.dtype}{list(array.shape)}, expected {dtype}[{wanted}]")
 
 
 def _ceil(count: int, unit: int) -> int:
@@ -220,7 +213,7 @@ class Layers:
     def folds(self, weight: Matrix, reader: Matrix) -> bool:
         """Whether a norm between products with these weights takes no kernel of its own, see
         `Norm`. Of float16, which rows without their norm may leave, it does."""
-        return not isinstance(weight, Part) and all(
+        return getattr(weight, "sums", None) is None and all(
             array.dtype != "float16" and self.gates(array.dtype, *array.shape)
             for array in (weight, reader)
         )
@@ -275,8 +268,8 @@ class Layers:
         ----------
         x : [R, inner], float32 or what `input_dtype` says; or a norm of such.
         weight : [columns, inner], float32, float16, bfloat16 or E4M3 without NaN; where rows have
-            scales, sums are multiplied by them before anything else. Of a `Part` the products of
-            all ranks are added up in their order, and then the residual.
+            scales, sums are multiplied by them before anything else. Of one with `sums` the
+            products of all ranks are added up in their order, and then the residual.
         out, residual : float32[R, columns].
         tap : a second copy of the result goes to float32[R, stride] from this column on.
         norm : of the result, for who reads it.
@@ -284,9 +277,9 @@ class Layers:
             `gates` and was woven (`Weights.stacked`).
         turned : what `heads` asks for.
         """
-        if isinstance(weight, Part):
+        if isinstance(weight, Held) and weight.sums is not None:
             own = weight.sums.own(*out.shape)
-            self.linear(lane, x, weight.values, own, name=name)
+            self.linear(lane, x, Held(weight.values, weight.scale), own, name=name)
             self._add_parts(lane, weight.sums.gather(lane, own), residual, out, tap)
             if norm is not None:
                 self.norm(lane, out, norm.weight, norm.eps, norm.out)
@@ -296,8 +289,9 @@ class Layers:
         rows, inner = x.shape
         columns, scale = weight.shape[0], None
         rounded = x.dtype == self.input_dtype(weight) != "float32"
-        if isinstance(weight, Scaled):
+        if isinstance(weight, Held):
             scale, weight = weight.scale, weight.values
+        if scale is not None:
             expect(f"{name}: scale", scale, "float32", columns=columns)
         expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
         expect(f"{name}: x", x, x.dtype if rounded else "float32", R=rows, inner=inner)

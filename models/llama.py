@@ -17,10 +17,11 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.kv import PagedKV
-from graft.models.layers import GROUP, Layers, Norm, expect
+from graft.models.layers import GROUP, Layers, Norm
 from graft.models.rows import Rows
 from graft.models.shares import Lead, SharedWeights
 from graft.models.weights import Matrix, Weights
+from graft.sampling.checks import expect
 
 
 @dataclass(frozen=True)

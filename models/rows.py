@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.memory import DeviceArray
+from graft.sampling.checks import expect
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,9 @@ class Rows:
     def check(self, limit: int) -> int:
         """R, after checking shapes and dtypes. Raises ShapeError."""
         for name in ("token", "slot", "pos"):
-            array: DeviceArray = getattr(self, name)
-            if array.dtype != "int32" or array.shape != (self.count,):
-                raise ShapeError(
-                    f"rows.{name} is {array.dtype}{list(array.shape)}, expected "
-                    f"int32[R={self.count}]"
-                )
-        tree = self.tree
-        if tree is not None and (tree.dtype, tree.shape) != ("uint64", (self.count,)):
-            raise ShapeError(
-                f"rows.tree is {tree.dtype}{list(tree.shape)}, expected uint64[R={self.count}]"
-            )
+            expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)
+        if self.tree is not None:
+            expect("rows.tree", self.tree, "uint64", R=self.count)
         if self.run < 1:
             raise ShapeError(f"rows.run is {self.run}, expected at least 1")
         if not 1 <= self.count <= limit:

@@ -23,13 +23,13 @@ from graft.cudagraph.graph import GraphLane
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.nccl import NcclGather
-from graft.cudagraph.ranks import HEAD, MpiGather, Ranks
+from graft.cudagraph.ranks import HEAD, Gather, MpiGather, Ranks
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.errors import EngineError
 from graft.models.kv import PagedKV
 from graft.models.rows import Rows
-from graft.models.weights import Gather, Matrix, Part, Weights
+from graft.models.weights import Held, Matrix, Weights
 
 #: What rank 0 says first, before numbers.
 CLOSE, END, BEGIN, FORWARD, COMPACT = range(5)
@@ -110,7 +110,9 @@ class SharedWeights(Weights):
     ) -> Matrix:  # fmt: skip
         made = super().stacked(parts, columns, woven)
         halved = any(name.endswith(("o_proj.weight", "down_proj.weight")) for name in parts)
-        return Part(made, self._sums) if halved and not isinstance(made, Part) else made
+        if halved:
+            made = replace(made if isinstance(made, Held) else Held(made), sums=self._sums)
+        return made
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
         array, dtype, scale = super()._rows(name, rows, columns)

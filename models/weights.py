@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.dtypes import E4M3, from_float32, to_float32
-from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.ranks import Gather
 from graft.models.checkpoint import FLOATS, Checkpoint
 from graft.models.errors import CheckpointError
 
@@ -20,25 +19,19 @@ WEIGHTS = ("checkpoint", "fp8")
 _LARGEST, _TINY = np.float32(448), np.float32(2.0**-126)
 
 
-class Gather(Protocol):
-    """Brings what every rank has to all of them."""
-
-    def connect(self) -> None:
-        """Meet the other ranks, who all call this, before the first gather."""
-
-    def own(self, rows: int, columns: int) -> DeviceArray:
-        """Where this rank leaves its float32[rows, columns]; the next one takes its place."""
-
-    def gather(self, lane: Lane, own: DeviceArray) -> DeviceArray:
-        """float32[ranks, rows, columns] of all ranks' `own`, until the next call."""
-
-
 @dataclass(frozen=True)
-class Scaled:
-    """A matrix whose rows have a scale each: float32[rows] times `values` [rows, columns]."""
+class Held:
+    """A matrix [rows, columns], and what goes with it.
+
+    Attributes
+    ----------
+    scale : float32[rows], by which the rows are multiplied.
+    sums : by which products with all ranks' columns are added up, where others hold the others.
+    """
 
     values: DeviceArray
-    scale: DeviceArray
+    scale: DeviceArray | None = None
+    sums: Gather | None = None
 
     @property
     def dtype(self) -> str:
@@ -48,31 +41,12 @@ class Scaled:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def __getitem__(self, rows: slice) -> Scaled:
-        return Scaled(self.values[rows], self.scale[rows])
+    def __getitem__(self, rows: slice) -> Held:
+        scale = None if self.scale is None else self.scale[rows]
+        return Held(self.values[rows], scale, self.sums)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some columns of a matrix whose others other ranks hold: products with all of these are to be
-    added up."""
-
-    values: DeviceArray | Scaled
-    sums: Gather
-
-    @property
-    def dtype(self) -> str:
-        return self.values.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def __getitem__(self, rows: slice) -> Part:
-        return Part(self.values[rows], self.sums)
-
-
-Matrix = DeviceArray | Scaled | Part
+Matrix = DeviceArray | Held
 
 
 class Weights:
@@ -129,7 +103,7 @@ class Weights:
             order = np.arange(len(stack)).reshape(-1, 2, group // 16, 8).swapaxes(1, 2).ravel()
             stack, scale = stack[order], scale[order]
         values = self.device.from_host(stack, first)
-        return Scaled(values, self.device.from_host(scale)) if first == E4M3 else values
+        return Held(values, self.device.from_host(scale)) if first == E4M3 else values
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
         """A matrix, its dtype, and the float32 scales of its rows, of 1 where it has none."""

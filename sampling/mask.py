@@ -6,7 +6,7 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.sampling.checks import check_array, check_range
+from graft.sampling.checks import check_range, expect
 from graft.sampling.loading import load
 
 __all__ = ["MaskApply"]
@@ -71,15 +71,14 @@ class MaskApply:
             )
         rows, columns = logits.shape
         masks, words = mask.shape
-        sizes = {"R": rows, "C": columns, "N": masks, "W": words}
-        check_array("logits", logits, tuple(self._kernels), ("R", "C"), sizes)
-        check_array("mask", mask, ("int32", "uint32"), ("N", "W"), sizes)
+        expect("logits", logits, tuple(self._kernels), R=rows, C=columns)
+        expect("mask", mask, ("int32", "uint32"), N=masks, W=words)
         if mask_row is not None:
-            check_array("mask_row", mask_row, "int32", ("R",), sizes)
+            expect("mask_row", mask_row, "int32", R=rows)
         elif masks < rows:
             raise ShapeError(f"mask: N={masks} rows for R={rows} rows of logits, and no mask_row")
         if d2t is not None:
-            check_array("d2t", d2t, "int32", ("C",), sizes)
+            expect("d2t", d2t, "int32", C=columns)
         most = 32 * words if d2t is not None else min(32 * words, columns)
         if d2t is None and 32 * words < columns and token_limit is None:
             raise ShapeError(

@@ -14,7 +14,7 @@ from graft.cudagraph.exchange import HEADER, Exchange
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedField, Ring
-from graft.sampling.checks import check_array, check_range
+from graft.sampling.checks import check_range, expect
 from graft.sampling.loading import KERNELS, load, row_block, row_parts
 from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
@@ -148,13 +148,12 @@ class Sampler:
         check_range("tables", tables, 0, MAX_DRAFTS + 1)
         check_range("exchange slots", exchange.slots, state.slots, state.slots)
         check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
-        check_array("replay", replay, "int32", (1,), {})
+        expect("replay", replay, "int32", N=1)
         if (d2t is None) != (t2d is None):
             raise OptionError("d2t and t2d come together: give both or neither")
-        sizes = {"Vd": draft_vocab, "V": vocab_size}
         if d2t is not None and t2d is not None:
-            check_array("d2t", d2t, "int32", ("Vd",), sizes)
-            check_array("t2d", t2d, "int32", ("V",), sizes)
+            expect("d2t", d2t, "int32", Vd=draft_vocab)
+            expect("t2d", t2d, "int32", V=vocab_size)
         else:
             check_range("draft_vocab", draft_vocab, 0, vocab_size)
         width = draft_length + 1
@@ -201,8 +200,7 @@ class Sampler:
         From logits float32 [R, V]; those of requests with an `Adjust` are changed in place.
         """
         self._check_rows(rows)
-        sizes = {"R": rows.count, "V": self.vocab_size}
-        check_array("logits", logits, "float32", ("R", "V"), sizes)
+        expect("logits", logits, "float32", R=rows.count, V=self.vocab_size)
         grid = (rows.count, self._parts, 1)
         reads = [logits, self.vocab_size, self.token_limit, rows.slot, rows.map, self.state.array,
                  self.exchange.near, self.exchange.layout]  # fmt: skip
@@ -334,28 +332,25 @@ class Sampler:
         batch = self._batch(row_slot)
         check_range("j", j, 1, self.draft_length)
         rows = "B" if levels == 1 else "levels*B"
-        check_array(
-            "draft_logits", draft_logits, "float32", (rows, "Vd"),
-            {rows: levels * batch, "Vd": self.draft_vocab},
-        )  # fmt: skip
+        sizes = {rows: levels * batch, "Vd": self.draft_vocab}
+        expect("draft_logits", draft_logits, "float32", **sizes)
         return batch
 
     def _check_proposal(self, proposal: DeviceArray, row_slot: DeviceArray) -> int:
         batch = self._batch(row_slot)
-        sizes = {"B": batch, "K": self.draft_length}
-        check_array("proposal", proposal, "int32", ("B", "K"), sizes)
+        expect("proposal", proposal, "int32", B=batch, K=self.draft_length)
         return batch
 
     def _check_rows(self, rows: RowMap) -> int:
         batch = self._batch(rows.slot)
-        check_array("first", rows.first, "int32", ("B",), {"B": batch})
+        expect("first", rows.first, "int32", B=batch)
         check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))
-        check_array("map", rows.map, "int32", ("R",), {"R": rows.count})
+        expect("map", rows.map, "int32", R=rows.count)
         return batch
 
     def _batch(self, row_slot: DeviceArray) -> int:
         """Check the row map and return its length."""
         batch = row_slot.shape[0] if len(row_slot.shape) == 1 else -1
-        check_array("row_slot", row_slot, "int32", ("B",), {"B": batch})
+        expect("row_slot", row_slot, "int32", B=batch)
         check_range("batch rows B", batch, 1, self.max_batch)
         return int(batch)

@@ -13,7 +13,7 @@ from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.sampling.checks import check_array, check_range
+from graft.sampling.checks import check_range, expect
 from graft.sampling.loading import KERNELS, load
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import MAX_DRAFTS
@@ -205,7 +205,7 @@ class TreeSampler:
         s = self._sampler
         check_range("level", level, 1, self._levels)
         rows = row_slot.shape[0] * (1 if level == 1 else self._branch)
-        check_array("logits", logits, "float32", ("R", "Vd"), {"R": rows, "Vd": s.draft_vocab})
+        expect("logits", logits, "float32", R=rows, Vd=s.draft_vocab)
         args = [logits, s.draft_vocab, s.token_limit, s.d2t, row_slot, level, int(probed),
                 self._seen, s.meetings, s.state.array, s.rows, s.row_words, self._work,
                 s.q, *self._best, *s.shared]  # fmt: skip

@@ -18,8 +18,6 @@ import pytest
 if TYPE_CHECKING:
     from graft.cudagraph.device import Device, Stream
 
-# graft gives device code device addresses only, which hardware would not demand.
-os.environ.setdefault("SOFTCUDA_ALIASES_ONLY", "1")
 # A shell's background job begins with Ctrl-C ignored, and so would the tests' own processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from graft.grammar.statement import GrammarSpec
 from graft.tools.demo_tasks import with_schema
+from graft.tools.grammar_options import make_grammar
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,9 @@ class DemoPrompt:
 
 def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
     """The prompts of a file beside this one, in the order in which they are shown."""
-    found = []
-    for row in map(json.loads, Path(__file__).with_name(f"{name}.jsonl").open(encoding="utf-8")):
-        grammar = None
-        if "schema" in row:
-            grammar = GrammarSpec.json_schema(row["schema"])
-        elif "choice" in row:
-            grammar = GrammarSpec.choice(row["choice"])
-        elif "regex" in row:
-            grammar = GrammarSpec.regex(row["regex"])
-        found.append(DemoPrompt(row["shows"], row["prompt"], grammar, row.get("answer")))
-    return found
+    text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
+    return [DemoPrompt(row["shows"], row["prompt"], make_grammar(row, partial=False),
+                       row.get("answer")) for row in map(json.loads, text.split("\n")[:-1])]
 
 
 def llm_prompts() -> list[DemoPrompt]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.options import KEY_ORDERS
+from graft.grammar.spec import parsed
 from graft.grammar.statement import GrammarSpec, StructuralTag
 
 #: Keys that state a grammar, of which a request has at most one; those that go with some of them,
@@ -97,10 +97,8 @@ def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def make_grammar(
-    given: Mapping[str, Any], partial: bool
-) -> tuple[GrammarSpec | None, list[str] | None]:
-    """The grammar that a row states, if any; and its choices, if it is a choice.
+def make_grammar(given: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
+    """The grammar that a row states, if any.
 
     Raises
     ------
@@ -125,7 +123,7 @@ def make_grammar(
     if not named:
         if marker is not None:
             raise OptionError("after names the end of free text: give the grammar that follows")
-        return None, None
+        return None
     key = named[0]
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
@@ -140,9 +138,7 @@ def make_grammar(
     spec = makers[key](given[key])
     if backend in ("xgrammar", "llguidance"):
         spec = replace(spec, backend=backend)
-    if marker is not None:
-        spec = spec.after(marker)
-    return spec, _choices(given[key]) if key == "choice" else None
+    return spec if marker is None else spec.after(marker)
 
 
 def _choices(value: object) -> list[str]:
@@ -156,10 +152,7 @@ def _choices(value: object) -> list[str]:
 def _structural_tag(value: object, **chosen: Any) -> GrammarSpec:
     """From JSON text or the object it parses to."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise GrammarError(f"structural tag: the text is not JSON: {error}") from error
+        value = parsed("structural tag", value)
     if not isinstance(value, dict):
         raise GrammarError(f"structural tag: must be an object, not {type(value).__name__}")
     unknown = sorted(set(value) - {"tags", "triggers", "at_least_one", "at_once"})

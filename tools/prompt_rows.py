@@ -33,13 +33,11 @@ class Asked:
 
     Attributes
     ----------
-    choices : options of a choice, which its grammar no longer shows.
     raw : the prompt stands as it is, without the chat template.
     variables : further variables of the chat template, ``tools`` among them.
     """
 
     request: Request
-    choices: list[str] | None = None
     refusal: str | None = None
     raw: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
@@ -51,8 +49,6 @@ class Asked:
             _, marker, text = text.partition(grammar.marker.text or "\0")
             if not marker:  # it is a token that is no text, or it never came
                 return None
-        if self.choices is not None:
-            return text in self.choices
         return is_valid(grammar, text)
 
     def for_engine(self, engine: Engine) -> Request:
@@ -159,13 +155,13 @@ def read_requests(options: argparse.Namespace) -> list[Asked]:
             if name in lines:
                 raise OptionError(f"id {name!r} is that of line {lines[name]}")
             made = _making({"raw": options.raw} | row)
-            spec, choices = grammars.make_grammar(_with_defaults(own, grammar), options.partial)
+            spec = grammars.make_grammar(_with_defaults(own, grammar), options.partial)
         except (GrammarError, OptionError) as error:
             known = isinstance(name, str) and name not in lines
             refused = Request(id=name if known else next(free))
             asked.append(Asked(refused, refusal=f"line {number}: {error}"))
         else:
             fields["id"] = next(free) if name is None else name
-            asked.append(Asked(Request(**fields, grammar=spec), choices, **made))
+            asked.append(Asked(Request(**fields, grammar=spec), **made))
         lines[str(asked[-1].request.id)] = number
     return asked

@@ -20,8 +20,6 @@ struct e4m3_t {
   unsigned char bits;
 };
 
-__device__ __forceinline__ float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
-
 __device__ __forceinline__ float to_float(float x) { return x; }
 
 __device__ __forceinline__ float to_float(bf16_t x) {

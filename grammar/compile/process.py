@@ -1,7 +1,8 @@
 """Questions asked of processes that can be killed: started when first needed, again after a loss.
 
 One bound of time and memory holds for whatever a user's grammar is read, routed, compiled or judged
-with, since neither Python's ``re`` nor a grammar library can be stopped from within.
+with, and for chat templates, since neither Python's ``re``, a grammar library nor a template can be
+stopped from within.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Child:
             return value
         if outcome == "refused":
             raise GrammarError(value)
-        raise ChildLost(value or f"needs more than {self._limit()} to compile")
+        raise ChildLost(value or f"needs more than {self._limit()}")
 
     def _read(self, limit_s: float) -> Any:
         if not self._pipe.poll(limit_s):
@@ -144,10 +145,8 @@ class Child:
         if late:
             return TooSlow(f"took longer than {limit_s:g} s")
         if self._closed:
-            return ChildLost("the compiling process was stopped")
-        return ChildLost(
-            f"the compiling process, limited to {self._limit()}, ended with status {code}"
-        )
+            return ChildLost("the process was stopped")
+        return ChildLost(f"the process, limited to {self._limit()}, ended with status {code}")
 
     def _reap(self, *, kill: bool) -> int | None:
         with self._guard:

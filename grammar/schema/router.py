@@ -36,8 +36,8 @@ class Route:
         Whether every text that can be produced is one of a value that satisfies the schema.
     rules
         A Lark grammar to give to it instead; empty: the schema does.
-    reasons, rewritten
-        Why it is not exact, and what was rewritten.
+    reasons
+        Why it is not exact.
     narrowed, ordered
         All that an exact route leaves out: texts of values that satisfy the schema and are not
         produced. Keys come in one order, or should come in any and cannot, which ``ordered`` says
@@ -54,7 +54,6 @@ class Route:
     exact: bool
     rules: str = ""
     reasons: tuple[Reason, ...] = ()
-    rewritten: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
     ordered: tuple[Reason, ...] = ()
     spelling: tuple[Reason, ...] = ()
@@ -100,7 +99,7 @@ def route(
         ordered = (Reason("#", "properties", "keys come in the schema's order only"),)
     return Route(
         "llguidance" if taken else None, found, taken and not reasons, rules,
-        tuple(reasons[:_MOST_REASONS]), new.changed, new.narrowed + unusual + ordered, ordered,
+        tuple(reasons[:_MOST_REASONS]), new.narrowed + unusual + ordered, ordered,
         tuple(itertools.islice(_spelled_once(schema), _MOST_REASONS)),
     )  # fmt: skip
 

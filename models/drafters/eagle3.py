@@ -20,10 +20,11 @@ from graft.models.drafters.base import Drafter, DrafterRoom, DraftVocab, TreeSha
 from graft.models.errors import CheckpointError
 from graft.models.feed import Feed
 from graft.models.kv import PagedKV
-from graft.models.layers import Norm, expect
+from graft.models.layers import Norm
 from graft.models.llama import DecoderLayer, LlamaModel, Scratch, check_cache, run_layers
 from graft.models.rows import Rows
 from graft.models.weights import Matrix, Weights
+from graft.sampling.checks import expect
 
 # Needed by training only.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")

@@ -196,7 +196,36 @@ class Tokenizer {
   // their name behind a byte 0xFF. Any spelling of a text in tokens is legal. Throws
   // std::runtime_error with LLGuidance's reason.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
-            const std::vector<uint32_t>& stop_ids);
+            const std::vector<uint32_t>& stop_ids)
+      : vocab_size_(static_cast<int64_t>(lengths.size())),
+        stop_ids_(stop_ids),
+        text_((lengths.size() + 31) / 32) {
+    if (api.version == nullptr || stop_ids.empty()) {
+      throw std::runtime_error("an LLGuidance tokenizer needs a loaded library and a stop id");
+    }
+    uint64_t total = 0;
+    for (const uint32_t length : lengths) total += length;
+    if (total != bytes.size()) {
+      throw std::runtime_error("the tokens' lengths do not add up to their bytes");
+    }
+    TokenizerOptions options{};
+    options.struct_size = sizeof(options);
+    options.vocab_size = static_cast<uint32_t>(lengths.size());
+    options.tok_eos = stop_ids_.front();
+    options.token_lens = lengths.data();
+    options.token_bytes = reinterpret_cast<const uint8_t*>(bytes.data());
+    options.use_approximate_greedy_tokenize_fn = true;
+    for (size_t id = 0; id < lengths.size(); ++id) {
+      if (lengths[id] != 0) text_[id >> 5] |= 1u << (id & 31);
+    }
+    for (const uint32_t stop : stop_ids_) text_[stop >> 5] &= ~(1u << (stop & 31));
+    options.tok_eos_extra = stop_ids_.data() + 1;
+    options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
+    char error[512] = {};
+    tokenizer_ = api.new_tokenizer(&options, error, sizeof(error));
+    if (tokenizer_ == nullptr) throw std::runtime_error(error);
+  }
+
   ~Tokenizer() { api.free_tokenizer(tokenizer_); }
   Tokenizer(const Tokenizer&) = delete;
   Tokenizer& operator=(const Tokenizer&) = delete;
@@ -205,7 +234,13 @@ class Tokenizer {
   int64_t vocab_size() const { return vocab_size_; }
   const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
   // Whether a mask has surely taken the place of the kept one (invariant 5).
-  bool is_kept(const uint32_t* mask) const noexcept;
+  // Where the grammar has ended no text is legal.
+  bool is_kept(const uint32_t* mask) const noexcept {
+    for (size_t w = 0; w < text_.size(); ++w) {
+      if ((mask[w] & text_[w]) != 0) return true;
+    }
+    return false;
+  }
 
  private:
   void* tokenizer_ = nullptr;
@@ -222,14 +257,35 @@ using Handle = std::unique_ptr<void, Free>;
 class Grammar {
  public:
   // `text`: LLGuidance's own JSON form. Throws std::runtime_error with LLGuidance's reason.
-  Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text);
+  Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
+      : tokenizer_(std::move(tokenizer)) {
+    const MatcherOptions options = options_for(tokenizer_->get());
+    start_.reset(api.new_matcher(&options, "llguidance", text.c_str()));
+    if (const char* message = api.get_error(start_.get())) throw std::runtime_error(message);
+  }
 
   const Tokenizer& tokenizer() const { return *tokenizer_; }
   Handle start() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return Handle(api.clone(start_.get()));
   }
-  void hand_back(Handle matcher);
+
+  // Called where a request ends, on the thread that drops its matcher.
+  void hand_back(Handle matcher) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (generation_ >= kGenerations) return;
+      ++generation_;
+    }
+    // The mask at the start must take the place of the matcher's last one (invariant 5).
+    const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
+    const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
+    const bool kept = tokenizer_->is_kept(api.get_mask(matcher.get()));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (slow || !kept) generation_ = kGenerations;
+    if (kept) start_.swap(matcher);
+  }
 
  private:
   // So that the lexer of a grammar in use for days stays below LLGuidance's limit of states.
@@ -245,12 +301,76 @@ class Grammar {
 class LLGuidanceMatcher final : public NativeMatcher {
  public:
   // `stop_ids`: those of this request, no text.
-  LLGuidanceMatcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids);
+  LLGuidanceMatcher(std::shared_ptr<Grammar> grammar, const std::vector<uint32_t>& stop_ids)
+      : grammar_(std::move(grammar)),
+        tokenizer_(grammar_->tokenizer()),
+        stop_ids_(stop_ids),
+        live_(grammar_->start()) {
+    path_.reserve(4096);
+  }
+
   ~LLGuidanceMatcher() override { grammar_->hand_back(std::move(live_)); }
 
-  Answer accept(int32_t token, ErrorText* error) noexcept override;
-  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override;
-  Answer rollback(int32_t tokens, ErrorText* error) noexcept override;
+  Answer accept(int32_t token, ErrorText* error) noexcept override {
+    if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Answer::kNo;
+    const uint32_t id = static_cast<uint32_t>(token);
+    if (contains(stop_ids_, id)) {
+      if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
+      terminated_ = api.is_accepting(live_.get());
+      return terminated_ ? Answer::kYes : Answer::kNo;
+    }
+    if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // another request's
+    if (size_ == path_.size() || path_[size_] != id) {            // else it was legal before
+      if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
+      const Answer legal = is_legal(id, error);
+      if (legal != Answer::kYes) return legal;
+      leave_path();
+      path_.push_back(id);
+    }
+    ++size_;
+    return live_size_ < size_ ? move(size_, error) : Answer::kYes;
+  }
+
+  Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+    if (words != (tokenizer_.vocab_size() + 31) / 32) {
+      error->keep("the mask row is not one of this vocabulary");
+      return Filled::kFailed;
+    }
+    if (!dead_ && (move(size_, error) == Answer::kFailed || compute(error) == Answer::kFailed)) {
+      return Filled::kFailed;
+    }
+    if (dead_) {
+      std::fill(row, row + words, 0);
+      return Filled::kMask;
+    }
+    std::memcpy(row, api.get_mask(live_.get()), static_cast<size_t>(words) * 4);
+    auto* bits = reinterpret_cast<uint32_t*>(row);
+    for (const uint32_t stop : tokenizer_.stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
+    if (api.is_accepting(live_.get())) {
+      for (const uint32_t stop : stop_ids_) bits[stop >> 5] |= 1u << (stop & 31);
+    }
+    row[words - 1] &= last_word_bits(tokenizer_.vocab_size());
+    return Filled::kMask;
+  }
+
+  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
+    if (tokens <= 0) return Answer::kYes;
+    size_t undone = static_cast<size_t>(tokens);
+    if (undone > size_ + (terminated_ ? 1 : 0)) {
+      error->keep("rollback of more tokens than were accepted");
+      return Answer::kFailed;
+    }
+    if (terminated_) --undone;
+    terminated_ = false;
+    size_ -= undone;
+    if (!dead_) return Answer::kYes;
+    dead_ = false;
+    live_ = grammar_->start();
+    live_size_ = 0;
+    kept_ = Kept();
+    return move(size_, error);
+  }
+
   Answer is_terminated(ErrorText*) noexcept override {
     return terminated_ ? Answer::kYes : Answer::kNo;
   }
@@ -270,18 +390,104 @@ class LLGuidanceMatcher final : public NativeMatcher {
     size_t depth = 0;        // tokens before the deeper of them
     size_t fork = kNowhere;  // the first place where the path has left theirs
 
-    void note(const Seen& seen, size_t size) noexcept;
-    bool may_equal(const Seen& seen) const noexcept;
+    void note(const Seen& seen, size_t size) noexcept {
+      if (seen.sure) {
+        *this = {true, false, seen.sum, size, kNowhere};
+      } else {
+        unsure = true;
+        depth = std::max(depth, size);
+      }
+    }
+    bool may_equal(const Seen& seen) const noexcept {
+      return seen.sure ? some && seen.sum == sum : unsure;
+    }
   };
   static constexpr size_t kSearch = 24;  // tokens back, for a mask that replaces the kept one
 
-  Answer failed(ErrorText* error) noexcept;
-  Answer is_legal(uint32_t id, ErrorText* error) noexcept;
-  Answer move(size_t size, ErrorText* error) noexcept;
-  void leave_path() noexcept;
-  Answer compute(ErrorText* error) noexcept;
-  Answer replace_kept(size_t back, ErrorText* error) noexcept;
-  bool compute_once(Seen* seen) noexcept;
+  Answer failed(ErrorText* error) noexcept {
+    const char* message = api.get_error(live_.get());
+    error->keep(message != nullptr ? message : "LLGuidance failed without a reason");
+    return Answer::kFailed;
+  }
+
+  // Invariant 4. The mask at hand spares the question.
+  Answer is_legal(uint32_t id, ErrorText* error) noexcept {
+    const uint32_t* mask = api.get_mask(live_.get());
+    if (mask != nullptr) {
+      return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
+    }
+    const int32_t valid = api.validate(live_.get(), &id, 1);
+    return valid < 0 ? failed(error) : valid == 0 ? Answer::kNo : Answer::kYes;
+  }
+
+  // Brings `live_` to so many tokens of the path.
+  Answer move(size_t size, ErrorText* error) noexcept {
+    if (live_size_ > size) {
+      if (api.rollback(live_.get(), live_size_ - size) != 0) return failed(error);
+      live_size_ = size;
+    }
+    for (; live_size_ < size; ++live_size_) {
+      if (api.consume(live_.get(), path_[live_size_]) != 0) return failed(error);
+    }
+    return Answer::kYes;
+  }
+
+  // Forgets the undone tokens behind the accepted ones: another one follows.
+  void leave_path() noexcept {
+    if (size_ == path_.size()) return;
+    path_.resize(size_);
+    if (size_ >= kept_.depth) return;
+    kept_.fork = std::min(kept_.fork, size_);
+  }
+
+  // Computes the mask that get_mask() gives, or finds the state dead.
+  Answer compute(ErrorText* error) noexcept {
+    Seen seen;
+    if (!compute_once(&seen)) return dead_ ? Answer::kYes : failed(error);
+    if (kept_.fork < size_ && kept_.may_equal(seen)) {  // invariant 5
+      if (replace_kept(kept_.fork, error) == Answer::kFailed ||
+          move(size_, error) == Answer::kFailed) {
+        return Answer::kFailed;
+      }
+      if (!compute_once(&seen)) return failed(error);
+    }
+    kept_.note(seen, size_);
+    return Answer::kYes;
+  }
+
+  // Computes a mask that surely takes the place of the kept one, at `back` or else before: not
+  // behind the fork.
+  Answer replace_kept(size_t back, ErrorText* error) noexcept {
+    for (size_t tries = kSearch; tries-- > 0;) {
+      Seen seen;
+      if (move(back, error) == Answer::kFailed) return Answer::kFailed;
+      if (!compute_once(&seen)) return failed(error);
+      if (seen.sure) {
+        kept_.note(seen, back);
+        return Answer::kYes;
+      }
+      if (back-- == 0) break;
+    }
+    live_ = grammar_->start();  // another copy of the start keeps no mask but that of the start
+    live_size_ = 0;
+    kept_ = Kept();
+    return Answer::kYes;
+  }
+
+  // Computes the mask where `live_` is, right or not.
+  bool compute_once(Seen* seen) noexcept {
+    if (api.compute_mask(live_.get()) != 0) {
+      const char* message = api.get_error(live_.get());
+      dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
+      return false;
+    }
+    const uint32_t* mask = api.get_mask(live_.get());
+    const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
+    seen->sum = 0;
+    for (int64_t w = 0; w < words; ++w) seen->sum += mask[w];
+    seen->sure = tokenizer_.is_kept(mask);
+    return true;
+  }
 
   std::shared_ptr<Grammar> grammar_;
   const Tokenizer& tokenizer_;
@@ -294,236 +500,6 @@ class LLGuidanceMatcher final : public NativeMatcher {
   bool dead_ = false;        // no token is legal: LLGuidance has given up on `live_`
   bool terminated_ = false;  // by a stop token, beyond the accepted ones
 };
-
-Tokenizer::Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
-                     const std::vector<uint32_t>& stop_ids)
-    : vocab_size_(static_cast<int64_t>(lengths.size())),
-      stop_ids_(stop_ids),
-      text_((lengths.size() + 31) / 32) {
-  if (api.version == nullptr || stop_ids.empty()) {
-    throw std::runtime_error("an LLGuidance tokenizer needs a loaded library and a stop id");
-  }
-  uint64_t total = 0;
-  for (const uint32_t length : lengths) total += length;
-  if (total != bytes.size()) {
-    throw std::runtime_error("the tokens' lengths do not add up to their bytes");
-  }
-  TokenizerOptions options{};
-  options.struct_size = sizeof(options);
-  options.vocab_size = static_cast<uint32_t>(lengths.size());
-  options.tok_eos = stop_ids_.front();
-  options.token_lens = lengths.data();
-  options.token_bytes = reinterpret_cast<const uint8_t*>(bytes.data());
-  options.use_approximate_greedy_tokenize_fn = true;
-  for (size_t id = 0; id < lengths.size(); ++id) {
-    if (lengths[id] != 0) text_[id >> 5] |= 1u << (id & 31);
-  }
-  for (const uint32_t stop : stop_ids_) text_[stop >> 5] &= ~(1u << (stop & 31));
-  options.tok_eos_extra = stop_ids_.data() + 1;
-  options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
-  char error[512] = {};
-  tokenizer_ = api.new_tokenizer(&options, error, sizeof(error));
-  if (tokenizer_ == nullptr) throw std::runtime_error(error);
-}
-
-// Where the grammar has ended no text is legal.
-bool Tokenizer::is_kept(const uint32_t* mask) const noexcept {
-  for (size_t w = 0; w < text_.size(); ++w) {
-    if ((mask[w] & text_[w]) != 0) return true;
-  }
-  return false;
-}
-
-Grammar::Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
-    : tokenizer_(std::move(tokenizer)) {
-  const MatcherOptions options = options_for(tokenizer_->get());
-  start_.reset(api.new_matcher(&options, "llguidance", text.c_str()));
-  if (const char* message = api.get_error(start_.get())) throw std::runtime_error(message);
-}
-
-// Called where a request ends, on the thread that drops its matcher.
-void Grammar::hand_back(Handle matcher) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (generation_ >= kGenerations) return;
-    ++generation_;
-  }
-  // The mask at the start must take the place of the matcher's last one (invariant 5).
-  const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-  if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
-  const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
-  const bool kept = tokenizer_->is_kept(api.get_mask(matcher.get()));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (slow || !kept) generation_ = kGenerations;
-  if (kept) start_.swap(matcher);
-}
-
-LLGuidanceMatcher::LLGuidanceMatcher(std::shared_ptr<Grammar> grammar,
-                                     const std::vector<uint32_t>& stop_ids)
-    : grammar_(std::move(grammar)),
-      tokenizer_(grammar_->tokenizer()),
-      stop_ids_(stop_ids),
-      live_(grammar_->start()) {
-  path_.reserve(4096);
-}
-
-Answer LLGuidanceMatcher::failed(ErrorText* error) noexcept {
-  const char* message = api.get_error(live_.get());
-  error->keep(message != nullptr ? message : "LLGuidance failed without a reason");
-  return Answer::kFailed;
-}
-
-Answer LLGuidanceMatcher::accept(int32_t token, ErrorText* error) noexcept {
-  if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Answer::kNo;
-  const uint32_t id = static_cast<uint32_t>(token);
-  if (contains(stop_ids_, id)) {
-    if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
-    terminated_ = api.is_accepting(live_.get());
-    return terminated_ ? Answer::kYes : Answer::kNo;
-  }
-  if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // another request's
-  if (size_ == path_.size() || path_[size_] != id) {            // else it was legal before
-    if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
-    const Answer legal = is_legal(id, error);
-    if (legal != Answer::kYes) return legal;
-    leave_path();
-    path_.push_back(id);
-  }
-  ++size_;
-  return live_size_ < size_ ? move(size_, error) : Answer::kYes;
-}
-
-// Invariant 4. The mask at hand spares the question.
-Answer LLGuidanceMatcher::is_legal(uint32_t id, ErrorText* error) noexcept {
-  const uint32_t* mask = api.get_mask(live_.get());
-  if (mask != nullptr) {
-    return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
-  }
-  const int32_t valid = api.validate(live_.get(), &id, 1);
-  return valid < 0 ? failed(error) : valid == 0 ? Answer::kNo : Answer::kYes;
-}
-
-// Brings `live_` to so many tokens of the path.
-Answer LLGuidanceMatcher::move(size_t size, ErrorText* error) noexcept {
-  if (live_size_ > size) {
-    if (api.rollback(live_.get(), live_size_ - size) != 0) return failed(error);
-    live_size_ = size;
-  }
-  for (; live_size_ < size; ++live_size_) {
-    if (api.consume(live_.get(), path_[live_size_]) != 0) return failed(error);
-  }
-  return Answer::kYes;
-}
-
-// Forgets the undone tokens behind the accepted ones: another one follows.
-void LLGuidanceMatcher::leave_path() noexcept {
-  if (size_ == path_.size()) return;
-  path_.resize(size_);
-  if (size_ >= kept_.depth) return;
-  kept_.fork = std::min(kept_.fork, size_);
-}
-
-Filled LLGuidanceMatcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
-  if (words != (tokenizer_.vocab_size() + 31) / 32) {
-    error->keep("the mask row is not one of this vocabulary");
-    return Filled::kFailed;
-  }
-  if (!dead_ && (move(size_, error) == Answer::kFailed || compute(error) == Answer::kFailed)) {
-    return Filled::kFailed;
-  }
-  if (dead_) {
-    std::fill(row, row + words, 0);
-    return Filled::kMask;
-  }
-  std::memcpy(row, api.get_mask(live_.get()), static_cast<size_t>(words) * 4);
-  auto* bits = reinterpret_cast<uint32_t*>(row);
-  for (const uint32_t stop : tokenizer_.stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
-  if (api.is_accepting(live_.get())) {
-    for (const uint32_t stop : stop_ids_) bits[stop >> 5] |= 1u << (stop & 31);
-  }
-  row[words - 1] &= last_word_bits(tokenizer_.vocab_size());
-  return Filled::kMask;
-}
-
-// Computes the mask that get_mask() gives, or finds the state dead.
-Answer LLGuidanceMatcher::compute(ErrorText* error) noexcept {
-  Seen seen;
-  if (!compute_once(&seen)) return dead_ ? Answer::kYes : failed(error);
-  if (kept_.fork < size_ && kept_.may_equal(seen)) {  // invariant 5
-    if (replace_kept(kept_.fork, error) == Answer::kFailed ||
-        move(size_, error) == Answer::kFailed) {
-      return Answer::kFailed;
-    }
-    if (!compute_once(&seen)) return failed(error);
-  }
-  kept_.note(seen, size_);
-  return Answer::kYes;
-}
-
-// Computes a mask that surely takes the place of the kept one, at `back` or else before: not behind
-// the fork.
-Answer LLGuidanceMatcher::replace_kept(size_t back, ErrorText* error) noexcept {
-  for (size_t tries = kSearch; tries-- > 0;) {
-    Seen seen;
-    if (move(back, error) == Answer::kFailed) return Answer::kFailed;
-    if (!compute_once(&seen)) return failed(error);
-    if (seen.sure) {
-      kept_.note(seen, back);
-      return Answer::kYes;
-    }
-    if (back-- == 0) break;
-  }
-  live_ = grammar_->start();  // another copy of the start keeps no mask but that of the start
-  live_size_ = 0;
-  kept_ = Kept();
-  return Answer::kYes;
-}
-
-// Computes the mask where `live_` is, right or not.
-bool LLGuidanceMatcher::compute_once(Seen* seen) noexcept {
-  if (api.compute_mask(live_.get()) != 0) {
-    const char* message = api.get_error(live_.get());
-    dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
-    return false;
-  }
-  const uint32_t* mask = api.get_mask(live_.get());
-  const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
-  seen->sum = 0;
-  for (int64_t w = 0; w < words; ++w) seen->sum += mask[w];
-  seen->sure = tokenizer_.is_kept(mask);
-  return true;
-}
-
-void LLGuidanceMatcher::Kept::note(const Seen& seen, size_t size) noexcept {
-  if (seen.sure) {
-    *this = {true, false, seen.sum, size, kNowhere};
-  } else {
-    unsure = true;
-    depth = std::max(depth, size);
-  }
-}
-
-bool LLGuidanceMatcher::Kept::may_equal(const Seen& seen) const noexcept {
-  return seen.sure ? some && seen.sum == sum : unsure;
-}
-
-Answer LLGuidanceMatcher::rollback(int32_t tokens, ErrorText* error) noexcept {
-  if (tokens <= 0) return Answer::kYes;
-  size_t undone = static_cast<size_t>(tokens);
-  if (undone > size_ + (terminated_ ? 1 : 0)) {
-    error->keep("rollback of more tokens than were accepted");
-    return Answer::kFailed;
-  }
-  if (terminated_) --undone;
-  terminated_ = false;
-  size_ -= undone;
-  if (!dead_) return Answer::kYes;
-  dead_ = false;
-  live_ = grammar_->start();
-  live_size_ = 0;
-  kept_ = Kept();
-  return move(size_, error);
-}
 
 }  // namespace
 

@@ -142,14 +142,6 @@ void bind_exec(nb::module_& m) {
       .def("upload", &Exec::upload, Guard())
       .def("set_kernel", &Exec::set_kernel, Guard())
       .def("set_enabled", &Exec::set_enabled, Guard())
-      .def(
-          "get_enabled",
-          [](Exec& self, std::uint64_t node) {
-            unsigned enabled = 0;
-            const auto [result, api] = self.get_enabled(node, &enabled);
-            return std::make_tuple(result, api, enabled != 0);
-          },
-          Guard())
       .def("keep",
            [](Exec& self, nb::object owners) {
              PyObject* reference = owners.release().ptr();

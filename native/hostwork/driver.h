@@ -38,7 +38,7 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
   CALL(event_query, cuEventQuery, 2000, (Handle event))                                            \
   CALL(event_record, cuEventRecord, 2000, (Handle event, Handle stream))                           \
   CALL(event_destroy, cuEventDestroy, 4000, (Handle event))                                        \
-  CALL(mem_free, cuMemFree, 3020, (std::uint64_t address))                                         \
+  CALL(mem_free, cuMemFree, 3020, (Handle address))                                                \
   CALL(mem_free_host, cuMemFreeHost, 2000, (void* address))                                        \
   CALL(module_unload, cuModuleUnload, 2000, (Handle module))                                       \
   CALL(graph_destroy, cuGraphDestroy, 10000, (Handle graph))                                       \
@@ -47,8 +47,6 @@ struct UpdateInfo {  // CUgraphExecUpdateResultInfo
        (Handle exec, Handle node, const void* params))                                             \
   CALL(graph_node_set_enabled, cuGraphNodeSetEnabled, 11060,                                       \
        (Handle exec, Handle node, unsigned int enabled))                                           \
-  CALL(graph_node_get_enabled, cuGraphNodeGetEnabled, 11060,                                       \
-       (Handle exec, Handle node, unsigned int* enabled))                                          \
   CALL(graph_launch, cuGraphLaunch, 10000, (Handle exec, Handle stream))                           \
   CALL(graph_upload, cuGraphUpload, 11010, (Handle exec, Handle stream))                           \
   CALL(graph_exec_update, cuGraphExecUpdate, 12000,                                                \

@@ -124,11 +124,6 @@ class Exec {
       return driver().graph_node_set_enabled(exec_, reinterpret_cast<Handle>(node), enabled);
     });
   }
-  Outcome get_enabled(std::uint64_t node, unsigned* enabled) {
-    return locked("cuGraphNodeGetEnabled", [&] {
-      return driver().graph_node_get_enabled(exec_, reinterpret_cast<Handle>(node), enabled);
-    });
-  }
 
   // Keeps what changed nodes use until the launches in flight have ended. Takes over a reference;
   // called once.

@@ -22,10 +22,7 @@ struct Enqueued {
   std::map<Handle, Known> captured;                       // by graph
   std::deque<std::weak_ptr<GraphState>> failed;
 };
-Enqueued& enqueued() {
-  static Enqueued* const instance = new Enqueued;
-  return *instance;
-}
+Enqueued& enqueued = *new Enqueued;
 
 Result launch_host(std::uint64_t stream, HostFunction fn, HostRecord* record, bool spin) {
   constexpr Result kNotSupported = 801;  // CUDA_ERROR_NOT_SUPPORTED
@@ -38,8 +35,8 @@ Result launch_host(std::uint64_t stream, HostFunction fn, HostRecord* record, bo
 }
 
 void forget(EagerRecord* record) {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  enqueued().pending.erase(record);
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  enqueued.pending.erase(record);
 }
 
 // Releases what an abandoned record refers to, but not the record.
@@ -53,8 +50,8 @@ class AbandonedEnd final : public Reapable {
 };
 
 void note_failure(GraphState& state) {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  enqueued().failed.push_back(state.weak_from_this());
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  enqueued.failed.push_back(state.weak_from_this());
 }
 
 }  // namespace
@@ -70,8 +67,8 @@ void EagerRecord::entry(void* data) {
 Result EagerRecord::launch(std::uint64_t stream, bool spin) {
   stream_ = stream;
   {
-    const std::lock_guard<std::mutex> lock(enqueued().mutex);
-    enqueued().pending.insert(this);
+    const std::lock_guard<std::mutex> lock(enqueued.mutex);
+    enqueued.pending.insert(this);
   }
   // From here on the record may run, and be gone, before the call returns.
   const Result result = launch_host(stream, &EagerRecord::entry, this, spin);
@@ -83,36 +80,36 @@ Result EagerRecord::launch(std::uint64_t stream, bool spin) {
 }
 
 void EagerRecord::fail_eager(Failure failure) {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  enqueued().failures[stream_].push_back(std::move(failure));
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  enqueued.failures[stream_].push_back(std::move(failure));
 }
 
 bool take_eager_failure(std::uint64_t stream, Failure* out) {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  const auto found = enqueued().failures.find(stream);
-  if (found == enqueued().failures.end()) return false;
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  const auto found = enqueued.failures.find(stream);
+  if (found == enqueued.failures.end()) return false;
   *out = std::move(found->second.front());
   found->second.pop_front();
-  if (found->second.empty()) enqueued().failures.erase(found);
+  if (found->second.empty()) enqueued.failures.erase(found);
   return true;
 }
 
 std::vector<Failure> take_eager_failures() {
   std::vector<Failure> out;
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  for (auto& [stream, failures] : enqueued().failures) {
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  for (auto& [stream, failures] : enqueued.failures) {
     for (Failure& failure : failures) out.push_back(std::move(failure));
   }
-  enqueued().failures.clear();
+  enqueued.failures.clear();
   return out;
 }
 
 void abandon_eager() {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  for (EagerRecord* record : enqueued().pending) {
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  for (EagerRecord* record : enqueued.pending) {
     if (!record->taken_.exchange(true)) retire(new AbandonedEnd(record));
   }
-  enqueued().pending.clear();
+  enqueued.pending.clear();
 }
 
 Result capture_info(std::uint64_t stream, CaptureInfo* out) {
@@ -121,8 +118,8 @@ Result capture_info(std::uint64_t stream, CaptureInfo* out) {
 }
 
 std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture) {
-  const std::lock_guard<std::mutex> lock(enqueued().mutex);
-  auto& captured = enqueued().captured;
+  const std::lock_guard<std::mutex> lock(enqueued.mutex);
+  auto& captured = enqueued.captured;
   const auto found = captured.find(capture.graph);
   if (found != captured.end() && found->second.id == capture.id) {
     if (std::shared_ptr<GraphState> state = found->second.state.lock()) return state;
@@ -153,10 +150,10 @@ bool take_captured_failure(Failure* out) {
   for (;;) {
     std::shared_ptr<GraphState> state;
     {
-      const std::lock_guard<std::mutex> lock(enqueued().mutex);
-      if (enqueued().failed.empty()) return false;
-      state = enqueued().failed.front().lock();
-      enqueued().failed.pop_front();
+      const std::lock_guard<std::mutex> lock(enqueued.mutex);
+      if (enqueued.failed.empty()) return false;
+      state = enqueued.failed.front().lock();
+      enqueued.failed.pop_front();
     }
     if (state == nullptr || !state->pending(out)) continue;
     state->clear();

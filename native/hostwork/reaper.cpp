@@ -87,19 +87,16 @@ class Reaper {
 namespace {
 
 // Never destroyed: its thread waits in it until the process ends.
-Reaper& reaper() {
-  static Reaper* const instance = new Reaper;
-  return *instance;
-}
+Reaper& reaper = *new Reaper;
 
 }  // namespace
 
-void retire(Reapable* item) noexcept { reaper().push(item); }
+void retire(Reapable* item) noexcept { reaper.push(item); }
 
 bool flush(double timeout_s) {
   if (in_host_work()) return false;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
-  while (reaper().pending() != 0) {
+  while (reaper.pending() != 0) {
     if (!gate_open() || std::chrono::steady_clock::now() >= end) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -107,9 +104,7 @@ bool flush(double timeout_s) {
 }
 
 void start_reaper() {
-  // Made here: a process that forks while the thread makes it leaves its child waiting for ever.
-  Reaper& made = reaper();
-  std::thread([&made] { made.run(); }).detach();
+  std::thread([] { reaper.run(); }).detach();
 }
 
 namespace {
@@ -119,22 +114,9 @@ std::atomic<std::int64_t> failed{0};
 
 Result destroy(ResourceKind kind, std::uint64_t handle) {
   const Driver& d = driver();
-  void* pointer = reinterpret_cast<void*>(handle);
-  switch (kind) {
-    case ResourceKind::kDeviceMemory:
-      return d.mem_free(handle);
-    case ResourceKind::kPinnedMemory:
-      return d.mem_free_host(pointer);
-    case ResourceKind::kEvent:
-      return d.event_destroy(pointer);
-    case ResourceKind::kStream:
-      return d.stream_destroy(pointer);
-    case ResourceKind::kModule:
-      return d.module_unload(pointer);
-    case ResourceKind::kGraph:
-      return d.graph_destroy(pointer);
-  }
-  return kSuccess;
+  Result (*const frees[])(Handle) = {d.mem_free,       d.mem_free_host, d.event_destroy,
+                                     d.stream_destroy, d.module_unload, d.graph_destroy};
+  return frees[static_cast<int>(kind)](reinterpret_cast<Handle>(handle));
 }
 
 }  // namespace

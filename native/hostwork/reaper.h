@@ -49,7 +49,8 @@ inline void drop_later(PyObject* reference) noexcept {
   if (reference != nullptr) retire(new ReferenceEnd(reference));
 }
 
-// Owns one driver handle, which is freed on the reaper thread when the last owner goes.
+// Owns one driver handle, which is freed on the reaper thread when the last owner goes; what frees
+// each kind stands in the same order in reaper.cpp.
 enum class ResourceKind : int { kDeviceMemory, kPinnedMemory, kEvent, kStream, kModule, kGraph };
 class ResourceEnd;
 class Resource {

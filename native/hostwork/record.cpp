@@ -26,10 +26,7 @@ struct Registry {
   std::mutex mutex;
   std::set<ThreadSlot*> slots;
 };
-Registry& registry() {
-  static Registry* const instance = new Registry;
-  return *instance;
-}
+Registry& registry = *new Registry;
 
 // Which host function a thread is in, so that a deadline can name it and native work ask for it.
 struct ThreadSlot {
@@ -41,12 +38,12 @@ struct ThreadSlot {
   const int tid = static_cast<int>(syscall(SYS_gettid));
 
   ThreadSlot() {
-    const std::lock_guard<std::mutex> lock(registry().mutex);
-    registry().slots.insert(this);
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.slots.insert(this);
   }
   ~ThreadSlot() {
-    const std::lock_guard<std::mutex> lock(registry().mutex);
-    registry().slots.erase(this);
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.slots.erase(this);
   }
   void set(HostRecord* r, std::int64_t n) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -167,8 +164,8 @@ std::int64_t released_records() { return released.load(); }
 
 std::vector<Running> running_host_work() {
   std::vector<Running> out;
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  for (ThreadSlot* s : registry().slots) {
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  for (ThreadSlot* s : registry.slots) {
     const std::lock_guard<std::mutex> slot_lock(s->mutex);
     if (s->record == nullptr) continue;
     const std::chrono::duration<double> seconds = Clock::now() - s->start;

@@ -15,14 +15,11 @@ struct Untold {
   std::mutex mutex;  // never held while taking the GIL
   std::map<std::uint64_t, Failure> failures;
 };
-Untold& untold() {
-  static Untold* const instance = new Untold;
-  return *instance;
-}
+Untold& untold = *new Untold;
 
 void tell(std::uint64_t state) {
-  const std::lock_guard<std::mutex> lock(untold().mutex);
-  untold().failures.erase(state);
+  const std::lock_guard<std::mutex> lock(untold.mutex);
+  untold.failures.erase(state);
 }
 
 void store_release(std::int32_t* word, std::int32_t value) {
@@ -33,9 +30,9 @@ void store_release(std::int32_t* word, std::int32_t value) {
 
 std::vector<Failure> take_untold() {
   std::vector<Failure> out;
-  const std::lock_guard<std::mutex> lock(untold().mutex);
-  for (auto& [state, failure] : untold().failures) out.push_back(std::move(failure));
-  untold().failures.clear();
+  const std::lock_guard<std::mutex> lock(untold.mutex);
+  for (auto& [state, failure] : untold.failures) out.push_back(std::move(failure));
+  untold.failures.clear();
   return out;
 }
 
@@ -141,8 +138,8 @@ bool GraphState::note(StatusCode code, Failure failure) noexcept {
   }
   store_status(code, failure.replay);
   {
-    const std::lock_guard<std::mutex> untold_lock(untold().mutex);
-    untold().failures[id_] = Failure{failure.node, failure.replay, nullptr, failure.message};
+    const std::lock_guard<std::mutex> untold_lock(untold.mutex);
+    untold.failures[id_] = Failure{failure.node, failure.replay, nullptr, failure.message};
   }
   first_ = std::move(failure);
   failed_.store(true, std::memory_order_release);

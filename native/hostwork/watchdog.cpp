@@ -25,24 +25,21 @@ struct Watchdog {
   std::uint64_t kicks = 0;
   bool started = false;
 };
-Watchdog& watchdog() {
-  static Watchdog* const instance = new Watchdog;
-  return *instance;
-}
+Watchdog& watchdog = *new Watchdog;
 
 // The ports that still live; forgets the others.
-std::vector<std::shared_ptr<Port>> living(Watchdog& w, std::uint64_t* kicks) {
+std::vector<std::shared_ptr<Port>> living(std::uint64_t* kicks) {
   std::vector<std::shared_ptr<Port>> out;
-  const std::lock_guard<std::mutex> lock(w.mutex);
-  *kicks = w.kicks;
-  auto keep = w.ports.begin();
-  for (auto& weak : w.ports) {
+  const std::lock_guard<std::mutex> lock(watchdog.mutex);
+  *kicks = watchdog.kicks;
+  auto keep = watchdog.ports.begin();
+  for (auto& weak : watchdog.ports) {
     if (std::shared_ptr<Port> port = weak.lock()) {
       out.push_back(std::move(port));
       *keep++ = weak;
     }
   }
-  w.ports.erase(keep, w.ports.end());
+  watchdog.ports.erase(keep, watchdog.ports.end());
   return out;
 }
 
@@ -53,13 +50,12 @@ void sleep_s(double seconds) {
 
 void watch_forever() {
   pthread_setname_np(pthread_self(), "graft-watchdog");
-  Watchdog& w = watchdog();
   while (true) {
     std::uint64_t kicks = 0;
     bool again = false;
     double tick = kLongestTick;
     {
-      const std::vector<std::shared_ptr<Port>> ports = living(w, &kicks);
+      const std::vector<std::shared_ptr<Port>> ports = living(&kicks);
       const std::int64_t now = monotonic_ns();
       for (const auto& port : ports) {
         again = port->check(now) || again;
@@ -70,36 +66,34 @@ void watch_forever() {
       sleep_s(std::max(tick, kShortestTick));
       continue;
     }
-    std::unique_lock<std::mutex> lock(w.mutex);
-    w.wake.wait(lock, [&] { return w.kicks != kicks; });
+    std::unique_lock<std::mutex> lock(watchdog.mutex);
+    watchdog.wake.wait(lock, [&] { return watchdog.kicks != kicks; });
   }
 }
 
 }  // namespace
 
 void watch(const std::shared_ptr<Port>& port) {
-  Watchdog& w = watchdog();
   {
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.ports.push_back(port);
-    if (!w.started) std::thread(watch_forever).detach();
-    w.started = true;
+    const std::lock_guard<std::mutex> lock(watchdog.mutex);
+    watchdog.ports.push_back(port);
+    if (!watchdog.started) std::thread(watch_forever).detach();
+    watchdog.started = true;
   }
   wake_watchdog();  // nobody announces the launches of captured graphs
 }
 
 void hear_devices() {
   std::uint64_t kicks = 0;
-  for (const auto& port : living(watchdog(), &kicks)) port->hear_device();
+  for (const auto& port : living(&kicks)) port->hear_device();
 }
 
 void wake_watchdog() noexcept {
-  Watchdog& w = watchdog();
   {
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    ++w.kicks;
+    const std::lock_guard<std::mutex> lock(watchdog.mutex);
+    ++watchdog.kicks;
   }
-  w.wake.notify_one();
+  watchdog.wake.notify_one();
 }
 
 }  // namespace graft::hostwork

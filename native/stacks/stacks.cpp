@@ -33,36 +33,32 @@ struct Question {
   void* frames[kMost];
   int count = 0;
 };
-Question& question() {
-  static Question* const instance = new Question;  // leaked: a late handler may still look at it
-  return *instance;
-}
+Question& asked = *new Question;
 
 pid_t own_tid() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
 void answer(int) {
   const int saved = errno;
-  Question& q = question();
   int expected = kAsked;
-  if (q.tid.load() == own_tid() && q.state.compare_exchange_strong(expected, kWriting)) {
-    q.count = backtrace(q.frames, kMost);
-    q.state.store(kAnswered);
+  if (asked.tid.load() == own_tid() && asked.state.compare_exchange_strong(expected, kWriting)) {
+    asked.count = backtrace(asked.frames, kMost);
+    asked.state.store(kAnswered);
   }
   errno = saved;
 }
 
-bool prepare(Question& q) {
-  if (q.signal != 0) return true;
+bool prepare() {
+  if (asked.signal != 0) return true;
   void* warm[2];
   (void)backtrace(warm, 2);  // loads the unwinder, which a handler must not do
-  q.signal = free_signal();
-  if (q.signal == 0) return false;
+  asked.signal = free_signal();
+  if (asked.signal == 0) return false;
   struct sigaction action{};
   action.sa_handler = answer;
   action.sa_flags = SA_RESTART;
   sigfillset(&action.sa_mask);
-  if (sigaction(q.signal, &action, nullptr) != 0) q.signal = 0;
-  return q.signal != 0;
+  if (sigaction(asked.signal, &action, nullptr) != 0) asked.signal = 0;
+  return asked.signal != 0;
 }
 
 const char* base_name(const char* path) {
@@ -92,26 +88,26 @@ Frames of_this_thread(int skip) {
 
 Frames of_thread(pid_t tid, double limit_s) {
   if (tid == own_tid()) return of_this_thread(1);
-  Question& q = question();
-  const std::lock_guard<std::mutex> lock(q.mutex);
-  if (q.state.load() == kWriting || !prepare(q)) return {};
-  q.tid.store(tid);
-  q.state.store(kAsked);
-  if (syscall(SYS_tgkill, getpid(), tid, q.signal) != 0) {
-    q.state.store(kIdle);
+  const std::lock_guard<std::mutex> lock(asked.mutex);
+  if (asked.state.load() == kWriting || !prepare()) return {};
+  asked.tid.store(tid);
+  asked.state.store(kAsked);
+  if (syscall(SYS_tgkill, getpid(), tid, asked.signal) != 0) {
+    asked.state.store(kIdle);
     return {};
   }
   constexpr long kTickNs = 200000;
-  for (double waited = 0; waited < limit_s && q.state.load() != kAnswered;
+  for (double waited = 0; waited < limit_s && asked.state.load() != kAnswered;
        waited += static_cast<double>(kTickNs) * 1e-9) {
     const timespec tick{0, kTickNs};
     nanosleep(&tick, nullptr);
   }
   int expected = kAsked;
-  if (q.state.compare_exchange_strong(expected, kIdle) || q.state.load() != kAnswered) return {};
-  q.state.store(kIdle);
-  const int from = std::min(q.count, kSignalFrames);
-  return Frames(q.frames + from, q.frames + q.count);
+  if (asked.state.compare_exchange_strong(expected, kIdle) || asked.state.load() != kAnswered)
+    return {};
+  asked.state.store(kIdle);
+  const int from = std::min(asked.count, kSignalFrames);
+  return Frames(asked.frames + from, asked.frames + asked.count);
 }
 
 std::string name_of(const void* address) {

@@ -264,13 +264,12 @@ class Builder {
     return out;
   }
 
-  CUgraphNode decided(CUgraph graph, size_t i, const After& after, int type, unsigned bodies,
-                      unsigned cases) const {
+  CUgraphNode decided(CUgraph graph, size_t i, const After& after) const {
     const uint64_t handle = condition(graph, false);
     const uint64_t by = number(spec_.nodes[i].decider(static_cast<int>(i)));
     const CUgraphNode first =
-        kernel(graph, after, Launch(kernels_.decide, 1, 1, {handle, alias_, by, cases}));
-    return conditional(graph, i, {first}, type, bodies, handle);
+        kernel(graph, after, Launch(kernels_.decide, 1, 1, {handle, alias_, by, 2}));
+    return conditional(graph, i, {first}, CU_GRAPH_COND_TYPE_IF, 2, handle);
   }
 
   CUgraphNode child(CUgraph graph, size_t i, const After& after, bool move) const {
@@ -335,9 +334,7 @@ class Builder {
       case Kind::moved:
         return child(graph, i, after, node.kind == Kind::moved);
       case Kind::choice:
-        return decided(graph, i, after, CU_GRAPH_COND_TYPE_IF, 2, 2);
-      case Kind::pick:
-        return decided(graph, i, after, CU_GRAPH_COND_TYPE_SWITCH, 3, 4);
+        return decided(graph, i, after);
       case Kind::loop:
         return conditional(graph, i, after, CU_GRAPH_COND_TYPE_WHILE, 1, condition(graph, true));
       default:

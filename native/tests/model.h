@@ -27,7 +27,6 @@ enum class Kind {
   spin,     // the same with a kernel that waits
   moved,    // a child that was moved, and holds an IF
   choice,   // IF-ELSE by what a cell holds
-  pick,     // SWITCH of three by the same
   loop,     // WHILE, one to three turns
   mark,     // records an event
   hold,     // waits for an event
@@ -131,11 +130,8 @@ class Model {
       return;
     }
     unsigned salt = node.salt, turns = 1;
-    if (node.kind == Kind::choice || node.kind == Kind::pick) {
-      const unsigned value = words_[static_cast<size_t>(node.decider(out) * kWords)];
-      const unsigned body = node.kind == Kind::pick ? value % 4 : value % 2 == 0;
-      if (body == 3) return;
-      salt += body;
+    if (node.kind == Kind::choice) {
+      salt += words_[static_cast<size_t>(node.decider(out) * kWords)] % 2 == 0;
     } else if (node.kind == Kind::loop) {
       turns = node.turns();
     }

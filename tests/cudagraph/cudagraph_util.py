@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from graft import native
-from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream, condition, if_, switch
+from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream, condition, if_, if_else
 from graft.cudagraph.driver import call, cu, is_current
 from graft.cudagraph.hostwork import NativeWork
 from graft.native import _native
@@ -122,7 +122,7 @@ def add_steps(device: Device, graph: Graph, step: Callable[..., object], everyth
     if_(lane, condition(graph, 1), name="if").lane("inside").fill(data)
     lane.record_event(event)
     lane.spin(step)
-    bodies = switch(lane, condition(graph, 1), 2, name="switch")
+    bodies = if_else(lane, condition(graph, 0), name="branch")
     bodies[1].lane("inside").fill(data, 1)
     return 4
 

@@ -315,7 +315,6 @@ def test_disabled_nodes_do_nothing(
     lane.host(list, name="masks")
     executable = graph.instantiate(priorities=priorities)
     executable.set_enabled("one", False)
-    assert not executable.is_enabled("one") and executable.is_enabled("ten")
     executable.launch(stream)
     executable.set_enabled("one", True)
     replay(executable, stream)

@@ -1,4 +1,4 @@
-"""IF, WHILE and SWITCH nodes of explicit graphs."""
+"""IF and WHILE nodes of explicit graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from graft.cudagraph import (
     if_,
     if_else,
     load_text,
-    switch,
     while_,
 )
 
@@ -25,10 +24,6 @@ extern "C" __global__ void add(int* data, int value) { *data += value; }
 extern "C" __global__ void below(unsigned long long condition, const int* data, int limit) {
   cudaGraphSetConditional(condition, *data < limit ? 1u : 0u);
 }
-extern "C" __global__ void choose(unsigned long long condition, int* which) {
-  cudaGraphSetConditional(condition, (*which)++);
-}
-extern "C" __global__ void count(int* data, int i) { data[i] += i == 0 ? 1 : i == 1 ? 10 : 100; }
 """
 
 
@@ -65,29 +60,6 @@ def test_if_else_takes_one_branch(
     otherwise.lane("a").kernel(module["add"], 1, 1, [data, 100])
     replay(graph, stream)
     assert data.to_host()[0] == expected
-
-
-def test_switch_runs_the_body_of_its_number(device: Device, stream: Stream, module) -> None:
-    """Body i for a condition of i, none beyond the last; each replay chooses anew."""
-    which, data = device.zeros((1,), "int32"), device.zeros((3,), "int32")
-    graph = Graph(device, "switch")
-    lane = graph.lane("main")
-    case = condition(graph, name="case")
-    lane.kernel(module["choose"], 1, 1, [case, which])
-    bodies = switch(lane, case, 3, name="kind")
-    assert [body.name for body in bodies] == ["kind/0", "kind/1", "kind/2"]
-    for i, body in enumerate(bodies):
-        body.lane("inside").kernel(module["count"], 1, 1, [data, i])
-    assert graph.nodes[1].kind == "switch"
-    executable = graph.instantiate()
-    for _ in range(5):  # chooses 0, 1, 2, 3, 4
-        executable.launch(stream)
-    executable.synchronize(60)
-    assert data.to_host().tolist() == [1, 10, 100]
-    with pytest.raises(OptionError, match=r"'kind'.*cases, not 0"):
-        switch(lane, condition(graph), 0, name="kind")
-    with pytest.raises(OptionError, match=r"host node 'masks'.*'kind/1'"):
-        bodies[1].lane("inside").host(print, name="masks")
 
 
 def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from graft.cudagraph import Device, Graph, GraphLane, HostWorkError, KernelModule, Stream
-from graft.cudagraph.conditional import condition, if_else, switch, while_
+from graft.cudagraph.conditional import condition, if_else, while_
 from graft.cudagraph.mailbox import MailboxWorker
 
 LIMIT_S = 120.0
@@ -36,7 +36,7 @@ extern "C" __global__ void turn(unsigned long long condition, unsigned* turns, i
 """
 MASK = 0xFFFFFFFF
 HOST = ("host", "payload", "mailbox", "spin", "moved")
-DEVICE = ("kernel", "branch", "switch", "loop", "child", "events")
+DEVICE = ("kernel", "branch", "loop", "child", "events")
 
 
 @dataclass
@@ -61,9 +61,6 @@ class Op:
         value = cells[self.a]
         if self.kind == "branch":
             cells[self.out] = self.mixed(cells, self.salt if value % 2 else self.salt + 1)
-        elif self.kind == "switch":
-            if value % 4 < 3:
-                cells[self.out] = self.mixed(cells, self.salt + value % 4)
         elif self.kind == "loop":
             for _ in range(1 + self.salt % 3):
                 cells[self.out] = self.mixed(cells, self.salt)
@@ -171,10 +168,8 @@ class Case:
             body.kernel(self.module["turn"], 1, 1, [more, self.turns, op.out, limit])
             return
         chosen = condition(graph)
-        cases = 2 if op.kind == "branch" else 4
-        lane.kernel(self.module["decide"], 1, 1, [chosen, self.cells, op.a, cases])
-        bodies = if_else(lane, chosen) if op.kind == "branch" else switch(lane, chosen, 3)
-        for more, body in enumerate(bodies):
+        lane.kernel(self.module["decide"], 1, 1, [chosen, self.cells, op.a, 2])
+        for more, body in enumerate(if_else(lane, chosen)):
             self.mix(body.lane("body"), op, more)
 
     # ---- driving ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "native" / "tests"
 BUILD = ROOT / "build" / "sanitize"
 #: Settings of the soft device for both sanitizers; the first changes nothing.
-SETTINGS = ("", "DESTRUCTORS=inline", "STRICT=0")
+SETTINGS = ("", "DESTRUCTORS=inline")
 
 
 @functools.cache

@@ -139,7 +139,7 @@ def table() -> str:
     for keyword, shows, schema, *draft in EXAMPLES:
         found = route(schema, draft=draft[0] if draft else 2020)
         values = set(found.narrowed) - set(found.ordered)
-        outcome = "narrowed" if values else "rewritten" if found.rewritten else "exact"
+        outcome = "narrowed" if values else "rewritten" if found.schema != schema else "exact"
         why = ""
         if not found.exact:
             outcome = "refused"

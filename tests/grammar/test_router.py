@@ -177,7 +177,6 @@ def test_formats_are_what_the_draft_says():
         found = route(schema, assert_formats=asked)
         assert Grammar.routed(found).takes("no date") != enforced
         assert Grammar.routed(found).takes("2024-02-29")
-        assert any(reason.keyword == "format" for reason in found.rewritten) != enforced
     mail = route({"type": "string", "format": "email"})
     assert [reason.keyword for reason in mail.narrowed] == ["format"]
 

@@ -28,7 +28,7 @@ def test_sizes_are_read_from_the_folder(tmp_path):
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (320, 48, 80)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 2, 8)
     assert (config.num_hidden_layers, config.rms_norm_eps) == (1, 1e-6)
-    assert config.tie_word_embeddings and config.eos_ids == (0,)
+    assert config.tie_word_embeddings
 
 
 def test_absent_fields_take_the_formats_defaults():
@@ -60,7 +60,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
      ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
      ("rope_scaling", {"rope_type": "linear"}),
      ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}), ("rope_scaling", "linear"),
-     ("eos_token_id", "end"), ("rms_norm_eps", 10**400), ("torch_dtype", ["float32"])],
+     ("rms_norm_eps", 10**400), ("torch_dtype", ["float32"])],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(name, value):
     """Absent and absurd sizes, and what graft does not implement; of a size with its value."""

@@ -306,7 +306,7 @@ live, leaked = device.stats()["live"], device.stats()["leaked"]
 held = {}
 if device.kind == "soft":
     from graft.cudagraph import softstats
-    held = softstats.gil_held_by_name()
+    held = +softstats.counters()["gil_held"]
 with demo_engine(max_batch_size=4) as engine:
     again = [o.tokens for o in engine.generate(mixed_requests(6))] == [o.tokens for o in outputs]
 print(json.dumps({

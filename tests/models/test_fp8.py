@@ -15,7 +15,7 @@ from graft.models.config import LlamaConfig
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.layers import Layers
 from graft.models.options import Options
-from graft.models.weights import Scaled
+from graft.models.weights import Held
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 #: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.
@@ -44,7 +44,7 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     x = rng.standard_normal((150 if inner == 384 else 20, inner)).astype(np.float32)
     powers = np.exp2(rng.integers(-12, 4, columns)).astype(np.float32)
     codes = device.from_host(CODES[at], E4M3)
-    weight = Scaled(codes, device.from_host(powers))
+    weight = Held(codes, device.from_host(powers))
     same = nets.upload(device, VALUES[at] * powers[:, None], "bfloat16")
 
     def product(weight, rows, **more):
@@ -61,7 +61,7 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
     ones = nets.upload(device, np.ones((len(x), columns)))
     assert nets.same_bits(product(weight, x, residual=ones), product(same, x, residual=ones))
     scale = rng.uniform(1e-4, 2, columns).astype(np.float32)
-    np.testing.assert_array_equal(product(Scaled(codes, device.from_host(scale)), x),
+    np.testing.assert_array_equal(product(Held(codes, device.from_host(scale)), x),
                                   product(codes, x) * scale)  # fmt: skip
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
@@ -89,7 +89,7 @@ def test_gates_are_scaled_before_they_are_applied(device, stream):
 
     def weight(order):
         parts = (order(CODES[at]).reshape(48, 256), order(scale).reshape(48))
-        return Scaled(device.from_host(parts[0], E4M3), device.from_host(parts[1]))
+        return Held(device.from_host(parts[0], E4M3), device.from_host(parts[1]))
 
     apart, out, gated = (device.empty((20, n), "float32") for n in (48, 24, 24))
     layers.linear(lane, x, weight(lambda a: a), apart)

@@ -25,7 +25,7 @@ from graft.cudagraph.nccl import NcclGather
 from graft.models.config import LlamaConfig
 from graft.models.layers import Layers, Norm
 from graft.models.shares import Share
-from graft.models.weights import Part
+from graft.models.weights import Held
 from graft.tools.smollm import cache
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -118,7 +118,7 @@ def test_partial_products_are_added_in_rank_order(device, stream, form):
     out, normed = nets.upload(device, residual), device.zeros((5, 40), "float32")
     tap, again = device.zeros((5, 50), "float32"), device.zeros((5, 40), "float32")
     norm = Norm(nets.upload(device, scale), 1e-5, normed)
-    of_ranks = Part(mine[1], Given(device, (products[0], products[2])))
+    of_ranks = Held(mine[1], sums=Given(device, (products[0], products[2])))
     layers.linear(lane, mine[0], of_ranks, out, residual=out, tap=(tap, 10), norm=norm)
     expected = ((products[0] + products[1]) + products[2]) + residual
     assert nets.same_bits(nets.host(stream, out), expected)

@@ -227,7 +227,7 @@ def test_named_templates_and_template_files_are_found(folder):
 def test_templates_run_in_a_sandbox(folder, template, monkeypatch):
     """Reaching for Python's insides, changing the messages, failing, eating memory or time, or
     making too much text raises TokenizerError; the next template is rendered."""
-    monkeypatch.setattr(chat, "_CHILD", chat._Child())
+    monkeypatch.setattr(chat, "_CHILD", chat.Child(chat.MEMORY_BYTES))
     monkeypatch.setattr(chat, "LIMIT_S", 0.5)
     tokenizer = set_template(folder, template)
     try:

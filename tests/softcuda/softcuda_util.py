@@ -92,7 +92,7 @@ class Soft:
     fault = staticmethod(functools.partial(softstats.explain, True))
     refusal = staticmethod(functools.partial(softstats.explain, False))
     describe = staticmethod(softstats.describe)
-    count = staticmethod(functools.partial(softstats.counter, "count"))
+    count = staticmethod(lambda what: softstats.counters()["count"][what])
 
     def __init__(self) -> None:
         self.made: list[tuple[str, Any]] = []

@@ -19,8 +19,8 @@ import pytest
 from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.serve.actors import Worker
+from graft.tools.serve.app import Caller
 from graft.tools.serve.driver import Facts
-from graft.tools.serve.exchange import Exchange
 from graft.tools.serve.replicas import SUSPECT, Replicas
 from graft.tools.serve.router import Router
 
@@ -126,7 +126,7 @@ async def turn():
 def ask(replicas, name="a", **fields):
     """A request under way."""
     fields = {"tokens": [1] * 20, "max_tokens": 9, "id": name} | fields
-    return Exchange(replicas, [Request(**fields)])
+    return Caller(replicas, [Request(**fields)])
 
 
 def test_callers_of_an_engine_that_dies_hear_on_where_they_were():

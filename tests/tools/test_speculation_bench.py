@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from graft.grammar.statement import GrammarSpec
 from graft.models.engine import Engine
 from graft.models.request import Request
 from graft.models.stats import EngineStats
@@ -178,7 +179,8 @@ def test_prompts_of_a_file_have_kinds_and_what_cannot_be_measured_is_refused(tmp
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a/b/1", "prompt": "x"}\n{"prompt": "y", "choice": ["z"]}\n')
     read = speculation.read_prompts(speculation.read_arguments(["--prompts", str(file)]))
-    assert [kind for kind, _ in read] == ["a/b", "all"] and read[1][1].choices == ["z"]
+    assert [kind for kind, _ in read] == ["a/b", "all"]
+    assert read[1][1].request.grammar == GrammarSpec.choice(["z"])
     quick = ["--prompts", str(file), "--batches", "1", "--max-tokens", "2", "--lengths", "auto",
              "--trees", "--out", str(tmp_path)]
     assert speculation.main([*quick, "--drafters", "no.such:Drafter", "ngram"]) == 2

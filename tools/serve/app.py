@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from graft.cudagraph.errors import GraftError
+from graft.models.request import Event, Request
 from graft.models.tokenizer import Tokenizer
 from graft.tools.serve.answers import Choice, envelope, usage
 from graft.tools.serve.driver import Driver
 from graft.tools.serve.errors import WireError, as_wire, check_output
-from graft.tools.serve.exchange import Exchange
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.wire import Call, Front, check_fields, grammar_of, stated
@@ -164,6 +164,30 @@ class Service:
         return Response(page, media_type="text/plain; version=0.0.4")
 
 
+class Caller:
+    """Who waits for requests, and may leave at any time by `close`."""
+
+    def __init__(self, driver: Driver | Replicas, requests: Sequence[Request]):
+        self._driver = driver
+        self._sink: asyncio.Queue[Event] = asyncio.Queue()
+        self._left = {str(request.id): i for i, request in enumerate(requests)}
+        for request in requests:
+            driver.submit(request, self._sink)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """Events as they come, each with its request's place among all."""
+        while self._left:
+            event = await self._sink.get()
+            index = self._left[event.id]
+            if event.finished:
+                del self._left[event.id]
+            yield index, event
+
+    def close(self) -> None:
+        for request_id in self._left:
+            self._driver.cancel(request_id)
+
+
 class _Generate:
     """Answers a call, for as long as somebody listens."""
 
@@ -177,16 +201,16 @@ class _Generate:
         service.calls += 1
         try:
             call = await service.read(await service.body(request), self._chat)
-            exchange = Exchange(service.driver, call.requests)
+            caller = Caller(service.driver, call.requests)
             work = asyncio.ensure_future(
-                (self._stream if call.stream else self._whole)(call, exchange, send))
+                (self._stream if call.stream else self._whole)(call, caller, send))
             gone = asyncio.ensure_future(_gone(receive))
             try:
                 await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
                 if work.done() and (answer := work.result()) is not None:
                     await answer(scope, receive, send)
             finally:
-                exchange.close()
+                caller.close()
                 work.cancel()
                 gone.cancel()
                 await asyncio.gather(work, gone, return_exceptions=True)
@@ -195,9 +219,9 @@ class _Generate:
         finally:
             service.calls -= 1
 
-    async def _whole(self, call: Call, exchange: Exchange, _send: Send) -> Response:
+    async def _whole(self, call: Call, caller: Caller, _send: Send) -> Response:
         front, outputs = self._service.front, {}
-        async for index, event in exchange:
+        async for index, event in caller:
             if event.output is not None:
                 check_output(event.output)
                 outputs[index] = event.output
@@ -205,7 +229,7 @@ class _Generate:
         choices = [Choice(call, i, front).whole(output) for i, output in enumerate(said)]
         return _json(envelope(call, front.name, choices) | {"usage": usage(call, said)})
 
-    async def _stream(self, call: Call, exchange: Exchange, send: Send) -> None:
+    async def _stream(self, call: Call, caller: Caller, send: Send) -> None:
         """Server-sent events; before the first of them, what is refused is so by its status."""
         front, begun, outputs = self._service.front, False, []
         choices = [Choice(call, i, front) for i in range(len(call.requests))]
@@ -216,7 +240,7 @@ class _Generate:
                             "body": f"data: {what}\n\n".encode()})
 
         try:
-            async for index, event in exchange:
+            async for index, event in caller:
                 if event.output is not None:
                     check_output(event.output)
                     outputs.append(event.output)

@@ -147,7 +147,7 @@ def grammar_of(key: str, text: str) -> GrammarSpec | None:
         value = True
     elif key == "grammar":  # rules have this sign in EBNF and another in Lark
         key = "ebnf" if "::=" in str(value) else "lark"
-    return make_grammar({key: value}, partial=False)[0]
+    return make_grammar({key: value}, partial=False)
 
 
 class Front:

@@ -19,10 +19,10 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from . import tasks as drawn
 from .evaluate import AUX, BLOCK_AUX, acceptance, block_acceptance, blocks_of, whole_right
 from .nets import Block, Eagle3, Llama, Sizes
 
+Module = TypeVar("Module", bound=nn.Module)
 ROOT = Path(__file__).resolve().parents[2]
 # Every batch has its own shape; without these glibc gives memory back to the kernel
 # after each step and half of the time goes into page faults.
@@ -69,24 +70,30 @@ class Run:
             f.write(json.dumps(row) + "\n")
         tqdm.write(json.dumps(row))
 
+    # Each is a new one, or what is trained.
+
     def target(self) -> Llama:
-        model = Llama(self.sizes)
-        model.load_state_dict(torch.load(self.work / "target.pt")["model"])
-        return model.eval()
+        return self._trained(Llama(self.sizes), "target")
 
     def eagle(self) -> Eagle3:
-        state = torch.load(self.work / "eagle.pt")["model"]
-        model = Eagle3(self.sizes, state["t2d"].nonzero()[:, 0])
-        model.load_state_dict(state)
-        return model.eval()
+        path = self.work / "eagle.pt"
+        if path.exists():
+            kept = torch.load(path)["model"]["t2d"].nonzero()[:, 0]
+        else:
+            kept = draft_vocabulary(self, self.tokenizer())
+        head = Eagle3(self.sizes, kept)
+        with torch.no_grad():
+            head.lm_head.weight.copy_(self.target().model.embed_tokens.weight[kept])
+        return self._trained(head, "eagle")
 
     def block(self) -> Block:
-        """A new one, or what is trained."""
-        model = Block(replace(self.sizes, **BLOCK_SIZES), len(BLOCK_AUX))
-        path = self.work / "block.pt"
+        return self._trained(Block(replace(self.sizes, **BLOCK_SIZES), len(BLOCK_AUX)), "block")
+
+    def _trained(self, module: Module, stage: str) -> Module:
+        path = self.work / f"{stage}.pt"
         if path.exists():
-            model.load_state_dict(torch.load(path)["model"])
-        return model
+            module.load_state_dict(torch.load(path)["model"])
+        return module
 
     def mask(self) -> int:
         """The token whose embedding stands for what is to be drafted; no answer holds it."""
@@ -126,16 +133,17 @@ class Optimizers:
         self.params = [*inner, *rest]
         self.clock = time.monotonic()
 
-    def progress(self) -> float:
-        now = time.monotonic()
-        self.spent, self.clock = self.spent + (now - self.clock) / 60, now
+    @property
+    def share(self) -> float:
+        """Of the time budget, what is spent."""
         return min(1.0, self.spent / self.minutes)
 
-    def step(self, loss: Tensor) -> float:
-        """One update; returns the share of the budget that is spent."""
-        share = self.progress()
+    def step(self, loss: Tensor) -> None:
+        """One update, at the rate that the time since the last one asks for."""
+        now = time.monotonic()
+        self.spent, self.clock = self.spent + (now - self.clock) / 60, now
         warm = min(1.0, (self.step_no + 1) / 60)
-        rate = RATE * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+        rate = RATE * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.share)))
         loss.backward()
         nn.utils.clip_grad_norm_(self.params, 1.0)
         for o in self.all:
@@ -144,7 +152,6 @@ class Optimizers:
             o.step()
             o.zero_grad(set_to_none=True)
         self.step_no += 1
-        return share
 
     def state(self) -> dict[str, Any]:
         return {"all": [o.state_dict() for o in self.all], "step": self.step_no,
@@ -166,44 +173,48 @@ def make_tokenizer(run: Run) -> None:
     data.train_tokenizer(texts, run.sizes.vocab).save(str(path))
 
 
-def train_target(run: Run) -> None:
-    """Next-token loss on the answers; copying and short sequences first."""
-    model, tokenizer = Llama(run.sizes), run.tokenizer()
-    opt = Optimizers(model, run.args.minutes)
-    path = run.work / "target.pt"
+def learn(
+    run: Run, stage: str, module: nn.Module, minutes: float,
+    draw: Callable[[Optimizers], Iterator[Tensor]], figures: Callable[[], dict[str, float]],
+) -> None:  # fmt: skip
+    """Go down with the losses that `draw` gives, from where the stage was left until its time is
+    up; now and then log, with `figures`, and keep what is learnt."""
+    opt, path = Optimizers(module, minutes), run.work / f"{stage}.pt"
     if path.exists():
-        saved = torch.load(path)
-        model.load_state_dict(saved["model"])
-        opt.load(saved["optimizers"])
-    probe = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
-    rng, share, losses, seen, began = random.Random(opt.step_no), 0.0, [], 0, time.monotonic()
-    bar = tqdm(total=run.args.minutes, unit="min", initial=opt.spent)
-
-    def stream_of(copying: float, longest: int) -> Iterator[tuple[Tensor, Tensor]]:
-        tasks = drawn.mixture(run.documents, copying, opt.step_no * 1000)
-        return data.batches(tokenizer, tasks, TOKENS, longest, rng)
-
-    early = opt.progress() < 0.15
-    stream = stream_of(0.3, 128) if early else stream_of(0.03, 320)
-    while share < 1.0:
-        if early and share >= 0.15:
-            early, stream = False, stream_of(0.03, 320)
-        ids, answer = next(stream)
-        wanted = answer[:, 1:]
-        hidden = model(ids[:, :-1])[-1][wanted]
-        loss = F.cross_entropy(model.logits(hidden), ids[:, 1:][wanted])
-        share = opt.step(loss)
+        opt.load(torch.load(path)["optimizers"])
+    bar, losses = tqdm(total=minutes, unit="min", initial=opt.spent), []
+    for loss in draw(opt):
+        opt.step(loss)
         losses.append(loss.item())
-        seen += ids.numel()
         bar.n = opt.spent
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
-        if opt.step_no % 200 == 0 or share >= 1.0:
-            run.log(stage="target", step=opt.step_no, minutes=opt.spent,
-                    loss=sum(losses) / len(losses),
-                    tokens_per_s=seen / (time.monotonic() - began),
-                    held_out=whole_right(model, probe))
-            losses, seen, began = [], 0, time.monotonic()
-            torch.save({"model": model.state_dict(), "optimizers": opt.state()}, path)
+        if opt.step_no % 200 == 0 or opt.share >= 1.0:
+            run.log(stage=stage, step=opt.step_no, minutes=opt.spent,
+                    loss=sum(losses) / len(losses), **figures())
+            losses = []
+            torch.save({"model": module.state_dict(), "optimizers": opt.state()}, path)
+        if opt.share >= 1.0:
+            return
+
+
+def train_target(run: Run) -> None:
+    """Next-token loss on the answers; copying and short sequences first."""
+    model, tokenizer = run.target(), run.tokenizer()
+    probe = data.encode(tokenizer, demo.held_out_tasks(128, seed=99))
+
+    def draw(opt: Optimizers) -> Iterator[Tensor]:
+        rng = random.Random(opt.step_no)
+        for copying, longest, until in ((0.3, 128, 0.15), (0.03, 320, 1.0)):
+            tasks = drawn.mixture(run.documents, copying, opt.step_no * 1000)
+            stream = data.batches(tokenizer, tasks, TOKENS, longest, rng)
+            while opt.share < until:
+                ids, answer = next(stream)
+                wanted = answer[:, 1:]
+                hidden = model(ids[:, :-1])[-1][wanted]
+                yield F.cross_entropy(model.logits(hidden), ids[:, 1:][wanted])
+
+    learn(run, "target", model, run.args.minutes, draw,
+          lambda: {"held_out": whole_right(model, probe)})
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
@@ -243,35 +254,17 @@ def distil_loss(head: Eagle3, target: Llama, ids: Tensor, answer: Tensor, steps:
 
 def train_eagle(run: Run) -> None:
     """Distil the target into the drafter with its own features fed back."""
-    target, tokenizer = run.target(), run.tokenizer()
-    path = run.work / "eagle.pt"
-    saved = torch.load(path) if path.exists() else None
-    kept = saved["model"]["t2d"].nonzero()[:, 0] if saved else draft_vocabulary(run, tokenizer)
-    head = Eagle3(run.sizes, kept)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.model.embed_tokens.weight[kept])
-    opt = Optimizers(head, run.args.eagle_minutes)
-    if saved:
-        head.load_state_dict(saved["model"])
-        opt.load(saved["optimizers"])
+    target, tokenizer, head = run.target(), run.tokenizer(), run.eagle()
     probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
-    tasks = drawn.mixture(run.documents, 0.0, 10**8 + opt.step_no * 1000)
-    stream = data.batches(tokenizer, tasks, EAGLE_TOKENS, 320, random.Random(opt.step_no))
-    share, losses = opt.progress(), []
-    bar = tqdm(total=run.args.eagle_minutes, unit="min", initial=opt.spent)
-    while share < 1.0:
-        ids, answer = next(stream)
-        loss = distil_loss(head, target, ids, answer, UNROLLED)
-        share = opt.step(loss)
-        losses.append(loss.item())
-        bar.n = opt.spent
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
-        if opt.step_no % 100 == 0 or share >= 1.0:
-            run.log(stage="eagle", step=opt.step_no, minutes=opt.spent,
-                    loss=sum(losses) / len(losses),
-                    acceptance_length=acceptance(head, target, probe, UNROLLED))
-            losses = []
-            torch.save({"model": head.state_dict(), "optimizers": opt.state()}, path)
+
+    def draw(opt: Optimizers) -> Iterator[Tensor]:
+        tasks = drawn.mixture(run.documents, 0.0, 10**8 + opt.step_no * 1000)
+        rng = random.Random(opt.step_no)
+        for ids, answer in data.batches(tokenizer, tasks, EAGLE_TOKENS, 320, rng):
+            yield distil_loss(head, target, ids, answer, UNROLLED)
+
+    learn(run, "eagle", head, run.args.eagle_minutes, draw,
+          lambda: {"acceptance_length": acceptance(head, target, probe, UNROLLED)})
 
 
 def block_loss(drafter: Block, target: Llama, ids: Tensor, answer: Tensor, width: int,
@@ -299,28 +292,16 @@ def block_loss(drafter: Block, target: Llama, ids: Tensor, answer: Tensor, width
 def train_block(run: Run) -> None:
     """Distil the target into the block drafter, with blocks of several widths."""
     target, tokenizer, drafter, mask = run.target(), run.tokenizer(), run.block(), run.mask()
-    opt = Optimizers(drafter, run.args.block_minutes)
-    path = run.work / "block.pt"
-    if path.exists():
-        opt.load(torch.load(path)["optimizers"])
     probe = data.encode(tokenizer, demo.held_out_tasks(64, seed=99))
-    tasks = drawn.mixture(run.documents, 0.0, 2 * 10**8 + opt.step_no * 1000)
-    rng = random.Random(opt.step_no)
-    stream = data.batches(tokenizer, tasks, BLOCK_TOKENS, 320, rng)
-    share, losses = opt.progress(), []
-    bar = tqdm(total=run.args.block_minutes, unit="min", initial=opt.spent)
-    while share < 1.0:
-        loss = block_loss(drafter, target, *next(stream), rng.randint(4, WIDTH), mask)
-        share = opt.step(loss)
-        losses.append(loss.item())
-        bar.n = opt.spent
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
-        if opt.step_no % 200 == 0 or share >= 1.0:
-            run.log(stage="block", step=opt.step_no, minutes=opt.spent,
-                    loss=sum(losses) / len(losses),
-                    acceptance_length=block_acceptance(drafter, target, probe, UNROLLED, mask))
-            losses = []
-            torch.save({"model": drafter.state_dict(), "optimizers": opt.state()}, path)
+
+    def draw(opt: Optimizers) -> Iterator[Tensor]:
+        tasks = drawn.mixture(run.documents, 0.0, 2 * 10**8 + opt.step_no * 1000)
+        rng = random.Random(opt.step_no)
+        for ids, answer in data.batches(tokenizer, tasks, BLOCK_TOKENS, 320, rng):
+            yield block_loss(drafter, target, ids, answer, rng.randint(4, WIDTH), mask)
+
+    learn(run, "block", drafter, run.args.block_minutes, draw, lambda: {
+        "acceptance_length": block_acceptance(drafter, target, probe, UNROLLED, mask)})
 
 
 def export(run: Run) -> None:

@@ -27,7 +27,6 @@ class Rewritten(NamedTuple):
 
     schema: Any
     lost: tuple[Reason, ...] = ()
-    changed: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
 
 
@@ -38,8 +37,7 @@ def rewrite(schema: Any, *, draft: int = 2020, assert_formats: bool | None = Non
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7
     draft = dialect(schema, draft)
-    schema, ignored = normal(schema, draft)
+    schema = normal(schema, draft)
     worker = Rewriter(schema, draft, assert_formats, RULES)
     new = worker.whole(schema)
-    told = (worker.lost, ignored + worker.changed, worker.narrowed)
-    return Rewritten(new, *(tuple(dict.fromkeys(found)) for found in told))
+    return Rewritten(new, *(tuple(dict.fromkeys(f)) for f in (worker.lost, worker.narrowed)))

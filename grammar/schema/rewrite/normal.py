@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from ..terms import MAPS, Cannot, Reason, References, escape, steps_of, subschemas, word_set
+from ..terms import MAPS, Cannot, References, steps_of, subschemas, word_set
 
 __all__ = ["normal"]
 
@@ -27,14 +27,13 @@ _HOMES = ("$defs", "definitions")
 _IN_PLACE = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 
 
-def normal(root: dict[str, Any], draft: int) -> tuple[dict[str, Any], list[Reason]]:
-    """A copy of the whole schema, and what was left out of it."""
-    ignored: list[Reason] = []
-    root = _in_force(root, draft, "#", ignored, names=False)
+def normal(root: dict[str, Any], draft: int) -> dict[str, Any]:
+    """A copy of the whole schema."""
+    root = _in_force(root, draft, names=False)
     if not References(root).nested:
-        _point(root, ignored)
+        _point(root)
     references = References(root)
-    for pointer, part in subschemas(root):
+    for _, part in subschemas(root):
         if part.get("minContains") == 0 and "maxContains" not in part:  # asks for nothing
             part.pop("contains", None)
         if "contains" not in part:
@@ -47,15 +46,14 @@ def normal(root: dict[str, Any], draft: int) -> tuple[dict[str, Any], list[Reaso
                 except Cannot:
                     continue  # the rewriter names it
                 del part[keyword]
-                ignored.append(Reason(pointer, keyword, "is spelled out as what is not listed"))
     _prune(root, references)
-    return root, ignored
+    return root
 
 
-def _in_force(part: Any, draft: int, at: str, ignored: list[Reason], names: bool) -> Any:
+def _in_force(part: Any, draft: int, names: bool) -> Any:
     """A copy without newer keywords, and what stands beside ``$ref`` in old drafts."""
     if isinstance(part, list):
-        return [_in_force(p, draft, f"{at}/{i}", ignored, False) for i, p in enumerate(part)]
+        return [_in_force(p, draft, False) for p in part]
     if not isinstance(part, dict):
         return part
     alone = not names and draft <= 7 and isinstance(part.get("$ref"), str)
@@ -64,16 +62,13 @@ def _in_force(part: Any, draft: int, at: str, ignored: list[Reason], names: bool
         if not names and (
             draft < _SINCE.get(key, 0) or (alone and key != "$ref" and key not in _BESIDE_REF)
         ):
-            ignored.append(Reason(at, key, "draft ignores it here, so it is an annotation"))
-        elif not names and key in _DATA:
-            kept[key] = value
-        else:
-            maps = not names and key in MAPS
-            kept[key] = _in_force(value, draft, f"{at}/{escape(key)}", ignored, maps)
+            continue
+        data, maps = not names and key in _DATA, not names and key in MAPS
+        kept[key] = value if data else _in_force(value, draft, maps)
     return kept
 
 
-def _point(root: dict[str, Any], ignored: list[Reason]) -> None:
+def _point(root: dict[str, Any]) -> None:
     """Turns references by name, and dynamic ones with one target, into pointers."""
     places: dict[str, list[str]] = {}
     for pointer, part in subschemas(root):
@@ -83,7 +78,7 @@ def _point(root: dict[str, Any], ignored: list[Reason]) -> None:
         name = part.get("$id", part.get("id"))  # up to draft 7
         if isinstance(name, str) and re.fullmatch(r"#[A-Za-z][^/]*", name):
             places.setdefault(name[1:], []).append(pointer)
-    for pointer, part in subschemas(root):
+    for _, part in subschemas(root):
         part.pop("$dynamicAnchor", None)
         part.pop("$recursiveAnchor", None)
         for keyword in ("$dynamicRef", "$recursiveRef", "$ref"):
@@ -94,7 +89,6 @@ def _point(root: dict[str, Any], ignored: list[Reason]) -> None:
             if len(found) == 1 and (keyword == "$ref" or "$ref" not in part):
                 del part[keyword]
                 part["$ref"] = found[0]
-                ignored.append(Reason(pointer, keyword, f"{target!r} has become {found[0]!r}"))
 
 
 def _properties(part: dict[str, Any], rest: Any, references: References) -> None:

@@ -49,7 +49,6 @@ class Rewriter:
         self, root: dict[str, Any], draft: int, assert_formats: bool, rules: Mapping[str, Rule]
     ):
         self.lost: list[Reason] = []  # has no exact form
-        self.changed: list[Reason] = []
         self.narrowed: list[Reason] = []
         self.draft, self.assert_formats = draft, assert_formats
         self._rules = rules
@@ -142,10 +141,6 @@ class Rewriter:
     def lose(self, at: str, keyword: str, why: str) -> None:
         """Report what has no exact form."""
         self.lost.append(Reason(at, keyword, why))
-
-    def note(self, at: str, keyword: str, why: str) -> None:
-        """Report what was rewritten."""
-        self.changed.append(Reason(at, keyword, why))
 
     def fresh(self, schema: Any, at: str, kinds: Kinds) -> Any:
         """Rewrite a schema that a rule has made; `Cannot` if part of it is lost."""

@@ -39,7 +39,6 @@ def _one_of(to: Rewriter, value: Any, site: Site) -> None:
                 overlaps.setdefault(i, []).append(j)
                 overlaps.setdefault(j, []).append(i)
     if not overlaps:
-        to.note(site.at, "oneOf", "its options exclude each other, so it is anyOf")
         site.extra.append({"anyOf": made})
         return
     try:
@@ -68,7 +67,6 @@ def _one_of(to: Rewriter, value: Any, site: Site) -> None:
         site.extra.append({"anyOf": made})
         return
     to.narrowed += narrowed
-    to.note(site.at, "oneOf", "its overlapping options exclude each other explicitly")
     site.extra.append({"anyOf": options} if options else False)
 
 
@@ -119,7 +117,6 @@ def _not(to: Rewriter, value: Any, site: Site) -> None:
     names = _closed_names(to, site.schema)
     complement = to.negation.of(value, site.kinds, names)
     site.extra.append(to.fresh(complement, f"{site.at}/not", site.kinds))
-    to.note(site.at, "not", "is spelled out as what remains")
 
 
 def _if(to: Rewriter, value: Any, site: Site) -> None:
@@ -134,7 +131,6 @@ def _if(to: Rewriter, value: Any, site: Site) -> None:
         rest = to.negation.of(value, site.kinds, names)
         options.append(rest if other is True else {"allOf": [rest, other]})
     site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/if", site.kinds))
-    to.note(site.at, "if", "is spelled out as both of its cases")
 
 
 def _said_elsewhere(to: Rewriter, value: Any, site: Site) -> None:
@@ -144,7 +140,6 @@ def _said_elsewhere(to: Rewriter, value: Any, site: Site) -> None:
 def _dependencies(to: Rewriter, value: Any, site: Site) -> None:
     parts = dependencies(value, required_of(site.schema))
     site.extra += [to.fresh(part, f"{site.at}/dependencies", site.kinds) for part in parts]
-    to.note(site.at, "dependencies", "are spelled out by which properties are there")
 
 
 def _property_names(to: Rewriter, value: Any, site: Site) -> None:
@@ -153,7 +148,6 @@ def _property_names(to: Rewriter, value: Any, site: Site) -> None:
             site.extra.append({keyword: part})
         else:
             to.keyword_again(keyword, part, site)
-    to.note(site.at, "propertyNames", "has become patternProperties")
 
 
 def _property_counts(to: Rewriter, value: Any, site: Site) -> None:
@@ -164,7 +158,6 @@ def _property_counts(to: Rewriter, value: Any, site: Site) -> None:
         site.out.update(bounds)
     elif options:
         site.extra.append({"anyOf": options})
-        to.note(site.at, "minProperties", "is spelled out by which properties are there")
     elif not bounds.get("minProperties", 0) <= needed <= bounds.get("maxProperties", needed):
         site.extra.append({"type": sorted(site.kinds - {"object"})})
 
@@ -185,7 +178,6 @@ def _unique_items(to: Rewriter, value: Any, site: Site) -> None:
     if options is not None:
         options += _other_kinds(site)
         site.extra.append({"anyOf": options} if options else False)
-        to.note(site.at, "uniqueItems", "every order of different items is spelled out")
 
 
 def _other_kinds(site: Site) -> list[Any]:
@@ -198,13 +190,13 @@ def _contains(to: Rewriter, value: Any, site: Site) -> None:
     options = contains(value, site.schema, "prefixItems" if to.draft >= 2020 else "items")
     options += _other_kinds(site)
     site.extra.append(to.fresh({"anyOf": options}, f"{site.at}/contains", site.kinds))
-    to.note(site.at, "contains", "is spelled out as the places where it may stand")
 
 
 def _format(to: Rewriter, value: Any, site: Site) -> None:
+    """Others are not of the standard: annotations, as all are where none is asserted."""
     if not to.assert_formats:
-        to.note(site.at, "format", "an annotation to this draft; assert_formats enforces it")
-    elif value in _KEPT_FORMATS:
+        return
+    if value in _KEPT_FORMATS:
         site.out["format"] = value
     elif value in FORMATS:
         site.extra.append({"pattern": FORMATS[value]})
@@ -212,9 +204,7 @@ def _format(to: Rewriter, value: Any, site: Site) -> None:
         site.extra.append({"pattern": HOSTNAME, "maxLength": 253})
     elif value in _REFUSED_FORMATS:
         raise Cannot("format", f"{value!r} cannot be enforced exactly")
-    else:
-        to.note(site.at, "format", f"{value!r} is not of the standard: an annotation")
-    if to.assert_formats and value in _NARROWED_FORMATS:
+    if value in _NARROWED_FORMATS:
         to.narrowed.append(Reason(site.at, "format", _NARROWED_FORMATS[value]))
 
 

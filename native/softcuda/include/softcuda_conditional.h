@@ -1,4 +1,4 @@
-// The condition of a graph's IF, WHILE or SWITCH node, which kernels set. A handle is the address
+// The condition of a graph's IF or WHILE node, which kernels set. A handle is the address
 // of such a cell; cells are never freed, so that a stale handle is harmless.
 #pragma once
 

@@ -79,10 +79,6 @@ ThreadRecord& this_thread() {
   thread_local RecordOwner owner;
   return owner.record;
 }
-RunningHost& running_host() {
-  static RunningHost& host = *new RunningHost;
-  return host;
-}
 
 void live_add(Kind kind, long delta) {
   // After a fault nothing is freed any more: it was counted as leaked (E3).
@@ -131,7 +127,7 @@ ApiCall::ApiCall(ApiSite& site)
 void ApiCall::admit() {
   const unsigned flags = site_.flags;
   if ((flags & kAlways) != 0) return;
-  if (t_forbidden != nullptr && settings().strict) {
+  if (t_forbidden != nullptr) {
     refuse(CUDA_ERROR_NOT_PERMITTED, std::string(site_.name) + " was called from a " + t_forbidden);
   }
   // A forked process's threads stayed behind, maybe with our locks (A6).
@@ -186,7 +182,7 @@ static void record_hop(uint64_t entered, uint64_t returned) {
 void run_host_function(CUhostFn fn, void* data) {
   std::unique_lock<std::mutex> lock(g_context_lock, std::defer_lock);
   if ((settings().lock_model & 1) != 0) lock.lock();
-  RunningHost& host = running_host();
+  RunningHost& host = g_running_host;
   host.tid = syscall(SYS_gettid);
   host.pthread = static_cast<uint64_t>(pthread_self());
   host.since = now_ns();
@@ -235,39 +231,29 @@ SC_EXPORT int64_t softcuda_live(const char* kind) {
   return i < 0 ? -1 : g_live[i].load();
 }
 
-SC_EXPORT int64_t softcuda_leaked(const char* kind) {
-  const int i = index_of(kKindNames, kind);
-  return i < 0 ? -1 : g_leaked[i].load();
-}
-
 SC_EXPORT int64_t softcuda_count(const char* what) {
   const int i = index_of(kWhatNames, what);
   return i < 0 ? -1 : g_count[i].load();
 }
 
-// Names by index, null after the last: resource kinds, counts, and APIs called so far.
-SC_EXPORT const char* softcuda_kind_name(unsigned i) {
-  return i < kKinds ? kKindNames[i] : nullptr;
-}
-SC_EXPORT const char* softcuda_count_name(unsigned i) {
-  return i < kWhats ? kWhatNames[i] : nullptr;
-}
-SC_EXPORT const char* softcuda_api_name(unsigned i) {
+// All counters, a line "which name number" each; of calls by function, and of those that had the
+// GIL.
+SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
+  std::string out;
+  const auto add = [&](const char* which, const char* name, long n) {
+    out += std::string(which) + " " + name + " " + std::to_string(n) + "\n";
+  };
+  for (size_t i = 0; i < kKinds; ++i) {
+    add("live", kKindNames[i], g_live[i]);
+    add("leaked", kKindNames[i], g_leaked[i]);
+  }
+  for (size_t i = 0; i < kWhats; ++i) add("count", kWhatNames[i], g_count[i]);
   for (const ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    if (site->calls.load() > 0 && i-- == 0) return site->name;
+    add("calls", site->name, site->calls);
+    add("gil_held", site->name, site->gil_held);
   }
-  return nullptr;
+  return give(out, buffer, size);
 }
-
-static int64_t sum_sites(const char* api, std::atomic<long> ApiSite::* field) {
-  int64_t total = 0;
-  for (ApiSite* site = g_sites.load(); site != nullptr; site = site->next) {
-    if (api == nullptr || std::strcmp(api, site->name) == 0) total += (site->*field).load();
-  }
-  return total;
-}
-SC_EXPORT int64_t softcuda_calls(const char* api) { return sum_sites(api, &ApiSite::calls); }
-SC_EXPORT int64_t softcuda_gil_held(const char* api) { return sum_sites(api, &ApiSite::gil_held); }
 
 // Calls in progress, the running host function and the running kernels, one line each.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {

@@ -27,7 +27,7 @@ struct RunningHost {
   std::atomic<long> tid{0};
   std::atomic<uint64_t> pthread{0};
 };
-RunningHost& running_host();
+inline RunningHost g_running_host;
 
 // Calls in progress, the running host function, workers that owe an answer, running kernels.
 std::string describe();

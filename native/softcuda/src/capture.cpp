@@ -37,7 +37,7 @@ struct Member {
 };
 
 struct State {
-  std::mutex mutex;  // taken before graph_mutex()
+  std::mutex mutex;  // taken before graph_mutex
   std::map<CUstream, Member> streams;
   std::map<CUevent, Member> events;
   std::set<std::shared_ptr<Capture>> active;
@@ -79,7 +79,7 @@ bool is_legacy(CUstream stream) { return reinterpret_cast<uint64_t>(stream) <= 1
 
 // Whether the legacy stream waits for the stream, which must then not capture beside its use.
 bool blocks(CUstream handle) {
-  const auto stream = streams().get(handle);
+  const auto stream = streams.get(handle);
   return stream && (stream->flags & CU_STREAM_NON_BLOCKING) == 0;
 }
 
@@ -102,7 +102,7 @@ void join(Ends* ends, const Ends& more) {
 Ends ends_of(const CUgraphNode* nodes, size_t count, const Graph* graph) {
   need(count == 0 || nodes != nullptr);
   for (size_t i = 0; i < count; ++i) {
-    const auto node = graph_nodes().get(nodes[i]);
+    const auto node = graph_nodes.get(nodes[i]);
     need(node && node->graph == graph, CUDA_ERROR_INVALID_VALUE,
          "a dependency is not a node of the graph");
   }
@@ -124,7 +124,7 @@ bool put(CUstream stream, const Make& make) {
   CUgraphNode added = nullptr;
   add_node(&added, static_cast<CUgraph>(member->capture->graph->handle), member->ends.data(),
            member->ends.size(), node);
-  if (node->child) node->child->handle = graphs().add(node->child);
+  if (node->child) node->child->handle = graphs.add(node->child);
   member->ends.assign(1, added);
   return true;
 }
@@ -140,7 +140,7 @@ void begin(CUstream handle, int mode) {
   auto capture = std::make_shared<Capture>();
   capture->id = ++g_state.next_id;
   capture->graph = std::make_shared<Graph>();
-  capture->graph->handle = graphs().add(capture->graph);
+  capture->graph->handle = graphs.add(capture->graph);
   capture->graph->captures.fetch_add(1);
   capture->mode = mode;
   capture->thread = pthread_self();
@@ -152,13 +152,13 @@ void begin(CUstream handle, int mode) {
 
 // Whether every node that the capture's streams, or one of them, stand at leads to the origin.
 bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   std::set<const void*> seen;
   std::vector<Node*> todo;
   const auto visit = [&](Node* node) {
     if (node != nullptr && seen.insert(node->handle).second) todo.push_back(node);
   };
-  for (CUgraphNode end : g_state.streams[capture->origin].ends) visit(graph_nodes().get(end).get());
+  for (CUgraphNode end : g_state.streams[capture->origin].ends) visit(graph_nodes.get(end).get());
   while (!todo.empty()) {
     Node* node = todo.back();
     todo.pop_back();
@@ -238,7 +238,7 @@ bool capture_launch(CUstream stream, const Exec& exec) {
            "a graph with conditional nodes cannot become a child of the captured one");
     }
     node.type = CU_GRAPH_NODE_TYPE_GRAPH;
-    std::lock_guard<std::mutex> lock(graph_mutex());
+    std::lock_guard<std::mutex> lock(graph_mutex);
     node.child = graph_of(exec);
   });
 }

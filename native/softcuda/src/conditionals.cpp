@@ -8,7 +8,7 @@ namespace {
 
 // A condition steers a node of its own graph or of a body below it.
 std::shared_ptr<Condition> find_condition(const Graph* graph, uint64_t handle) {
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   for (; graph != nullptr; graph = graph->body_of) {
     for (auto& condition : graph->conditions) {
       if (reinterpret_cast<uint64_t>(condition->cell) == handle) return condition;
@@ -59,15 +59,14 @@ void check_conditions(const Graph& graph, bool in_body) {
 
 void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, size_t n,
                      CUDA_CONDITIONAL_NODE_PARAMS* p) {
-  const auto graph = graphs().find(handle);
+  const auto graph = graphs.find(handle);
   const auto condition = find_condition(graph.get(), p->handle);
   need(condition && !condition->used, CUDA_ERROR_INVALID_VALUE,
        "the conditional handle is unknown, of another graph, or steers a node already");
-  const bool sized = p->type == CU_GRAPH_COND_TYPE_IF      ? p->size == 1 || p->size == 2
-                     : p->type == CU_GRAPH_COND_TYPE_WHILE ? p->size == 1
-                                                           : p->size > 0;
-  need(p->type >= CU_GRAPH_COND_TYPE_IF && p->type <= CU_GRAPH_COND_TYPE_SWITCH && sized,
-       CUDA_ERROR_INVALID_VALUE, "the conditional's type and number of bodies disagree");
+  need(p->type == CU_GRAPH_COND_TYPE_IF || p->type == CU_GRAPH_COND_TYPE_WHILE,
+       CUDA_ERROR_NOT_SUPPORTED, "conditionals other than IF and WHILE are not implemented");
+  need(p->size == 1 || (p->size == 2 && p->type == CU_GRAPH_COND_TYPE_IF), CUDA_ERROR_INVALID_VALUE,
+       "the conditional's type and number of bodies disagree");
   need(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
        "the conditional is of another context");
   auto node = std::make_shared<Node>();
@@ -81,7 +80,7 @@ void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, 
   }
   add_node(out, handle, deps, n, node);
   for (auto& body : node->bodies) {
-    body->handle = graphs().add(body);
+    body->handle = graphs.add(body);
     node->body_handles.push_back(static_cast<CUgraph>(body->handle));
   }
   condition->used = true;
@@ -92,9 +91,7 @@ Program* next_body(const ConditionalWork& work, bool first) {
   const unsigned value = __atomic_load_n(&work.cell->value, __ATOMIC_ACQUIRE);
   const bool loops = work.type == CU_GRAPH_COND_TYPE_WHILE;
   if (sticky() != CUDA_SUCCESS || (!first && !loops)) return nullptr;
-  size_t which = value;
-  if (work.type != CU_GRAPH_COND_TYPE_SWITCH)
-    which = value != 0 ? 0 : loops ? work.bodies.size() : 1;
+  const size_t which = value != 0 ? 0 : loops ? work.bodies.size() : 1;
   if (which >= work.bodies.size()) return nullptr;
   if (loops && work.endless) {
     fault(CUDA_ERROR_LAUNCH_FAILED, "a WHILE node whose body holds no kernel never ends");
@@ -110,7 +107,7 @@ using namespace softcuda;
 
 SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle, CUcontext,
        context, unsigned, initial, unsigned, flags) {
-  const auto graph = graphs().find(handle);
+  const auto graph = graphs.find(handle);
   need(out != nullptr && flags <= 1);
   need(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
   // Cells are never freed, so that a stale handle is harmless.
@@ -118,7 +115,7 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
   auto condition = std::make_shared<Condition>();
   condition->initial = initial;
   condition->assign = flags == 1;
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   condition->cell = &cells.emplace_back(softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial});
   *out = reinterpret_cast<uint64_t>(condition->cell);
   graph->conditions.push_back(std::move(condition));

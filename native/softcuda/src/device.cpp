@@ -59,12 +59,10 @@ const Settings& settings() {
     out->workers = static_cast<unsigned>(number("SOFTCUDA_WORKERS", cores < 16 ? cores : 16));
     if (out->workers == 0) out->workers = 1;
     if (out->workers > 256) out->workers = 256;
-    out->strict = number("SOFTCUDA_STRICT", 1) != 0;
     out->log = number("SOFTCUDA_LOG", 0) != 0;
     out->lock_model = static_cast<unsigned>(number("SOFTCUDA_LOCK_MODEL", 0));
     out->watchdog_seconds = static_cast<unsigned>(number("SOFTCUDA_WATCHDOG", 0));
     out->poison = number("SOFTCUDA_POISON", 0) != 0;
-    out->aliases_only = number("SOFTCUDA_ALIASES_ONLY", 0) != 0;
     out->memory = number("SOFTCUDA_MEMORY", 0);
     out->memops = number("SOFTCUDA_MEMOPS", 1) != 0;
     out->queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));

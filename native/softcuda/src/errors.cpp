@@ -20,14 +20,11 @@ Named named(CUresult code, const char* name) {
   return {code, name, text};
 }
 
-const std::vector<Named>& errors() {
-  static const auto& all = *new std::vector<Named>{
+const auto& errors = *new std::vector<Named>{
 #define E(code, name) named(code, #name),
 #include "cuda_errors.inc"
 #undef E
-  };
-  return all;
-}
+};
 
 std::atomic<CUresult> g_sticky{CUDA_SUCCESS};
 std::mutex& g_text_mutex = *new std::mutex;
@@ -35,7 +32,7 @@ std::string& g_fault_text = *new std::string;
 thread_local std::string t_refusal_text;
 
 const Named* find(CUresult code) {
-  for (const Named& e : errors()) {
+  for (const Named& e : errors) {
     if (e.code == code) return &e;
   }
   return nullptr;

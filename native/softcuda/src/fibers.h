@@ -6,8 +6,7 @@
 
 #include "softcuda_abi.h"
 
-// SOFTCUDA_UCONTEXT builds the portable switch on x86-64 too, so that it can be tested there.
-#if defined(__x86_64__) && !defined(SOFTCUDA_UCONTEXT)
+#if defined(__x86_64__)
 #define SOFTCUDA_OWN_SWITCH 1
 #else
 #include <ucontext.h>

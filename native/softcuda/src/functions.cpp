@@ -12,14 +12,14 @@ using namespace softcuda;
 // What the calls of modules and of libraries have in common; so below of functions and kernels.
 static void* named(void* module, const char* name) {
   need(name != nullptr);
-  for (auto& function : modules().find(module)->functions) {
+  for (auto& function : modules.find(module)->functions) {
     if (function->name == name) return function->handle;
   }
   refuse(CUDA_ERROR_NOT_FOUND, "the module has no kernel '" + std::string(name) + "'");
 }
 
 static std::shared_ptr<Function> described(void* function) {
-  const auto found = functions().get(function);
+  const auto found = functions.get(function);
   need(found != nullptr);
   return found;
 }
@@ -100,7 +100,7 @@ SC_API(cuModuleGetLoadingMode, 11070, 0, int*, mode) {
 
 SC_API(cuLibraryGetModule, 12000, 0, CUmodule*, out, CUmodule, library) {
   need(out != nullptr);
-  modules().find(library);
+  modules.find(library);
   *out = library;
 }
 
@@ -115,13 +115,13 @@ SC_API(cuLibraryGetKernel, 12000, 0, void**, out, void*, library, const char*, n
 }
 
 SC_API(cuLibraryGetKernelCount, 12040, 0, unsigned*, n, void*, library) {
-  const auto found = modules().find(library);
+  const auto found = modules.find(library);
   need(n != nullptr);
   *n = static_cast<unsigned>(found->functions.size());
 }
 
 SC_API(cuLibraryEnumerateKernels, 12040, 0, void**, out, unsigned, n, void*, library) {
-  const auto found = modules().find(library);
+  const auto found = modules.find(library);
   need(out != nullptr);
   for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {
     out[i] = found->functions[i]->handle;
@@ -150,7 +150,7 @@ OF_FUNCTION(Kernel, kContext)
 
 #define MODULE_OF(symbol, from)                           \
   SC_API(symbol, from, 0, void**, out, void*, function) { \
-    const auto found = functions().find(function);        \
+    const auto found = functions.find(function);          \
     need(out != nullptr);                                 \
     *out = found->module->handle;                         \
   }
@@ -158,13 +158,13 @@ MODULE_OF(cuFuncGetModule, 11000)
 MODULE_OF(cuKernelGetLibrary, 12050)
 
 SC_API(cuKernelGetFunction, 12000, 0, void**, out, void*, kernel) {
-  functions().find(kernel);
+  functions.find(kernel);
   need(out != nullptr);
   *out = kernel;
 }
 
 SC_API(cuFuncGetAttribute, 2020, 0, int*, out, int, attribute, CUfunction, function) {
-  const auto found = functions().find(function);
+  const auto found = functions.find(function);
   need(out != nullptr);
   *out = attribute_of(*found, attribute);
 }
@@ -172,25 +172,25 @@ SC_API(cuFuncGetAttribute, 2020, 0, int*, out, int, attribute, CUfunction, funct
 SC_API(cuKernelGetAttribute, 12000, 0, int*, out, int, attribute, CUkernel, kernel, CUdevice,
        device) {
   need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  const auto found = functions().find(kernel);
+  const auto found = functions.find(kernel);
   need(out != nullptr);
   *out = attribute_of(*found, attribute);
 }
 
 SC_API(cuFuncSetAttribute, 9000, 0, CUfunction, function, int, attribute, int, value) {
-  set_attribute(*functions().find(function), attribute, value);
+  set_attribute(*functions.find(function), attribute, value);
 }
 
 SC_API(cuKernelSetAttribute, 12000, 0, int, attribute, int, value, CUkernel, kernel, CUdevice,
        device) {
   need(device == 0, CUDA_ERROR_INVALID_DEVICE);
-  set_attribute(*functions().find(kernel), attribute, value);
+  set_attribute(*functions.find(kernel), attribute, value);
 }
 
-SC_API(cuFuncLoad, 12040, 0, CUfunction, function) { functions().find(function)->loaded = true; }
+SC_API(cuFuncLoad, 12040, 0, CUfunction, function) { functions.find(function)->loaded = true; }
 
 SC_API(cuFuncIsLoaded, 12040, 0, int*, state, CUfunction, function) {
-  const auto found = functions().find(function);
+  const auto found = functions.find(function);
   need(state != nullptr);
   *state = found->loaded ? 1 : 0;
 }

@@ -10,11 +10,6 @@
 
 namespace softcuda {
 
-Handles<Exec>& graph_execs() {
-  static Handles<Exec>& h = *new Handles<Exec>(0x57000000000000, "not an executable graph");
-  return h;
-}
-
 Exec::Exec() { live_add(Kind::graph_exec, 1); }
 Exec::~Exec() { live_add(Kind::graph_exec, -1); }
 
@@ -155,7 +150,7 @@ std::shared_ptr<Graph> graph_of(const Exec& exec) {
     } else {
       node->work = flat.work;
     }
-    node->handle = graph_nodes().add(node);
+    node->handle = graph_nodes.add(node);
     graph->nodes.push_back(std::move(node));
   }
   for (size_t i = 0; i < exec.flat.size(); ++i) {
@@ -167,7 +162,7 @@ std::shared_ptr<Graph> graph_of(const Exec& exec) {
 }
 
 static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
-  const auto graph = graphs().find(handle);
+  const auto graph = graphs.find(handle);
   need(out != nullptr && flags <= 15);
   need_uncaptured(*graph);
   need_own(*graph);
@@ -176,10 +171,10 @@ static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   auto exec = std::make_shared<Exec>();
   exec->flags = flags;
   exec->references = std::make_shared<References>();
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   exec->flat = flatten(*graph, exec->references.get());
   exec->program = make_program(exec->flat, exec->references);
-  exec->handle = graph_execs().add(exec);
+  exec->handle = graph_execs.add(exec);
   *out = static_cast<CUgraphExec>(exec->handle);
 }
 
@@ -234,14 +229,14 @@ SC_API(cuGraphInstantiateWithParams, 12000, 0, CUgraphExec*, out, CUgraph, graph
 }
 
 SC_API(cuGraphExecGetFlags, 12000, 0, CUgraphExec, handle, uint64_t*, flags) {
-  const auto exec = graph_execs().find(handle);
+  const auto exec = graph_execs.find(handle);
   need(flags != nullptr);
   *flags = exec->flags;
 }
 
 // Uploading is ordered after the executable's earlier launches and costs nothing here.
 SC_API(cuGraphUpload, 11010, 0, CUgraphExec, handle, CUstream, stream_handle) {
-  const auto exec = graph_execs().find(handle);
+  const auto exec = graph_execs.find(handle);
   const auto stream = find_stream(stream_handle);
   capture_forbids_stream(stream_handle);
   enqueue(*stream, Work(), OpRef(), &exec->last);
@@ -255,13 +250,13 @@ static bool calls_host(const Program& program) {
 }
 
 SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
-  const auto exec = graph_execs().find(handle);
+  const auto exec = graph_execs.find(handle);
   const auto stream = find_stream(stream_handle);
   keep_fault_handlers();
   Work work;
   work.kind = WorkKind::graph;
   {
-    std::lock_guard<std::mutex> lock(graph_mutex());
+    std::lock_guard<std::mutex> lock(graph_mutex);
     work.program = in_flight(exec->program);
   }
   if (capture_launch(stream_handle, *exec)) return;
@@ -278,7 +273,7 @@ SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
 
 SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {
   ApiThread here;
-  graph_execs().remove(handle);
+  graph_execs.remove(handle);
 }
 
 // Takes parameters and references of another definition with the same topology. References of the
@@ -286,8 +281,8 @@ SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {
 SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handle,
        CUgraphExecUpdateResultInfo*, info) {
   ApiThread here;
-  const auto exec = graph_execs().find(handle);
-  const auto graph = graphs().find(graph_handle);
+  const auto exec = graph_execs.find(handle);
+  const auto graph = graphs.find(graph_handle);
   need(info != nullptr);
   need_own(*graph);
   *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_SUCCESS, nullptr, nullptr};
@@ -295,7 +290,7 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
   std::vector<FlatNode> flat;
   std::shared_ptr<Program> old;
   std::shared_ptr<References> old_references;
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   flat = flatten(*graph, references.get());
   void* blame = nullptr;
   info->result = same_shape(flat, exec->flat, &blame);
@@ -319,8 +314,8 @@ SC_API(cuGraphExecKernelNodeSetParams_v2, 12000, 0, CUgraphExec, handle, CUgraph
        const CUDA_KERNEL_NODE_PARAMS*, p) {
   need(p != nullptr);
   Work work(make_kernel(*p));
-  const auto exec = graph_execs().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto exec = graph_execs.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   FlatNode* const flat = find_flat(*exec, node);
   need(flat->type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
        "the node is no kernel node");
@@ -330,8 +325,8 @@ SC_API(cuGraphExecKernelNodeSetParams_v2, 12000, 0, CUgraphExec, handle, CUgraph
 
 // Kernel, memset and memcpy nodes only, as documented.
 SC_API(cuGraphNodeSetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, unsigned, enabled) {
-  const auto exec = graph_execs().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto exec = graph_execs.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   FlatNode* const flat = find_flat(*exec, node);
   need(flat->type <= CU_GRAPH_NODE_TYPE_MEMSET, CUDA_ERROR_INVALID_VALUE,
        "only kernel, memcpy and memset nodes can be disabled");
@@ -341,8 +336,8 @@ SC_API(cuGraphNodeSetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, 
 
 SC_API(cuGraphNodeGetEnabled, 11060, 0, CUgraphExec, handle, CUgraphNode, node, unsigned*,
        enabled) {
-  const auto exec = graph_execs().find(handle);
+  const auto exec = graph_execs.find(handle);
   need(enabled != nullptr);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   *enabled = find_flat(*exec, node)->enabled;
 }

@@ -68,9 +68,9 @@ Work build(const Params& p) {
       need(p.host.fn != nullptr && p.host.syncMode <= 1);
       return Work(HostWork{p.host.fn, p.host.userData});
     case kWait:
-      return Work(WorkKind::event_wait, events().find(p.event));
+      return Work(WorkKind::event_wait, events.find(p.event));
     case kRecord:
-      return Work(WorkKind::event_record, events().find(p.event));
+      return Work(WorkKind::event_record, events.find(p.event));
     case kMemops:
       return Work(make_memops(p.memOp));
     default:
@@ -80,7 +80,7 @@ Work build(const Params& p) {
 }
 
 std::shared_ptr<Node> typed(CUgraphNode handle, CUgraphNodeType type) {
-  auto node = graph_nodes().find(handle);
+  auto node = graph_nodes.find(handle);
   if (node->type == type) return node;
   refuse(CUDA_ERROR_INVALID_VALUE, std::string("the node is a ") + type_name(node->type) +
                                        " node, not a " + type_name(type) + " node");
@@ -136,7 +136,7 @@ SC_API(cuGraphKernelNodeGetParams_v2, 12000, 0, CUgraphNode, handle, CUDA_KERNEL
        out) {
   const auto node = typed(handle, kKernel);
   need(out != nullptr);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   const KernelWork& k = *node->work.kernel;
   const softcuda_entry& entry = k.function->entry();
   node->param_pointers.clear();

@@ -15,8 +15,8 @@ static void give_list(CUgraphNode* out, size_t* n, const std::vector<void*>& lis
 }
 
 SC_API(cuGraphGetNodes, 10000, 0, CUgraph, handle, CUgraphNode*, out, size_t*, n) {
-  const auto graph = graphs().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto graph = graphs.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   std::vector<void*> nodes;
   for (auto& node : graph->nodes) nodes.push_back(node->handle);
   give_list(out, n, nodes);
@@ -24,9 +24,9 @@ SC_API(cuGraphGetNodes, 10000, 0, CUgraph, handle, CUgraphNode*, out, size_t*, n
 
 SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgraphNode*, to,
        CUgraphEdgeData*, data, size_t*, n) {
-  const auto graph = graphs().find(handle);
+  const auto graph = graphs.find(handle);
   need(n != nullptr && (from == nullptr) == (to == nullptr));
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   std::vector<void*> sources, targets;
   std::vector<unsigned char> ports;
   for (auto& node : graph->nodes) {
@@ -47,7 +47,7 @@ SC_API(cuGraphGetEdges_v2, 12030, 0, CUgraph, handle, CUgraphNode*, from, CUgrap
 }
 
 SC_API(cuGraphNodeGetType, 10000, 0, CUgraphNode, handle, int*, out) {
-  const auto node = graph_nodes().find(handle);
+  const auto node = graph_nodes.find(handle);
   need(out != nullptr);
   *out = node->type;
 }

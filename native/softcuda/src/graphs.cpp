@@ -7,22 +7,9 @@
 
 namespace softcuda {
 
-std::mutex& graph_mutex() {
-  static std::mutex& m = *new std::mutex;
-  return m;
-}
-Handles<Graph>& graphs() {
-  static Handles<Graph>& h = *new Handles<Graph>(0x55000000000000, "not a graph");
-  return h;
-}
-Handles<Node>& graph_nodes() {
-  static Handles<Node>& h = *new Handles<Node>(0x56000000000000, "not a graph node");
-  return h;
-}
-
 Graph::Graph() { live_add(Kind::graph, 1); }
 Graph::~Graph() {
-  for (auto& node : nodes) graph_nodes().take(node->handle);
+  for (auto& node : nodes) graph_nodes.take(node->handle);
   live_add(Kind::graph, -1);
 }
 
@@ -36,9 +23,9 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
     copy->param_pointers.clear();
     if (node->child) {
       copy->child = clone_graph(*node->child);
-      copy->child->handle = graphs().add(copy->child);
+      copy->child->handle = graphs.add(copy->child);
     }
-    copy->handle = graph_nodes().add(copy);
+    copy->handle = graph_nodes.add(copy);
     made[node.get()] = copy.get();
     clone->nodes.push_back(std::move(copy));
   }
@@ -55,15 +42,15 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
 static void forget_children(Node& node) {
   for (auto& body : node.bodies) {
     for (auto& inner : body->nodes) forget_children(*inner);
-    graphs().take(body->handle);
+    graphs.take(body->handle);
   }
   if (!node.child) return;
   for (auto& inner : node.child->nodes) forget_children(*inner);
-  graphs().take(node.child->handle);
+  graphs.take(node.child->handle);
 }
 
 std::shared_ptr<Graph> take_graph(CUgraph handle) {
-  std::shared_ptr<Graph> graph = graphs().take(handle);
+  std::shared_ptr<Graph> graph = graphs.take(handle);
   if (!graph) return graph;
   for (auto& node : graph->nodes) forget_children(*node);
   return graph;
@@ -71,11 +58,11 @@ std::shared_ptr<Graph> take_graph(CUgraph handle) {
 
 void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies, size_t n,
               std::shared_ptr<Node> node) {
-  const auto graph = graphs().find(handle);
+  const auto graph = graphs.find(handle);
   need(out != nullptr && (dependencies != nullptr || n == 0));
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   for (size_t i = 0; i < n; ++i) {
-    std::shared_ptr<Node> dependency = graph_nodes().get(dependencies[i]);
+    std::shared_ptr<Node> dependency = graph_nodes.get(dependencies[i]);
     auto& known = node->dependencies;
     const bool foreign = !dependency || dependency->graph != graph.get();
     if (foreign || std::find(known.begin(), known.end(), dependency.get()) != known.end()) {
@@ -87,7 +74,7 @@ void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies,
   }
   check_body(*graph, *node);
   node->graph = graph.get();
-  node->handle = graph_nodes().add(node);
+  node->handle = graph_nodes.add(node);
   *out = static_cast<CUgraphNode>(node->handle);
   graph->nodes.push_back(std::move(node));
 }
@@ -109,13 +96,13 @@ using namespace softcuda;
 SC_API(cuGraphCreate, 10000, 0, CUgraph*, out, unsigned, flags) {
   need(out != nullptr && flags == 0);
   auto graph = std::make_shared<Graph>();
-  graph->handle = graphs().add(graph);
+  graph->handle = graphs.add(graph);
   *out = static_cast<CUgraph>(graph->handle);
 }
 
 SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
   ApiThread here;
-  const auto graph = graphs().find(handle);
+  const auto graph = graphs.find(handle);
   need_uncaptured(*graph);
   need_own(*graph);
   take_graph(handle);
@@ -124,19 +111,19 @@ SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
 // The child is cloned into the node, with the references it holds at this moment.
 static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                          CUgraph child) {
-  const auto original = graphs().find(child);
+  const auto original = graphs.find(child);
   need(!original->moved, CUDA_ERROR_INVALID_VALUE, "the child was moved into another graph");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   {
-    std::lock_guard<std::mutex> lock(graph_mutex());
+    std::lock_guard<std::mutex> lock(graph_mutex);
     need(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
          "a graph with conditional nodes cannot be added as a cloned child");
     node->child = clone_graph(*original);
   }
   std::shared_ptr<Graph> made = node->child;
   add_node(out, graph, deps, n, std::move(node));
-  made->handle = graphs().add(made);
+  made->handle = graphs.add(made);
   return static_cast<CUgraph>(made->handle);
 }
 
@@ -159,7 +146,7 @@ static bool contains(const Graph& top, const Graph* wanted) {
 // The child itself becomes the node's, with its references and its handle (G7).
 static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                        CUgraph child) {
-  const auto moving = graphs().find(child), into = graphs().find(graph);
+  const auto moving = graphs.find(child), into = graphs.find(graph);
   need(!moving->moved && moving->body_of == nullptr && moving->captures.load() == 0 &&
            !contains(*moving, into.get()),
        CUDA_ERROR_INVALID_VALUE, "the child belongs to another graph or is captured to");
@@ -186,7 +173,7 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
   need(params != nullptr && (deps != nullptr || n == 0));
   std::map<const Node*, unsigned char> ports;
   for (size_t i = 0; edges != nullptr && i < n; ++i) {
-    const auto from = graph_nodes().find(deps[i]);
+    const auto from = graph_nodes.find(deps[i]);
     const unsigned char port = port_of(edges[i], from->type, params->type);
     if (port != 0) ports[from.get()] = port;
   }
@@ -202,16 +189,16 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
          "no such ownership of a child graph");
     child.graph = add_clone(out, graph, deps, n, child.graph);
   }
-  std::lock_guard<std::mutex> lock(graph_mutex());
-  graph_nodes().find(*out)->ports = std::move(ports);
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  graph_nodes.find(*out)->ports = std::move(ports);
 }
 
 SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {
   ApiThread here;
-  const auto node = graph_nodes().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto node = graph_nodes.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   need_uncaptured(*node->graph);
-  graph_nodes().take(handle);
+  graph_nodes.take(handle);
   forget_children(*node);
   auto& nodes = node->graph->nodes;
   for (auto& other : nodes) {

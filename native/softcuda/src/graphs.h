@@ -103,10 +103,10 @@ struct Exec {
 };
 
 // Guards definitions and executables. The driver leaves that to callers; we do not crash.
-std::mutex& graph_mutex();
-Handles<Graph>& graphs();
-Handles<Node>& graph_nodes();
-Handles<Exec>& graph_execs();
+inline std::mutex& graph_mutex = *new std::mutex;
+inline Handles<Graph>& graphs = *new Handles<Graph>(0x55000000000000, "not a graph");
+inline Handles<Node>& graph_nodes = *new Handles<Node>(0x56000000000000, "not a graph node");
+inline Handles<Exec>& graph_execs = *new Handles<Exec>(0x57000000000000, "not an executable graph");
 
 // Adds a node of any type but child graphs and conditionals.
 void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,

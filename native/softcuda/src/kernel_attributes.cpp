@@ -22,8 +22,8 @@ static std::array<char, kAttributeBytes>& kept(Node& node, int attribute, const 
 
 SC_API(cuGraphKernelNodeSetAttribute, 10000, 0, CUgraphNode, handle, int, attribute, const void*,
        value) {
-  const auto node = graph_nodes().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto node = graph_nodes.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   auto& place = kept(*node, attribute, value);
   unsigned size[3];
   std::memcpy(size, value, sizeof size);
@@ -34,7 +34,7 @@ SC_API(cuGraphKernelNodeSetAttribute, 10000, 0, CUgraphNode, handle, int, attrib
 }
 
 SC_API(cuGraphKernelNodeGetAttribute, 10000, 0, CUgraphNode, handle, int, attribute, void*, value) {
-  const auto node = graph_nodes().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto node = graph_nodes.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   std::memcpy(value, kept(*node, attribute, value).data(), kAttributeBytes);
 }

@@ -59,7 +59,7 @@ std::vector<char> gather(const Function& f, void* const* params, void* const* ex
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) {
   auto work = std::make_shared<KernelWork>();
   // A kernel of a library is named by the other field; both hold one handle (functions.cpp).
-  work->function = functions().find(p.func != nullptr ? static_cast<void*>(p.func) : p.kern);
+  work->function = functions.find(p.func != nullptr ? static_cast<void*>(p.func) : p.kern);
   const Function& function = *work->function;
   const softcuda_entry& entry = function.entry();
   work->params = p;

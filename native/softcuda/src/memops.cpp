@@ -30,10 +30,7 @@ struct Poller {
   std::deque<Op*> kept;  // single queue: ready, but behind a wait
   bool started = false;
 };
-Poller& poller() {
-  static Poller& p = *new Poller;
-  return p;
-}
+Poller& g_poller = *new Poller;
 
 uint64_t load(const Memop& op) {
   if (op.wide) {
@@ -94,7 +91,7 @@ size_t advance(const MemopWork& work, size_t next) {
 }
 
 // Looks at every pending wait once; finished batches go to `done`.
-void look(Poller& p, std::vector<Op*>* done) {
+void look(std::vector<Op*>* done) {
   auto over = [&](Pending& item) {
     const MemopWork& work = *item.op->work.memop;
     item.next = advance(work, item.next);
@@ -102,27 +99,26 @@ void look(Poller& p, std::vector<Op*>* done) {
     done->push_back(item.op);
     return true;
   };
-  auto end = std::remove_if(p.pending.begin(), p.pending.end(), over);
-  p.pending.erase(end, p.pending.end());
+  auto end = std::remove_if(g_poller.pending.begin(), g_poller.pending.end(), over);
+  g_poller.pending.erase(end, g_poller.pending.end());
 }
 
 void poll_main() {
   pthread_setname_np(pthread_self(), "softcuda-poll");
   graft::ask_for_short_slice();
   prctl(PR_SET_TIMERSLACK, 1000UL);  // the default of 50 us would double the sleep
-  Poller& p = poller();
   uint64_t active = now_ns();
   std::vector<Op*> done;
   std::deque<Op*> kept;
   for (;;) {
     {
-      std::unique_lock<std::mutex> lock(p.mutex);
-      if (p.pending.empty()) {
-        p.wake.wait(lock, [&] { return !p.pending.empty(); });
+      std::unique_lock<std::mutex> lock(g_poller.mutex);
+      if (g_poller.pending.empty()) {
+        g_poller.wake.wait(lock, [&] { return !g_poller.pending.empty(); });
         active = now_ns();
       }
-      look(p, &done);
-      if (p.pending.empty()) kept.swap(p.kept);
+      look(&done);
+      if (g_poller.pending.empty()) kept.swap(g_poller.kept);
     }
     // What a batch lets go on is run by the workers: this thread only looks at words.
     for (Op* op : done) complete(op, false);
@@ -143,23 +139,21 @@ bool start_memops(Op* op) {
   const MemopWork& work = *op->work.memop;
   const size_t next = advance(work, 0);
   if (next == work.ops.size()) return true;
-  Poller& p = poller();
-  std::lock_guard<std::mutex> lock(p.mutex);
-  p.pending.push_back({op, next});
-  if (!p.started) {
-    p.started = true;
+  std::lock_guard<std::mutex> lock(g_poller.mutex);
+  g_poller.pending.push_back({op, next});
+  if (!g_poller.started) {
+    g_poller.started = true;
     std::thread(poll_main).detach();
   }
-  p.wake.notify_one();
+  g_poller.wake.notify_one();
   return false;
 }
 
 bool queue_blocked(Op* op) {
   if (settings().queues != 1) return false;
-  Poller& p = poller();
-  std::lock_guard<std::mutex> lock(p.mutex);
-  if (p.pending.empty()) return false;
-  p.kept.push_back(op);
+  std::lock_guard<std::mutex> lock(g_poller.mutex);
+  if (g_poller.pending.empty()) return false;
+  g_poller.kept.push_back(op);
   return true;
 }
 

@@ -25,23 +25,19 @@ struct Table {
   std::map<unsigned long long, std::shared_ptr<Allocation>> by_host;
   std::map<CUdeviceptr, std::shared_ptr<Allocation>> dead;  // recent ones, for messages
 };
-// Leaked on purpose: workers outlive static destruction.
-Table& table() {
-  static Table& t = *new Table;
-  return t;
-}
+Table& g_table = *new Table;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-bool reserve(Table& t) {
-  if (t.base != 0) return true;
+bool reserve() {
+  if (g_table.base != 0) return true;
   for (size_t bytes = size_t{1} << 44; bytes >= size_t{1} << 32; bytes >>= 2) {
     void* range =
         mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) continue;
     madvise(range, bytes, MADV_DONTDUMP);
-    t.base = t.next = round_up(reinterpret_cast<CUdeviceptr>(range), kAliasStep);
-    t.end = reinterpret_cast<CUdeviceptr>(range) + bytes;
+    g_table.base = g_table.next = round_up(reinterpret_cast<CUdeviceptr>(range), kAliasStep);
+    g_table.end = reinterpret_cast<CUdeviceptr>(range) + bytes;
     return true;
   }
   return false;
@@ -70,45 +66,45 @@ std::string address_limit() {
 size_t span_of(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
 
 // The next free addresses, going up; from the lowest on again once the end is reached (M1).
-CUdeviceptr next_free(const Table& t, size_t span) {
-  CUdeviceptr at = t.next;
+CUdeviceptr next_free(size_t span) {
+  CUdeviceptr at = g_table.next;
   for (bool again = false;;) {
-    if (t.end - at < span) {
+    if (g_table.end - at < span) {
       if (again) return 0;
       again = true;
-      at = t.base;
+      at = g_table.base;
     }
-    auto after = t.by_alias.lower_bound(at);
-    if (after != t.by_alias.begin()) {
+    auto after = g_table.by_alias.lower_bound(at);
+    if (after != g_table.by_alias.begin()) {
       const Allocation& below = *std::prev(after)->second;
       if (below.alias + span_of(below.size) > at) {
         at = below.alias + span_of(below.size);
         continue;
       }
     }
-    if (after == t.by_alias.end() || after->first - at >= span) return at;
+    if (after == g_table.by_alias.end() || after->first - at >= span) return at;
     at = after->first + span_of(after->second->size);
   }
 }
 
-void give_alias(Table& t, const std::shared_ptr<Allocation>& a) {
+void give_alias(const std::shared_ptr<Allocation>& a) {
   const size_t span = span_of(a->size);
-  if (!reserve(t)) {
+  if (!reserve()) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY, "cannot reserve device addresses" + address_limit());
   }
-  a->alias = next_free(t, span);
+  a->alias = next_free(span);
   if (a->alias == 0) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY, "no device addresses are free" + address_limit());
   }
-  t.next = a->alias + span;
-  auto dead = t.dead.lower_bound(a->alias);
-  if (dead != t.dead.begin()) --dead;
-  while (dead != t.dead.end() && dead->first < t.next) {
-    dead = dead->first + dead->second->size < a->alias ? std::next(dead) : t.dead.erase(dead);
+  g_table.next = a->alias + span;
+  auto dead = g_table.dead.lower_bound(a->alias);
+  if (dead != g_table.dead.begin()) --dead;
+  while (dead != g_table.dead.end() && dead->first < g_table.next) {
+    dead = dead->first + dead->second->size < a->alias ? std::next(dead) : g_table.dead.erase(dead);
   }
-  a->id = ++t.ids;
-  t.by_alias.emplace(a->alias, a);
-  if (a->host) t.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
+  a->id = ++g_table.ids;
+  g_table.by_alias.emplace(a->alias, a);
+  if (a->host) g_table.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
 }
 
 // The bytes between the storage and its pages' ends: too few for a guard page, so they carry a
@@ -172,9 +168,8 @@ std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
   a->size = size;
   a->host = host;
   a->flags = flags;
-  Table& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
-  const size_t left = host ? physical_memory() : total_memory() - t.used;
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  const size_t left = host ? physical_memory() : total_memory() - g_table.used;
   if (size > left) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY,
            std::to_string(size) + " bytes were asked for, " + std::to_string(left) + " are free");
@@ -183,17 +178,17 @@ std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY,
            "cannot map " + std::to_string(size) + " bytes" + address_limit());
   }
-  give_alias(t, a);
-  if (!host) t.used += size;
+  give_alias(a);
+  if (!host) g_table.used += size;
   live_add(host ? Kind::pinned_memory : Kind::device_memory, 1);
   return a;
 }
 
 // Unreachable for callers at once; the pages go now, the mapping with the last reference (M4).
-void retire(Table& t, const std::shared_ptr<Allocation>& a) {
+void retire(const std::shared_ptr<Allocation>& a) {
   a->live.store(false, std::memory_order_release);
-  t.by_alias.erase(a->alias);
-  if (a->host) t.by_host.erase(reinterpret_cast<unsigned long long>(a->storage));
+  g_table.by_alias.erase(a->alias);
+  if (a->host) g_table.by_host.erase(reinterpret_cast<unsigned long long>(a->storage));
   if (a->mapping != nullptr) {
     mprotect(a->mapping, a->mapping_bytes, PROT_NONE);
     madvise(a->mapping, a->mapping_bytes, MADV_DONTNEED);
@@ -204,8 +199,8 @@ void retire(Table& t, const std::shared_ptr<Allocation>& a) {
   note->id = a->id;
   note->host = a->host;
   note->live.store(false);
-  t.dead.emplace(a->alias, std::move(note));
-  if (t.dead.size() > 4096) t.dead.erase(t.dead.begin());
+  g_table.dead.emplace(a->alias, std::move(note));
+  if (g_table.dead.size() > 4096) g_table.dead.erase(g_table.dead.begin());
   live_add(a->host ? Kind::pinned_memory : Kind::device_memory, -1);
 }
 
@@ -223,15 +218,13 @@ std::string Allocation::describe() const {
 size_t total_memory() { return settings().memory != 0 ? settings().memory : physical_memory(); }
 
 bool is_alias(unsigned long long address) {
-  Table& t = table();
-  return address >= t.base && address < t.end && t.base != 0;
+  return address >= g_table.base && address < g_table.end && g_table.base != 0;
 }
 
 bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) {
-  Table& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
+  std::lock_guard<std::mutex> lock(g_table.mutex);
   if (!is_alias(p)) {
-    std::shared_ptr<Allocation> a = floor_entry(t.by_host, p);
+    std::shared_ptr<Allocation> a = floor_entry(g_table.by_host, p);
     const auto at = a ? p - reinterpret_cast<unsigned long long>(a->storage) : 0;
     out->owner = a && at < a->size ? a : nullptr;
     out->address = reinterpret_cast<char*>(p);
@@ -243,9 +236,9 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) 
     if (p == 0 && bytes > 0) *why = "a null pointer";
     return p != 0 || bytes == 0;
   }
-  std::shared_ptr<Allocation> a = floor_entry(t.by_alias, p);
+  std::shared_ptr<Allocation> a = floor_entry(g_table.by_alias, p);
   if (a == nullptr || p > a->alias + a->size) {
-    std::shared_ptr<Allocation> gone = floor_entry(t.dead, p);
+    std::shared_ptr<Allocation> gone = floor_entry(g_table.dead, p);
     const bool known = gone != nullptr && p <= gone->alias + gone->size;
     *why = "device address " + hex(p) +
            (known ? " lies in " + gone->describe()
@@ -266,28 +259,21 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) 
 
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why) {
   if (!resolve(p, bytes, out, why)) return false;
-  if (is_alias(p)) return true;
-  if (!out->owner) {
-    *why = hex(p) + " is the address of pageable host memory";
-  } else if (settings().aliases_only) {
-    *why = hex(p) + " is a host address (use cuMemHostGetDevicePointer; SOFTCUDA_ALIASES_ONLY)";
-  } else {
-    return true;
-  }
+  if (is_alias(p) || out->owner) return true;
+  *why = hex(p) + " is the address of pageable host memory";
   return false;
 }
 
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
-  Table& t = table();
   // Called while a worker reports a fault: it held no lock of ours when it faulted in a kernel.
-  std::lock_guard<std::mutex> lock(t.mutex);
+  std::lock_guard<std::mutex> lock(g_table.mutex);
   if (is_alias(address)) {
-    auto a = floor_entry(t.by_alias, address);
+    auto a = floor_entry(g_table.by_alias, address);
     if (a && address < a->alias + a->size + kAliasStep) return a;
-    a = floor_entry(t.dead, address);
+    a = floor_entry(g_table.dead, address);
     return a && address < a->alias + a->size + kAliasStep ? a : nullptr;
   }
-  for (auto& item : t.by_alias) {
+  for (auto& item : g_table.by_alias) {
     if (holds(*item.second, address)) return item.second;
   }
   return nullptr;
@@ -304,20 +290,19 @@ SC_API(cuMemAlloc_v2, 3020, kContext | kUnsafe, CUdeviceptr*, out, size_t, size)
 
 SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
   if (p == 0) return;
-  // Strict: the documented "may perform implicit synchronization" always happens (M5).
-  if (settings().strict) wait_idle("cuMemFree: all work to finish");
+  // The documented "may perform implicit synchronization" always happens (M5).
+  wait_idle("cuMemFree: all work to finish");
   need(sticky() == CUDA_SUCCESS, sticky());
-  Table& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
-  auto it = t.by_alias.find(p);
-  if (it == t.by_alias.end() || it->second->host) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  auto it = g_table.by_alias.find(p);
+  if (it == g_table.by_alias.end() || it->second->host) {
     refuse(CUDA_ERROR_INVALID_VALUE,
            "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
   check_slack(*a);
-  t.used -= a->size;
-  retire(t, a);
+  g_table.used -= a->size;
+  retire(a);
 }
 
 SC_API(cuMemHostAlloc, 2020, kContext | kUnsafe, void**, out, size_t, size, unsigned, flags) {
@@ -331,24 +316,22 @@ SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
 }
 
 SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
-  if (settings().strict) wait_idle("freeing pinned memory: all work to finish");
+  wait_idle("freeing pinned memory: all work to finish");
   need(sticky() == CUDA_SUCCESS, sticky());
-  Table& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
-  auto it = t.by_host.find(reinterpret_cast<unsigned long long>(p));
-  if (it == t.by_host.end()) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  auto it = g_table.by_host.find(reinterpret_cast<unsigned long long>(p));
+  if (it == g_table.by_host.end()) {
     refuse(CUDA_ERROR_INVALID_VALUE, hex(reinterpret_cast<unsigned long long>(p)) +
                                          " is not the start of a pinned allocation");
   }
   std::shared_ptr<Allocation> a = it->second;
   check_slack(*a);
-  retire(t, a);
+  retire(a);
 }
 
 SC_API(cuMemGetInfo_v2, 3020, kContext, size_t*, free_bytes, size_t*, total) {
   need(free_bytes != nullptr && total != nullptr);
-  Table& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
+  std::lock_guard<std::mutex> lock(g_table.mutex);
   *total = total_memory();
-  *free_bytes = *total - t.used;
+  *free_bytes = *total - g_table.used;
 }

@@ -10,15 +10,6 @@
 #include <cstring>
 
 namespace softcuda {
-Handles<Module>& modules() {
-  static Handles<Module>& h = *new Handles<Module>(0x52000000000000, "not a loaded module");
-  return h;
-}
-Handles<Function>& functions() {
-  static Handles<Function>& h =
-      *new Handles<Function>(0x53000000000000, "not a kernel of a loaded module");
-  return h;
-}
 
 namespace {
 
@@ -92,18 +83,18 @@ CUmodule load_module(const void* image) {
       module->functions[i]->images.push_back(table);
     }
   }
-  for (auto& function : module->functions) function->handle = functions().add(function);
-  module->handle = modules().add(module);
+  for (auto& function : module->functions) function->handle = functions.add(function);
+  module->handle = modules.add(module);
   live_add(Kind::module, 1);
   return static_cast<CUmodule>(module->handle);
 }
 
 void unload_module(void* handle, const char* waiting) {
-  if (settings().strict) wait_idle(waiting);
+  wait_idle(waiting);
   need(sticky() == CUDA_SUCCESS, sticky());
-  const auto module = modules().remove(handle);
+  const auto module = modules.remove(handle);
   module->live = false;
-  for (auto& function : module->functions) functions().take(function->handle);
+  for (auto& function : module->functions) functions.take(function->handle);
   module->functions.clear();  // a function keeps its module: break the circle
   live_add(Kind::module, -1);
 }

@@ -29,10 +29,11 @@ struct Module {
 };
 
 extern const softcuda_hooks kHooks;
-Handles<Module>& modules();
-Handles<Function>& functions();
+inline Handles<Module>& modules = *new Handles<Module>(0x52000000000000, "not a loaded module");
+inline Handles<Function>& functions =
+    *new Handles<Function>(0x53000000000000, "not a kernel of a loaded module");
 CUmodule load_module(const void* image);
-// `waiting` says what a strict unload waits for.
+// `waiting` says what unloading waits for.
 void unload_module(void* handle, const char* waiting);
 // Checks the geometry and translates the parameters; refuses by name.
 std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& params);

@@ -21,15 +21,13 @@ namespace softcuda {
 // ---- settings (environment, read once) -------------------------------------------------------
 struct Settings {
   unsigned workers;
-  bool strict;
   bool inline_destructors;
   bool log;
   unsigned lock_model;
   unsigned watchdog_seconds;
   bool poison;
-  bool aliases_only;  // refuse pinned host pointers where device code would follow them
-  size_t memory;      // bytes of device memory; 0: what the machine has
-  bool memops;        // false: every memory operation is NOT_SUPPORTED
+  size_t memory;  // bytes of device memory; 0: what the machine has
+  bool memops;    // false: every memory operation is NOT_SUPPORTED
   bool lazy_loading;
   unsigned queues;  // 1: one hardware queue; anything else: as many as are needed
 };

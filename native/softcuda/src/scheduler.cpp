@@ -46,18 +46,13 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
-Handles<Stream>& streams() {
-  static Handles<Stream>& h = *new Handles<Stream>(0x51000000000000, "not a stream");
-  return h;
-}
-
 std::shared_ptr<Stream> new_stream(unsigned flags, int priority) {
   static std::atomic<uint64_t> ids{1};
   auto stream = std::make_shared<Stream>();
   stream->flags = flags;
   stream->priority = priority;
   stream->id = ++ids;
-  stream->handle = streams().add(stream);
+  stream->handle = streams.add(stream);
   return stream;
 }
 
@@ -66,7 +61,7 @@ namespace {
 struct ThreadStream {
   ThreadStream() : stream(new_stream(0, 0)) {}
   ~ThreadStream() {
-    streams().take(stream->handle);
+    streams.take(stream->handle);
     abandon(*stream);
   }
   std::shared_ptr<Stream> stream;
@@ -80,7 +75,7 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
     thread_local ThreadStream own;
     return own.stream;
   }
-  return streams().find(handle);
+  return streams.find(handle);
 }
 
 OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
@@ -89,7 +84,7 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   OpRef ref(op);
   const bool legacy = &stream == &g_legacy;
   std::vector<std::shared_ptr<Stream>> others;
-  if (legacy) others = streams().all();
+  if (legacy) others = streams.all();
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     depend(op, stream.tail);
@@ -189,7 +184,7 @@ CUresult wait_idle(const char* what) {
     tails = g_orphans;
     tails.push_back(g_legacy.tail);
   }
-  for (auto& stream : streams().all()) tails.push_back(load(stream->tail));
+  for (auto& stream : streams.all()) tails.push_back(load(stream->tail));
   for (auto& tail : tails) wait_done(tail, what);
   std::fflush(stdout);
   return sticky();

@@ -159,15 +159,15 @@ struct Program {
   std::shared_ptr<void> keep;  // user-object references held for this plan
 };
 
-// A launch's reference to a plan (G8); taken under graph_mutex().
+// A launch's reference to a plan (G8); taken under graph_mutex.
 std::shared_ptr<Program> in_flight(const std::shared_ptr<Program>& plan);
 
 const CUstream kPerThread = reinterpret_cast<CUstream>(2);  // CU_STREAM_PER_THREAD
 // The legacy stream for NULL and CU_STREAM_LEGACY, and the calling thread's own for
 // CU_STREAM_PER_THREAD.
 std::shared_ptr<Stream> find_stream(CUstream handle);
-Handles<Stream>& streams();
-Handles<Event>& events();
+inline Handles<Stream>& streams = *new Handles<Stream>(0x51000000000000, "not a stream");
+inline Handles<Event>& events = *new Handles<Event>(0x54000000000000, "not an event");
 // What the driver's parameters stand for, checked; shared by the stream calls and graph nodes.
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& params);
 std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);

@@ -3,11 +3,6 @@
 
 namespace softcuda {
 
-Handles<Event>& events() {
-  static Handles<Event>& h = *new Handles<Event>(0x54000000000000, "not an event");
-  return h;
-}
-
 // Of an event that is used as an external one: the node a capture gets.
 static void capture_external(CUstream stream, WorkKind kind, std::shared_ptr<Event> event) {
   need(capture_work(stream, Work(kind, std::move(event))), CUDA_ERROR_INVALID_VALUE,
@@ -41,7 +36,7 @@ SC_API(cuStreamCreateWithPriority, 5050, kContext, CUstream*, out, unsigned, fla
 
 // Returns at once; what is queued still runs.
 SC_API(cuStreamDestroy_v2, 4000, 0, CUstream, handle) {
-  const auto stream = streams().remove(handle);
+  const auto stream = streams.remove(handle);
   live_add(Kind::stream, -1);
   capture_forget_stream(handle);
   abandon(*stream);
@@ -61,7 +56,7 @@ SC_API_CODE(cuStreamQuery, 2000, kNoLock, CUstream, handle) {
 
 SC_API(cuStreamWaitEvent, 3020, 0, CUstream, handle, CUevent, event_handle, unsigned, flags) {
   const auto stream = find_stream(handle);
-  const auto event = events().find(event_handle);
+  const auto event = events.find(event_handle);
   need(flags <= 1);
   if (flags == 1) return capture_external(handle, WorkKind::event_wait, event);
   if (capture_wait(handle, event_handle)) return;
@@ -94,13 +89,13 @@ SC_API(cuEventCreate, 2000, kContext, CUevent*, out, unsigned, flags) {
        "interprocess events are not implemented");
   auto event = std::make_shared<Event>();
   event->flags = flags;
-  event->handle = events().add(event);
+  event->handle = events.add(event);
   *out = static_cast<CUevent>(event->handle);
   live_add(Kind::event, 1);
 }
 
 SC_API(cuEventDestroy_v2, 4000, 0, CUevent, handle) {
-  const auto event = events().remove(handle);
+  const auto event = events.remove(handle);
   event->destroyed.store(true);
   live_add(Kind::event, -1);
   capture_forget_event(handle);
@@ -108,7 +103,7 @@ SC_API(cuEventDestroy_v2, 4000, 0, CUevent, handle) {
 
 static void record(CUevent event_handle, CUstream handle, bool external) {
   const auto stream = find_stream(handle);
-  const auto event = events().find(event_handle);
+  const auto event = events.find(event_handle);
   if (external) return capture_external(handle, WorkKind::event_record, event);
   if (capture_record(handle, event_handle)) return;
   store(event->op, enqueue(*stream, Work()));
@@ -122,20 +117,20 @@ SC_API(cuEventRecordWithFlags, 11010, 0, CUevent, event, CUstream, stream, unsig
 }
 
 SC_API_CODE(cuEventQuery, 2000, kNoLock, CUevent, handle) {
-  const auto event = events().find(handle);
+  const auto event = events.find(handle);
   capture_forbids_event(handle);
   return readiness(load(event->op));
 }
 
 SC_API_CODE(cuEventSynchronize, 2000, kNoLock, CUevent, handle) {
-  const auto event = events().find(handle);
+  const auto event = events.find(handle);
   capture_forbids_event(handle);
   return wait_op(load(event->op), "cuEventSynchronize: the event");
 }
 
 SC_API_CODE(cuEventElapsedTime_v2, 2000, kNoLock, float*, ms, CUevent, start_handle, CUevent,
             end_handle) {
-  const auto start = events().find(start_handle), end = events().find(end_handle);
+  const auto start = events.find(start_handle), end = events.find(end_handle);
   need(ms != nullptr);
   for (CUevent event : {start_handle, end_handle}) capture_forbids_event(event);
   const OpRef a = load(start->op), b = load(end->op);

@@ -22,11 +22,7 @@ struct Buffer {
   size_t capacity = 0;
   int64_t lost = 0;
 };
-// Leaked on purpose: workers outlive static destruction.
-Buffer& buffer() {
-  static Buffer& b = *new Buffer;
-  return b;
-}
+Buffer& g_buffer = *new Buffer;
 
 }  // namespace
 
@@ -41,14 +37,13 @@ void TraceSpan::begin(const Op* op) {
 
 void TraceSpan::record(unsigned worker) {
   const uint64_t end_ns = now_ns();
-  Buffer& b = buffer();
-  std::lock_guard<std::mutex> lock(b.mutex);
+  std::lock_guard<std::mutex> lock(g_buffer.mutex);
   if (!g_tracing.load(std::memory_order_relaxed)) return;
-  if (b.spans.size() == b.capacity) {
-    ++b.lost;
+  if (g_buffer.spans.size() == g_buffer.capacity) {
+    ++g_buffer.lost;
     return;
   }
-  b.spans.push_back(Span{program_, node_, worker, kind_, begin_ns_, end_ns});
+  g_buffer.spans.push_back(Span{program_, node_, worker, kind_, begin_ns_, end_ns});
 }
 
 }  // namespace softcuda
@@ -67,24 +62,22 @@ struct softcuda_span {
 
 // Forgets what was recorded and records up to `capacity` spans from now on; 0 ends the recording.
 SC_EXPORT void softcuda_trace(size_t capacity) {
-  Buffer& b = buffer();
-  std::lock_guard<std::mutex> lock(b.mutex);
+  std::lock_guard<std::mutex> lock(g_buffer.mutex);
   g_tracing.store(capacity > 0, std::memory_order_relaxed);
   if (capacity == 0) return;
-  b.spans.clear();
-  b.spans.reserve(capacity);
-  b.capacity = capacity;
-  b.lost = 0;
+  g_buffer.spans.clear();
+  g_buffer.spans.reserve(capacity);
+  g_buffer.capacity = capacity;
+  g_buffer.lost = 0;
 }
 
 // Copies up to `n` spans, in order of their ends, and returns how many there are.
 SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
-  Buffer& b = buffer();
-  const std::vector<std::shared_ptr<Exec>> execs = graph_execs().all();
-  std::lock_guard<std::mutex> graphs_lock(graph_mutex());
-  std::lock_guard<std::mutex> lock(b.mutex);
-  for (size_t i = 0; i < b.spans.size() && i < n; ++i) {
-    const Span& span = b.spans[i];
+  const std::vector<std::shared_ptr<Exec>> execs = graph_execs.all();
+  std::lock_guard<std::mutex> graphs_lock(graph_mutex);
+  std::lock_guard<std::mutex> lock(g_buffer.mutex);
+  for (size_t i = 0; i < g_buffer.spans.size() && i < n; ++i) {
+    const Span& span = g_buffer.spans[i];
     out[i] = softcuda_span{
         0, 0, span.worker, static_cast<uint32_t>(span.kind), span.begin_ns, span.end_ns};
     for (auto& exec : execs) {
@@ -95,12 +88,11 @@ SC_EXPORT size_t softcuda_trace_read(softcuda_span* out, size_t n) {
       }
     }
   }
-  return b.spans.size();
+  return g_buffer.spans.size();
 }
 
 // Spans that found the buffer full.
 SC_EXPORT int64_t softcuda_trace_lost() {
-  Buffer& b = buffer();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  return b.lost;
+  std::lock_guard<std::mutex> lock(g_buffer.mutex);
+  return g_buffer.lost;
 }

@@ -9,20 +9,14 @@
 namespace softcuda {
 namespace {
 
-Handles<UserObject>& objects() {
-  static Handles<UserObject>& h = *new Handles<UserObject>(0x58000000000000, "not a user object");
-  return h;
-}
+Handles<UserObject>& objects = *new Handles<UserObject>(0x58000000000000, "not a user object");
 
 struct Reaper {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<std::shared_ptr<UserObject>> dead;
 };
-Reaper& reaper() {
-  static Reaper& r = *new Reaper;  // leaked on purpose: its thread never ends
-  return r;
-}
+Reaper& g_reaper = *new Reaper;
 
 void destroy(const UserObject& object) {
   const char* outer = t_forbidden;
@@ -34,12 +28,11 @@ void destroy(const UserObject& object) {
 }
 
 void reaper_main() {
-  Reaper& r = reaper();
   for (;;) {
-    std::unique_lock<std::mutex> lock(r.mutex);
-    r.wake.wait(lock, [&] { return !r.dead.empty(); });
-    std::shared_ptr<UserObject> object = std::move(r.dead.front());
-    r.dead.pop_front();
+    std::unique_lock<std::mutex> lock(g_reaper.mutex);
+    g_reaper.wake.wait(lock, [&] { return !g_reaper.dead.empty(); });
+    std::shared_ptr<UserObject> object = std::move(g_reaper.dead.front());
+    g_reaper.dead.pop_front();
     lock.unlock();
     if (sticky() == CUDA_SUCCESS) destroy(*object);
   }
@@ -50,17 +43,16 @@ thread_local bool t_api_thread = false;
 // Late mode: on the reaper's thread. Inline mode: in the call that drops the last reference, as
 // drivers are seen to do; what a finished launch drops is always late.
 void bury(std::shared_ptr<UserObject> object) {
-  objects().take(object->handle);
+  objects.take(object->handle);
   if (settings().inline_destructors && t_api_thread) {
     destroy(*object);
     return;
   }
   static std::once_flag once;
   std::call_once(once, [] { std::thread(reaper_main).detach(); });
-  Reaper& r = reaper();
-  std::lock_guard<std::mutex> lock(r.mutex);
-  r.dead.push_back(std::move(object));
-  r.wake.notify_one();
+  std::lock_guard<std::mutex> lock(g_reaper.mutex);
+  g_reaper.dead.push_back(std::move(object));
+  g_reaper.wake.notify_one();
 }
 
 bool drop(const std::shared_ptr<UserObject>& object, unsigned count) {
@@ -118,36 +110,36 @@ SC_API(cuUserObjectCreate, 11030, 0, CUuserObject*, out, void*, data, CUhostFn, 
   object->data = data;
   object->destroy = destroy_fn;
   object->refs = initial;
-  object->handle = objects().add(object);
+  object->handle = objects.add(object);
   live_add(Kind::user_object, 1);
   *out = static_cast<CUuserObject>(object->handle);
 }
 
 SC_API(cuUserObjectRelease, 11030, 0, CUuserObject, handle, unsigned, count) {
   ApiThread here;
-  const auto object = objects().find(handle);
+  const auto object = objects.find(handle);
   need(count != 0 && drop(object, count), CUDA_ERROR_INVALID_VALUE,
        "more references released than exist");
 }
 
 SC_API(cuGraphRetainUserObject, 11030, 0, CUgraph, graph_handle, CUuserObject, handle, unsigned,
        count, unsigned, flags) {
-  const auto graph = graphs().find(graph_handle);
-  const auto object = objects().find(handle);
+  const auto graph = graphs.find(graph_handle);
+  const auto object = objects.find(handle);
   need(count != 0 && count <= kMost && (flags & ~CU_GRAPH_USER_OBJECT_MOVE) == 0);
   const bool move = (flags & CU_GRAPH_USER_OBJECT_MOVE) != 0;
   need(!move || object->refs >= count, CUDA_ERROR_INVALID_VALUE,
        "more references moved than exist");
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  std::lock_guard<std::mutex> lock(graph_mutex);
   graph->references->add(object, count, !move);
 }
 
 SC_API(cuGraphReleaseUserObject, 11030, 0, CUgraph, graph_handle, CUuserObject, handle, unsigned,
        count) {
   ApiThread here;
-  const auto graph = graphs().find(graph_handle);
-  const auto object = objects().find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex());
+  const auto graph = graphs.find(graph_handle);
+  const auto object = objects.find(handle);
+  std::lock_guard<std::mutex> lock(graph_mutex);
   need(count != 0 && graph->references->release(object, count), CUDA_ERROR_INVALID_VALUE,
        "the graph does not hold that many references");
 }

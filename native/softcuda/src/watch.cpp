@@ -32,10 +32,7 @@ struct Watch {
   std::map<std::string, Edge> edges;
   bool ended = false;
 };
-Watch& watch() {
-  static Watch& w = *new Watch;
-  return w;
-}
+Watch& g_watch = *new Watch;
 
 std::atomic<bool> g_on{false};
 std::atomic<long> g_asks{0};
@@ -73,34 +70,33 @@ std::string lines(const std::string& text) {
 }
 
 // One line, one write: several processes may share the file.
-void append(const Watch& w, const std::string& fields) {
-  const int file = open(w.path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+void append(const std::string& fields) {
+  const int file = open(g_watch.path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
   if (file < 0) return;
   const std::string line = "{\"pid\": " + std::to_string(getpid()) + ", " + fields + "}\n";
   const ssize_t written = write(file, line.data(), line.size());
   if (written != static_cast<ssize_t>(line.size())) {
-    log_line("softcuda: cannot write " + w.path + ": " + std::strerror(errno));
+    log_line("softcuda: cannot write " + g_watch.path + ": " + std::strerror(errno));
   }
   close(file);
 }
 
-void tell(const Watch& w, const Edge& edge) {
-  append(w, "\"edge\": " + std::to_string(edge.number) + ", " + edge.text +
-                ", \"python\": " + lines(edge.python));
+void tell(const Edge& edge) {
+  append("\"edge\": " + std::to_string(edge.number) + ", " + edge.text +
+         ", \"python\": " + lines(edge.python));
 }
 
 // Counts an edge; a new one is written at once, so that it is known whatever becomes of the
 // process.
 void note(const std::string& key, const std::string& text, const std::string& python) {
-  Watch& w = watch();
-  const std::lock_guard<std::mutex> lock(w.mutex);
-  if (w.ended) return;
-  Edge& edge = w.edges[key];
+  const std::lock_guard<std::mutex> lock(g_watch.mutex);
+  if (g_watch.ended) return;
+  Edge& edge = g_watch.edges[key];
   if (edge.count++ > 0) return;
-  edge.number = static_cast<int>(w.edges.size());
+  edge.number = static_cast<int>(g_watch.edges.size());
   edge.text = text;
   edge.python = python;
-  tell(w, edge);
+  tell(edge);
 }
 
 // What tells one way through the code from another: frames without the offsets of named functions.
@@ -148,15 +144,14 @@ void asked() {
 
 void entered(const std::string& stack) {
   if (t_edge == nullptr || t_forbidden == nullptr) return;
-  Watch& w = watch();
   std::string text;
   {
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    Edge& edge = w.edges[*t_edge];
-    if (w.ended || edge.python == stack) return;
+    const std::lock_guard<std::mutex> lock(g_watch.mutex);
+    Edge& edge = g_watch.edges[*t_edge];
+    if (g_watch.ended || edge.python == stack) return;
     if (edge.python.empty()) {
       edge.python = stack;
-      tell(w, edge);
+      tell(edge);
       return;
     }
     --edge.count;  // the same way, to another Python function: an edge of its own
@@ -176,10 +171,9 @@ void start_watch() {
   const char* path = std::getenv("SOFTCUDA_WATCH");
   if (path == nullptr || *path == '\0') return;
   std::call_once(once, [&] {
-    Watch& w = watch();
-    w.path = path;
-    w.pid = getpid();
-    append(w, "\"watch\": 1");
+    g_watch.path = path;
+    g_watch.pid = getpid();
+    append("\"watch\": 1");
     watch_gil(asked, entered);
     g_on.store(true);
   });
@@ -205,17 +199,16 @@ void watch_scope_begins(void* function) {
 }
 
 void end_watch(const std::string& hang) {
-  Watch& w = watch();
-  const std::lock_guard<std::mutex> lock(w.mutex);
-  if (!watching() || w.ended || w.pid != getpid()) return;
-  w.ended = true;
+  const std::lock_guard<std::mutex> lock(g_watch.mutex);
+  if (!watching() || g_watch.ended || g_watch.pid != getpid()) return;
+  g_watch.ended = true;
   std::string counts;
-  for (auto& item : w.edges) {
+  for (auto& item : g_watch.edges) {
     counts += (counts.empty() ? "\"" : ", \"") + std::to_string(item.second.number) +
               "\": " + std::to_string(item.second.count);
   }
-  append(w, "\"counts\": {" + counts + "}, \"sees_gil\": " + (gil_watched() ? "true" : "false") +
-                ", \"hang\": " + lines(hang));
+  append("\"counts\": {" + counts + "}, \"sees_gil\": " + (gil_watched() ? "true" : "false") +
+         ", \"hang\": " + lines(hang));
 }
 
 }  // namespace softcuda

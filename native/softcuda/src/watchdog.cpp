@@ -45,7 +45,7 @@ std::vector<Side> sides() {
     }
     out.push_back({r->tid, r->pthread, text + "\n"});
   }
-  const RunningHost& host = running_host();
+  const RunningHost& host = g_running_host;
   if (void* fn = host.fn.load()) {
     out.push_back({host.tid, host.pthread,
                    "thread " + std::to_string(host.tid) + " runs host function " +
@@ -87,7 +87,7 @@ struct Seen {
 };
 
 bool stuck(std::map<const void*, Seen>* seen, uint64_t now, uint64_t limit) {
-  const RunningHost& host = running_host();
+  const RunningHost& host = g_running_host;
   bool any = (*seen)[&host].stuck(host.fn.load() != nullptr, host.since, now, limit);
   for (ThreadRecord* r = first_thread(); r != nullptr; r = r->next) {
     any = (*seen)[r].stuck(r->used && r->site.load() != nullptr, r->since, now, limit) || any;

@@ -27,21 +27,14 @@ struct Pool {
   unsigned workers = 0;
   std::vector<std::atomic<Executor*>> executors;
 };
-// Leaked on purpose, like every object a detached thread waits on (see scheduler.cpp).
-Pool& pool() {
-  static Pool& p = *new Pool;
-  return p;
-}
+Pool& g_pool = *new Pool;
 
 struct HostQueue {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Op*> ready;
 };
-HostQueue& host_queue() {
-  static HostQueue& q = *new HostQueue;
-  return q;
-}
+HostQueue& g_hosts = *new HostQueue;
 
 constexpr double kShareNs = 20000;  // a kernel shorter than this is not worth waking anybody for
 constexpr double kChunkNs = 10000;
@@ -52,42 +45,42 @@ void relax() {
 #endif
 }
 
-void wake_one(Pool& p) {
-  if (p.sleeping > 0) p.wake.notify_one();
+void wake_one() {
+  if (g_pool.sleeping > 0) g_pool.wake.notify_one();
 }
 
 // Next thing to run: a ready op, or a kernel to help with (`*helping`).
-Op* take(Pool& p, bool* helping) {
-  for (int spin = 0; spin < 200 && p.available.load(std::memory_order_relaxed) == 0; ++spin) {
+Op* take(bool* helping) {
+  for (int spin = 0; spin < 200 && g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
     relax();
   }
-  std::unique_lock<std::mutex> lock(p.mutex);
+  std::unique_lock<std::mutex> lock(g_pool.mutex);
   for (;;) {
-    if (!p.ready.empty()) {
-      Op* op = p.ready.front();
-      p.ready.pop_front();
-      p.available.fetch_sub(1, std::memory_order_relaxed);
+    if (!g_pool.ready.empty()) {
+      Op* op = g_pool.ready.front();
+      g_pool.ready.pop_front();
+      g_pool.available.fetch_sub(1, std::memory_order_relaxed);
       *helping = false;
       return op;
     }
-    if (!p.shared.empty()) {
-      Op* op = p.shared.back();
+    if (!g_pool.shared.empty()) {
+      Op* op = g_pool.shared.back();
       op->users.fetch_add(1, std::memory_order_relaxed);
       *helping = true;
       return op;
     }
-    ++p.sleeping;
-    p.wake.wait(lock);
-    --p.sleeping;
+    ++g_pool.sleeping;
+    g_pool.wake.wait(lock);
+    --g_pool.sleeping;
   }
 }
 
-void unshare(Pool& p, Op* op) {
-  std::lock_guard<std::mutex> lock(p.mutex);
-  auto it = std::find(p.shared.begin(), p.shared.end(), op);
-  if (it == p.shared.end()) return;
-  p.shared.erase(it);
-  p.available.fetch_sub(1, std::memory_order_relaxed);
+void unshare(Op* op) {
+  std::lock_guard<std::mutex> lock(g_pool.mutex);
+  auto it = std::find(g_pool.shared.begin(), g_pool.shared.end(), op);
+  if (it == g_pool.shared.end()) return;
+  g_pool.shared.erase(it);
+  g_pool.available.fetch_sub(1, std::memory_order_relaxed);
 }
 
 uint64_t blocks_of(const KernelWork& work) {
@@ -95,7 +88,7 @@ uint64_t blocks_of(const KernelWork& work) {
 }
 
 // Runs this worker's share of a kernel; true when it was the last to leave, so the op is finished.
-bool run_kernel(Pool& p, Executor* executor, Op* op, bool helping) {
+bool run_kernel(Executor* executor, Op* op, bool helping) {
   const KernelWork& work = *op->work.kernel;
   const uint64_t blocks = blocks_of(work);
   const double threads = static_cast<double>(work.block.x) * work.block.y * work.block.z;
@@ -106,21 +99,22 @@ bool run_kernel(Pool& p, Executor* executor, Op* op, bool helping) {
   if (!helping) {
     op->next_block.store(0, std::memory_order_relaxed);
     op->users.store(1, std::memory_order_relaxed);
-    if (blocks > 1 && p.workers > 1 && block_ns * static_cast<double>(blocks) > kShareNs) {
-      std::lock_guard<std::mutex> lock(p.mutex);
-      p.shared.push_back(op);
-      p.available.fetch_add(1, std::memory_order_relaxed);
+    if (blocks > 1 && g_pool.workers > 1 && block_ns * static_cast<double>(blocks) > kShareNs) {
+      std::lock_guard<std::mutex> lock(g_pool.mutex);
+      g_pool.shared.push_back(op);
+      g_pool.available.fetch_add(1, std::memory_order_relaxed);
       offered = true;
-      wake_one(p);
+      wake_one();
     }
   } else {
-    std::lock_guard<std::mutex> lock(p.mutex);
-    wake_one(p);  // one wakes the next, so the first worker does not pay for all
+    std::lock_guard<std::mutex> lock(g_pool.mutex);
+    wake_one();  // one wakes the next, so the first worker does not pay for all
   }
-  const uint64_t share = std::max<uint64_t>(1, blocks / (uint64_t{p.workers} * 8));
+  const uint64_t share = std::max<uint64_t>(1, blocks / (uint64_t{g_pool.workers} * 8));
   const auto fitting = static_cast<uint64_t>(kChunkNs / block_ns);
-  const uint64_t chunk =
-      p.workers == 1 || (!offered && !helping) ? blocks : std::clamp<uint64_t>(fitting, 1, share);
+  const uint64_t chunk = g_pool.workers == 1 || (!offered && !helping)
+                             ? blocks
+                             : std::clamp<uint64_t>(fitting, 1, share);
   const uint64_t began = now_ns();
   uint64_t ran = 0;
   for (;;) {
@@ -136,7 +130,7 @@ bool run_kernel(Pool& p, Executor* executor, Op* op, bool helping) {
     const double mixed = known > 0 ? 0.75 * known + 0.25 * seen : seen;
     function.ns_per_thread.store(static_cast<float>(mixed), std::memory_order_relaxed);
   }
-  if (offered || helping) unshare(p, op);
+  if (offered || helping) unshare(op);
   return op->users.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
@@ -144,19 +138,18 @@ void worker_main(unsigned index) {
   pthread_setname_np(pthread_self(), ("softcuda-sm" + std::to_string(index)).c_str());
   graft::ask_for_short_slice();
   Executor* executor = make_executor(index);
-  Pool& p = pool();
-  p.executors[index] = executor;
+  g_pool.executors[index] = executor;
   Op* op = nullptr;
   for (;;) {
     bool helping = false;
-    if (op == nullptr) op = take(p, &helping);
+    if (op == nullptr) op = take(&helping);
     bool finished = true;
     const bool run = sticky() == CUDA_SUCCESS;
     TraceSpan span(op);
     switch (op->work.kind) {
       case WorkKind::kernel:
         if (!helping && run) count_add(What::kernel_launch);
-        finished = run || helping ? run_kernel(p, executor, op, helping) : true;
+        finished = run || helping ? run_kernel(executor, op, helping) : true;
         break;
       case WorkKind::copy:
         if (run) run_copy(executor, *op->work.copy);
@@ -175,14 +168,13 @@ void worker_main(unsigned index) {
 void host_main() {
   pthread_setname_np(pthread_self(), "softcuda-host");
   graft::ask_for_short_slice();
-  HostQueue& q = host_queue();
   for (;;) {
     Op* op = nullptr;
     {
-      std::unique_lock<std::mutex> lock(q.mutex);
-      q.wake.wait(lock, [&] { return !q.ready.empty(); });
-      op = q.ready.front();
-      q.ready.pop_front();
+      std::unique_lock<std::mutex> lock(g_hosts.mutex);
+      g_hosts.wake.wait(lock, [&] { return !g_hosts.ready.empty(); });
+      op = g_hosts.ready.front();
+      g_hosts.ready.pop_front();
     }
     // Host functions are not called after a fault (E2).
     if (sticky() == CUDA_SUCCESS) {
@@ -198,22 +190,20 @@ void host_main() {
 }  // namespace
 
 void push_device(Op* op) {
-  Pool& p = pool();
-  std::lock_guard<std::mutex> lock(p.mutex);
-  p.ready.push_back(op);
-  p.available.fetch_add(1, std::memory_order_relaxed);
-  wake_one(p);
+  std::lock_guard<std::mutex> lock(g_pool.mutex);
+  g_pool.ready.push_back(op);
+  g_pool.available.fetch_add(1, std::memory_order_relaxed);
+  wake_one();
 }
 
 void push_host(Op* op) {
-  HostQueue& q = host_queue();
-  std::lock_guard<std::mutex> lock(q.mutex);
-  q.ready.push_back(op);
-  q.wake.notify_one();
+  std::lock_guard<std::mutex> lock(g_hosts.mutex);
+  g_hosts.ready.push_back(op);
+  g_hosts.wake.notify_one();
 }
 
 void describe_workers(std::string* out) {
-  for (auto& slot : pool().executors) {
+  for (auto& slot : g_pool.executors) {
     Executor* executor = slot.load();
     const char* kernel = executor != nullptr ? executor->running_kernel() : nullptr;
     if (kernel != nullptr) *out += std::string("a worker runs kernel '") + kernel + "'\n";
@@ -223,10 +213,9 @@ void describe_workers(std::string* out) {
 void start_workers() {
   static std::once_flag once;
   std::call_once(once, [] {
-    Pool& p = pool();
-    p.workers = settings().workers;
-    p.executors = std::vector<std::atomic<Executor*>>(p.workers);
-    for (unsigned i = 0; i < p.workers; ++i) std::thread(worker_main, i).detach();
+    g_pool.workers = settings().workers;
+    g_pool.executors = std::vector<std::atomic<Executor*>>(g_pool.workers);
+    for (unsigned i = 0; i < g_pool.workers; ++i) std::thread(worker_main, i).detach();
     std::thread(host_main).detach();
   });
 }
