@@ -407,9 +407,3 @@ def wrong_twice(
         if values[-1] >= 1e-3:
             return False, values
     return True, values
-
-
-def without_speculation(case: Case) -> Case:
-    """The same request, decoded one token a round."""
-    off = dict.fromkeys(("pruned", "point", "late", "probe"), False)
-    return replace(case, draft_length=0, masked=True, **off)
