@@ -47,6 +47,22 @@ def swap_text(
     monkeypatch.setattr(Device, "load", load)
 
 
+class Given:
+    """Draft lengths of rounds as they are given, in place of a budget; checks what it is told of
+    acceptance."""
+
+    def __init__(self, lengths: Iterable[int]):
+        self._lengths = iter(lengths)
+
+    def choose(self, size: int, requests: Any) -> int:
+        return next(self._lengths)
+
+    def brought(
+        self, request: Any, size: int, length: int, made: int, known: int, accepted: int
+    ) -> None:
+        assert accepted <= known <= made and accepted <= size * length
+
+
 def task_request(task: Task, **options: Any) -> Request:
     """The request that asks for a task's answer."""
     return Request(prompt=task.text, grammar=task_grammar(task), **({"max_tokens": 160} | options))

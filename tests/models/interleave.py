@@ -5,6 +5,7 @@ decoder over `ToyDevice`. From the seed it draws requests, sizes and a sequence 
 lets the device go on in between, and compares every request with its sequential output.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from engine_util import Given
 from guide_util import exchange_for
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
 from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
@@ -43,21 +45,6 @@ class Pressing:
     def check(self) -> None:
         if self._rng.random() < 0.05:
             raise KeyboardInterrupt
-
-
-class Lengths:
-    """Draft lengths as they come, or always the longest; checks what it is told of acceptance."""
-
-    def __init__(self, rng: random.Random, longest: int):
-        self._rng, self._longest, self._changes = rng, longest, rng.random() < 0.5
-
-    def choose(self, size: int, requests: Any) -> int:
-        return self._rng.randrange(self._longest + 1) if self._changes else self._longest
-
-    def brought(
-        self, request: Any, size: int, length: int, made: int, known: int, accepted: int
-    ) -> None:
-        assert accepted <= min(known, made, length)
 
 
 Grammars = Callable[[random.Random], CompiledGrammar]
@@ -111,7 +98,8 @@ class Interleaving:
             every_part=True,
         )
         stream: Any = toy
-        budget: Any = Lengths(rng, self.k)
+        k, changes = self.k, rng.random() < 0.5
+        budget: Any = Given(rng.randrange(k + 1) if changes else k for _ in itertools.count())
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
             Seating(

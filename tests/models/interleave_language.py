@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from guide_util import mix
-from reference_round import pack_bits
+from reference_round import bits, pack_bits
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
@@ -57,8 +57,7 @@ def mask_row(legal: tuple[int, ...]) -> np.ndarray:
 @functools.lru_cache(1 << 16)
 def row_ids(words: bytes) -> tuple[int, ...]:
     """The inverse of `mask_row`, of a row's bytes."""
-    bits = np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")
-    return tuple(np.flatnonzero(bits).tolist())
+    return tuple(bits(np.frombuffer(words, np.int32)).tolist())
 
 
 class ToyMatcher(Matcher):

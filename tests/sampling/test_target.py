@@ -75,12 +75,12 @@ def test_a_row_without_a_legal_token_ends_the_request_and_yields_nothing(make_ro
 
 
 def test_rows_that_nobody_tests_are_not_touched(make_round, block):
-    """Padding, inactive slots, rows behind the drafts or without a stamp leave probs alone."""
+    """Padding, inactive slots, rows behind the drafts or without a stamp leave probs alone, and no
+    state moves for them; padding and rows beyond the batch carry slot -1."""
     vocab, width = 40, 3
-    r = make_round(slots=4, draft_length=2, vocab=vocab, block=block)
+    r = make_round(slots=5, draft_length=2, vocab=vocab, block=block)
     marker = np.full(r.sampler.probs.shape, 7.0, np.float32)
-    r.sampler.probs.copy_from(marker)
-    slots = [simple(ref.Filter(1.0)) for _ in range(4)]
+    slots = [simple(ref.Filter(1.0)) for _ in range(5)]
     slots[1].active = False
     everything = np.ones(vocab, bool)
     for i, s in enumerate(slots):
@@ -88,11 +88,20 @@ def test_rows_that_nobody_tests_are_not_touched(make_round, block):
         for j in range(width):
             epoch = s.epoch + (i == 2)
             r.write_mask(i, j, ref.MaskRow(ref.READY, epoch, s.n + j, everything))
+    before = r.state.to_host()
+    for _ in range(3):  # every entry of the ring has been used
+        r.verify(np.zeros((5, width, vocab), np.float32))
+        r.state.copy_from(before)
+    r.sampler.probs.copy_from(marker)
     r.rows([0, 1, 2, -1])
-    r.verify(np.zeros((4, width, vocab), np.float32))
-    probs = r.sampler.probs.to_host().reshape(4, width, vocab)
+    out = r.verify(np.zeros((4, width, vocab), np.float32))
+    np.testing.assert_array_equal(out["slot"], [0, 1, 2, -1, -1])
+    np.testing.assert_array_equal(out["count"][:4], [1, 0, 0, 0])
+    np.testing.assert_array_equal(r.state.to_host()["n"] - before["n"], [1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(r.sampler.rows.to_host()[:4, 1], [1, 0, 0, 0])
+    probs = r.sampler.probs.to_host().reshape(5, width, vocab)
     assert (probs[0, 0] != 7).all()
     probs[0, 0] = 7
     np.testing.assert_array_equal(probs, 7)
-    ok = r.sampler.row_ok.to_host().reshape(4, width)
+    ok = r.sampler.row_ok.to_host()[: 4 * width].reshape(4, width)
     assert ok[0, 0] == 1 and ok.sum() == 1

@@ -280,23 +280,6 @@ def test_relaxed_acceptance(small, f, name):
     assert small.state.to_host()["verify"][0] == (ref.COUPLED if ended else ref.RELAXED)
 
 
-def test_padding_rows_and_unused_entries_are_marked(make_round):
-    """Padding and the rows beyond the batch carry slot -1, and no state moves for them."""
-    r = make_round(slots=4, draft_length=1, vocab=V)
-    for i in range(4):
-        r.put(i, slot_of(drafts=()))
-        r.write_mask(i, 0, ref.MaskRow(ref.FREE, 1, 20, more=1))
-    for _ in range(5):  # every entry of the ring has been used
-        r.verify(np.repeat(EYE[None, :2], 4, axis=0))
-    r.rows([2, -1])
-    before = r.state.to_host()["n"]
-    out = r.verify(EYE[None, :2].repeat(2, axis=0))
-    np.testing.assert_array_equal(out["slot"], [2, -1, -1, -1])
-    np.testing.assert_array_equal(out["count"][:2], [1, 0])
-    np.testing.assert_array_equal(r.state.to_host()["n"] - before, [0, 0, 1, 0])
-    np.testing.assert_array_equal(r.sampler.rows.to_host()[:2, 1], [1, 0])
-
-
 def test_what_is_reached_is_remembered(make_round):
     """By draft an average over the rounds that test it, from 0.7 to the power of its number on; the
     others bring it back there; it is never more than that of the one before."""
@@ -327,11 +310,3 @@ def test_what_is_reached_is_remembered(make_round):
                        before[i] + np.float32(1 / 64) * (first - before[i]))  # fmt: skip
         np.testing.assert_array_equal(got[i, :most], np.minimum.accumulate(own))
     assert deepest > 2
-
-
-def test_a_narrower_round_tests_fewer_drafts(small):
-    """A graph of smaller K tests its K drafts and takes the bonus from its last row."""
-    slot = slot_of()
-    out = small.play([slot], EYE[None, :2], [rows_of(slot)])
-    assert list(out["tokens"][0, :2]) == [10, 11]
-    assert (out["count"][0], out["accepted"][0], out["tested"][0]) == (2, 1, 1)
