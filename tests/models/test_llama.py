@@ -14,7 +14,6 @@ from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.errors import CheckpointError
 from graft.models.llama import LlamaModel
-from graft.models.weights import Weights
 
 CASES = sorted(p.parent.name for p in nets.FIXTURES.glob("*/generation_config.json"))
 
@@ -115,26 +114,6 @@ def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, word
     edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
         nets.load_llama(device, tmp_path)
-
-
-def test_woven_matrices_have_every_row_where_it_belongs(device, tmp_path):
-    """Eight rows of the first half of a group, eight of the second, and so on, of each group; or
-    all as they were."""
-    make_tiny_llama(tmp_path, dtype="bfloat16")
-    names = {f"model.layers.0.self_attn.{name}_proj.weight": rows
-             for name, rows in (("q", 48), ("k", 16), ("v", 16))}  # fmt: skip
-
-    def stacked(group):
-        weights = Weights(device, Checkpoint(tmp_path))
-        return weights.stacked(names, 48, lambda *size: group).to_host()
-
-    plain = Weights(device, Checkpoint(tmp_path)).stacked(names, 48).to_host()
-    assert nets.same_bits(stacked(0), plain)
-    for group in (16, 80):
-        order = [first + half * group // 2 + eight * 8 + row for first in range(0, 80, group)
-                 for eight in range(group // 16) for half in (0, 1) for row in range(8)]
-        assert sorted(order) == list(range(80))
-        assert nets.same_bits(stacked(group), plain[order])
 
 
 def test_an_untied_model_needs_its_head(device, stream, tmp_path):

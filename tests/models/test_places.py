@@ -1,7 +1,7 @@
 """Which drafts have a row: the kernel that begins a round against the ranking written out."""
 
 import itertools
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,20 +41,9 @@ def shares(slots, row_slot, places):
     return [sum(b == row for *_, b in kept) for row in range(len(row_slot))]
 
 
-@dataclass
-class Begun:
-    """What the kernel left."""
-
-    slots: np.ndarray
-    first: np.ndarray
-    map: np.ndarray
-    row_slot: np.ndarray
-    rows: list[np.ndarray]
-    drafted: np.ndarray
-
-
 def begin(device, stream, slots, given, count, most, replay=REPLAY):
-    """A round of `count` rows whose input entry, of REPLAY, names these slots."""
+    """What the kernel leaves of a round of `count` rows whose input entry, of REPLAY, names these
+    slots."""
     state, exchange = SlotState(device, SLOTS, 50), Exchange(device, SLOTS, most, 50)
     state.copy_from(slots)
     for s in range(SLOTS):
@@ -71,8 +60,10 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     stream.synchronize()
     assert number.to_host() == [replay]
     ring.consumed(REPLAY)
-    return Begun(state.to_host(), *(a.to_host() for a in (placed.first, placed.map, placed.slot)),
-                 [a.to_host() for a in laid], exchange.drafted[:, :2].copy())  # fmt: skip
+    return SimpleNamespace(
+        slots=state.to_host(), first=placed.first.to_host(), map=placed.map.to_host(),
+        row_slot=placed.slot.to_host(), rows=[a.to_host() for a in laid],
+        drafted=exchange.drafted[:, :2].copy())  # fmt: skip
 
 
 def test_places_go_where_drafts_were_reached(device, stream):
