@@ -30,18 +30,37 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
 def swap_text(
     monkeypatch: pytest.MonkeyPatch, folder: Path, path: str, old: str, new: str
 ) -> None:
-    """From now on load kernels of the file `path` with a text, which it has once, replaced."""
-    plain = Device.load
+    """From now on load kernels of the file `path`, or all beside a header, with a text, which it
+    has once, replaced."""
+    plain, changed = Device.load, Path(path)
 
     def load(device: Device, source: Path, defines: Any = None) -> Any:
-        if str(source).endswith(path):
-            text, changed = source.read_text(), Path(mkdtemp(dir=folder), path)
+        beside = str(source.parent).endswith(str(changed.parent))
+        if beside and (source.name == changed.name or changed.suffix == ".cuh"):
+            copy = shutil.copytree(source.parent, Path(mkdtemp(dir=folder), changed.parent))
+            text = (copy / changed.name).read_text()
             assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
-            source = Path(shutil.copytree(source.parent, changed.parent), source.name)
-            source.write_text(text.replace(old, new))
+            (copy / changed.name).write_text(text.replace(old, new))
+            source = copy / source.name
         return plain(device, source, defines)
 
     monkeypatch.setattr(Device, "load", load)
+
+
+class Given:
+    """Draft lengths of rounds as they are given, in place of a budget; checks what it is told of
+    acceptance."""
+
+    def __init__(self, lengths: Iterable[int]):
+        self._lengths = iter(lengths)
+
+    def choose(self, size: int, requests: Any) -> int:
+        return next(self._lengths)
+
+    def brought(
+        self, request: Any, size: int, length: int, made: int, known: int, accepted: int
+    ) -> None:
+        assert accepted <= known <= made and accepted <= size * length
 
 
 def task_request(task: Task, **options: Any) -> Request:

@@ -5,6 +5,7 @@ decoder over `ToyDevice`. From the seed it draws requests, sizes and a sequence 
 lets the device go on in between, and compares every request with its sequential output.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from engine_util import Given
 from guide_util import exchange_for
 from interleave_device import PAGE, TickingDecoder, TickingRing, ToyCache, ToyDevice
 from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequential
@@ -19,7 +21,6 @@ from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, sequenti
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
-from graft.grammar.vocabulary import Vocabulary
 from graft.models import handover
 from graft.models.prefill import Pieces
 from graft.models.prefix import PrefixCache
@@ -45,40 +46,13 @@ class Pressing:
             raise KeyboardInterrupt
 
 
-class Lengths:
-    """Draft lengths as they come, or always the longest; checks what it is told of acceptance."""
-
-    def __init__(self, rng: random.Random, longest: int):
-        self._rng, self._longest, self._changes = rng, longest, rng.random() < 0.5
-
-    def choose(self, size: int, requests: Any) -> int:
-        return self._rng.randrange(self._longest + 1) if self._changes else self._longest
-
-    def brought(
-        self, request: Any, size: int, length: int, made: int, known: int, accepted: int
-    ) -> None:
-        assert accepted <= min(known, made, length)
-
-
-Grammars = Callable[[random.Random], CompiledGrammar]
-
-
-def toy_grammars(rng: random.Random) -> CompiledGrammar:
-    """A grammar that nobody has seen before, whose matchers are Python."""
-    return ToyBackend().compile(rng.randrange(1 << 30))
-
-
 class Interleaving:
     """One run; `run()` raises AssertionError when anything differs from the sequential truth.
 
-    Rings use the device's pinned memory; `grammars` draws a request's grammar, of that vocabulary.
+    Rings use the device's pinned memory.
     """
 
-    def __init__(
-        self, device: Device, seed: int, grammars: Grammars = toy_grammars,
-        vocabulary: Vocabulary = TOY,
-    ):  # fmt: skip
-        self.grammars, self.vocabulary = grammars, vocabulary
+    def __init__(self, device: Device, seed: int):
         rng = self.rng = random.Random(seed)
         self.depth, self.scarce = rng.choice((1, 2, 2, 2, 3)), rng.random() < 0.4  # pages
         self.k, self.rows = rng.randrange(4), rng.randint(1 + 2 * self.scarce, 4)
@@ -111,7 +85,8 @@ class Interleaving:
             every_part=True,
         )
         stream: Any = toy
-        budget: Any = Lengths(rng, self.k)
+        k, changes = self.k, rng.random() < 0.5
+        budget: Any = Given(rng.randrange(k + 1) if changes else k for _ in itertools.count())
         self.scheduler = Scheduler(
             Replays(parts, stream, budget),
             Seating(
@@ -144,22 +119,24 @@ class Interleaving:
                   for token in rng.choice(self.beginnings)[i : i + PAGE]][: rng.randrange(10)]
         own = rng.randint(1, 10 - len(shared))
         prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(own))]
-        grammar, stop = self.grammars(rng) if rng.random() < 0.7 else None, ()
-        if grammar is None:
+        grammar, stop = None, ()
+        if rng.random() < 0.7:  # one that nobody has seen before
+            grammar = ToyBackend().compile(rng.randrange(1 << 30))
+        else:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
-            stop = tuple(self.vocabulary.tokens[i].decode() for i in ids)
+            stop = tuple(TOY.tokens[i].decode() for i in ids)
         running = Running(
             request=Request(tokens=prompt, stop=stop, priority=rng.choice((0, 0, 1))),
             output=Output(id=str(number), seed=rng.randrange(1 << 62)),
             prompt=prompt,
             max_tokens=rng.choice((*(1, 2, 5, 12, 20)[5 * self.scarce :], LONGEST - 10)),
             stop_ids=STOPS[: rng.randint(1, 2)],
-            decoder=ToyText(self.vocabulary),
+            decoder=ToyText(),
         )
         if grammar is not None:
             running.grammar = Future()
             self.compiling.append((running, grammar))
-        self.truth[running.id] = sequential(running, grammar, self.vocabulary)
+        self.truth[running.id] = sequential(running, grammar)
         self.tokens[running.id], self.text[running.id] = [], ""
         self.scheduler.submit(running)
 
@@ -201,7 +178,7 @@ class Interleaving:
         there = Running(
             request=handover.requested(about), output=Output(running.id, seed=running.output.seed),
             prompt=running.prompt, max_tokens=running.max_tokens, stop_ids=running.stop_ids,
-            decoder=ToyText(self.vocabulary), grammar=running.grammar,
+            decoder=ToyText(), grammar=running.grammar,
         )  # fmt: skip
         self.compiling = [(there if one is running else one, g) for one, g in self.compiling]
         handover.restore(there, about)
@@ -246,7 +223,7 @@ class Interleaving:
                 assert (got, output.reason) == (tokens, reason), (where, output.error)
             assert self.tokens[name] == got, f"{where}: events say otherwise"
             assert self.text[name] == output.text, f"{where}: events spell otherwise"
-            spelled = b"".join(self.vocabulary.tokens[i] for i in got).decode()
+            spelled = b"".join(TOY.tokens[i] for i in got).decode()
             assert spelled.startswith(output.text), f"{where}: tokens spell otherwise"
         s = self.scheduler
         if all(output.reason != "stop_string" for output in self.ended.values()):

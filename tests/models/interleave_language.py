@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from guide_util import mix
-from reference_round import pack_bits
+from reference_round import bits, pack_bits
 
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.statement import GrammarSpec
@@ -57,8 +57,7 @@ def mask_row(legal: tuple[int, ...]) -> np.ndarray:
 @functools.lru_cache(1 << 16)
 def row_ids(words: bytes) -> tuple[int, ...]:
     """The inverse of `mask_row`, of a row's bytes."""
-    bits = np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")
-    return tuple(np.flatnonzero(bits).tolist())
+    return tuple(bits(np.frombuffer(words, np.int32)).tolist())
 
 
 class ToyMatcher(Matcher):
@@ -112,28 +111,14 @@ class ToyBackend:
         return ToyMatcher(compiled, stop_ids)
 
 
-#: Regular expressions over the ids of `letters`; two run into a letter that is not there, and the
-#: last ones force text, at whose ends pairs of letters are one id.
-PATTERNS = ("[a-z]{1,12}", "(ab|cd)*e?[0-9]{2,9}", "a+b+c+", "([a-f]{3},?)+", "x|yz{8}", "[^a-m]+",
-            "a[b-e]{2,6}(#|f)", "[a-g]{1,5}#*(#|[0-9]{3})#", "([ab]c(dabcd|xyza[bc])){1,3}[0-9]x*",
-            "(a(babcdcd[a-d]|[c-x]yzcab,a[bc])){1,4}", "([0-3]ab[x-z])+",
-            "([vw][kx][jy]zababab[0-9])+")  # fmt: skip
-
-
-def letters() -> Vocabulary:
-    """One byte per id: letters, digits, a comma, and a few longer ones; no '#'."""
-    tokens = [bytes([0x61 + i]) for i in range(26)] + [bytes([0x30 + i]) for i in range(8)]
-    return Vocabulary([*tokens, b",", b"ab", b"cd", b"wxyz", b"", b""], VOCAB, STOPS)
-
-
 class ToyText:
     """Text of tokens; every other letter is held back until the next has come."""
 
-    def __init__(self, vocabulary: Vocabulary = TOY) -> None:
-        self._held, self._tokens = "", vocabulary.tokens
+    def __init__(self) -> None:
+        self._held = ""
 
     def push(self, ids: list[int]) -> str:
-        text = self._held + b"".join(self._tokens[i] for i in ids).decode()
+        text = self._held + b"".join(TOY.tokens[i] for i in ids).decode()
         self._held = text[-1:] if text and ord(text[-1]) % 2 else ""
         return text.removesuffix(self._held)
 
@@ -142,13 +127,11 @@ class ToyText:
         return text
 
 
-def sequential(
-    running: Running, compiled: CompiledGrammar | None, vocabulary: Vocabulary = TOY
-) -> tuple[list[int], str]:
+def sequential(running: Running, compiled: CompiledGrammar | None) -> tuple[list[int], str]:
     """Tokens and reason of a request decoded alone, token by token, without any engine."""
     tokens: list[int] = []
     matcher = None if compiled is None else compiled.matcher(running.stop_ids)
-    text, decoder = "", ToyText(vocabulary)
+    text, decoder = "", ToyText()
     while True:
         legal = ALL_IDS if matcher is None else tuple(matcher.legal().tolist())
         if not legal:

@@ -48,7 +48,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """q [T, heads, d], k and v [T, kv_heads, d], mask [T, T] true where visible."""
+    """q [Q, heads, d], k and v [T, kv_heads, d], mask [Q, T] true where visible."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])

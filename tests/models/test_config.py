@@ -21,16 +21,6 @@ def read(**overrides) -> LlamaConfig:
     return LlamaConfig.from_dict(llama_config(**overrides))
 
 
-def test_sizes_are_read_from_the_folder(tmp_path):
-    """Every size of config.json arrives under its own name."""
-    make_tiny_llama(tmp_path, num_hidden_layers=1, rms_norm_eps=1e-6, torch_dtype=None)
-    config = LlamaConfig.from_dir(tmp_path)
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (320, 48, 80)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 2, 8)
-    assert (config.num_hidden_layers, config.rms_norm_eps) == (1, 1e-6)
-    assert config.tie_word_embeddings
-
-
 def test_absent_fields_take_the_formats_defaults():
     """kv heads default to heads, head_dim to hidden / heads, which must be a whole number, ties to
     false, base to 10000."""
@@ -115,19 +105,6 @@ def test_rotary_frequencies_follow_the_formula(rope):
     assert table.dtype == np.float32 and table.shape == (100, 64)
     np.testing.assert_allclose(table[77, :32], np.cos(77 * wanted), atol=1e-5)
     np.testing.assert_allclose(table[77, 32:], np.sin(77 * wanted), atol=1e-5)
-
-
-def test_llama3_scaling_bends_only_long_waves():
-    """Of Llama-3.1's 64 frequencies the fast ones stay, the slow ones are divided by 8."""
-    plain = read(head_dim=128, rope_theta=5e5).rope.frequencies(128)
-    scaled = read(head_dim=128, rope_theta=5e5, rope_scaling=LLAMA3).rope.frequencies(128)
-    wavelength = 2 * np.pi / plain
-    np.testing.assert_array_equal(scaled[wavelength < 2048], plain[wavelength < 2048])
-    long = wavelength > 8192
-    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
-    between = ~long & (wavelength > 2048)
-    assert between.any()
-    assert (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
 
 
 def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:

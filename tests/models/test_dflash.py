@@ -134,9 +134,10 @@ def of_dflash2(**changes):
     return of_dflash(**(sizes | changes))
 
 
-@pytest.mark.parametrize(
-    ("change", "fields", "error", "words"),
-    [(lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
+#: Tensors changed, fields of the config, the error; of each kind of block drafter.
+UNFIT = {
+    FOLDER: [
+     (lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
      (lambda t: t.pop("layers.1.self_attn.q_norm.weight"), {}, CheckpointError, "1.*q_norm"),
      (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
      (None, {"architectures": ["DFlash2DraftModel"]}, ConfigError, "conv_kernel_size is missing"),
@@ -158,15 +159,8 @@ def of_dflash2(**changes):
      (None, of_dflash(output_multiplier="x"), ConfigError, "output_multiplier is 'x'"),
      *((None, of_dflash(target_layer_ids=ids), ConfigError, "target_layer_ids")
        for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7]))],
-)  # fmt: skip
-def test_unfit_drafters_are_refused(device, stream, tmp_path, change, fields, error, words):
-    """Missing and leftover tensors, what is not implemented, and drafters of another target."""
-    check_refusal(device, stream, FOLDER, tmp_path / "drafter", change, fields, error, words)
-
-
-@pytest.mark.parametrize(
-    ("change", "fields", "error", "words"),
-    [(lambda t: t.pop("candidate_selector.successor_codebook"), {}, CheckpointError, "successor"),
+    SECOND: [
+     (lambda t: t.pop("candidate_selector.successor_codebook"), {}, CheckpointError, "successor"),
      (lambda t: t.pop("layers.1.mlp_conv.base_kernel"), {}, CheckpointError, "1.mlp_conv.base_ker"),
      (None, {"sliding_window": 39}, ConfigError, "sliding_window = 39 .* max_length is 40"),
      (None, {"sliding_window": None}, ConfigError, "sliding_window is missing"),
@@ -178,17 +172,15 @@ def test_unfit_drafters_are_refused(device, stream, tmp_path, change, fields, er
      (None, of_dflash2(conv_kernel_size=2), CheckpointError, "base_kernel"),
      (None, of_dflash2(selector_rank=0), ConfigError, "selector_rank is 0"),
      (None, of_dflash2(selector_top_k=65), ConfigError, "selector_top_k is 65, outside 1..64")],
-)  # fmt: skip
-def test_unfit_drafters_of_the_second_kind_are_refused(
-    device, stream, tmp_path, change, fields, error, words
-):
-    """Also windows that are shorter than a request may be, or of causal layers."""
-    check_refusal(device, stream, SECOND, tmp_path / "drafter", change, fields, error, words)
+}  # fmt: skip
 
 
-def check_refusal(device, stream, source, folder, change, fields, error, words):
-    """A changed copy of a fixture is refused with these words."""
-    shutil.copytree(source, folder)
+@pytest.mark.parametrize(("source", "change", "fields", "error", "words"),
+                         [(source, *one) for source, many in UNFIT.items() for one in many])
+def test_unfit_drafters_are_refused(device, stream, tmp_path, source, change, fields, error, words):
+    """Missing and leftover tensors, what is not implemented, drafters of another target, and
+    windows that are shorter than a request may be, or of causal layers."""
+    folder = shutil.copytree(source, tmp_path / "drafter")
     if change is not None:
         tensors = read(source)
         change(tensors)

@@ -105,26 +105,19 @@ def test_proposals_that_are_no_ids_are_no_drafts(device):
     assert (output.drafted, output.reason) == (0, "stop")
 
 
-def test_ranks_are_for_levels(device):
-    """What was looked up has no ranks, and a shape's are those of its levels."""
-    with pytest.raises(OptionError, match=r"Suffix: draft_tree is to be \(branch, levels\)"):
-        Engine(TARGET, Suffix, draft_tree=[(0,), (1,)])
-    shape = TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,)))
+@pytest.mark.parametrize("drafter, options, words", [
+    (Suffix, {"draft_tree": [(0,), (1,)]}, r"Suffix: draft_tree is to be \(branch, levels\)"),
+    (partial(Ahead, first=NGram, then=TARGET), {"draft_tree": (2, 2)}, "must be chains"),
+    (wrong(), {"forced_drafts": True}, "forced_drafts needs mask_drafts"),
+    (DRAFTER, {"forced_drafts": True, "mask_drafts": False}, "forced_drafts needs mask_drafts"),
+])  # fmt: skip
+def test_what_a_drafter_cannot_be_asked_for_is_refused(device, drafter, options, words):
+    """Ranks of what was looked up, drafts behind the ends of a tree, and forced ones where no mask
+    rows are filled while drafting; ranks of a shape are those of its levels."""
+    with pytest.raises(OptionError, match=words):
+        Engine(TARGET, drafter, max_batch_size=1, **options)
     with pytest.raises(OptionError, match="no round verifies drafts of the shape"):
-        shape.check(8)
-
-
-def test_what_is_ahead_is_no_tree(device):
-    """Nobody drafts behind the ends of a tree that was looked up."""
-    with pytest.raises(OptionError, match="must be chains"):
-        Engine(TARGET, partial(Ahead, first=NGram, then=TARGET), draft_tree=(2, 2))
-
-
-def test_forced_drafts_need_rows_while_drafting(device):
-    """Beside a drafter that fills no mask rows they could never be found."""
-    for drafter, options in ((wrong(), {}), (DRAFTER, {"mask_drafts": False})):
-        with pytest.raises(OptionError, match="forced_drafts needs mask_drafts"):
-            Engine(TARGET, drafter, forced_drafts=True, max_batch_size=1, **options)
+        TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,))).check(8)
 
 
 def places(texts, own, pattern, drafts):

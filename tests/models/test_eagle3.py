@@ -105,21 +105,6 @@ def test_entries_equal_numpy(device, stream, tmp_path, form, options):
         assert np.abs(off - wanted).max() > 1e-3
 
 
-def test_an_extend_overwrites_what_drafting_left(device, stream, tmp_path):
-    """Steps write draft-made entries; an extend over the same positions with true features gives
-    the bits of a slot that never drafted."""
-    _, drafter, _, _ = pair(device, tmp_path, draft_vocab=30, dtype="bfloat16")
-    features = np.random.default_rng(1).standard_normal((16, 144)).astype(np.float32)
-    nets.own(stream, drafter.kv, 0, 16)
-    nets.own(stream, drafter.kv, 1, 16)
-    clean = entries(stream, drafter, range(16), 0, range(16), features)
-    out = entries(stream, drafter, range(8), 1, range(8), features[:8])[-1:]
-    for j in range(3):
-        out = step(stream, drafter, [99 + j], 1, [8 + j], out)
-    again = entries(stream, drafter, range(8, 16), 1, range(8, 16), features[8:])
-    assert nets.same_bits(again, clean[8:].copy())
-
-
 def test_step_accepts_what_earlier_calls_returned(device, stream, tmp_path):
     """Device views flow from entries through gather into step and step, without a host copy."""
     _, drafter, _, _ = pair(device, tmp_path, draft_vocab=30)

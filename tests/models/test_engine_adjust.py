@@ -51,7 +51,8 @@ def test_penalties_change_what_repeats(engine: Engine) -> None:
 
 
 def test_log_probabilities_are_the_models_own(tmp_path) -> None:
-    """Value and best ids are NumPy's log-softmax of the model's logits, whatever is sampled."""
+    """Value and best ids are NumPy's log-softmax of the model's logits, whatever is sampled; a
+    greedy token is the best."""
     config = llama_config()
     weights = make_tiny_llama(tmp_path)
     make_tiny_tokenizer(tmp_path)
@@ -64,6 +65,7 @@ def test_log_probabilities_are_the_models_own(tmp_path) -> None:
             Request(tokens=prompt, max_tokens=2),
         ])  # fmt: skip
     assert outputs[2].logprobs is None
+    assert [told.top[0][0] for told in outputs[0].logprobs] == outputs[0].tokens
     for output, most in zip(outputs[:2], (4, 0), strict=True):
         x = llama_logits(weights, config, np.array([*prompt, *output.tokens]))
         x = (x - np.log(np.exp(x).sum(-1, keepdims=True)))[len(prompt) - 1 :]

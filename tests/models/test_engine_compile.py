@@ -2,7 +2,6 @@
 
 import functools
 import re
-import signal
 import threading
 import time
 
@@ -99,32 +98,3 @@ def test_compiling_delays_no_round():
     finally:
         gate.set()
         engine.close()
-
-
-def test_a_compile_that_never_ends_is_killed_and_harms_nobody():
-    """A grammar in a process that does not get on: others run to their ends, one who waits is
-    cancelled, and when the process is killed the other one fails alone."""
-    options = {"grammar_backend": "xgrammar", "compile_timeout_s": 3600}
-    with demo_engine(max_batch_size=2, **options) as engine:
-        for name in ("endless 1", "endless 2"):
-            engine.submit(Request(prompt="?", grammar=ENDLESS, id=name))
-        children = engine._built.compiler._children
-        slow = children[len(children) // 2 :]  # of the lane of slow grammars
-        deadline = time.monotonic() + 300
-        while not (started := [c for c in slow if c._process is not None and not c.resting]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        (child,) = started
-        child._process.send_signal(signal.SIGSTOP)  # however fast the machine is
-        for name, pattern in CHEAP.items():
-            engine.submit(guided(name, pattern))
-        outputs = drive(engine, set(CHEAP))
-        assert all(output.finished for output in outputs.values()) and len(outputs) == len(CHEAP)
-        assert engine.cancel("endless 1")
-        child._process.kill()
-        outputs = drive(engine, {"endless 1", "endless 2"})
-        assert outputs["endless 1"].reason == "cancelled"
-        assert outputs["endless 2"].reason == "refused"
-        assert "ended with status -9" in (outputs["endless 2"].error or "")
-        (served,) = engine.generate([guided("after", "[A-Z]{2}-7")])
-        assert served.finished

@@ -18,6 +18,7 @@ from engine_util import (
     ROUND,
     TARGET,
     UNEVEN,
+    Given,
     demo_engine,
     drain,
     mixed_requests,
@@ -165,19 +166,6 @@ def branch_off(tokens):
     """A tree of drafts on the host: two children of the last token, one of the first child."""
     ids = tokens[-4:-1]
     return ids, [0, 0, 1][: len(ids)]
-
-
-class Given:
-    """Draft lengths of rounds as they are given, in place of a budget."""
-
-    def __init__(self, lengths):
-        self._lengths = iter(lengths)
-
-    def choose(self, size, requests):
-        return next(self._lengths)
-
-    def brought(self, request, size, length, made, known, accepted):
-        assert accepted <= known <= made and accepted <= size * length
 
 
 def wandering(lengths, seed):

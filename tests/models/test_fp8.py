@@ -134,11 +134,6 @@ def write_quantised(folder, layout, change=dict):
         where.mkdir(exist_ok=True)
         write_json(where / "config.json", llama_config(**SHAPE, **more))
         write_safetensors(where / "model.safetensors", tensors, "bfloat16")
-    file = folder / "model.safetensors"
-    data = file.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = data[8:end].replace(b'"U8"', b'"F8_E4M3"')
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 def logits(device, stream, folder, form="warp", **options):

@@ -1,4 +1,4 @@
-"""Llama: logits of Hugging Face transformers and of NumPy, features, rewinding, refusals."""
+"""Llama: logits of Hugging Face transformers and of NumPy, features, refusals."""
 
 from dataclasses import replace
 
@@ -9,13 +9,11 @@ import pytest
 from tiny_models import edit_tensors, llama_config, make_tiny_llama
 
 from graft.cudagraph.errors import OptionError, ShapeError
-from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import LlamaConfig
 from graft.models.errors import CheckpointError
 from graft.models.llama import LlamaModel
-from graft.models.weights import Weights
 
 CASES = sorted(p.parent.name for p in nets.FIXTURES.glob("*/generation_config.json"))
 
@@ -64,19 +62,6 @@ def test_rounded_activations_are_nearer_to_float32_than_transformers_in_bfloat16
     assert error["float32"] < 0.01 * theirs
 
 
-def test_features_are_the_streams_that_enter_the_next_layers(device, stream):
-    """Features of the default layers equal what transformers feeds layers {2, n//2, n-3}."""
-    folder = nets.FIXTURES / "eight_layers_bfloat16"
-    expected = np.load(folder / "expected.npz")
-    model = nets.load_llama(device, folder, dtype="float32")
-    nets.own(stream, model.kv, 0, 40)
-    model.set_feature_layers((1, 3, 4))
-    features = device.zeros((40, 3 * 24), "float32")
-    nets.forward(stream, model, expected["tokens"], 0, np.arange(40), features)
-    wanted = np.concatenate([expected["inputs"][i] for i in (2, 4, 5)], axis=-1)
-    np.testing.assert_allclose(features.to_host(), wanted, atol=3e-5)
-
-
 def test_the_last_layers_output_can_be_a_feature(device, stream, tmp_path):
     """Id n-1 is the residual stream after the last layer, before the final norm; asking for
     features leaves every logit bit as it is."""
@@ -105,67 +90,6 @@ def test_cache_dtype_is_a_choice(device, stream, tmp_path):
     assert error["float32"] < error["float16"] < error["bfloat16"]
 
 
-def test_a_graph_computes_what_a_stream_computes(device, stream, tmp_path):
-    """The same calls on a graph lane, replayed with new rows, give the stream's bits, in nine
-    nodes a layer, the first norm being one with the embedding."""
-    make_tiny_llama(tmp_path, dtype="bfloat16")
-    model = nets.load_llama(device, tmp_path)
-    nets.own(stream, model.kv, 0, 30)
-    nets.own(stream, model.kv, 1, 30)
-    tokens, wanted, got = (np.arange(30) * 11) % 320, [], []
-    rows = nets.make_rows(device, [0, 0, 0], 0, [0, 0, 0])
-    logits = device.zeros((3, 320), "float32")
-    graph = Graph(device, "forward")
-    lane = graph.lane("model")
-    model.head(lane, model.forward(lane, rows), logits)
-    assert len(graph.nodes) == 9 * 3 + 2
-    program = graph.instantiate()
-    for i in range(0, 30, 3):
-        wanted.append(nets.forward(stream, model, tokens[i : i + 3], 0, range(i, i + 3)))
-        rows.token.copy_from(tokens[i : i + 3].astype(np.int32))
-        rows.slot.copy_from(np.full(3, 1, np.int32))
-        rows.pos.copy_from(np.arange(i, i + 3, dtype=np.int32))
-        program.launch(stream)
-        program.synchronize()
-        got.append(logits.to_host())
-    assert nets.same_bits(np.concatenate(got), np.concatenate(wanted))
-    program.close()
-    graph.close()
-
-
-def test_rejected_positions_are_forgotten_by_overwriting(device, stream, tmp_path):
-    """After feeding wrong tokens, feeding the right ones at the same positions gives the bits of
-    a slot that never saw the wrong ones."""
-    make_tiny_llama(tmp_path, dtype="bfloat16")
-    model = nets.load_llama(device, tmp_path)
-    tokens = (np.arange(24) * 13) % 320
-    nets.own(stream, model.kv, 0, 24)
-    nets.own(stream, model.kv, 1, 24)
-    clean = nets.forward(stream, model, tokens, 0, range(24))
-    nets.forward(stream, model, tokens[:10], 1, range(10))
-    nets.forward(stream, model, (tokens[10:22] + 1) % 320, 1, range(10, 22))
-    again = nets.forward(stream, model, tokens[10:], 1, range(10, 24))
-    assert nets.same_bits(again, clean[10:].copy())
-    assert nets.same_bits(nets.cached(model.kv, 1, 24), nets.cached(model.kv, 0, 24))
-
-
-def test_padding_rows_touch_nothing(device, stream, tmp_path):
-    """Rows with slot -1, position -1, or a position nobody reserved leave every cache bit, the
-    scratch page included, and their company's logits alone."""
-    make_tiny_llama(tmp_path)
-    model = nets.load_llama(device, tmp_path)
-    nets.own(stream, model.kv, 0, 8)
-    alone = nets.forward(stream, model, [5, 6], 0, [0, 1])
-    before = model.kv.k.to_host(), model.kv.v.to_host()
-    rows = [9, 5, -7, 6, 10**6, 3], [-1, 0, 0, 0, 2, 99], [4, 0, -1, 1, 3, 0]
-    mixed = nets.forward(stream, model, *rows)
-    assert nets.same_bits(mixed[[1, 3]], alone)
-    assert nets.same_bits(model.kv.k.to_host(), before[0])
-    assert nets.same_bits(model.kv.v.to_host(), before[1])
-    assert (before[0][:, model.kv.scratch_page] == 0).all()
-    assert np.isfinite(mixed).all()
-
-
 def _set(name, value):
     return lambda tensors: tensors.__setitem__(name, value)
 
@@ -190,26 +114,6 @@ def test_a_checkpoint_of_another_model_is_refused(device, tmp_path, change, word
     edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
         nets.load_llama(device, tmp_path)
-
-
-def test_woven_matrices_have_every_row_where_it_belongs(device, tmp_path):
-    """Eight rows of the first half of a group, eight of the second, and so on, of each group; or
-    all as they were."""
-    make_tiny_llama(tmp_path, dtype="bfloat16")
-    names = {f"model.layers.0.self_attn.{name}_proj.weight": rows
-             for name, rows in (("q", 48), ("k", 16), ("v", 16))}  # fmt: skip
-
-    def stacked(group):
-        weights = Weights(device, Checkpoint(tmp_path))
-        return weights.stacked(names, 48, lambda *size: group).to_host()
-
-    plain = Weights(device, Checkpoint(tmp_path)).stacked(names, 48).to_host()
-    assert nets.same_bits(stacked(0), plain)
-    for group in (16, 80):
-        order = [first + half * group // 2 + eight * 8 + row for first in range(0, 80, group)
-                 for eight in range(group // 16) for half in (0, 1) for row in range(8)]
-        assert sorted(order) == list(range(80))
-        assert nets.same_bits(stacked(group), plain[order])
 
 
 def test_an_untied_model_needs_its_head(device, stream, tmp_path):

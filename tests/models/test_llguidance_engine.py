@@ -43,22 +43,6 @@ def test_llguidance_serves_the_demo():
             assert is_valid(request.grammar, output.text) is not False
 
 
-def test_backends_share_a_batch():
-    """Grammars that name their backend get it, beside others in the same rounds; a prompt of one
-    token needs no prefill and still decodes."""
-    options = ["red", "green", "blue"]
-    requests = [
-        Request(tokens=[40], grammar=GrammarSpec.choice(options)),
-        Request(prompt="A number.", max_tokens=6,
-                grammar=GrammarSpec.json_schema({"type": "integer"}, backend="llguidance")),
-        Request(prompt="Sum?", grammar=GrammarSpec.lark('start: NUM "+" NUM\nNUM: /[0-9]{1,2}/')),
-    ]  # fmt: skip
-    colour, number, total = generate(requests)
-    assert colour.reason == "stop" and colour.text in options
-    assert re.fullmatch(r"-?[0-9]+", number.text) and total.finished
-    assert re.fullmatch(r"[0-9]{1,2}\+[0-9]{1,2}", total.text)
-
-
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_free_text_ends_where_the_marker_does(backend):
     """Text up to the marker is what the model writes unconstrained; then comes a choice.

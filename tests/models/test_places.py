@@ -1,10 +1,11 @@
 """Which drafts have a row: the kernel that begins a round against the ranking written out."""
 
-from dataclasses import dataclass
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_util import ROUND, UNEVEN, demo_engine, swap_text
+from engine_util import ROUND, UNEVEN, Given, demo_engine, swap_text
 from sampling_round import open_round
 
 from graft.cudagraph.exchange import Exchange
@@ -40,20 +41,9 @@ def shares(slots, row_slot, places):
     return [sum(b == row for *_, b in kept) for row in range(len(row_slot))]
 
 
-@dataclass
-class Begun:
-    """What the kernel left."""
-
-    slots: np.ndarray
-    first: np.ndarray
-    map: np.ndarray
-    row_slot: np.ndarray
-    rows: list[np.ndarray]
-    drafted: np.ndarray
-
-
 def begin(device, stream, slots, given, count, most, replay=REPLAY):
-    """A round of `count` rows whose input entry, of REPLAY, names these slots."""
+    """What the kernel leaves of a round of `count` rows whose input entry, of REPLAY, names these
+    slots."""
     state, exchange = SlotState(device, SLOTS, 50), Exchange(device, SLOTS, most, 50)
     state.copy_from(slots)
     for s in range(SLOTS):
@@ -70,8 +60,10 @@ def begin(device, stream, slots, given, count, most, replay=REPLAY):
     stream.synchronize()
     assert number.to_host() == [replay]
     ring.consumed(REPLAY)
-    return Begun(state.to_host(), *(a.to_host() for a in (placed.first, placed.map, placed.slot)),
-                 [a.to_host() for a in laid], exchange.drafted[:, :2].copy())  # fmt: skip
+    return SimpleNamespace(
+        slots=state.to_host(), first=placed.first.to_host(), map=placed.map.to_host(),
+        row_slot=placed.slot.to_host(), rows=[a.to_host() for a in laid],
+        drafted=exchange.drafted[:, :2].copy())  # fmt: skip
 
 
 def test_places_go_where_drafts_were_reached(device, stream):
@@ -113,16 +105,6 @@ def test_places_go_where_drafts_were_reached(device, stream):
     assert cuts > 50
 
 
-def test_rows_for_all_drafts_are_the_even_map(device, stream):
-    """A fixed draft length is the round in which everybody has a place for each."""
-    slots = random_slots(np.random.default_rng(1), 3)
-    slots["active"], slots["draft_len"] = 1, 3
-    got = begin(device, stream, slots, range(4), 16, 3)
-    row = np.arange(16)
-    np.testing.assert_array_equal(got.map, row // 4 << 16 | row % 4)
-    assert not got.slots["cut"][:4].any() and (got.rows[1] == row // 4).all()
-
-
 def test_a_round_that_nobody_announced_is_padding(device, stream):
     """Another replay's entry names nobody; slots stay as they are."""
     slots = random_slots(np.random.default_rng(2), 3)
@@ -133,16 +115,6 @@ def test_a_round_that_nobody_announced_is_padding(device, stream):
         slots["draft_len"])  # fmt: skip
 
 
-class Always:
-    """One draft length for all rounds, in place of a budget."""
-
-    def choose(self, size, requests):
-        return 1
-
-    def brought(self, *of_a_round):
-        pass
-
-
 def outcome(monkeypatch, folder):
     """What guided requests get, and fills, of an engine with a place for one draft a row of two,
     whose shares change from round to round."""
@@ -150,7 +122,7 @@ def outcome(monkeypatch, folder):
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
     with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:
-        engine._scheduler.budget, rows = Always(), []
+        engine._scheduler.budget, rows = Given(itertools.repeat(1)), []
         engine._replays.on_row = lambda seat, row: rows.append(row)
         outputs = engine.generate(requests)
         grammar = engine.counters()["grammar"]

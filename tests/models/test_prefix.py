@@ -4,10 +4,11 @@ import json
 import random
 
 import pytest
-from engine_util import DRAFTER, TARGET, demo_engine, mixed_requests
+from engine_util import TARGET, demo_engine, mixed_requests
+from test_engine_equality import LOOKUP_AHEAD, repeat
 from tiny_models import make_tiny_mtp
 
-from graft.models.drafters import Ahead, NGram, UserDrafter
+from graft.models.drafters import NGram, UserDrafter
 from graft.models.errors import RequestError
 from graft.models.kv import PagedKV
 from graft.models.prefix import PrefixCache
@@ -104,16 +105,8 @@ def test_pages_are_given_up_by_age_and_never_in_use(device):
     assert len(caches[0].free) == len(caches[1].free) == 12
 
 
-def repeat(tokens):
-    return tokens[-9:-6]
-
-
-def in_front(room):
-    return Ahead(room, NGram, DRAFTER)
-
-
 @pytest.mark.parametrize("options", [
-    {}, {"drafter": in_front}, {"drafter": UserDrafter.of(repeat, deadline_s=30)},
+    {}, {"drafter": LOOKUP_AHEAD}, {"drafter": UserDrafter.of(repeat, deadline_s=30)},
     *(pytest.param(options, marks=pytest.mark.full) for options in (
         {"draft_length": 6, "draft_tree": (2, 3)}, {"speculation": False}, {"drafter": NGram})),
 ])  # fmt: skip

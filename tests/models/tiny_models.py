@@ -19,7 +19,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
-    """Write tensors; float32 ones are stored as `dtype`, all others as they are."""
+    """Write tensors; float32 ones are stored as `dtype`, uint8 ones are codes of E4M3, all others
+    as they are."""
     stored = {
         name: np.ascontiguousarray(
             from_float32(t, dtype) if t.dtype == np.float32 and dtype != "float32" else t
@@ -27,11 +28,10 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str) ->
         for name, t in tensors.items()
     }
     save_file(stored, str(path))
-    if dtype == "bfloat16":  # which NumPy lacks
-        data = path.read_bytes()
-        end = 8 + int.from_bytes(data[:8], "little")
-        header = data[8:end].replace(b'"U16"', b'"BF16"')
-        path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].replace(b'"U16"', b'"BF16"').replace(b'"U8"', b'"F8_E4M3"')  # NumPy lacks
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ class TableRound:
 
     def compare(self, slots: list[ref.Slot]) -> None:
         """The slots' state is the reference's."""
-        state = self.snapshot()
+        state = self.state.to_host()
         for i, s in enumerate(slots):
             count = state["draft_len"][i]
             assert (state["n"][i], state["last"][i], state["active"][i]) == (s.n, s.last, s.active)
@@ -206,7 +206,7 @@ class TableRound:
 
     def take(self, i: int, s: ref.Slot) -> None:
         """Give the reference's slot the drafts that the kernels made."""
-        state = self.snapshot()
+        state = self.state.to_host()
         count = state["draft_len"][i]
         drafts, parents = state["drafts"][i, :count].tolist(), state["parent"][i, :count].tolist()
         s.tree, s.q = ref.Tree((s.last, *drafts), (-1, *parents)), (None,) * count
@@ -231,26 +231,10 @@ class TableRound:
         self.sampler.candidates(self.lane, self._up(logits), self.row_slot, j)
         self.stream.synchronize()
 
-    def place(self, proposal: np.ndarray | None) -> None:
-        """Place proposed drafts [B, K]; None: what the mask rows force."""
-        shape = (len(self.row_slot), self.draft_length)
-        array = self.device.zeros(shape, "int32")
-        if proposal is None:
-            self.sampler.forced(self.lane, self.row_slot, array)
-        else:
-            array.copy_from(np.ascontiguousarray(proposal, np.int32))
-        self.sampler.place(self.lane, array, self.row_slot)
+    def place(self, proposal: np.ndarray) -> None:
+        """Place proposed drafts [B, K]."""
+        self.sampler.place(self.lane, self.device.from_host(proposal, "int32"), self.row_slot)
         self.stream.synchronize()
 
     def _up(self, logits: np.ndarray) -> DeviceArray:
         return self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")
-
-    def snapshot(self) -> dict[str, Any]:
-        """Copies of the small per-slot arrays."""
-        self.stream.synchronize()
-        state, most = self.state.to_host(), max(self.draft_length, 1)
-        names = ("n", "last", "draft_len", "active", "limit")
-        return {name: state[name].copy() for name in names} | {
-            name: state[name][:, :most].copy()
-            for name in ("drafts", "parent", "path", "q_kind")
-        }

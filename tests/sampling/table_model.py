@@ -70,7 +70,7 @@ class Case:
     point: bool = False  # drafts made by the host, as an n-gram drafter's
     stop_ids: tuple[int, ...] = ()
     length: int = 5
-    forced: str = ""  # rows force tokens: "beside" a drafter's drafts, or "alone"
+    forced: bool = False  # rows force tokens, beside a drafter's drafts
     late: bool = False  # mask rows of some prefixes are never ready while verifying
     probe: bool = False  # drafts are the first legal candidate, else the best of the mask row
     sharp: bool = False  # four tokens, and a drafter far from the target
@@ -102,7 +102,7 @@ COVERING = [
     Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
     Case(2, PLAIN, masked=True, late=True),
     Case(3, PLAIN, probe=True, pruned=True),
-    Case(3, PLAIN, forced="beside"),
+    Case(3, PLAIN, forced=True),
     Case(3, PLAIN, verify=ref.PER_TOKEN, masked=False),
     Case(4, PLAIN, masked=False, sharp=True),
     Case(4, PLAIN, masked=False, sharp=True, short=True),
@@ -134,8 +134,7 @@ def run_case(
                    **_asked(case))  # fmt: skip
     waves = max(1, -(-samples // (case.length * slots)))
     first = range(seed * 10**6, seed * 10**6 + waves * slots, slots)
-    make = generate_trees if case.tree else generate
-    return np.concatenate([make(r, table, case, each) for each in first])
+    return np.concatenate([generate(r, table, case, each) for each in first])
 
 
 def _asked(case: Case) -> dict[str, int]:
@@ -150,104 +149,101 @@ def _asked(case: Case) -> dict[str, int]:
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
     """One request per slot, from prompt to its end."""
     s, every = r.slots, np.arange(r.slots)
+    tree = TreeSampler(r.sampler, *TreePlan.of(case.tree)) if case.tree else None
     _join_all(r, case, first_seed)
     history = np.full((s, case.length + 2 + r.width), NOTHING)  # the prompt's two, then the tokens
     history[:, :2], accepted = START, np.zeros(s, int)
+
+    def known() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The state, how many tokens there are, and the last two of them."""
+        state = r.state.to_host()
+        done = state["n"] - FIRST
+        root = np.stack([history[every, done], history[every, done + 1]], axis=1)
+        root[state["active"] == 0] = 0
+        return state, done, root
+
     while True:
-        state = r.snapshot()
-        alive = state["active"] == 1
-        if not alive.any():
+        state, done, root = known()
+        if not state["active"].any():
             return history[:, 2 : 2 + case.length]
-        done = state["n"] - FIRST  # tokens so far
-        context = np.zeros((s, r.width + 1), int)
-        context[:, 0], context[:, 1] = history[every, done], history[every, done + 1]
-        context[:, 2:] = state["drafts"][:, : r.draft_length]
-        context[~alive] = 0
-        _fill_rows(r, table, case, context, state["n"], state["draft_len"])
+        pairs = _fill_rows(r, table, case, state, root)
         if case.short:
-            whole = r.state.to_host()
-            whole["draft_len"] = np.maximum(whole["draft_len"] - accepted, 0)
-            r.state.copy_from(whole)
-        out = r.verify(table.target[context[:, :-1], context[:, 1:]])
+            state["draft_len"] = np.maximum(state["draft_len"] - accepted, 0)
+            r.state.copy_from(state)
+        out = r.verify(table.target[pairs[..., 0], pairs[..., 1]])
         accepted = out["accepted"]
         for i in range(r.width):
             new = i < out["count"]
             history[every[new], (done + 2 + i)[new]] = out["tokens"][new, i]
-        if r.draft_length == 0:
-            continue
-        state = r.snapshot()
-        done = state["n"] - FIRST
-        pair = np.stack([history[every, done], history[every, done + 1]], axis=1)
-        pair[state["active"] == 0] = 0
-        proposal = np.zeros((s, r.draft_length), np.int32)
-        for j in range(1, r.draft_length + 1):
-            if case.probe:
-                r.candidates(j, table.drafter[pair[:, 0], pair[:, 1]])
-                _answer(r, table, pair, j)
-            forced = _forced(pair) if case.forced else np.full(s, -1)
-            legal = table.legal[pair[:, 0], pair[:, 1]]
-            _write_row(r, j - 1, legal, ref.READY, state["n"] + j - 1, 1 + forced)
-            if case.point:
-                proposal[:, j - 1] = _rule(pair)
-                token = proposal[:, j - 1]
-            elif case.forced == "alone":
-                token = np.maximum(forced, 0)
-            else:
-                r.draft(j, table.drafter[pair[:, 0], pair[:, 1]], case.masked)
-                state = r.snapshot()
-                token = np.where(state["draft_len"] >= j, state["drafts"][:, j - 1], 0)
-            pair = np.stack([pair[:, 1], token], axis=1)
-        if case.point or case.forced == "alone":
-            r.place(proposal if case.point else None)
+        state, _, root = known()
+        if tree is not None:
+            _draft_tree(r, table, case, tree, root)
+        elif r.draft_length:
+            _draft_chain(r, table, case, state["n"], root)
 
 
-def generate_trees(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
-    """As `generate`, with trees of the case's shape."""
-    s, every, plan = r.slots, np.arange(r.slots), TreePlan.of(case.tree)
-    tree = TreeSampler(r.sampler, *plan)
-    _join_all(r, case, first_seed)
-    history = np.full((s, case.length + 2 + r.width), NOTHING)
-    history[:, :2] = START
-    while True:
-        state = r.state.to_host()
-        n, alive = state["n"], state["active"] == 1
-        if not alive.any():
-            return history[:, 2 : 2 + case.length]
-        done = n - FIRST
-        root = np.stack([history[every, done], history[every, done + 1]], axis=1)
-        root[~alive] = 0
-        pairs, depth = _pairs(state, root, r.draft_length, state["draft_len"])
-        exists = np.ones((s, r.width), bool)
-        for j in range(r.width):
-            if j > 0:
-                parent = np.where(j <= state["draft_len"], state["parent"][:, j - 1], 0)
-                above = pairs[every, parent]
-                legal = table.legal[above[:, 0], above[:, 1], pairs[:, j, 1]]
-                exists[:, j] = exists[every, parent] & (j <= state["draft_len"]) & legal
-            ready = exists[:, j].copy()
-            if case.late and j > 0:
-                ready &= (pairs[:, j].sum(axis=1) + n) % 3 != 0
-            _write_row(r, j, table.legal[pairs[:, j, 0], pairs[:, j, 1]],
-                       np.where(ready, ref.READY, ref.NOT_READY), n + depth[:, j])  # fmt: skip
-        out = r.verify(table.target[pairs[..., 0], pairs[..., 1]])
-        for i in range(r.width):
-            new = i < out["count"]
-            history[every[new], (done + 2 + i)[new]] = out["tokens"][new, i]
-        done = np.minimum(r.state.to_host()["n"] - FIRST, case.length)
-        root = np.stack([history[every, done], history[every, done + 1]], axis=1)
-        root[r.state.to_host()["active"] == 0] = 0
-        for level in range(1, plan.levels + 1):
-            first, fed = max((level - 2) * plan.branch + 1, 0), plan.branch if level > 1 else 1
-            pairs, _ = _pairs(r.state.to_host(), root, first + fed - 1, first + fed - 1)
-            behind = pairs[:, first : first + fed]
-            logits = table.drafter[behind[..., 0], behind[..., 1]].reshape(s * fed, -1)
-            up = r.device.from_host(logits, "float32")
-            if case.masked:
-                tree.candidates(r.lane, up, r.row_slot, level)
-                r.stream.synchronize()
-                _answer_trees(r, table, behind, level)
-            tree.draft(r.lane, up, r.row_slot, level, masked=case.masked)
-        r.stream.synchronize()
+def _draft_chain(
+    r: TableRound, table: Table, case: Case, n: np.ndarray, pair: np.ndarray
+) -> None:
+    """Drafts behind the last two tokens of every slot, one after the other."""
+    proposal = np.zeros((r.slots, r.draft_length), np.int32)
+    for j in range(1, r.draft_length + 1):
+        if case.probe:
+            r.candidates(j, table.drafter[pair[:, 0], pair[:, 1]])
+            _answer(r, table, pair, j)
+        forced = _forced(pair) if case.forced else np.full(r.slots, -1)
+        legal = table.legal[pair[:, 0], pair[:, 1]]
+        _write_row(r, j - 1, legal, ref.READY, n + j - 1, 1 + forced)
+        if case.point:
+            token = proposal[:, j - 1] = _rule(pair)
+        else:
+            r.draft(j, table.drafter[pair[:, 0], pair[:, 1]], case.masked)
+            state = r.state.to_host()
+            token = np.where(state["draft_len"] >= j, state["drafts"][:, j - 1], 0)
+        pair = np.stack([pair[:, 1], token], axis=1)
+    if case.point:
+        r.place(proposal)
+
+
+def _draft_tree(
+    r: TableRound, table: Table, case: Case, tree: TreeSampler, root: np.ndarray
+) -> None:
+    """Drafts of the case's shape, level by level."""
+    branch, levels, _ = TreePlan.of(case.tree)
+    for level in range(1, levels + 1):
+        first, fed = max((level - 2) * branch + 1, 0), branch if level > 1 else 1
+        pairs, _ = _pairs(r.state.to_host(), root, first + fed - 1, first + fed - 1)
+        behind = pairs[:, first : first + fed]
+        logits = table.drafter[behind[..., 0], behind[..., 1]].reshape(r.slots * fed, -1)
+        up = r.device.from_host(logits, "float32")
+        if case.masked:
+            tree.candidates(r.lane, up, r.row_slot, level)
+            r.stream.synchronize()
+            _answer_trees(r, table, behind, level)
+        tree.draft(r.lane, up, r.row_slot, level, masked=case.masked)
+    r.stream.synchronize()
+
+
+def _fill_rows(
+    r: TableRound, table: Table, case: Case, state: np.ndarray, root: np.ndarray
+) -> np.ndarray:
+    """The rows of every slot's drafts, and the last two tokens at each; rows behind an illegal
+    draft do not exist."""
+    every, there = np.arange(r.slots), state["draft_len"]
+    pairs, depth = _pairs(state, root, r.draft_length, there)
+    exists = np.ones((r.slots, r.width), bool)
+    for j in range(r.width):
+        if j > 0:
+            parent = np.where(j <= there, state["parent"][:, j - 1], 0)
+            above = pairs[every, parent]
+            legal = table.legal[above[:, 0], above[:, 1], pairs[:, j, 1]]
+            exists[:, j] = exists[every, parent] & (j <= there) & legal
+        ready = exists[:, j].copy()
+        if case.late and j > 0:  # a choice by the prefix alone
+            ready &= (pairs[:, j].sum(axis=1) + state["n"]) % 3 != 0
+        _write_row(r, j, table.legal[pairs[:, j, 0], pairs[:, j, 1]],
+                   np.where(ready, ref.READY, ref.NOT_READY), state["n"] + depth[:, j])  # fmt: skip
+    return pairs
 
 
 def _pairs(
@@ -310,22 +306,6 @@ def _write_row(
     r.exchange.masks[:, j] = ref.pack_bits(legal)
     for i, values in enumerate((state, 3, position, more)):
         r.stamps[:, j, i] = values
-
-
-def _fill_rows(
-    r: TableRound, table: Table, case: Case, context: np.ndarray, n: np.ndarray, v: np.ndarray
-) -> None:
-    """Rows 0..v of every slot; rows behind an illegal draft do not exist."""
-    exists = np.ones(r.slots, bool)
-    for j in range(r.width):
-        if j > 0:
-            legal_before = table.legal[context[:, j - 1], context[:, j]]
-            exists &= (j <= v) & legal_before[np.arange(r.slots), context[:, j + 1]]
-        ready = exists.copy()
-        if case.late and j > 0:  # a choice by the prefix alone
-            ready &= (context[:, j] + context[:, j + 1] + n) % 3 != 0
-        legal = table.legal[context[:, j], context[:, j + 1]]
-        _write_row(r, j, legal, np.where(ready, ref.READY, ref.NOT_READY), n + j)
 
 
 def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
@@ -407,9 +387,3 @@ def wrong_twice(
         if values[-1] >= 1e-3:
             return False, values
     return True, values
-
-
-def without_speculation(case: Case) -> Case:
-    """The same request, decoded one token a round."""
-    off = dict.fromkeys(("pruned", "point", "late", "probe"), False)
-    return replace(case, draft_length=0, masked=True, **off)

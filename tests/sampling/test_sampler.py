@@ -1,4 +1,4 @@
-"""The sampler's wrappers: the same on stream and graph; refusals by name, before any launch."""
+"""The sampler's wrappers: refusals by name, before any launch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-import reference_round as ref
 from sampling_round import TableRound, even_rows
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.exchange import Exchange
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.lanes import StreamLane
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SLOT
 
@@ -38,7 +35,7 @@ def test_a_bad_join_is_refused_and_changes_nothing(small, change, word):
     values = {"slot": 0, **GOOD, **change}
     with pytest.raises(OptionError, match=word):
         small.state.join(small.lane, values.pop("slot"), **values)
-    assert not small.snapshot()["active"].any()
+    assert not small.state.to_host()["active"].any()
 
 
 def test_join_and_leave_write_the_slot_and_no_other(small):
@@ -123,49 +120,3 @@ def test_a_sampler_whose_parts_do_not_fit_is_refused(device, small):
         ring = output_ring(device, 2, slots, drafts)
         with pytest.raises(OptionError, match=word):
             small.sampler.verify(small.lane, even_rows(device, small.row_slot, 1), ring)
-
-
-def test_a_replayed_graph_produces_the_tokens_of_the_stream(device, stream, make_round):
-    """Target, verify and two drafts as one graph: twelve replays equal twelve eager rounds."""
-    vocab, most, count = 30, 2, 6
-    graph = Graph(device, "sampling")
-    eager, replayed = [], []
-    for lane, found in ((StreamLane(stream), eager), (graph.lane("model"), replayed)):
-        r = make_round(slots=count, draft_length=most, vocab=vocab)
-        for i in range(count):
-            f = ref.Filter(0.0 if i == 5 else 1.0, top_k=12)
-            r.put(i, ref.Slot(n=3, tree=ref.chain(1), limit=400, seed=i, filter=f, verify=i % 2))
-            for j in range(most + 1):
-                r.write_mask(i, j, ref.MaskRow(ref.FREE, 1, 0, more=1))
-        logits = device.zeros((count * (most + 1), vocab), "float32")
-        drafts = [device.zeros((count, vocab), "float32") for _ in range(most)]
-
-        rows = even_rows(device, r.row_slot, most + 1)
-
-        def play(lane=lane, r=r, rows=rows, logits=logits, drafts=drafts) -> None:
-            r.sampler.target(lane, logits, rows)
-            r.sampler.verify(lane, rows, r.ring)
-            for j, array in enumerate(drafts, 1):
-                r.sampler.draft(lane, array, r.row_slot, j, True)
-
-        if found is replayed:
-            play()
-            run = graph.instantiate()
-            play = partial(run.launch, stream)
-        rng = np.random.default_rng(8)
-        for replay in range(1, 13):
-            for array in (logits, *drafts):
-                array.copy_from(rng.normal(0, 1.5, array.shape).astype(np.float32))
-            r.replay_ptr.copy_from(np.array([replay], np.int32))
-            play()
-            r.ring.poll(replay, 30.0)
-            stream.synchronize()
-            out = r.results(replay)
-            out["tokens"][np.arange(most + 1) >= out["count"][:, None]] = -1  # left as they were
-            found.append({**out, **r.snapshot()})
-    for wanted, got in zip(eager, replayed, strict=True):
-        for name in wanted:
-            np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
-    assert max(int(out["accepted"].max()) for out in eager) == most
-    run.close()
-    graph.close()

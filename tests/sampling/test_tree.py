@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_round as ref
+from engine_util import swap_text
 from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
-from graft.sampling import loading
-from graft.sampling import tree as sampling_tree
 from graft.sampling.tree import TREE_CANDIDATES, TreePlan, TreeSampler
 
 V, SLOTS, BRANCH, LEVELS, DRAFTS = 61, 12, 3, 4, 7
@@ -214,13 +212,7 @@ def test_of_equal_nodes_the_earlier_is_better(make_round, block):
 ], ids=["of equal nodes the later", "behind a stop id drafting goes on"])  # fmt: skip
 def test_a_broken_rule_shows(make_round, tmp_path, monkeypatch, old, new, check):
     """The tests above have power."""
-    folder = shutil.copytree(loading.KERNELS, tmp_path / "kernels")
-    text = (folder / "tree.cu").read_text()
-    assert text.count(old) == 1
-    (folder / "tree.cu").write_text(text.replace(old, new))
-    defines = {"SAMPLE_BLOCK": "1"}
-    monkeypatch.setattr(sampling_tree, "load",
-                        lambda device, name, block: device.load(folder / f"{name}.cu", defines))
+    swap_text(monkeypatch, tmp_path, "sampling/kernels/tree.cu", old, new)
     with pytest.raises(AssertionError):
         if check == "alike":
             test_of_equal_nodes_the_earlier_is_better(make_round, 1)

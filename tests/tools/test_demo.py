@@ -61,8 +61,8 @@ def test_a_seed_names_the_same_tasks_for_good(held_out):
 
 
 def test_answers_obey_their_schema_in_property_order(training, held_out, unseen):
-    """jsonschema accepts every answer, keys stand in schema order, text is canonical; a missing
-    required key and an invented key are both refused."""
+    """jsonschema accepts every answer, keys stand in schema order, text is canonical; no other key
+    is allowed."""
     for task in itertools.chain(training, held_out, unseen):
         if task.schema is None:
             continue
@@ -74,15 +74,6 @@ def test_answers_obey_their_schema_in_property_order(training, held_out, unseen)
             continue
         assert list(value) == [k for k in task.schema["properties"] if k in value]
         assert task.schema["additionalProperties"] is False
-    for task in held_out[:100]:
-        if task.schema is not None:
-            validator = jsonschema.Draft202012Validator(task.schema)
-            validator.check_schema(task.schema)
-            value = json.loads(task.answer)
-            assert not validator.is_valid({**value, "surprise": 1})
-            for key in task.schema["required"][:1]:
-                del value[key]
-                assert not validator.is_valid(value)
 
 
 def test_regex_answers_match_their_pattern(held_out):
@@ -217,25 +208,13 @@ def test_prompts_are_short_and_every_text_survives_the_tokenizer(held_out):
         assert tokenizer.decode(tokenizer.encode(odd).ids) == odd
 
 
-def test_checkpoints_hold_what_their_configs_say():
-    """Sizes, names and the draft vocabulary's tables agree; the package stays below 12 MB."""
-    eagle = DEMO / "eagle3"
-    config = json.loads((eagle / "config.json").read_text())
+def test_the_package_is_small_and_drafts_can_end():
+    """Shapes and maps are checked when a model is loaded; the end is among what is drafted, and all
+    files are below 12 MB."""
     target = json.loads((DEMO / "target" / "config.json").read_text())
-    # NumPy has no bfloat16, so only the integer tables and the names are read.
-    with safetensors.safe_open(eagle / "model.safetensors", "np") as tensors:
-        d2t, t2d = tensors.get_tensor("d2t"), tensors.get_tensor("t2d")
-        head = tensors.get_slice("lm_head.weight").get_shape()
-        fc = tensors.get_slice("fc.weight").get_shape()
-    ids = d2t + range(len(d2t))
-    assert len(d2t) == config["draft_vocab_size"] == head[0] < target["vocab_size"] == len(t2d)
-    assert fc == [config["hidden_size"], 3 * target["hidden_size"]]
-    assert (ids[1:] > ids[:-1]).all() and sorted(t2d.nonzero()[0]) == sorted(ids)
-    assert target["eos_token_id"] in ids
-    with safetensors.safe_open(DEMO / "target" / "model.safetensors", "np") as tensors:
-        assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118 - not a mapping
-        embedding = tensors.get_slice("model.embed_tokens.weight").get_shape()
-        assert embedding == [target["vocab_size"], target["hidden_size"]]
+    with safetensors.safe_open(DEMO / "eagle3" / "model.safetensors", "np") as tensors:
+        d2t = tensors.get_tensor("d2t")
+    assert target["eos_token_id"] in d2t + range(len(d2t)) and len(d2t) < target["vocab_size"]
     assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) < 12_000_000
 
 
