@@ -431,6 +431,22 @@ def test_cells_give_each_replay_its_value(device: Device, stream: Stream) -> Non
     assert seen == [("third", "x"), ("third", "y")]
 
 
+def test_an_update_brings_the_cells_of_its_definition(device: Device, stream: Stream) -> None:
+    """Their values are those of later replays; the old definition's are no longer taken."""
+    seen: list[object] = []
+    graphs = [Graph(device, name) for name in ("old", "new")]
+    cells = [graph.cell(f"{graph.name} first") for graph in graphs]
+    for graph, cell in zip(graphs, cells, strict=True):
+        graph.lane("main").host(seen.append, cell=cell)
+    run = replay(graphs[0], stream)
+    run.update(graphs[1])
+    replay(run, stream)
+    run.set(cells[1], "new second")
+    replay(run, stream)
+    assert seen == ["old first", "new first", "new second"]
+    refused(OptionError, {"'cell' is no cell of graph 'new'": lambda: run.set(cells[0], "old")})
+
+
 def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> None:
     """Native work is called with the address of the cell's pinned memory."""
     seen: list[int] = []
