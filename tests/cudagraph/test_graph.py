@@ -132,10 +132,14 @@ def test_update_to_another_topology_is_refused(device: Device, module) -> None:
 
 
 def test_launches_from_many_threads_are_serialised(device: Device, module) -> None:
-    """One executable launched by several threads on several streams runs every replay once."""
+    """One executable launched by several threads on several streams runs every replay once, and
+    begins none before the last has ended."""
     data = device.zeros((8,), "int32")
-    graph = Graph(device, "shared")
-    graph.lane("main").kernel(module["add"], 1, 8, [data, 1])
+    graph, begun, inside = Graph(device, "shared"), [], []
+    lane = graph.lane("main")
+    lane.host(lambda: begun.append(inside.append(1) or len(inside)))
+    lane.kernel(module["add"], 1, 8, [data, 1])
+    lane.host(inside.pop)
     executable = graph.instantiate()
     streams = [device.stream() for _ in range(3)]
 
@@ -146,7 +150,7 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
     in_threads(*(partial(work, stream) for stream in streams))
     executable.synchronize(60)
     device.synchronize()
-    assert executable.launches == 150
+    assert executable.launches == 150 and begun == [1] * 150
     assert (data.to_host() == 150).all()
 
 

@@ -28,7 +28,6 @@ class SlotTruth(ref.Slot):
     """What the simulated device knows about one slot."""
 
     index: int = 0
-    name: int = 0  # what it generates depends on it
     start: Callable[[], Matcher] | None = None  # None: unconstrained
     position: int = 0  # n when it joined
     history: list[int] = field(default_factory=list)
@@ -71,16 +70,13 @@ class Device:
 
     # The host's side.
 
-    def join(
-        self, slot: int, compiled: CompiledGrammar | None, *, limit: int, name: int | None = None
-    ) -> None:
+    def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
         """Put a new request into a slot; it takes part from the next published replay on."""
         self.epoch += 1
-        name = self.epoch if name is None else name
-        position = mix(name) % 50
+        position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
             n=position, tree=ref.chain(-1), limit=position + limit, epoch=self.epoch,
-            stop_ids=(STOP, OTHER_STOP), index=slot, name=name, position=position,
+            stop_ids=(STOP, OTHER_STOP), index=slot, position=position,
             start=None if compiled is None else self.oracle(compiled.spec).matcher,
         )  # fmt: skip
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
@@ -221,9 +217,9 @@ class Device:
         """One of the legal ids, by request and position alone; often one that a marker is made of,
         where those are legal."""
         likely = np.intersect1d(MARKER_TOKENS, legal)
-        if len(likely) and len(legal) > 200 and mix(truth.name, position) % 10 < 8:
+        if len(likely) and len(legal) > 200 and mix(truth.epoch, position) % 10 < 8:
             legal = likely
-        return max(legal.tolist(), key=lambda token: mix(truth.name, position, token))
+        return max(legal.tolist(), key=lambda token: mix(truth.epoch, position, token))
 
     def _draft(self, truth: SlotTruth, j: int) -> None:
         if not ref.is_drafting(truth, j):

@@ -6,7 +6,6 @@ import ctypes
 import re
 import struct
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -22,18 +21,6 @@ def gate():
     opens = threading.Event()
     opens.callback = CALLBACK(lambda _: opens.wait(10) and None)
     return opens
-
-
-def test_one_stream_runs_in_order(soft, kernels, stream):
-    """Work of one stream runs in the order it was queued, whatever kind it is."""
-    log = soft.ints(*[0] * 600)
-    soft.host(stream, USLEEP, 5000)
-    for i in range(500):
-        soft.launch(kernels.append, 1, 1, log, np.int32(i), stream=stream)
-        if i % 50 == 0:
-            soft.host(stream, USLEEP)
-    soft.cuStreamSynchronize(stream)
-    assert soft.get(log, 501, np.int32).tolist() == [500, *range(500)]
 
 
 def test_streams_run_beside_each_other_and_events_order_them(soft, kernels, stream, other, event,
@@ -126,20 +113,6 @@ def test_streams_read_back_and_their_handles_are_never_reused(soft, event):
     assert codes(
         d.cuStreamSynchronize(stream), d.cuStreamDestroy(stream), d.cuEventRecord(event, fresh),
         d.cuStreamWaitEvent(fresh, event, 0)) == {"INVALID_HANDLE"}
-
-
-def test_raw_host_functions_run_while_the_gil_is_held(soft, stream):
-    """A C host function given to the v2 entry needs no GIL."""
-    before, end = soft.count("host_func"), time.monotonic() + 20
-    held = ctypes.PyDLL(soft.lib._name)  # calls through it keep the GIL
-    soft.host(stream, USLEEP, 1000)
-    handle = ctypes.c_void_p(int(stream))
-    while held.softcuda_count(b"host_func") == before and time.monotonic() < end:
-        held.usleep(1000)
-    # From here to the answer this thread never gives the GIL up.
-    while held.cuStreamQuery(handle) == 600 and time.monotonic() < end:
-        held.usleep(1000)
-    assert held.cuStreamQuery(handle) == 0
 
 
 def test_the_gil_record(soft):
