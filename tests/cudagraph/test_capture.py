@@ -111,6 +111,9 @@ def test_a_capture_takes_events_as_nodes(device: Device, foreign: Foreign) -> No
     lane.fill(data, 3)
     lane.record_event(event)
     foreign.end()
+    nodes, _ = call(cu.cuGraphGetNodes, foreign.graph, 3)
+    kinds = [call(cu.cuGraphNodeGetType, node).name.rpartition("TYPE_")[2] for node in nodes]
+    assert kinds == ["WAIT_EVENT", "MEMSET", "EVENT_RECORD"]
     call(cu.cuGraphDestroy, foreign.graph)
     del event
     gc.collect()

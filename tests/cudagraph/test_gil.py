@@ -35,13 +35,6 @@ def never_switch() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def held(device: Device) -> int:
-    """Driver calls so far whose caller held the GIL."""
-    if device.kind != "soft":
-        pytest.skip("only the soft device records who holds the GIL")
-    return softstats.counter("gil_held")
-
-
 def use_everything(device: Device) -> None:
     """Call every driver function that graft has a use for."""
     stream = device.stream("everything")
@@ -88,10 +81,12 @@ def use_everything(device: Device) -> None:
 
 def test_no_driver_call_holds_the_gil(device: Device) -> None:
     """The soft device looks at every entry whether the caller holds the GIL: never in graft."""
-    before, calls = held(device), softstats.counter("calls")
+    if device.kind != "soft":
+        pytest.skip("only the soft device records who holds the GIL")
+    before, calls = (softstats.counter(name) for name in ("gil_held", "calls"))
     use_everything(device)
     assert softstats.counter("calls") > calls + 50, "the counter counts"
-    assert held(device) == before, softstats.gil_held_by_name()
+    assert softstats.counter("gil_held") == before, softstats.gil_held_by_name()
 
 
 def test_native_work_runs_while_python_keeps_the_gil(
@@ -157,7 +152,6 @@ def test_a_foreign_thread_gives_its_state_back(device: Device) -> None:
         assert libc.pthread_create(ctypes.byref(thread), None, function, data) == 0
         libc.pthread_join(thread, None)
     assert len(seen) == 3 and native.live_thread_states() == before
-    graph.close()
 
 
 def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None:

@@ -280,7 +280,6 @@ def test_changed_operands_live_until_replaced(device: Device, stream: Stream, mo
     executable.update_kernel("work", module["add"], 1, 4, [data, 1])
     settled()
     assert native.live_resources() <= before
-    executable.close()
 
 
 def test_a_closed_executable_keeps_operands_in_flight(

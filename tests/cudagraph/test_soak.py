@@ -80,7 +80,6 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     # Fewer, where what earlier tests left was collected meanwhile.
     assert native.live_records() <= live[0] and native.live_resources() <= live[1]
     assert grown < MOST_KIB, f"resident memory grew by {grown} KiB in {count} replays"
-    executable.close()
 
 
 @longer(50_000)
@@ -127,7 +126,6 @@ def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: 
         settled()
         grown.append(resident_kib() - before - sum(grown))
     assert grown[-1] < MOST_KIB, f"resident memory grew by {grown} KiB in {count} changes each"
-    executable.close()
 
 
 @pytest.mark.soak

@@ -43,16 +43,15 @@ class Device:
     def __init__(
         self, backend: GrammarBackend, *, oracle: GrammarBackend | None = None, slots: int,
         draft_length: int, masked: bool, seed: int, kinds: Sequence[str] = ("native", "python"),
-        illegal: float = 0.1, stall: float = 0.05, wrong: float = 0.0, probe: bool = False,
-        forced: ForcedText | None = None, options: dict[str, Any] | None = None,
+        wrong: float = 0.0, probe: bool = False, forced: ForcedText | None = None,
+        options: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.forced = forced
         self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
         self.oracle = functools.cache((oracle or backend).compile)
         self.rng = np.random.default_rng(seed)
         self.size = backend.vocabulary.size
-        self.illegal, self.stall, self.wrong = illegal, stall, wrong
-        self.kinds = kinds
+        self.wrong, self.kinds = wrong, kinds
         sizes = (slots, draft_length, self.size, 4 * probe)
         self.exchanges = [exchange_for(*sizes) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
@@ -192,7 +191,7 @@ class Device:
         """Verify and commit; whether there is something to draft for."""
 
         def row(node: int, position: int) -> tuple[int, np.ndarray]:
-            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < self.stall
+            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < 0.05
             stalls = stalls and state in (FREE, READY)
             return NOT_READY if stalls else state, self._legal(truth, node)
 
@@ -237,7 +236,7 @@ class Device:
         token = self._wanted(truth, truth.n + j, choices)
         if self.rng.random() < 0.25:
             token = int(self.rng.choice(choices))
-        if self.rng.random() < self.illegal:
+        if self.rng.random() < 0.1:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
         self._keep(truth, token)
 

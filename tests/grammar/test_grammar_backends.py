@@ -64,6 +64,16 @@ def test_no_token_carries_the_marker_and_more(backend):
     assert matcher.legal().size > 200  # the matcher is un-started
 
 
+def test_a_matcher_may_begin_behind_tokens(backend):
+    """It allows what one does that has taken them; what the grammar refuses of them is named."""
+    compiled, tokens = backend.compile(SPECS["text, then choice"]), b'so a":ab'
+    other = compiled.matcher()
+    assert all(map(other.accept, tokens))
+    assert compiled.matcher(tokens=tokens).legal().tolist() == other.legal().tolist()
+    with pytest.raises(GrammarError, match="refuses token 270, number 1"):
+        backend.compile(SPECS["regex"]).matcher(tokens=[97, 270])
+
+
 def test_free_text_is_undone_as_far_as_it_is_kept(backend):
     """The scanner keeps the last 64 free tokens; a deeper rollback is an error, not a guess."""
     matcher = backend.compile(GrammarSpec.choice(["yes"]).after("</t>")).matcher()

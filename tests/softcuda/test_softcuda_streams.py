@@ -205,21 +205,3 @@ def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
         s.host(s.stream(), USLEEP, 60_000_000)
         time.sleep(0.05)
         """, SOFTCUDA_WORKERS="2")
-
-
-def test_many_threads_may_call_at_once(soft, kernels):
-    """Concurrent allocation, launches, copies and frees from several threads stay correct."""
-    append = kernels.append
-
-    def work(seed: int) -> None:
-        soft.cuCtxSetCurrent(soft.context)
-        stream = soft.stream()
-        for _ in range(40):
-            log = soft.ints(*[0] * 8)
-            for j in range(4):
-                soft.launch(append, 1, 1, log, np.int32(seed + j), stream=stream)
-            soft.cuStreamSynchronize(stream)
-            assert soft.get(log, 5, np.int32).tolist() == [4, *range(seed, seed + 4)]
-            soft.cuMemFree(log)
-
-    in_threads(work, 0, 100, 200, 300)
