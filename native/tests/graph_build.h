@@ -73,7 +73,6 @@ struct Kernels {
   CUfunction decide = nullptr, turn = nullptr;
   CUfunction request = nullptr, wait = nullptr;
   uint64_t post = 0, look = 0;  // functions that request and wait take; 0: they need none
-  bool barriers = true;
   std::shared_ptr<graft::hostwork::Worker> worker;
 };
 

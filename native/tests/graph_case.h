@@ -10,7 +10,7 @@ class GraphCase {
   GraphCase(Random& random, const Kernels& kernels)
       : random_(random),
         chain_(below(random, 3) == 0),
-        spec_(random_graph(random, chain_, kernels.barriers)),
+        spec_(random_graph(random, chain_)),
         builder_(kernels, spec_, below(random, 3) == 0) {
     CALL(cuStreamCreate(&streams_[0], CU_STREAM_NON_BLOCKING));
     CALL(cuStreamCreate(&streams_[1], CU_STREAM_NON_BLOCKING));

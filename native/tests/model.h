@@ -65,15 +65,12 @@ struct GraphSpec {
 };
 
 // `chain`: each node follows the one before, so that what a failure stops is known.
-inline GraphSpec random_graph(Random& random, bool chain, bool barriers) {
+inline GraphSpec random_graph(Random& random, bool chain) {
   GraphSpec spec;
   const unsigned count = 2 + below(random, 22);
   for (unsigned i = 0; i < count; ++i) {
     NodeSpec node;
     node.kind = static_cast<Kind>(below(random, static_cast<unsigned>(Kind::count_)));
-    if (!barriers && (node.kind == Kind::barrier || node.kind == Kind::warp)) {
-      node.kind = Kind::plain;
-    }
     node.salt = static_cast<unsigned>(random());
     if (chain && i > 0) {
       node.after.push_back(static_cast<int>(i) - 1);

@@ -1,6 +1,6 @@
 // Stress test of the soft device and of the host-work room, built with sanitizers.
 //
-//   stress graphs IMAGE SEED GRAPHS THREADS [no-barriers]   random graphs against a model
+//   stress graphs IMAGE SEED GRAPHS THREADS   random graphs against a model
 //   stress plans IMAGE TIMES                                plans edited as soon as they have run
 //   stress faults IMAGE                                     a kernel that writes out of bounds
 //   stress guide SEED CASES                                 the guided worker's threads and budgets
@@ -63,10 +63,9 @@ Kernels load(const char* path) {
   return kernels;
 }
 
-int graphs(const char* image, unsigned seed, unsigned count, unsigned threads, bool barriers) {
+int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   CUcontext context = open_device();
   Kernels kernels = load(image);
-  kernels.barriers = barriers;
   graft::hostwork::WorkerOptions options;
   options.name = "stress";
   kernels.worker = std::make_shared<graft::hostwork::Worker>(options);
@@ -184,9 +183,9 @@ int usage() {
 
 int run(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "";
-  if (what == "graphs" && count >= 6) {
+  if (what == "graphs" && count == 6) {
     const auto number = [&](int i) { return static_cast<unsigned>(std::atoi(arguments[i])); };
-    return graphs(arguments[2], number(3), number(4), number(5), count == 6);
+    return graphs(arguments[2], number(3), number(4), number(5));
   }
   if (what == "plans" && count == 4) return plans(arguments[2], std::atoi(arguments[3]));
   if (what == "faults" && count == 3) return faults(arguments[2]);

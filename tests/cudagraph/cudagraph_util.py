@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -179,12 +178,6 @@ def compiled(source: str, folder: Path, name: str = "work.so") -> Path:
     return folder / name
 
 
-def ok(result: tuple) -> Any:
-    """What a call of the bare driver returned; it must have succeeded."""
-    assert int(result[0]) == 0, result[0]
-    return result[1] if len(result) == 2 else result[1:]
-
-
 class Foreign:
     """A capture and an executable made with the bare driver, as another library would."""
 
@@ -192,22 +185,22 @@ class Foreign:
         self.stream = stream
 
     def begin(self) -> None:
-        ok(cu.cuStreamBeginCapture(self.stream.handle, THREAD_LOCAL))
+        call(cu.cuStreamBeginCapture, self.stream.handle, THREAD_LOCAL)
 
     def end(self, runs: bool = True) -> None:
-        self.graph = ok(cu.cuStreamEndCapture(self.stream.handle))
-        self.exec = ok(cu.cuGraphInstantiate(self.graph, 0)) if runs else None
+        self.graph = call(cu.cuStreamEndCapture, self.stream.handle)
+        self.exec = call(cu.cuGraphInstantiate, self.graph, 0) if runs else None
 
     def launch(self, times: int = 1, wait: bool = True) -> None:
         for _ in range(times):
-            ok(cu.cuGraphLaunch(self.exec, self.stream.handle))
+            call(cu.cuGraphLaunch, self.exec, self.stream.handle)
         if wait:
-            ok(cu.cuStreamSynchronize(self.stream.handle))
+            call(cu.cuStreamSynchronize, self.stream.handle)
 
     def drop(self) -> None:
         if self.exec is not None:
-            ok(cu.cuGraphExecDestroy(self.exec))
-        ok(cu.cuGraphDestroy(self.graph))
+            call(cu.cuGraphExecDestroy, self.exec)
+        call(cu.cuGraphDestroy, self.graph)
 
 
 class Semaphore:

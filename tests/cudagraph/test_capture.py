@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from cuda.bindings import driver as cu
-from cudagraph_util import THREAD_LOCAL, Foreign, ok, released, settled
+from cudagraph_util import THREAD_LOCAL, Foreign, released, settled
 
 from graft import native
 from graft.cudagraph import Device, DeviceError, HostWorkError, Stream, StreamLane, load_text
+from graft.cudagraph.driver import call, cu
 from graft.cudagraph.hostwork import check_captured, hostfunc
 from graft.native import _native
 
@@ -49,10 +49,10 @@ def test_hostfunc_becomes_a_node_of_the_capture(foreign: Foreign) -> None:
     fillers = [bytearray(64) for _ in range(1000)]
     foreign.launch(3)
     assert calls == [7, 8] * 3 and watch() is not None and len(fillers) == 1000
-    ok(cu.cuGraphDestroy(foreign.graph))
+    call(cu.cuGraphDestroy, foreign.graph)
     foreign.launch()
     assert calls == [7, 8] * 4
-    ok(cu.cuGraphExecDestroy(foreign.exec))
+    call(cu.cuGraphExecDestroy, foreign.exec)
     released(before + 2)
     assert watch() is None
 
@@ -111,12 +111,15 @@ def test_a_capture_takes_events_as_nodes(device: Device, foreign: Foreign) -> No
     lane.fill(data, 3)
     lane.record_event(event)
     foreign.end()
-    ok(cu.cuGraphDestroy(foreign.graph))
+    nodes, _ = call(cu.cuGraphGetNodes, foreign.graph, 3)
+    kinds = [call(cu.cuGraphNodeGetType, node).name.rpartition("TYPE_")[2] for node in nodes]
+    assert kinds == ["WAIT_EVENT", "MEMSET", "EVENT_RECORD"]
+    call(cu.cuGraphDestroy, foreign.graph)
     del event
     gc.collect()
     foreign.launch(3)
     assert data.to_host()[0] == 0x03030303
-    ok(cu.cuGraphExecDestroy(foreign.exec))
+    call(cu.cuGraphExecDestroy, foreign.exec)
 
 
 def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Stream) -> None:
@@ -125,19 +128,19 @@ def test_freeing_arrays_does_not_disturb_a_capture(device: Device, stream: Strea
     array = device.zeros((1024,), "int32")
     settled()
     failed, live = native.failed_frees(), native.live_resources()
-    ok(cu.cuStreamBeginCapture(stream.handle, mode))
+    call(cu.cuStreamBeginCapture, stream.handle, mode)
     del array
     assert _native.flush(60.0) and native.live_resources() == live - 1
     assert native.failed_frees() == failed
     hostfunc(stream, list)
-    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(stream.handle))))
+    call(cu.cuGraphDestroy, call(cu.cuStreamEndCapture, stream.handle))
 
 
 def test_an_invalidated_capture_is_refused(stream: Stream) -> None:
     """hostfunc names the invalidated capture and leaves no record behind."""
     settled()
     live = native.live_records()
-    ok(cu.cuStreamBeginCapture(stream.handle, THREAD_LOCAL))
+    call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)
     assert int(cu.cuStreamSynchronize(stream.handle)[0]) != 0
     with pytest.raises(DeviceError) as caught:
         hostfunc(stream, print)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import threading
 from pathlib import Path
@@ -174,31 +173,6 @@ def test_closed_streams_are_refused(device: Device) -> None:
     stream = device.stream("gone")
     stream.close()
     refused(OptionError, {"gone": stream.synchronize})
-
-
-def test_no_import_of_the_room_goes_in_a_circle() -> None:
-    """Modules stand above what they import; nothing imports the device, or inside a function."""
-    room = Path(graft.cudagraph.__file__).parent
-    above: dict[str, set[str]] = {}
-    for path in room.glob("*.py"):
-        if path.stem == "__init__":
-            continue
-        tree = ast.parse(path.read_text())
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        own = [node for node in found if (node.module or "").startswith("graft.cudagraph")]
-        assert all(node in tree.body for node in own), path.name
-        above[path.stem] = {
-            name
-            for node in own
-            for name in ([a.name for a in node.names] if node.module == "graft.cudagraph"
-                         else [str(node.module).rpartition(".")[2]])
-        }  # fmt: skip
-    assert not [name for name, below in above.items() if "device" in below]
-    while above:
-        bottom = [name for name, below in above.items() if not below & set(above)]
-        assert bottom, f"a circle among {sorted(above)}"
-        for name in bottom:
-            del above[name]
 
 
 def test_the_rooms_readme_says_what_happens() -> None:

@@ -17,7 +17,6 @@ from graft.cudagraph import (
     Graph,
     Stream,
     StreamLane,
-    chooser,
     hostfunc,
     load_text,
     softstats,
@@ -34,13 +33,6 @@ def never_switch() -> Iterator[None]:
     sys.setswitchinterval(1000.0)
     yield
     sys.setswitchinterval(before)
-
-
-def held(device: Device) -> int:
-    """Driver calls so far whose caller held the GIL."""
-    if device.kind != "soft":
-        pytest.skip("only the soft device records who holds the GIL")
-    return softstats.counters()["gil_held"].total()
 
 
 def use_everything(device: Device) -> None:
@@ -89,19 +81,13 @@ def use_everything(device: Device) -> None:
 
 def test_no_driver_call_holds_the_gil(device: Device) -> None:
     """The soft device looks at every entry whether the caller holds the GIL: never in graft."""
-    before, calls = held(device), softstats.counters()["calls"].total()
+    if device.kind != "soft":
+        pytest.skip("only the soft device records who holds the GIL")
+    before = softstats.counters()
     use_everything(device)
-    assert softstats.counters()["calls"].total() > calls + 50, "the counter counts"
-    assert held(device) == before, +softstats.counters()["gil_held"]
-
-
-def test_the_soft_device_notices_a_held_gil(device: Device) -> None:
-    """A driver call made with the GIL held is counted, so that the test above can fail."""
-    before, library = held(device), ctypes.PyDLL(str(chooser.soft_library()))
-    version, free, total = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_size_t()
-    library.cuDriverGetVersion(ctypes.byref(version))
-    library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-    assert held(device) > before
+    after = softstats.counters()
+    assert after["calls"].total() > before["calls"].total() + 50, "the counter counts"
+    assert after["gil_held"] == before["gil_held"]
 
 
 def test_native_work_runs_while_python_keeps_the_gil(
@@ -118,20 +104,6 @@ def test_native_work_runs_while_python_keeps_the_gil(
         semaphore.libc.usleep(10_000)
     assert semaphore.value == 1
     executable.synchronize(60)
-
-
-def test_driver_calls_while_a_callback_wants_the_gil(device: Device, stream: Stream) -> None:
-    """Whatever the main thread asks of the driver, a Python step in flight gets the GIL."""
-    steps: list[int] = []
-    graph = Graph(device, "wants the GIL")
-    for i in range(8):
-        graph.lane("main").host(lambda i=i: steps.append(i))
-    executable = graph.instantiate()
-    for _ in range(5):
-        executable.launch(stream)
-        use_everything(device)
-    executable.synchronize(60)
-    assert steps == list(range(8)) * 5
 
 
 @pytest.mark.parametrize("model", ["1", "2", "4", "7"])
@@ -181,7 +153,6 @@ def test_a_foreign_thread_gives_its_state_back(device: Device) -> None:
         assert libc.pthread_create(ctypes.byref(thread), None, function, data) == 0
         libc.pthread_join(thread, None)
     assert len(seen) == 3 and native.live_thread_states() == before
-    graph.close()
 
 
 def test_threads_keep_their_python_state(device: Device, stream: Stream) -> None:

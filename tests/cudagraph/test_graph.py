@@ -132,10 +132,14 @@ def test_update_to_another_topology_is_refused(device: Device, module) -> None:
 
 
 def test_launches_from_many_threads_are_serialised(device: Device, module) -> None:
-    """One executable launched by several threads on several streams runs every replay once."""
+    """One executable launched by several threads on several streams runs every replay once, and
+    begins none before the last has ended."""
     data = device.zeros((8,), "int32")
-    graph = Graph(device, "shared")
-    graph.lane("main").kernel(module["add"], 1, 8, [data, 1])
+    graph, begun, inside = Graph(device, "shared"), [], []
+    lane = graph.lane("main")
+    lane.host(lambda: begun.append(inside.append(1) or len(inside)))
+    lane.kernel(module["add"], 1, 8, [data, 1])
+    lane.host(inside.pop)
     executable = graph.instantiate()
     streams = [device.stream() for _ in range(3)]
 
@@ -146,7 +150,7 @@ def test_launches_from_many_threads_are_serialised(device: Device, module) -> No
     in_threads(*(partial(work, stream) for stream in streams))
     executable.synchronize(60)
     device.synchronize()
-    assert executable.launches == 150
+    assert executable.launches == 150 and begun == [1] * 150
     assert (data.to_host() == 150).all()
 
 
@@ -276,7 +280,6 @@ def test_changed_operands_live_until_replaced(device: Device, stream: Stream, mo
     executable.update_kernel("work", module["add"], 1, 4, [data, 1])
     settled()
     assert native.live_resources() <= before
-    executable.close()
 
 
 def test_a_closed_executable_keeps_operands_in_flight(
@@ -428,6 +431,22 @@ def test_cells_give_each_replay_its_value(device: Device, stream: Stream) -> Non
     seen.clear()
     replay(graph, stream)
     assert seen == [("third", "x"), ("third", "y")]
+
+
+def test_an_update_brings_the_cells_of_its_definition(device: Device, stream: Stream) -> None:
+    """Their values are those of later replays; the old definition's are no longer taken."""
+    seen: list[object] = []
+    graphs = [Graph(device, name) for name in ("old", "new")]
+    cells = [graph.cell(f"{graph.name} first") for graph in graphs]
+    for graph, cell in zip(graphs, cells, strict=True):
+        graph.lane("main").host(seen.append, cell=cell)
+    run = replay(graphs[0], stream)
+    run.update(graphs[1])
+    replay(run, stream)
+    run.set(cells[1], "new second")
+    replay(run, stream)
+    assert seen == ["old first", "new first", "new second"]
+    refused(OptionError, {"'cell' is no cell of graph 'new'": lambda: run.set(cells[0], "old")})
 
 
 def test_native_work_gets_the_cells_address(device: Device, stream: Stream) -> None:

@@ -63,7 +63,7 @@ def test_if_else_takes_one_branch(
 
 
 def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
-    """Operands of a body live as long as the executable, and a body may hold a child graph."""
+    """Operands, closed ones too, live as long as the executable; a body may hold a child graph."""
     own = load_text(device, TEXT + "// another image\n", "conditional_keep.cu")
     data, result = device.zeros((1,), "int32"), device.pinned((1,), "int32")
     seen = result.array
@@ -75,6 +75,7 @@ def test_bodies_keep_what_they_use(device: Device, stream: Stream) -> None:
     body.child(inner)
     body.copy(result, data)
     executable = graph.instantiate()
+    data.close()
     del own, data, result, inner, graph, lane, body
     settled()
     others = [device.zeros((1,), "int32") for _ in range(20)]

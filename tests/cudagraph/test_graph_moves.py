@@ -127,7 +127,6 @@ def test_failures_and_replay_numbers_are_the_parents(
     assert child.status.array[0] == parent.status.array[0] == 0
     replay(run, stream)
     assert [g.to_host()[0] for g in good] == [3, 3]
-    run.close()
 
 
 def test_without_moves_a_child_is_refused(
@@ -166,7 +165,6 @@ def test_the_host_goes_on_at_a_record_node(device: Device, stream: Stream) -> No
         go.set()
         run.synchronize(LIMIT_S)
         go.clear()
-    run.close()
 
 
 def test_two_graphs_hand_over_by_events(device: Device, stream: Stream) -> None:
@@ -191,7 +189,6 @@ def test_two_graphs_hand_over_by_events(device: Device, stream: Stream) -> None:
         run.synchronize(LIMIT_S)
         run.close()
     assert order == ["ping", "pong"] * 20
-    other.close()
 
 
 def test_a_wait_that_is_not_over_meets_its_deadline(device: Device, stream: Stream) -> None:
@@ -217,11 +214,10 @@ def test_events_keep_time_where_asked(device: Device, stream: Stream) -> None:
     lane.record_event(begun)
     lane.fill(data, 7)
     lane.record_event(ended)
-    run = replay(graph, stream)
+    replay(graph, stream)
     assert ended.elapsed_s(begun) >= 0 >= begun.elapsed_s(ended)
     with pytest.raises(OptionError, match="'silent' keeps no time"):
         ended.elapsed_s(device.event("silent"))
-    run.close()
 
 
 def test_event_nodes_are_refused_in_bodies(device: Device) -> None:

@@ -73,14 +73,6 @@ def one_step(device: Device, item, name: str | None = None) -> GraphExec:
     return graph.instantiate()
 
 
-def test_hostfunc_takes_raw_streams_and_work(device: Device, stream: Stream) -> None:
-    """A CUstream handle and PythonWork are accepted."""
-    seen: list[tuple] = []
-    hostfunc(stream.handle, PythonWork(lambda *a: seen.append(a), 1, "x"))
-    stream.synchronize(60)
-    assert seen == [(1, "x")]
-
-
 def test_what_is_no_work_is_refused(stream: Stream) -> None:
     """Arguments of both, no callable, NULL functions and addresses that are no integers."""
     refused(OptionError, {
@@ -192,7 +184,6 @@ def test_native_work_writes_the_output(device: Device, stream: Stream, native_fu
     for i in range(1, 101):
         replay(run, stream)
         assert result.to_host().tolist() == [i, 10 + i, 20 + i, 30 + i]
-    run.close()
 
 
 def test_eager_failures_are_told_once_each(device: Device) -> None:

@@ -7,7 +7,6 @@ import threading
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 from cudagraph_util import (
     Foreign,
@@ -25,7 +24,6 @@ from cudagraph_util import (
 from graft import native
 from graft.cudagraph import Device, DeviceError, Graph, Stream, condition, if_, nodes
 from graft.cudagraph.hostwork import PythonWork, hostfunc
-from graft.cudagraph.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
 
 everything = pytest.mark.parametrize("everything", [False, True])
@@ -349,27 +347,6 @@ def test_a_fault_is_typed_and_the_process_ends(ending: str) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "typed: CUDA_ERROR_ILLEGAL_ADDRESS"
     assert lines[1:] == ["ran: before", "given up: True", "raised: 1 2"] and done.stderr == ""
-
-
-def test_operands_live_as_long_as_the_executable(device: Device, stream: Stream) -> None:
-    """Arrays, pinned memory and kernels that a graph uses outlive every Python name of theirs."""
-    text = 'extern "C" __global__ void add(int* a, int* b) { a[threadIdx.x] += b[threadIdx.x]; }'
-    kernel = load_text(device, text, "operands.cu")["add"]
-    source = device.from_host(np.arange(32, dtype=np.int32))
-    target, out = device.zeros((32,), "int32"), device.pinned((32,), "int32")
-    result = out.array
-    graph = Graph(device, "operands")
-    lane = graph.lane("main")
-    lane.kernel(kernel, 1, 32, [target, source])
-    lane.copy(out, target)
-    executable = graph.instantiate()
-    source.close()
-    del graph, lane, source, target, out, kernel
-    settled()
-    fillers = [device.zeros((32,), "int32") for _ in range(50)]
-    replay(executable, stream, 3)
-    assert result.tolist() == [3 * i for i in range(32)]
-    assert not any(f.to_host().any() for f in fillers)
 
 
 def test_native_work_keeps_its_owner(device: Device, stream: Stream) -> None:

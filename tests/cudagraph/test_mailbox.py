@@ -40,7 +40,6 @@ def test_every_replay_gets_its_own_answer_after_everything_was_dropped(device, s
             run.synchronize(LIMIT_S)
             assert result.to_host().tolist() == [i, 3 * i, 7, 11]
     run.synchronize(LIMIT_S)
-    run.close()
 
 
 def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device, transport):
@@ -53,7 +52,6 @@ def test_the_wait_descends_from_its_request_and_the_request_from_the_lane(device
     kinds = [(node.kind, node.name) for node in graph.nodes]
     assert kinds[1:3] == [("request", "request: step"), ("wait", "answer: step")]
     assert graph.edges == [(0, 1), (1, 2), (2, 3)]
-    graph.close()
 
 
 def test_work_may_not_call_the_device_and_garbage_is_no_call(device, stream):
@@ -75,7 +73,6 @@ def test_work_may_not_call_the_device_and_garbage_is_no_call(device, stream):
     with pytest.raises(HostWorkError, match="must not call the driver") as failed:
         run.synchronize(LIMIT_S)
     assert failed.value.node == "allocates"
-    run.close()
 
 
 def test_an_updated_executable_asks_the_new_definition(device, stream, transport):
@@ -98,7 +95,6 @@ def test_an_updated_executable_asks_the_new_definition(device, stream, transport
     run.update(second)
     replay(run, stream, 2)
     assert seen == [("first", 1), ("first", 2), ("second", 3), ("second", 4)]
-    run.close()
 
 
 def test_deadlines_and_operands_out_of_range_are_refused(device):
@@ -112,7 +108,6 @@ def test_deadlines_and_operands_out_of_range_are_refused(device):
     with pytest.raises(OptionError, match=r"device_deadline_s must be .* not 0\.0"):
         lane.spin(lambda: None, device_deadline_s=0.0)
     assert graph.nodes == []
-    graph.close()
 
 
 CHILD = """
@@ -179,7 +174,6 @@ def test_one_worker_serves_several_graphs(device, stream):
         run.synchronize(LIMIT_S)
         run.close()
     assert counts == [100, 100]
-    other.close()
 
 
 def test_everything_is_given_back(device, stream):
@@ -224,7 +218,6 @@ def test_threads_run_where_they_are_placed(device, stream):
     )  # fmt: skip
     replay(run, stream)
     assert where == [{core}]
-    run.close()
 
 
 def test_native_owners_of_a_worker_hold_no_python_reference(device):
@@ -278,7 +271,6 @@ def test_a_late_worker_loses_and_its_result_is_not_published(device, stream, tra
     for _ in range(3):
         in_time(run, stream)
     assert result.to_host().tolist() == [5] * 4 and later == [1] * 4
-    run.close()
 
 
 def test_worker_and_watchdog_never_both_answer(device, stream, transport):
@@ -300,7 +292,6 @@ def test_worker_and_watchdog_never_both_answer(device, stream, transport):
         except HostWorkError:
             run.clear(LIMIT_S)
         assert result.to_host().tolist() == [expected] * 4
-    run.close()
 
 
 def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
@@ -323,7 +314,6 @@ def test_a_spinning_kernel_gives_up_on_the_device_clock(device, stream):
     assert result.to_host().tolist() == [0] * 4
     in_time(run, stream)
     assert result.to_host().tolist() == [1] * 4
-    run.close()
 
 
 def test_a_request_that_is_not_reached_in_time_fails_the_replay(device, stream):
@@ -341,7 +331,6 @@ def test_a_request_that_is_not_reached_in_time_fails_the_replay(device, stream):
     with pytest.raises(HostWorkError, match="did not reach this step") as failed:
         run.synchronize(LIMIT_S)
     assert failed.value.node == "asked late" and seen == []
-    run.close()
 
 
 FAULT = """

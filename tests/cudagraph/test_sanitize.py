@@ -88,11 +88,10 @@ def execute(command: list[str], timeout_s: float, settings: dict[str, str]
                           env=environment | settings)
 
 
-def graphs(kind: str, seed: int, count: int, threads: int, *more: str, timeout_s: float = 60,
+def graphs(kind: str, seed: int, count: int, threads: int, timeout_s: float = 60,
            **settings: str) -> None:
     """Run random graphs; the program checks cells, failures, and that nothing is left."""
-    said = run(kind, "graphs", image(), seed, count, threads, *more, timeout_s=timeout_s,
-               **settings)
+    said = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
     assert re.match(rf"{count} graphs on {threads} threads; ", said)
 
 
@@ -127,7 +126,7 @@ def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
     said = run(kind, "guide", seed, cases, timeout_s=timeout_s)
     numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", said)
     assert numbers and int(numbers[1]) == 40 * cases
-    assert int(numbers[3]) > 0 and int(numbers[4]) > 0
+    assert all(int(number) > 0 for number in numbers.groups())
 
 
 @pytest.mark.parametrize("kind, finding", [

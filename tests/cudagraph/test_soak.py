@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,9 +21,13 @@ extern "C" __global__ void count(unsigned* counter, int place) { ++counter[place
 """
 
 
-def replay_all(executable: GraphExec, stream: Stream, times: int, wait_each: int = 16) -> None:
-    """Replay, with some replays in flight."""
+def replay_all(
+    executable: GraphExec, stream: Stream, times: int, wait_each: int = 16,
+    change: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
+    """Replay, with some replays in flight, and a change before each."""
     for i in range(times):
+        change()
         executable.launch(stream)
         if i % wait_each == wait_each - 1:
             executable.synchronize(LIMIT_S)
@@ -36,8 +41,9 @@ def longer(count: int) -> pytest.MarkDecorator:
 
 @longer(20_000)
 def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count: int) -> None:
-    """Two Python and two native host nodes between counting kernels, in flight by the dozen:
-    resident memory does not grow, and both sides count the same calls."""
+    """Two Python and two native host nodes between counting kernels, of which the last is changed
+    before each replay, in flight by the dozen: resident memory does not grow, and both sides count
+    the same calls."""
     kernel, semaphores = module["count"], [Semaphore(), Semaphore()]
     counter, seen = device.zeros((2,), "uint32"), np.zeros(2, np.int64)
 
@@ -53,15 +59,18 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     b.host(semaphores[1].work())
     b.host(lambda: step(1), name="python 1")
     a.wait(b.record())
-    a.kernel(kernel, 1, 1, [counter, 1])
+    a.kernel(kernel, 1, 1, [counter, 1], name="last")
     assert [node.kind for node in graph.nodes].count("host") == 4
     executable = graph.instantiate()
 
+    def change() -> None:
+        executable.update_kernel("last", kernel, 1, 1, [counter, 1])
+
     warm = max(count // 10, 1000)
-    replay_all(executable, stream, warm)
+    replay_all(executable, stream, warm, change=change)
     settled()
     before, live = resident_kib(), (native.live_records(), native.live_resources())
-    replay_all(executable, stream, count)
+    replay_all(executable, stream, count, change=change)
     settled()
     grown = resident_kib() - before
     total = warm + count
@@ -71,7 +80,6 @@ def test_replays_keep_memory_flat(device: Device, stream: Stream, module, count:
     # Fewer, where what earlier tests left was collected meanwhile.
     assert native.live_records() <= live[0] and native.live_resources() <= live[1]
     assert grown < MOST_KIB, f"resident memory grew by {grown} KiB in {count} replays"
-    executable.close()
 
 
 @longer(50_000)
@@ -118,7 +126,6 @@ def test_changes_of_a_cell_weigh_nothing(device: Device, stream: Stream, count: 
         settled()
         grown.append(resident_kib() - before - sum(grown))
     assert grown[-1] < MOST_KIB, f"resident memory grew by {grown} KiB in {count} changes each"
-    executable.close()
 
 
 @pytest.mark.soak

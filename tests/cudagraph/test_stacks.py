@@ -125,7 +125,6 @@ def test_a_released_mailbox_tells_where_its_work_stood(
     assert "PyThread_acquire_lock_timed" in native
     assert "host step 'grammar' (replay 1)" in notes and "in answers_too_late" in notes
     run.clear(LIMIT_S)
-    run.close()
 
 
 def test_a_thread_that_is_gone_has_no_stack() -> None:

@@ -28,7 +28,6 @@ class SlotTruth(ref.Slot):
     """What the simulated device knows about one slot."""
 
     index: int = 0
-    name: int = 0  # what it generates depends on it
     start: Callable[[], Matcher] | None = None  # None: unconstrained
     position: int = 0  # n when it joined
     history: list[int] = field(default_factory=list)
@@ -44,16 +43,15 @@ class Device:
     def __init__(
         self, backend: GrammarBackend, *, oracle: GrammarBackend | None = None, slots: int,
         draft_length: int, masked: bool, seed: int, kinds: Sequence[str] = ("native", "python"),
-        illegal: float = 0.1, stall: float = 0.05, wrong: float = 0.0, probe: bool = False,
-        forced: ForcedText | None = None, options: dict[str, Any] | None = None,
+        wrong: float = 0.0, probe: bool = False, forced: ForcedText | None = None,
+        options: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.forced = forced
         self.backend, self.k, self.masked, self.probe = backend, draft_length, masked, probe
         self.oracle = functools.cache((oracle or backend).compile)
         self.rng = np.random.default_rng(seed)
         self.size = backend.vocabulary.size
-        self.illegal, self.stall, self.wrong = illegal, stall, wrong
-        self.kinds = kinds
+        self.wrong, self.kinds = wrong, kinds
         sizes = (slots, draft_length, self.size, 4 * probe)
         self.exchanges = [exchange_for(*sizes) for _ in kinds]
         options = {"masked_drafts": masked, "forced": forced, "ring": 4, **(options or {})}
@@ -71,16 +69,13 @@ class Device:
 
     # The host's side.
 
-    def join(
-        self, slot: int, compiled: CompiledGrammar | None, *, limit: int, name: int | None = None
-    ) -> None:
+    def join(self, slot: int, compiled: CompiledGrammar | None, *, limit: int) -> None:
         """Put a new request into a slot; it takes part from the next published replay on."""
         self.epoch += 1
-        name = self.epoch if name is None else name
-        position = mix(name) % 50
+        position = mix(self.epoch) % 50
         self.slots[slot] = SlotTruth(
             n=position, tree=ref.chain(-1), limit=position + limit, epoch=self.epoch,
-            stop_ids=(STOP, OTHER_STOP), index=slot, name=name, position=position,
+            stop_ids=(STOP, OTHER_STOP), index=slot, position=position,
             start=None if compiled is None else self.oracle(compiled.spec).matcher,
         )  # fmt: skip
         for kind, matchers in zip(self.kinds, self.matchers, strict=True):
@@ -196,7 +191,7 @@ class Device:
         """Verify and commit; whether there is something to draft for."""
 
         def row(node: int, position: int) -> tuple[int, np.ndarray]:
-            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < self.stall
+            state, stalls = self._state(truth, node), node == 0 and self.rng.random() < 0.05
             stalls = stalls and state in (FREE, READY)
             return NOT_READY if stalls else state, self._legal(truth, node)
 
@@ -221,9 +216,9 @@ class Device:
         """One of the legal ids, by request and position alone; often one that a marker is made of,
         where those are legal."""
         likely = np.intersect1d(MARKER_TOKENS, legal)
-        if len(likely) and len(legal) > 200 and mix(truth.name, position) % 10 < 8:
+        if len(likely) and len(legal) > 200 and mix(truth.epoch, position) % 10 < 8:
             legal = likely
-        return max(legal.tolist(), key=lambda token: mix(truth.name, position, token))
+        return max(legal.tolist(), key=lambda token: mix(truth.epoch, position, token))
 
     def _draft(self, truth: SlotTruth, j: int) -> None:
         if not ref.is_drafting(truth, j):
@@ -241,7 +236,7 @@ class Device:
         token = self._wanted(truth, truth.n + j, choices)
         if self.rng.random() < 0.25:
             token = int(self.rng.choice(choices))
-        if self.rng.random() < self.illegal:
+        if self.rng.random() < 0.1:
             token = int(self.rng.choice([-1, self.size, 2**31 - 1, *range(self.size)]))
         self._keep(truth, token)
 

@@ -162,22 +162,6 @@ def budgets_by(clock: np.ndarray) -> Iterator[None]:
         _native.guide.Worker = plain
 
 
-def run_held(work: Any, decoder: GuidedDecoder, clock: np.ndarray, gates: np.ndarray) -> None:
-    """Run a step; its budget ends when every slot that is not done waits at its gate."""
-    worker, posted, half = decoder._worker, False, False
-    step = threading.Thread(target=run_work, args=(work,))
-    step.start()
-    while step.is_alive():
-        posted = posted or worker.waiting()
-        waiting = int(gates[:, 1].sum())
-        if posted and waiting and waiting == worker.busy_slots():
-            clock += BUDGET_NS
-        elif posted and waiting and not half:
-            clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
-            half = True
-        step.join(1e-4)
-
-
 class Rig:
     """A decoder driven by hand.
 
@@ -232,10 +216,20 @@ class Rig:
     def run(self, *works):
         """Run steps; a budget ends when only a slot at its gate is left."""
         for work in works:
-            if self.held:
-                run_held(work, self.decoder, self.clock, self.gate[None])
-            else:
+            if not self.held:
                 run_work(work)
+                continue
+            step = threading.Thread(target=run_work, args=(work,))
+            step.start()
+            posted = half = False
+            while step.is_alive():
+                posted = posted or self.decoder._worker.waiting()
+                if posted and self.gate[1] and self.decoder._worker.busy_slots() == 1:
+                    self.clock += BUDGET_NS
+                elif posted and self.gate[1] and not half:
+                    self.clock += BUDGET_NS // 2  # wakes threads for what is queued behind them
+                    half = True
+                step.join(1e-4)
 
     def close_gate(self, call):
         """Slot 0's matcher waits in the ``call``-th call from now on."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from guide_util import STOP, THINK, byte_vocabulary, fits
+from guide_util import SPECS, STOP, THINK, byte_vocabulary, fits
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar import GrammarError, GrammarSpec, make_backend
@@ -63,6 +64,16 @@ def test_no_token_carries_the_marker_and_more(backend):
     assert matcher.legal().size > 200  # the matcher is un-started
 
 
+def test_a_matcher_may_begin_behind_tokens(backend):
+    """It allows what one does that has taken them; what the grammar refuses of them is named."""
+    compiled, tokens = backend.compile(SPECS["text, then choice"]), b'so a":ab'
+    other = compiled.matcher()
+    assert all(map(other.accept, tokens))
+    assert compiled.matcher(tokens=tokens).legal().tolist() == other.legal().tolist()
+    with pytest.raises(GrammarError, match="refuses token 270, number 1"):
+        backend.compile(SPECS["regex"]).matcher(tokens=[97, 270])
+
+
 def test_free_text_is_undone_as_far_as_it_is_kept(backend):
     """The scanner keeps the last 64 free tokens; a deeper rollback is an error, not a guess."""
     matcher = backend.compile(GrammarSpec.choice(["yes"]).after("</t>")).matcher()
@@ -96,6 +107,38 @@ def test_grammars_that_a_backend_refuses(backend, serve):
         assert isinstance(there, GrammarError)
         for text in (str(here.value), str(there)):
             assert text.startswith(spec.kind) and "\n" not in text
+
+
+def test_rows_that_are_not_contiguous_are_refused(backend):
+    """The libraries ignore strides: a row with gaps must not be written as if it had none."""
+    matcher = backend.compile(SPECS["regex"]).matcher()
+    words = backend.vocabulary.words
+    memory = np.full(2 * words, 7, np.int32)
+    with pytest.raises((TypeError, ValueError, GrammarError)):
+        matcher.fill(memory[::2])
+    assert (memory == 7).all()
+    with pytest.raises((TypeError, ValueError, RuntimeError, GrammarError)):
+        matcher.fill(memory[: words - 1])
+    assert (memory == 7).all()
+
+
+def test_ids_out_of_range_and_after_the_end_change_nothing(backend, capfd):
+    """-1, the size, 2**31 and a token after the stop id are refused, silently, without a trace;
+    every stop id ends a complete grammar, until it is rolled back."""
+    matcher = backend.compile(GrammarSpec.regex("ab+")).matcher()
+    for token in (-1, 270, 2**31, -(2**31) - 1, 2**40):
+        assert not matcher.accept(token)
+    assert matcher.accept(ord("a")) and not matcher.accept(256) and matcher.accept(ord("b"))
+    for stop in (256, 257):
+        assert {256, 257} <= set(matcher.legal().tolist())
+        assert matcher.accept(stop) and matcher.is_terminated()
+        assert not matcher.accept(256) and not matcher.accept(ord("b"))
+        with pytest.raises(GrammarError, match="terminated"):
+            matcher.legal()
+        matcher.rollback(1)
+        assert matcher.accept(ord("b")) and not matcher.is_terminated()
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == ""
 
 
 def test_unknown_backends_and_names_are_refused():

@@ -5,106 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import weakref
 
 import guide_util
-import numpy as np
 import pytest
-from guide_device import Device, SlotTruth
 from guide_util import SPECS, Rig, exchange_for, joined, run_work
-from reference_round import NOT_READY, READY, record
+from reference_round import READY, record
 
-from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest
+from graft.grammar import GuidedDecoder, GuidedRequest
 from graft.grammar.decoder import default_threads
-
-
-class HeldDevice(Device):
-    """Slots whose matchers wait at gates.
-
-    A step with a budget waits for a clock that stands still. It is moved past the budget when every
-    slot that is not done waits at its gate: so exactly the held slots are late, on any machine.
-    """
-
-    def __init__(self, backend: GrammarBackend, *, held: float, seed: int, slots: int, **more):
-        self.clock = np.zeros(1, np.int64)
-        self.gates = np.zeros((slots, 16), np.int32)
-        self.hold = held
-        options = {"threads": more.pop("threads", 1)}
-        if held:
-            options["budget_us"] = guide_util.BUDGET_NS / 1000
-        with guide_util.budgets_by(self.clock):
-            super().__init__(backend, slots=slots, seed=seed, kinds=["native"], options=options,
-                             **more)  # fmt: skip
-        self.holder = np.random.default_rng(seed + 1)
-        self.results: dict[int, tuple[int, list[int]]] = {}
-        self.sat_out = 0
-
-    def release(self) -> None:
-        """Open every gate and wait for the slots behind them."""
-        self.gates[:, 0] = 0
-        self.decoders[0]._worker.wait_idle()
-
-    def _step(self, index: int) -> None:
-        worker = self.decoders[0]._worker
-        for slot in range(len(self.slots)):
-            if not self.gates[slot, 0]:
-                self.gates[slot, 2] = 0
-                if self.holder.random() < self.hold:
-                    self.gates[slot, 0] = self.holder.integers(1, 6)
-            elif self.holder.random() < 0.4:
-                self.gates[slot, 0] = 0
-                while worker.busy(slot):
-                    time.sleep(1e-4)
-        guide_util.run_held(self.works[index][0], self.decoders[0], self.clock, self.gates)
-
-    def _check_row(self, truth: SlotTruth, j: int) -> None:
-        """A row may be missing where the slot is late; one that is there is right."""
-        if self.hold and self._state(truth, j) == NOT_READY:
-            self.sat_out += j == 0
-            return
-        super()._check_row(truth, j)
-
-    def serve(self, requests: int) -> dict[int, tuple[int, list[int]]]:
-        """Run requests 0 .. requests-1; the reason and tokens of each."""
-        grammars = [self.backend.compile(spec) for spec in SPECS.values()] + [None]
-        number = 0
-        self.publish()
-        while len(self.results) < requests:
-            for slot in range(len(self.slots)):
-                if number < requests and self.is_idle(slot):
-                    grammar = grammars[number % len(grammars)]
-                    self.join(slot, grammar, limit=3 + guide_util.mix(number) % 21, name=number)
-                    if grammar is not None:
-                        matcher = self.matchers[0][slot]
-                        self.matchers[0][slot] = guide_util.Gated(matcher, self.gates[slot])
-                    number += 1
-            self.publish()
-            self.run()
-            self.clear_ended()
-            for truth in self.ended:
-                self.results[truth.name] = (truth.reason, truth.history)
-            self.ended.clear()
-        self.release()
-        return self.results
-
-
-@pytest.mark.parametrize("length, masked, threads", [(0, 0, 1), (2, 1, 1), (3, 0, 2), (3, 1, 3)])
-def test_late_slots_resume_exactly(backend, length, masked, threads):
-    """Slots held at random sit rounds out; every request's tokens are as without a budget."""
-    shape = {"slots": 4, "draft_length": length, "masked": masked > 0, "seed": 3, "stall": 0.0}
-    plain = HeldDevice(backend, held=0.0, **shape)
-    requests = 24 if backend.name == "XGrammar" else 16
-    expected = plain.serve(requests)
-    held = HeldDevice(backend, held=0.35, threads=threads, **shape)
-    try:
-        assert held.serve(requests) == expected
-    finally:
-        held.release()
-    counters = held.decoders[0].counters()
-    assert counters["late_rows"] > 2 and counters["budget_stalls"] > 2
-    assert counters["desyncs"] == counters["errors"] == 0
-    assert held.sat_out > 0
 
 
 def test_a_row_that_is_late_ends_the_round_before_it(backend):

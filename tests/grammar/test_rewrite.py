@@ -210,12 +210,6 @@ def test_formats_and_patterns_of_strings_are_exact(stated, good, bad):
         assert [text for text in bad if grammar.takes(text)] == []
 
 
-def test_host_names_are_refused_from_draft_7_on():
-    """There punycode counts, which has no form."""
-    found = rewrite({"type": "string", "format": "hostname"}, draft=7)
-    assert [reason.keyword for reason in found.lost] == ["format"]
-
-
 def test_old_drafts_ignore_what_stands_beside_a_reference_and_newer_keywords():
     """Up to draft 7 only $ref counts; if is an annotation in draft 4."""
     schema = {

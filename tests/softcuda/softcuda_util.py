@@ -60,7 +60,6 @@ KERNELS = r"""
 extern "C" __global__ void append(int* log, int value) { log[1 + log[0]++] = value; }
 extern "C" __global__ void add(int* p, int value) { *p += value; }
 extern "C" __global__ void scale(int* p, int value) { *p *= value; }
-extern "C" __global__ void step(unsigned* p, unsigned m) { *p = *p * 3u + m; }
 extern "C" __global__ void copy(const int* in, int* out, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) out[i] = in[i];

@@ -59,18 +59,6 @@ s.cuGraphReleaseUserObject(g, o, 1)
 eventually(1)
 assert code(d.cuUserObjectRelease(o, 1)) == "INVALID_HANDLE"
 """,
-    "Destroying graph and executable while a launch runs defers the destructor to its end": """
-g = holder(1)
-s.add_host(g, [], hold)
-e, q = s.cuGraphInstantiate(g, 0), s.stream()
-s.cuGraphLaunch(e, q)
-s.cuGraphExecDestroy(e)
-s.cuGraphDestroy(g)
-eventually()
-gate.set()
-s.cuStreamSynchronize(q)
-eventually(1)
-""",
     "After cuGraphExecUpdate the old references live until launches queued before have ended": """
 a, b = holder(1), holder(2)
 for g in (a, b): s.add_host(g, [], hold)
@@ -117,31 +105,20 @@ def test_user_objects(name, mode):
 def test_counters_return_to_zero():
     """After everything is closed every counter of live resources is zero and nothing leaked."""
     check(HELPERS + """
-base = dict(s.live())
-assert base.pop("context") == 1 and set(base.values()) == {0}
-for round in range(3):
-    own = s.kernels('extern "C" __global__ void f(int* p) { atomicAdd(p, 1); }')
-    p, host = s.ints(0), s.cuMemHostAlloc(100, 3)
-    q, event, g = s.stream(), s.cuEventCreate(0), holder(round)
-    a = s.add_kernel(g, [], own.f, 8, 32, p)
-    s.add_host(g, [a], USLEEP)
-    e = s.cuGraphInstantiate(g, 0)
-    live = s.live()
-    assert live == dict(device_memory=1, pinned_memory=1, stream=1, event=1, module=1, graph=1,
-                        graph_exec=1, user_object=1, context=1), live
-    for _ in range(5):
-        s.cuGraphLaunch(e, q)
-    s.cuEventRecord(event, q)
-    for call in (d.cuGraphDestroy(g), d.cuGraphExecDestroy(e),
-                 d.cuEventDestroy(event), d.cuStreamDestroy(q), d.cuMemFreeHost(host)):
-        s.ok(call)
-    assert s.value(p) == 5 * 8 * 32
-    s.cuMemFree(p)
-    s.cuModuleUnload(own.module)
-    eventually(*range(round + 1))
-    deadline = time.monotonic() + 10  # the object is counted out after its destructor returned
-    while s.live()["user_object"] and time.monotonic() < deadline:
-        time.sleep(0.001)
+own = s.kernels('extern "C" __global__ void f(int* p) { *p += 1; }')
+p, q, event, g = s.ints(0), s.stream(), s.cuEventCreate(0), holder(1)
+host = s.cuMemHostAlloc(100, 3)
+s.add_kernel(g, [], own.f, 1, 1, p)
+e = s.cuGraphInstantiate(g, 0)
+live = s.live()
+assert live == dict(device_memory=1, pinned_memory=1, stream=1, event=1, module=1, graph=1,
+                    graph_exec=1, user_object=1, context=1), live
+s.play(e, q, 5)
+s.close()
+eventually(1)
+deadline = time.monotonic() + 10  # the object is counted out after its destructor returned
+while s.live()["user_object"] and time.monotonic() < deadline:
+    time.sleep(0.001)
 assert d.cuDevicePrimaryCtxRelease(0)[0] == 0
 assert set(s.live().values()) == set(s.leaked().values()) == {0}, s.live()
 assert code(d.cuDevicePrimaryCtxRelease(0)) == "INVALID_CONTEXT"
@@ -153,28 +130,6 @@ def test_what_is_left_at_exit_is_named():
     done = run_child("s.alloc(64); s.alloc(64); s.stream()", SOFTCUDA_LOG="1")
     said = "softcuda: left at exit: device_memory 2, stream 1"
     assert done.returncode == 0 and said in done.stderr
-
-
-def test_many_replays_and_updates_do_not_grow():
-    """Thousands of launches and parameter updates leave the process's size as it was."""
-    check("""
-import resource
-f, p, g = kernels.f, s.ints(0), s.cuGraphCreate(0)
-n = s.add_kernel(g, [], f, 1, 1, p, np.int32(1))
-e, q = s.cuGraphInstantiate(g, 0), s.stream()
-params, keep = s.kernel_params(f, 1, 1, p, np.int32(2))
-def rounds(count):
-    for i in range(count):
-        s.cuGraphLaunch(e, q)
-        s.cuGraphExecKernelNodeSetParams(e, n, params)
-        if i % 16 == 0: s.cuStreamSynchronize(q)
-    s.cuStreamSynchronize(q)
-rounds(2000)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rounds(10000)
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2000
-assert s.value(p) == 1 + 2 * 11999
-""", 'extern "C" __global__ void f(int* p, int v) { *p += v; }')
 
 
 HOSTAGE = """

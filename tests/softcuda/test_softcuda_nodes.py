@@ -24,18 +24,6 @@ def word(handle):
     return np.uint64(int(handle))
 
 
-def test_while_runs_until_its_condition_is_zero(soft, kernels, stream, graph) -> None:
-    """The body repeats as long as a kernel keeps the condition set; default at each launch."""
-    a, b = soft.ints(0), soft.ints(0)
-    handle = condition(soft, graph, 1)
-    node, (body,) = add(soft, graph, [], handle, WHILE)
-    step = soft.add_kernel(body, [], kernels.add, 1, 1, a, np.int32(3))
-    soft.add_kernel(body, [step], kernels.decide, 1, 1, word(handle), a, np.int32(20))
-    soft.add_kernel(graph, [node], kernels.add, 1, 1, b, np.int32(1))
-    soft.replay(graph, stream, 2)
-    assert soft.value(a) == 24 and soft.value(b) == 2
-
-
 @pytest.mark.parametrize(("kind", "size", "table"), [
     (IF, 1, {0: 0, 1: 1, 7: 1}), (IF, 2, {0: 10, 5: 1}),
 ])  # fmt: skip
@@ -120,24 +108,6 @@ def wait(soft, graph, deps, event):
     return soft.cuGraphAddEventWaitNode(graph, list(deps), len(deps), event)
 
 
-def test_a_stream_goes_on_at_the_record_node_not_at_the_graphs_end(
-        soft, stream, other, event, graph, words) -> None:
-    """Who waits for the event after a launch waits for the node; the graph's rest may go on."""
-    a, held = soft.ints(0), soft.cuEventCreate(0)
-    first = soft.add_fill(graph, [], a, 7)
-    marked = record(soft, graph, [first], event)
-    wait(soft, graph, [marked], held)
-    words.block(other)
-    soft.cuEventRecord(held, other)
-    executable = soft.cuGraphInstantiate(graph, 0)
-    soft.cuGraphLaunch(executable, stream)
-    soft.cuEventSynchronize(event)
-    assert code(soft.d.cuStreamQuery(stream)) == "NOT_READY"
-    assert soft.value(a) == 7
-    words[0] = 1
-    soft.cuStreamSynchronize(stream)
-
-
 def test_a_wait_node_waits_for_what_was_recorded_before_the_launch(
         soft, stream, other, event, graph, words) -> None:
     """Each launch waits for the work the event names then; one never recorded is complete."""
@@ -156,25 +126,6 @@ def test_a_wait_node_waits_for_what_was_recorded_before_the_launch(
     words[0] = 1
     soft.cuStreamSynchronize(stream)
     assert soft.value(a) == 5  # the fill of the other stream came before
-
-
-def test_two_graphs_hand_over_by_events_both_ways(soft, kernels, stream, other, graph) -> None:
-    """A chain of launches of two executables is ordered by their record and wait nodes alone."""
-    there, back, second = soft.cuEventCreate(2), soft.cuEventCreate(2), soft.cuGraphCreate(0)
-    a = soft.ints(0)
-    for place, before, after, value in ((graph, back, there, 1), (second, there, back, 2)):
-        begun = wait(soft, place, [], before)
-        worked = soft.add_kernel(place, [begun], kernels.step, 1, 1, a, np.uint32(value))
-        record(soft, place, [worked], after)
-    executables = [soft.cuGraphInstantiate(place, 0) for place in (graph, second)]
-    expected = 0
-    for _ in range(50):
-        for executable, queue, value in zip(executables, (stream, other), (1, 2), strict=True):
-            soft.cuGraphLaunch(executable, queue)
-            expected = (expected * 3 + value) % 2**32
-    for queue in (stream, other):
-        soft.cuStreamSynchronize(queue)
-    assert soft.get(a, 1, np.uint32)[0] == expected
 
 
 def test_launches_with_destroyed_events_are_refused(soft, stream, event, graph) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import re
 import struct
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -22,18 +21,6 @@ def gate():
     opens = threading.Event()
     opens.callback = CALLBACK(lambda _: opens.wait(10) and None)
     return opens
-
-
-def test_one_stream_runs_in_order(soft, kernels, stream):
-    """Work of one stream runs in the order it was queued, whatever kind it is."""
-    log = soft.ints(*[0] * 600)
-    soft.host(stream, USLEEP, 5000)
-    for i in range(500):
-        soft.launch(kernels.append, 1, 1, log, np.int32(i), stream=stream)
-        if i % 50 == 0:
-            soft.host(stream, USLEEP)
-    soft.cuStreamSynchronize(stream)
-    assert soft.get(log, 501, np.int32).tolist() == [500, *range(500)]
 
 
 def test_streams_run_beside_each_other_and_events_order_them(soft, kernels, stream, other, event,
@@ -128,20 +115,6 @@ def test_streams_read_back_and_their_handles_are_never_reused(soft, event):
         d.cuStreamWaitEvent(fresh, event, 0)) == {"INVALID_HANDLE"}
 
 
-def test_raw_host_functions_run_while_the_gil_is_held(soft, stream):
-    """A C host function given to the v2 entry needs no GIL."""
-    before, end = soft.count("host_func"), time.monotonic() + 20
-    held = ctypes.PyDLL(soft.lib._name)  # calls through it keep the GIL
-    soft.host(stream, USLEEP, 1000)
-    handle = ctypes.c_void_p(int(stream))
-    while held.softcuda_count(b"host_func") == before and time.monotonic() < end:
-        held.usleep(1000)
-    # From here to the answer this thread never gives the GIL up.
-    while held.cuStreamQuery(handle) == 600 and time.monotonic() < end:
-        held.usleep(1000)
-    assert held.cuStreamQuery(handle) == 0
-
-
 def test_the_gil_record(soft):
     """Calls through cuda.bindings come without the GIL; through a GIL-keeping door they show."""
     pointer = soft.alloc(64)
@@ -232,21 +205,3 @@ def test_a_running_kernel_sees_host_stores_and_does_not_keep_its_process():
         s.host(s.stream(), USLEEP, 60_000_000)
         time.sleep(0.05)
         """, SOFTCUDA_WORKERS="2")
-
-
-def test_many_threads_may_call_at_once(soft, kernels):
-    """Concurrent allocation, launches, copies and frees from several threads stay correct."""
-    append = kernels.append
-
-    def work(seed: int) -> None:
-        soft.cuCtxSetCurrent(soft.context)
-        stream = soft.stream()
-        for _ in range(40):
-            log = soft.ints(*[0] * 8)
-            for j in range(4):
-                soft.launch(append, 1, 1, log, np.int32(seed + j), stream=stream)
-            soft.cuStreamSynchronize(stream)
-            assert soft.get(log, 5, np.int32).tolist() == [4, *range(seed, seed + 4)]
-            soft.cuMemFree(log)
-
-    in_threads(work, 0, 100, 200, 300)
