@@ -112,3 +112,4 @@ class _Child:
 
 _CHILD = _Child()
 atexit.register(_CHILD.close)
+os.register_at_fork(after_in_child=_CHILD.__init__)  # type: ignore[misc]  # its parent's is not its

@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -132,12 +133,12 @@ class Engine:
         self._left: deque[tuple[Sequence[str], set[str]]] = deque()  # claims, and what to cancel
         self.failure: str | None = None
         self._faulted = False
-        self._closed = False
         try:
             self._build_rounds()
         except BaseException:
             built.compiler.close()
             raise
+        self._closed = False
 
     def _build_rounds(self) -> None:
         """One graph per bucket and number of rows, and idle replays of each: what loads lazily is
@@ -254,7 +255,8 @@ class Engine:
 
     def wake(self) -> None:
         """Let a `step` that rests until a grammar is compiled return at once; any thread may."""
-        self._scheduler.wake()
+        if not self._closed:
+            self._scheduler.wake()
 
     def preempt(self, request_id: str) -> bool:
         """Take a running request's slot and pages away; it goes on later, behind those waiting.
@@ -497,6 +499,10 @@ class Engine:
             for running in list(self._scheduler.unfinished.values()):
                 stack.callback(self._scheduler.end, running, "cancelled", told=True)
         self.rounds.clear()
+
+    def __del__(self) -> None:  # its threads and graphs would stay
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -118,6 +118,7 @@ def test_a_row_may_be_partial_or_ask_for_nothing(requests_of_rows):
     ({"id": True}, "id must be text, got True"),
     ({"id": "first"}, "id 'first' is that of line 1"),
     ({"variables": 3}, "variables must be an object"),
+    ({"variables": {"messages": []}}, "variables: messages has another meaning"),
     ({"raw": True, "tools": []}, "a raw prompt has no chat template"),
     ({"schema": UNIQUE}, "#: uniqueItems"), ({"schema": False}, "allows no output"),
     ({"structural_tag": []}, "must be an object, not list"),
