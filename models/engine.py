@@ -144,15 +144,16 @@ class Engine:
         """One graph per bucket and number of rows, and idle replays of each: what loads lazily is
         loaded by the first, and the others tell the budget how long it takes; and idle prompts."""
         scratch = self._parts.scratch(self.options.max_batch_size)
+        idle = EngineStats()
         budget = self._built.budget
         for key in itertools.product(buckets(self.options.max_batch_size), budget.lengths):
             self.rounds[key] = RoundGraph(self._parts, scratch, *key, budget.made(*key))
             for _ in range(1 if len(budget.lengths) == 1 else 3):
                 self._replays.launch(self.rounds[key], [])
-                self._replays.wait(self.stats, Shield())
+                self._replays.wait(idle, Shield())
                 self._replays.finish()
         warmed = self._built.prefill.warm(StreamLane(self._built.stream))
-        self._replays.settle(self.stats)
+        self._replays.settle(idle)
         for piece in warmed:
             self._scheduler.seating.pieces.took(piece.rows, piece.took_s())
 
