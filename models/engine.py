@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -132,26 +133,27 @@ class Engine:
         self._left: deque[tuple[Sequence[str], set[str]]] = deque()  # claims, and what to cancel
         self.failure: str | None = None
         self._faulted = False
-        self._closed = False
         try:
             self._build_rounds()
         except BaseException:
             built.compiler.close()
             raise
+        self._closed = False
 
     def _build_rounds(self) -> None:
         """One graph per bucket and number of rows, and idle replays of each: what loads lazily is
         loaded by the first, and the others tell the budget how long it takes; and idle prompts."""
         scratch = self._parts.scratch(self.options.max_batch_size)
+        idle = EngineStats()
         budget = self._built.budget
         for key in itertools.product(buckets(self.options.max_batch_size), budget.lengths):
             self.rounds[key] = RoundGraph(self._parts, scratch, *key, budget.made(*key))
             for _ in range(1 if len(budget.lengths) == 1 else 3):
                 self._replays.launch(self.rounds[key], [])
-                self._replays.wait(self.stats, Shield())
+                self._replays.wait(idle, Shield())
                 self._replays.finish()
         warmed = self._built.prefill.warm(StreamLane(self._built.stream))
-        self._replays.settle(self.stats)
+        self._replays.settle(idle)
         for piece in warmed:
             self._scheduler.seating.pieces.took(piece.rows, piece.took_s())
 
@@ -254,7 +256,8 @@ class Engine:
 
     def wake(self) -> None:
         """Let a `step` that rests until a grammar is compiled return at once; any thread may."""
-        self._scheduler.wake()
+        if not self._closed:
+            self._scheduler.wake()
 
     def preempt(self, request_id: str) -> bool:
         """Take a running request's slot and pages away; it goes on later, behind those waiting.
@@ -497,6 +500,10 @@ class Engine:
             for running in list(self._scheduler.unfinished.values()):
                 stack.callback(self._scheduler.end, running, "cancelled", told=True)
         self.rounds.clear()
+
+    def __del__(self) -> None:  # its threads and graphs would stay
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self.close()
 
     def __enter__(self) -> Engine:
         return self

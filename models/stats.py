@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class EngineStats:
-    """Sums since the engine was built or `reset()` was called.
+    """Sums since the engine was built or `reset_stats` was called.
 
     Attributes
     ----------

@@ -15,6 +15,9 @@ from graft.models.errors import ConfigError, TokenizerError
 from graft.models.fields import Fields
 from graft.models.text import IncrementalDecoder, decode, safely
 
+#: What no variable of a chat template can be called: arguments of `Tokenizer.chat` are.
+TAKEN = frozenset({"self", "messages", "names", "most_bytes"})
+
 
 class Tokenizer:
     """``tokenizer.json`` of a model folder, its stop ids and its chat template.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
+from graft.grammar.resolve import resolved
 from graft.models.engine import Engine
 from graft.models.request import VERIFY_MODES, Output, Request
 from graft.models.weights import WEIGHTS
@@ -25,6 +26,8 @@ from graft.tools.trace.timeline import check_trace_path, write_trace
 
 def read_length(text: str) -> int | str:
     """How many drafts."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number and not auto")
     return text if text == "auto" else int(text)
 
 
@@ -120,7 +123,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _bias(text: str) -> tuple[int, float]:
     """ID=V of --logit-bias."""
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bias, such as 5=-2.5") from None
 
 
 def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
@@ -187,7 +193,8 @@ def report(engine: Engine, asked: Sequence[Asked], outputs: Sequence[Output],
                     "draft_legality": engine.options.draft_legality,
                     "verify": engine.options.verify,
                     "overlap": engine.options.overlap,
-                    "composition": engine.options.composition},
+                    "composition": engine.options.composition,
+                    "grammar_backend": engine.options.grammar_backend},
     }
 
 
@@ -202,6 +209,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.json and options.stream:
         raise OptionError("--json prints once at the end; --stream prints on the way; use one")
+    if options.logprobs is not None and not options.json:
+        raise OptionError("--logprobs goes with --json")
     if options.trace is not None:
         check_trace_path(options.trace)
     asked = read_requests(options)
@@ -259,13 +268,16 @@ def show(asked: Sequence[Asked], outputs: Sequence[Output], figures: dict[str, A
             print(f"graft: request {output.id} {output.reason}: {output.error}", file=sys.stderr)
         elif output.reason not in ("stop", "stop_string"):
             print(f"graft: request {output.id} ended by {output.reason}", file=sys.stderr)
-        if one.request.grammar is not None and one.request.grammar.partial and not output.error:
+        grammar = one.request.grammar
+        if (grammar is not None and grammar.partial and not output.error
+                and resolved(grammar, figures["options"]["grammar_backend"]).partial):
             said = "satisfies" if row["valid"] else "DOES NOT satisfy"
             print(f"graft: request {output.id}, not enforced in full, {said} its schema",
                   file=sys.stderr)
     if figures["tokens"]:
         print(f"graft: {figures['device']}; {figures['tokens']} tokens in "
-              f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round",
+              f"{figures['rounds']} rounds, {figures['tokens_per_round']:.2f} tokens per round "
+              "and request",
               file=sys.stderr)
 
 

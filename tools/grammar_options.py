@@ -105,6 +105,8 @@ def make_grammar(given: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
     GrammarError, OptionError
         If the row states several grammars, or one that is none.
     """
+    if given.get("json_object") not in (None, True, False):
+        raise OptionError(f"json_object must be true or false, got {given['json_object']!r}")
     named = [
         key for key in GRAMMARS
         if given.get(key) is not None and (key, given[key]) != ("json_object", False)

@@ -14,6 +14,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.models.engine import Engine
 from graft.models.request import Request
+from graft.models.tokenizer import TAKEN
 from graft.tools import grammar_options as grammars
 from graft.tools.validity import is_valid
 
@@ -112,6 +113,8 @@ def _making(row: dict[str, Any]) -> dict[str, Any]:
     given, raw = row.get("variables") or {}, row.get("raw", False)
     if not isinstance(given, dict) or not isinstance(raw, bool):
         raise OptionError("variables must be an object, and raw true or false")
+    if taken := TAKEN & given.keys():
+        raise OptionError(f"variables: {', '.join(sorted(taken))} has another meaning already")
     variables = dict(given)
     if "tools" in row:
         variables["tools"] = row["tools"]

@@ -211,6 +211,18 @@ def ask(question: Question, limit_s: float | None = None) -> Any:
         leave(child)
 
 
+def _forget() -> None:
+    """In a forked process, which has its parent's thread and pipes not, or not to itself."""
+    global _starter
+    _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
+    _idle.clear()
+    for child in list(_children):
+        child.__init__(child.memory_bytes)  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 @atexit.register
 def _close_all() -> None:
     """Leave no process behind, of engines that nobody closed either."""

@@ -24,9 +24,10 @@ BACKENDS = ("llguidance", "xgrammar")
 
 _BY_TREATMENT = (
     ("exact", "exact", """type enum const properties required additionalProperties items minItems
-     maxItems minLength maxLength pattern minimum maximum exclusiveMinimum exclusiveMaximum anyOf
-     $ref"""),
-    ("exact", "loose", "multipleOf prefixItems additionalItems allOf"),
+     maxItems minimum maximum exclusiveMinimum exclusiveMaximum anyOf $ref"""),
+    # XGrammar's lengths admit control characters in JSON as they are, its patterns quotes too.
+    ("exact", "loose", """multipleOf prefixItems additionalItems allOf minLength maxLength
+     pattern"""),
     ("loose", "loose", "format contentEncoding contentMediaType"),
     ("refused", "loose", """oneOf propertyNames patternProperties minProperties maxProperties
      uniqueItems unevaluatedItems unevaluatedProperties then else minContains maxContains"""),
@@ -74,6 +75,8 @@ def _ignored(schema: dict[str, Any], old_draft: bool) -> Iterator[str]:
     yield from sorted(_DROPPED & schema.keys())
     if schema.get("uniqueItems") is True:
         yield "uniqueItems"
+    if {"pattern", "format"} <= schema.keys():
+        yield "pattern beside format"
     beside = _ASSERTIONS & schema.keys()
     chosen = next((keyword for keyword in _DISPATCH if keyword in schema), None)
     if chosen is not None:

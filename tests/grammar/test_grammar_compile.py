@@ -223,6 +223,32 @@ def test_an_unclosed_service_leaves_no_process(limit):
     assert said_by(UNCLOSED, preexec_fn=limited) == "left: []\n"
 
 
+FORKED = """
+import os, signal, sys
+from graft.grammar import GrammarSpec
+from graft.models.tokenizer import Tokenizer
+from graft.tools.demo_model import demo_model
+def ask():
+    GrammarSpec.json_schema({"type": "null"})
+    tokenizer.chat([{"role": "user", "content": "a"}])
+tokenizer = Tokenizer(demo_model()[0])
+ask()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    ask()
+    sys.exit(5)
+status = os.waitpid(pid, 0)[1]
+ask()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_process_asks_processes_of_its_own():
+    """It reads grammars and renders chats, and ends, as does its parent, whose own go on."""
+    assert said_by(FORKED) == "5\n"
+
+
 RETAINED = """
 from graft.grammar import GrammarService, GrammarSpec, Vocabulary
 def resident():

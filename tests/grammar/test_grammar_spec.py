@@ -242,6 +242,7 @@ UNENFORCED = [
     ({"enum": [1, 2, 3], "minimum": 2}, 1),
     ({"const": 1, "type": "string"}, 1),
     ({"type": "integer", "allOf": [{"minimum": 5}]}, 3),
+    ({"type": "string", "pattern": "^a", "format": "date"}, "2026-11-22"),
 ]  # fmt: skip
 
 

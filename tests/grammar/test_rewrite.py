@@ -41,6 +41,8 @@ SCHEMAS: list[Any] = [
     {"type": "array", "not": {"minItems": 1, "maxItems": 1}},
     {"type": "string", "not": {"maxLength": 2}},
     {"not": {"not": {"type": "integer"}}},
+    {"not": {"type": "number", "enum": [False, None, "1"]}},
+    {"unevaluatedProperties": False, "if": True},
     {"oneOf": [{"type": "string"}, {"type": "integer"}]},
     {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 2}]},
     {"type": "object", "properties": PROPERTIES, "oneOf": [{"required": ["a"]},

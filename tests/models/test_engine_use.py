@@ -163,6 +163,7 @@ def test_after_the_end_calls_are_answered_or_refused_by_name():
     engine.close()
     assert [o.reason for o in outputs(stream).values()] == ["cancelled"]
     assert not engine.busy and not engine.cancel("a")
+    engine.wake()
     for call in (engine.counters, engine.step, engine.settle, engine.reset_stats,
                  lambda: engine.submit(FREE), lambda: engine.preempt("a"),
                  lambda: engine.generate([FREE])):  # fmt: skip
@@ -326,6 +327,18 @@ def test_everything_is_given_back():
         # cuda.bindings looks entry points up with the GIL; that is no call into the driver's work.
         report["gil_held"].pop("cuGetProcAddress", None)
         assert not report["gil_held"]
+
+
+def test_an_engine_that_is_dropped_gives_back_what_it_held():
+    """Without close(), while it generates, in a cycle or not: no thread, memory or graph stays."""
+    demo_engine(max_batch_size=1).close()
+    before, threads = live(), len(os.listdir("/proc/self/task"))
+    for cycle in (False, True):
+        engine = demo_engine(max_batch_size=1)
+        next(engine.stream([LONG]))
+        engine.own = [engine] if cycle else None
+        del engine
+        assert live() == before and len(os.listdir("/proc/self/task")) <= threads
 
 
 # Ctrl-C ------------------------------------------------------------------------------------------

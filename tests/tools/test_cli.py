@@ -116,7 +116,9 @@ def test_a_row_may_be_partial_or_ask_for_nothing(requests_of_rows):
     ({"id": 5}, "id must be text, got 5"),
     ({"id": True}, "id must be text, got True"),
     ({"id": "first"}, "id 'first' is that of line 1"),
+    ({"json_object": "no"}, "json_object must be true or false"),
     ({"variables": 3}, "variables must be an object"),
+    ({"variables": {"messages": []}}, "variables: messages has another meaning"),
     ({"raw": True, "tools": []}, "a raw prompt has no chat template"),
     ({"schema": UNIQUE}, "#: uniqueItems"), ({"schema": False}, "allows no output"),
     ({"structural_tag": []}, "must be an object, not list"),
@@ -265,7 +267,7 @@ def test_output_after_a_marker_is_checked_without_the_free_text():
 @pytest.mark.parametrize("arguments", [
     "--model /no/such/model", "--draft /no/such/drafter", "--schema /no/such/schema.json",
     "--regex (", "--draft-length 0", "--top-p 0", "--temperature -1", "--stop a --regex [a-z]+",
-    "--json --stream", "--max-length 1000000", "--verify traversal",
+    "--json --stream", "--logprobs 2", "--max-length 1000000", "--verify traversal",
 ])
 def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
     """What cannot be served ends with exit status 2 and a sentence, never with a traceback."""
@@ -285,6 +287,26 @@ def test_a_schema_guides_the_demo_model(tmp_path, capsys):
     assert said["tokens"] == len(output["tokens"])
     assert said["tokens_per_round"] == pytest.approx(said["tokens"] / output["rounds"])
     assert said["device"] and said["tokens_per_second"] > 0
+
+
+def test_only_what_is_not_enforced_in_full_is_said_to_be(tmp_path, capsys):
+    """--partial takes a whole schema too, and marks the output of another one alone."""
+    rows = [{"prompt": "a", "schema": one, "id": str(i)} for i, one in enumerate((SCHEMA, UNIQUE))]
+    (tmp_path / "rows").write_text("\n".join(map(json.dumps, rows)))
+    cli.main(["generate", "--prompts", str(tmp_path / "rows"), "--partial", "--max-tokens", "4"])
+    said = [line for line in capsys.readouterr().err.split("\n") if "not enforced" in line]
+    assert len(said) == 1 and said[0].startswith("graft: request 1, ")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--draft-length", "x"], "'x' is no whole number and not auto"),
+    (["--logit-bias", "5"], "'5' is no bias, such as 5=-2.5"),
+])
+def test_what_no_option_can_say_is_said_in_words(arguments, said, capsys):
+    """An option's value that does not parse is named as a user knows it."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "--prompt", "x", *arguments])
+    assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
 def test_drafts_as_many_as_pay(capsys):

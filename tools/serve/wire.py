@@ -17,7 +17,7 @@ from graft.grammar.spec import parsed
 from graft.grammar.statement import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.request import MAX_SAMPLES, Limits, Request, check_size, shown
-from graft.models.tokenizer import Tokenizer
+from graft.models.tokenizer import TAKEN, Tokenizer
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve import calls
 from graft.tools.serve.errors import WireError
@@ -238,7 +238,7 @@ class Front:
         if not isinstance(messages, list) or not messages:
             raise WireError("messages must be a list of at least one", param="messages")
         check_size("the prompt", messages, "prompt_bytes", self.limits)
-        taken = {"self", "messages", "schema", "tools", "names", "most_bytes"}
+        taken = TAKEN | {"schema", "tools"}
         if not isinstance(variables, dict) or taken & set(variables):
             raise WireError("chat_template_kwargs must be an object, without "
                             f"{', '.join(sorted(taken))}", param="chat_template_kwargs")

@@ -91,7 +91,7 @@ class Negation:
     def _options(self, schema: dict[str, Any], kinds: Kinds, names: frozenset[str] | None) -> Any:
         yield from _other_types(schema, kinds)
         # Values that the schema's own type already excludes need not be excluded twice.
-        kinds = meet(kinds, kinds_of(schema) if "type" in schema else KINDS)
+        kinds = meet(kinds, kinds_of({"type": schema["type"]}) if "type" in schema else KINDS)
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if values is not None:
                 yield from self._other_values(values, kinds)

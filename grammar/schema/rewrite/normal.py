@@ -121,7 +121,7 @@ def _evaluated(
         names, patterns = names | found[0], patterns | found[1]
     for keyword in _IN_PLACE:
         value = part.get(keyword, [])
-        if isinstance(value, dict):
+        if not isinstance(value, list):
             value = value.values() if keyword == "dependentSchemas" else [value]
         for one in value:
             found = _evaluated(one, references, (), [*above, part])
