@@ -37,11 +37,10 @@ FORMS = ("thread", "warp")
 ACTIVATIONS = ("rounded", "float32")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
-_THREAD_BLOCK = 4
-_THREAD_COLUMNS = 16 * _THREAD_BLOCK
+_THREAD_COLUMNS = 64
 _THREAD_ROWS = 48
 _THREAD_CHUNK = 64
-_THREAD_QUERIES = 24
+_THREAD_QUERIES = 48
 _THREAD_SHARES = 8  # of a few rows' attention, for several workers
 _WARP_BLOCK = 128
 _WARP_COLUMNS = 2 * _WARP_BLOCK // 32
@@ -335,7 +334,7 @@ class Layers:
             grid, block = (_ceil(columns, _WARP_COLUMNS), _ceil(rows, _WARP_ROWS), 1), _WARP_BLOCK
             if self._thread:
                 grid = (_ceil(columns, _THREAD_COLUMNS), _ceil(rows, _THREAD_ROWS), 1)
-                block = _THREAD_BLOCK
+                block = 1
             kernel = self._formed("linear", WEIGHT=_storage(weight))
             lane.kernel(kernel, grid, block, args, name=name)
         if norm is not None and not folded:

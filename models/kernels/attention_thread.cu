@@ -14,7 +14,7 @@
 #include "lanes.cuh"
 
 #define TILE 32
-#define QUERIES 24
+#define QUERIES 48
 #define PARTS ((HEAD_DIM + LANES - 1) / LANES)
 #define WIDTH (PARTS * LANES)
 

@@ -185,13 +185,15 @@ def test_a_fault_completes_what_waits():
     """)
 
 
-@pytest.mark.parametrize(("index", "words"), [
-    (-1, "4 bytes before the start"), (25, "0 bytes past the end")])
-def test_small_overruns_are_found_when_the_memory_is_freed(index, words):
-    """A write that misses the guard page, within the slack of its page, is reported by the free."""
+@pytest.mark.parametrize(("size", "index", "words"), [
+    (100, -1, "4 bytes before the start"), (100, 25, "0 bytes past the end"),
+    (7 << 18, -60000, "240000 bytes before the start")])
+def test_small_overruns_are_found_when_the_memory_is_freed(size, index, words):
+    """A write that misses the guard page, within the slack of its page, be it a huge one, is
+    reported by the free."""
     check(f"""
-q = s.alloc(100)
+q = s.alloc({size})
 s.run(f.write_at, 4, 8, q, np.int64({index}))
 assert code(d.cuMemFree(q)) == "ILLEGAL_ADDRESS"
-assert {words!r} in s.fault() and "100 bytes at" in s.fault(), s.fault()
+assert {words!r} in s.fault() and "{size} bytes at" in s.fault(), s.fault()
 """)

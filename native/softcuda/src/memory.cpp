@@ -14,7 +14,8 @@ namespace softcuda {
 namespace {
 
 constexpr size_t kAliasStep = 1 << 16;  // a gap follows every alias, so overruns stay recognisable
-constexpr size_t kAlign = 16;           // end alignment: an overrun of a word meets the guard page
+constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kAlign = 16;  // end alignment: an overrun of a word meets the guard page
 
 struct Table {
   std::mutex mutex;
@@ -139,15 +140,20 @@ void check_slack(const Allocation& a) {
 
 bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const size_t body = round_up(a->size, page);
-  void* mapping =
-      mmap(nullptr, body + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapping == MAP_FAILED) return false;
-  a->mapping = mapping;
+  // Whole huge pages where they hold little else: a processor knows few addresses of small ones.
+  const bool huge = round_up(a->size, kHugePage) - a->size <= a->size / 4;
+  const size_t unit = huge ? kHugePage : page, body = round_up(a->size, unit);
+  const size_t bytes = body + unit + page;
+  void* range = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) return false;
+  const size_t from = reinterpret_cast<size_t>(range), at = round_up(from + page, unit);
+  char* const start = static_cast<char*>(range) + (at - from);
+  a->mapping = start - page;
   a->mapping_bytes = body + 2 * page;
-  char* start = static_cast<char*>(mapping) + page;
+  munmap(range, at - page - from);
+  munmap(start + body + page, from + bytes - (at + body + page));
   if (mprotect(start, body, PROT_READ | PROT_WRITE) != 0) return false;
-  if (body >= size_t{4} << 20) madvise(start, body, MADV_HUGEPAGE);
+  if (huge) madvise(start, body, MADV_HUGEPAGE);
   // Pinned memory starts on its page, as NumPy views and cache-line layouts expect.
   a->storage = a->host ? start : start + body - round_up(a->size, kAlign);
   if (settings().poison && !a->host) std::memset(start, 0xff, body);

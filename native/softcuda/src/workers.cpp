@@ -1,5 +1,6 @@
 // The threads: N device workers and one host-function thread (invariants S7-S9).
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -23,6 +24,7 @@ struct Pool {
   std::deque<Op*> ready;
   std::vector<Op*> shared;        // kernels with blocks left that other workers may join
   std::atomic<int> available{0};  // entries of both lists, read by spinning workers
+  std::atomic<int> working{0};    // workers that have an operation
   int sleeping = 0;
   unsigned workers = 0;
   std::vector<std::atomic<Executor*>> executors;
@@ -38,6 +40,7 @@ HostQueue& g_hosts = *new HostQueue;
 
 constexpr double kShareNs = 20000;  // a kernel shorter than this is not worth waking anybody for
 constexpr double kChunkNs = 10000;
+constexpr uint64_t kSpinNs = 100000;  // while others work, who may soon have something to share
 
 void relax() {
 #if defined(__x86_64__)
@@ -51,8 +54,12 @@ void wake_one() {
 
 // Next thing to run: a ready op, or a kernel to help with (`*helping`).
 Op* take(bool* helping) {
-  for (int spin = 0; spin < 200 && g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
+  const uint64_t until = now_ns() + kSpinNs;
+  for (int spin = 0; g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
+    const bool others = g_pool.working.load(std::memory_order_relaxed) > 0;
+    if (spin >= 200 && !(others && now_ns() < until)) break;
     relax();
+    if (spin % 32 == 31) sched_yield();  // to the one that works, should it have this processor
   }
   std::unique_lock<std::mutex> lock(g_pool.mutex);
   for (;;) {
@@ -142,7 +149,11 @@ void worker_main(unsigned index) {
   Op* op = nullptr;
   for (;;) {
     bool helping = false;
-    if (op == nullptr) op = take(&helping);
+    if (op == nullptr) {
+      g_pool.working.fetch_sub(1, std::memory_order_relaxed);
+      op = take(&helping);
+      g_pool.working.fetch_add(1, std::memory_order_relaxed);
+    }
     bool finished = true;
     const bool run = sticky() == CUDA_SUCCESS;
     TraceSpan span(op);
@@ -214,6 +225,7 @@ void start_workers() {
   static std::once_flag once;
   std::call_once(once, [] {
     g_pool.workers = settings().workers;
+    g_pool.working = static_cast<int>(g_pool.workers);
     g_pool.executors = std::vector<std::atomic<Executor*>>(g_pool.workers);
     for (unsigned i = 0; i < g_pool.workers; ++i) std::thread(worker_main, i).detach();
     std::thread(host_main).detach();
