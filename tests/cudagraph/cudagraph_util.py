@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from graft import native
-from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream, condition, if_, if_else
+from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream
 from graft.cudagraph.driver import call, cu, is_current
 from graft.cudagraph.hostwork import NativeWork
 from graft.native import _native
@@ -103,27 +103,6 @@ def settled() -> int:
 def released(count: int) -> None:
     """Wait until `count` records were released; a driver may run destructors late."""
     until(lambda: native.released_records() >= count)
-
-
-def add_steps(device: Device, graph: Graph, step: Callable[..., object], everything: bool) -> int:
-    """Put a host step on a graph's lane, or one of each kind between events and conditionals.
-
-    Returns how often a replay calls the step.
-    """
-    lane = graph.lane("main")
-    lane.host(step)
-    if not everything:
-        return 1
-    lane.host(step)
-    event, data = device.event("lifetime"), device.zeros((4,), "int32")
-    lane.wait_event(event)
-    lane.mailbox(step)
-    if_(lane, condition(graph, 1), name="if").lane("inside").fill(data)
-    lane.record_event(event)
-    lane.spin(step)
-    bodies = if_else(lane, condition(graph, 0), name="branch")
-    bodies[1].lane("inside").fill(data, 1)
-    return 4
 
 
 def resident_kib() -> int:

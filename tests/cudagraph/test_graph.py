@@ -79,21 +79,6 @@ def test_definition_lists_nodes_and_edges(device: Device, module) -> None:
     assert graph.edges[-1] == (3, 5), "a lane asked for again goes on where it was"
 
 
-def test_arguments_are_copied_at_build_time(device: Device, stream: Stream, module) -> None:
-    """Temporaries of the build may go, and the heap be reused, before the node runs."""
-    data = device.zeros((32,), "int32")
-    graph = Graph(device, "temporaries")
-    lane = graph.lane("main")
-    for value in range(1, 41):
-        lane.kernel(module["add"], 1, 32, [data, np.int32(value)])
-    executable = graph.instantiate()
-    del lane, graph
-    gc.collect()
-    churn = [bytearray(np.random.default_rng(i).bytes(64)) for i in range(20000)]
-    replay(executable, stream)
-    assert len(churn) == 20000 and (data.to_host() == 820).all()
-
-
 def test_one_executable_per_definition(device: Device, stream: Stream) -> None:
     """A second instantiate is refused while the first executable is open, and works after."""
     graph = Graph(device, "single")

@@ -12,7 +12,6 @@ import pytest
 from cudagraph_util import refused, run_program
 
 from graft.cudagraph import Device, DeviceError, Kernel, KernelError, Stream, StreamLane, load_text
-from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.pinned import PinnedSlots
 from graft.cudagraph.signature import kernel_kinds
 
@@ -281,10 +280,3 @@ def test_an_unusable_cache_is_replaced_and_said(tmp_path: Path, why: str) -> Non
     told = run_cached(folder)
     assert told.count(f"compiled kernels are not kept, as {folder} cannot be used") == 1
     assert not folder.is_dir() or not list(folder.iterdir())
-
-
-def test_nvrtc_options_are_those_of_the_device() -> None:
-    """The options name the standard, the macros, graft's kernels and the text's folder."""
-    options = nvrtc_options(Path("/somewhere/x.cu"), {"B": 2, "A": 1})
-    assert options[:3] == ["--std=c++17", "-DA=1", "-DB=2"]
-    assert options[3].endswith("cudagraph/kernels") and options[4] == "-I/somewhere"

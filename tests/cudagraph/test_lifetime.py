@@ -12,7 +12,6 @@ from cudagraph_util import (
     Foreign,
     Semaphore,
     Step,
-    add_steps,
     released,
     replay,
     resident_kib,
@@ -22,7 +21,17 @@ from cudagraph_util import (
 )
 
 from graft import native
-from graft.cudagraph import Device, DeviceError, Graph, Stream, condition, if_, nodes
+from graft.cudagraph import (
+    Device,
+    DeviceError,
+    Graph,
+    GraphLane,
+    Stream,
+    condition,
+    if_,
+    if_else,
+    nodes,
+)  # fmt: skip
 from graft.cudagraph.hostwork import PythonWork, hostfunc
 from graft.cudagraph.lanes import StreamLane
 
@@ -45,8 +54,23 @@ class Watched:
         self.graph = Graph(device, "watched")
         if before is not None:
             self.graph.lane("main").host(before)
-        self.calls = add_steps(device, self.graph, self.step, everything)
+        lane, self.calls = self.graph.lane("main"), 4 if everything else 1
+        lane.host(self.step)
+        if everything:
+            self._add_all(device, lane)
         self.records = native.live_records() - live
+
+    def _add_all(self, device: Device, lane: GraphLane) -> None:
+        """One step more of each kind, between events and conditionals."""
+        lane.host(self.step)
+        event, data = device.event("lifetime"), device.zeros((4,), "int32")
+        lane.wait_event(event)
+        lane.mailbox(self.step)
+        if_(lane, condition(self.graph, 1), name="if").lane("inside").fill(data)
+        lane.record_event(event)
+        lane.spin(self.step)
+        bodies = if_else(lane, condition(self.graph, 0), name="branch")
+        bodies[1].lane("inside").fill(data, 1)
 
     def kept(self) -> bool:
         """Nothing was released yet."""

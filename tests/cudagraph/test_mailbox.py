@@ -16,7 +16,6 @@ from cudagraph_util import LIMIT_S, answered, in_time, replay, run_program, unti
 
 from graft.cudagraph import DeadlineError, Graph, GraphExec, HostWorkError, MailboxWorker
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import PythonWork
 from graft.native import _native
 
 
@@ -151,29 +150,6 @@ def test_without_memory_operations_a_mailbox_is_refused_and_spinning_works():
     assert child("spin", SOFTCUDA_MEMOPS="0") == ["120"]
     off = {f"SOFTCUDA_ATTRIBUTE_{n}": "0" for n in (92, 93, 94, 98, 122, 123)}
     assert child("mailbox", **off) == ["120"]
-
-
-def test_one_worker_serves_several_graphs(device, stream):
-    """Mailboxes of two graphs share a thread; each has words of its own."""
-    worker, counts = MailboxWorker(wait="park"), [0, 0]
-
-    def bump(i: int) -> None:
-        counts[i] += 1
-
-    runs = []
-    for i in range(2):
-        graph = Graph(device, f"graph {i}")
-        for lane in ("a", "b"):
-            graph.lane(lane).mailbox(PythonWork(bump, i), worker=worker, name=f"{i} {lane}")
-        runs.append(graph.instantiate())
-    other = device.stream("other")
-    for _ in range(50):
-        runs[0].launch(stream)
-        runs[1].launch(other)
-    for run in runs:
-        run.synchronize(LIMIT_S)
-        run.close()
-    assert counts == [100, 100]
 
 
 def test_everything_is_given_back(device, stream):

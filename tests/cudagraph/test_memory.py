@@ -19,8 +19,6 @@ from graft.cudagraph import (
     PinnedSlots,
     Ring,
     ShapeError,
-    StreamLane,
-    load_text,
 )
 from graft.cudagraph.dtypes import (
     DTYPES,
@@ -305,27 +303,3 @@ def test_poll_waits_for_the_stamp(device: Device) -> None:
     ring.poll(3, timeout_s=30)
     assert ring.row("token", 3)[0] == 33
     writer.join()
-
-
-def test_device_stamps_are_polled(device: Device, stream) -> None:
-    """A stamp that a kernel writes after its data, with release order, ends a poll."""
-    text = """
-extern "C" __global__ void publish(int* data, int data_stride, int* stamp, int stamp_stride,
-                                   int entries, int replay) {
-  int entry = replay % entries;
-  data[entry * data_stride] = replay * 10;
-  __threadfence_system();
-  *(volatile int*)(stamp + entry * stamp_stride) = replay;
-}
-"""
-    kernel = load_text(device, text, "publish.cu")["publish"]
-    ring = Ring(device, 4, {"data": ("int32", (1,))})
-    lane = StreamLane(stream)
-    for replay in range(1, 11):
-        ring.reserve(replay)
-        data, stamp = ring.field("data"), ring.stamp
-        lane.kernel(kernel, 1, 1, [data, data.stride, stamp, stamp.stride, ring.entries, replay])
-        ring.poll(replay, timeout_s=30)
-        assert ring.row("data", replay)[0] == replay * 10
-        ring.consumed(replay)
-    stream.synchronize()

@@ -138,17 +138,3 @@ def test_a_kernel_that_does_not_compile_is_reported(tmp_path):
     wrong.write_text('extern "C" __global__ void wrong(float* x) { x[0] = nothing; }\n')
     with pytest.raises(kernel_report.CompileError, match="nothing"):
         kernel_report.compile_variant(Variant(wrong), 80)
-
-
-def test_definitions_reach_the_compiler(tmp_path):
-    """The definitions of a variant change the machine code that is reported."""
-    text = ('extern "C" __global__ void fill(float* x) {\n'
-            "  __shared__ float row[WIDTH];\n  row[threadIdx.x] = x[threadIdx.x];\n"
-            "  __syncthreads();\n  x[threadIdx.x] = row[WIDTH - 1 - threadIdx.x];\n}\n")
-    path = tmp_path / "fill.cu"
-    path.write_text(text)
-    sizes = [
-        kernel_report.compile_variant(Variant(path, (("WIDTH", width),)), 90)[0].shared_bytes
-        for width in ("64", "256")
-    ]
-    assert sizes[1] - sizes[0] == 4 * (256 - 64)

@@ -95,16 +95,6 @@ def test_refusals_and_ignored_features_are_errors(xgrammar, serve, capfd, spec, 
     assert printed.out == printed.err == ""
 
 
-@pytest.mark.parametrize("choice, schema, text", [
-    ("xgrammar", {"type": "number", "multipleOf": 0.5}, "0.3"),
-    ("auto", {"type": "array", "items": {"type": "string"}, "uniqueItems": True}, '["x", "x"]'),
-])  # fmt: skip
-def test_partial_takes_a_grammar_with_ignored_features(serve, choice, schema, text):
-    """partial=True compiles a schema of which the backend ignores a part, and marks it."""
-    compiled = serve(choice).submit(GrammarSpec.json_schema(schema, partial=True)).result(300)
-    assert compiled.spec.partial and accepts(compiled, text)
-
-
 class Slow(LLGuidanceBackend):
     """What a compiling process is asked sleeps as long as a pattern says."""
 
@@ -410,5 +400,3 @@ def test_auto_compiles_every_kind_of_grammar(serve):
     marked = GrammarSpec.json_schema(PLAIN).after("</think>")
     compiled = service.submit(marked).result(120)
     assert compiled.spec.marker == marked.marker and accepts(compiled, 'hm</think>{"n": 1}')
-
-

@@ -67,4 +67,5 @@ def test_rows_equal_a_stock_matcher_fed_from_the_start(
     assert native["missing_snapshots"] == native["late_rows"] == native["budget_stalls"] == 0
     assert native["dead_ends"] > 0 and native["terminations"] > 0
     assert native["desyncs"] == native["errors"] and (native["errors"] > 0) == probe
+    assert (native["refused_drafts"] > 0) == (draft_length > 0 and not probe)
     assert not probe or native["probes"] > native["probe_misses"] > 0
