@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_round as ref
-from engine_util import swap_text
 from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
@@ -204,20 +203,6 @@ def test_of_equal_nodes_the_earlier_is_better(make_round, block):
     slot.tree = ref.Tree((slot.last, 0, 1, 2, 0, 1, 2, 0), (-1, 0, 0, 0, 1, 1, 1, 2))
     slot.kinds, slot.q = (ref.POINT,) * DRAFTS, (None,) * DRAFTS
     r.compare([slot])
-
-
-@pytest.mark.parametrize("old, new, check", [
-    ("total[i] == total[j] && i < j", "total[i] == total[j] && i > j", "alike"),
-    ("!is_stop(slot, token[i]) &&", "", "reference"),
-], ids=["of equal nodes the later", "behind a stop id drafting goes on"])  # fmt: skip
-def test_a_broken_rule_shows(make_round, tmp_path, monkeypatch, old, new, check):
-    """The tests above have power."""
-    swap_text(monkeypatch, tmp_path, "sampling/kernels/tree.cu", old, new)
-    with pytest.raises(AssertionError):
-        if check == "alike":
-            test_of_equal_nodes_the_earlier_is_better(make_round, 1)
-        else:
-            test_trees_grow_as_the_reference_says(make_round, 1, False, False, [])
 
 
 def test_a_silent_grammar_leaves_no_drafts(make_round):
