@@ -211,11 +211,9 @@ QUICK = len(SHAPES)
 SHAPES += [{"max_batch_size": 3, **cell} for cell in (CELLS | OTHER_TREES).values()]
 SHAPES += [{"max_batch_size": 2, **cell, "draft_length": "auto"} for cell in CELLS.values()]
 SHAPES += [
-    {"max_batch_size": 2, "draft_length": 5},
     {"max_batch_size": 4, "draft_legality": "probe"},
     {"max_batch_size": 3, "speculation": False},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
-    {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
     {"max_batch_size": 5, "mask_drafts": False, "draft_length": 1, "overlap": False},
     {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
@@ -223,7 +221,6 @@ SHAPES += [
     {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
-    {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
     {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS, "mask_drafts": False},
@@ -238,7 +235,6 @@ SHAPES += [
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
     {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
-    {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(rank=8))},
