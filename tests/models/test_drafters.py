@@ -46,13 +46,6 @@ def wrong(**attributes):
     return lambda room: type("Wrong", (Wrong,), attributes)()
 
 
-class NoIds(Wrong):
-    """Proposes what is no id, or nothing that could follow."""
-
-    def start(self, lane, feed):
-        lane.fill(feed.proposal, 0x7F)
-
-
 @pytest.mark.parametrize(
     "drafter, error, words",
     [
@@ -82,14 +75,6 @@ def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
     """Shape, vocabulary, taps and name are checked before a round is built."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
-
-
-def test_proposals_that_are_no_ids_are_no_drafts(device):
-    """Numbers beyond the vocabulary end the chain before it begins; the text stays."""
-    request = Request(prompt="serial: AAAA-1111\nGive only the serial.", max_tokens=20)
-    with Engine(TARGET, lambda room: NoIds(), draft_length=2, max_batch_size=1) as engine:
-        (output,) = engine.generate([request])
-    assert (output.drafted, output.reason) == (0, "stop")
 
 
 @pytest.mark.parametrize("drafter, options, words", [

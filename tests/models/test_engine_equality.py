@@ -20,7 +20,6 @@ from engine_util import (
     UNEVEN,
     Given,
     demo_engine,
-    drain,
     mixed_requests,
     swap_text,
     task_request,
@@ -479,14 +478,3 @@ def test_surplus_tokens_are_counted_and_dropped() -> None:
         assert cut.reason == "stop_string"
         assert cut.tokens == whole.tokens[: len(cut.tokens)] and len(cut.tokens) < 40
         assert engine.stats.stale_rows == 1 and engine.stats.surplus_tokens > 0
-
-
-def test_preempting_what_does_not_run() -> None:
-    """Only a request that has a slot can be preempted."""
-    with settled(demo_engine(max_batch_size=1)) as engine:
-        assert not engine.preempt("nobody")
-        name = engine.submit(mixed_requests(1)[0])
-        assert not engine.preempt(name)
-        while not engine.preempt(name):
-            engine.step()
-        assert [o.preempted for o in drain(engine).values()] == [1]

@@ -135,7 +135,7 @@ def test_chunks_of_any_size_give_the_bits_of_single_rows(clean, stream, chunk):
 
 def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
     """One to eight slots a forward, one to three rows each, who and in which order changing every
-    time, equal slots fed alone, wherever their pages lie."""
+    time, equal slots fed alone, wherever their pages lie and padding is among them."""
     rng, done = np.random.default_rng(3), np.zeros(SLOTS, int)
     for kv in clean.both:
         kv.free[:] = rng.permutation(kv.free).tolist()
@@ -153,22 +153,13 @@ def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
         positions = np.concatenate([
             np.arange(done[s], done[s] + c) for s, c in zip(chosen, counts, strict=True)
         ])  # fmt: skip
-        clean.check(stream, slots % len(SEQUENCES), slots, positions)
+        sequences, at = slots % len(SEQUENCES), rng.integers(0, len(slots) + 1, rng.integers(3))
+        clean.check(stream, np.insert(sequences, at, -1), np.insert(slots, at, 0),
+                    np.insert(positions, at, 0))  # fmt: skip
         done[chosen] += counts
     assert seen == set(range(1, SLOTS + 1))
     for slot in range(SLOTS):
         clean.check_cache(slot, slot % len(SEQUENCES))
-
-
-def test_every_row_index_among_padding_gives_the_same_bits(clean, stream):
-    """One live row at each index of eight, the others padding, equals that row alone."""
-    clean.reserve(stream, 2)
-    rows = [(t % 8, t) for t in range(LENGTH)] + [(index, 32) for index in range(8)]
-    for index, position in rows:
-        sequences = np.full(8, -1)
-        sequences[index] = 2
-        clean.check(stream, sequences, 2, [position] * 8)
-    clean.check_cache(2, 2)
 
 
 def random_tree(rng):
