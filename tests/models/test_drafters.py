@@ -23,26 +23,13 @@ from graft.tools.demo_prompts import demo_prompts
 from graft.tools.examples import own_drafter
 
 
-def requests() -> list[Request]:
-    """The demo's requests, greedy and sampled, and one whose text the toy drafter can guess."""
-    greedy = [Request(prompt=p.text, grammar=p.grammar, max_tokens=60) for p in demo_prompts()]
-    sampled = [Request(prompt=p.text, grammar=p.grammar, max_tokens=60, temperature=0.8, seed=i,
-                       verify="coupled") for i, p in enumerate(demo_prompts())]  # fmt: skip
+def test_a_drafter_is_one_file(device):
+    """Sixty lines at most, found by its name; that it changes no output is in test_examples."""
+    assert len(inspect.getsource(own_drafter).splitlines()) <= 60
     sevens = Request(prompt="code: 7777777\nGive only the code.",
                      grammar=GrammarSpec.regex("7{9,12}"))  # fmt: skip
-    return [*greedy, *sampled, sevens]
-
-
-def test_a_drafter_is_one_file_and_changes_no_output(device):
-    """Sixty lines at most, found by its name; what it proposes speeds up and changes nothing."""
-    assert len(inspect.getsource(own_drafter).splitlines()) <= 60
-    texts = []
-    for drafter in ("graft.tools.examples.own_drafter:LastToken", None):
-        with Engine(TARGET, drafter, draft_length=3) as engine:
-            outputs = engine.generate(requests()[::4])
-            texts.append([output.text for output in outputs])
-            assert (outputs[-1].accepted > 4) == (drafter is not None)
-    assert texts[0] == texts[1]
+    with Engine(TARGET, "graft.tools.examples.own_drafter:LastToken", draft_length=3) as engine:
+        assert engine.generate([sevens])[0].accepted > 4
 
 
 class Wrong(Drafter):
@@ -57,13 +44,6 @@ class Wrong(Drafter):
 def wrong(**attributes):
     """A drafter with other attributes, as an engine asks for it."""
     return lambda room: type("Wrong", (Wrong,), attributes)()
-
-
-class NoIds(Wrong):
-    """Proposes what is no id, or nothing that could follow."""
-
-    def start(self, lane, feed):
-        lane.fill(feed.proposal, 0x7F)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +75,6 @@ def test_a_drafter_that_cannot_be_is_refused(device, drafter, error, words):
     """Shape, vocabulary, taps and name are checked before a round is built."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
-
-
-def test_proposals_that_are_no_ids_are_no_drafts(device):
-    """Numbers beyond the vocabulary end the chain before it begins; the text stays."""
-    request = Request(prompt="serial: AAAA-1111\nGive only the serial.", max_tokens=20)
-    with Engine(TARGET, lambda room: NoIds(), draft_length=2, max_batch_size=1) as engine:
-        (output,) = engine.generate([request])
-    assert (output.drafted, output.reason) == (0, "stop")
 
 
 @pytest.mark.parametrize("drafter, options, words", [
@@ -257,7 +229,9 @@ def test_options_of_looking_up_are_checked(device, make, options, words):
 def test_a_model_drafts_for_itself_without_a_miss(device):
     """Its drafts are its own next tokens, in every request, prompts of one token too."""
     with Engine(TARGET, TARGET, draft_length=3, max_batch_size=3) as engine:
-        outputs = engine.generate([*requests()[:6], Request(tokens=[41], max_tokens=20)])
+        asked = [Request(prompt=p.text, grammar=p.grammar, max_tokens=60, temperature=0.8 * (i % 2),
+                         seed=i, verify="coupled") for i, p in enumerate(demo_prompts()[:6])]
+        outputs = engine.generate([*asked, Request(tokens=[41], max_tokens=20)])
         assert all(rate == 1.0 for rate in engine.stats.acceptance)
         assert sum(output.accepted for output in outputs) > 60
 

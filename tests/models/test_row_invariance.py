@@ -135,10 +135,14 @@ def test_chunks_of_any_size_give_the_bits_of_single_rows(clean, stream, chunk):
 
 def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
     """One to eight slots a forward, one to three rows each, who and in which order changing every
-    time, equal slots fed alone."""
+    time, equal slots fed alone, wherever their pages lie and padding is among them."""
     rng, done = np.random.default_rng(3), np.zeros(SLOTS, int)
-    for slot in range(SLOTS):
-        clean.reserve(stream, slot)
+    for kv in clean.both:
+        kv.free[:] = rng.permutation(kv.free).tolist()
+    for held in range(8, LENGTH + 8, 8):
+        for slot in rng.permutation(SLOTS):
+            clean.reserve(stream, int(slot), held)
+    assert list(clean.both[0].pages_of(3)) != sorted(clean.both[0].pages_of(3))
     seen: set[int] = set()
     while (done < LENGTH).any():
         left = rng.permutation(np.flatnonzero(done < LENGTH))
@@ -149,38 +153,13 @@ def test_batches_of_any_size_give_the_bits_of_single_rows(clean, stream):
         positions = np.concatenate([
             np.arange(done[s], done[s] + c) for s, c in zip(chosen, counts, strict=True)
         ])  # fmt: skip
-        clean.check(stream, slots % len(SEQUENCES), slots, positions)
+        sequences, at = slots % len(SEQUENCES), rng.integers(0, len(slots) + 1, rng.integers(3))
+        clean.check(stream, np.insert(sequences, at, -1), np.insert(slots, at, 0),
+                    np.insert(positions, at, 0))  # fmt: skip
         done[chosen] += counts
     assert seen == set(range(1, SLOTS + 1))
     for slot in range(SLOTS):
         clean.check_cache(slot, slot % len(SEQUENCES))
-
-
-def test_every_row_index_among_padding_gives_the_same_bits(clean, stream):
-    """One live row at each index of eight, the others padding, equals that row alone."""
-    clean.reserve(stream, 2)
-    rows = [(t % 8, t) for t in range(LENGTH)] + [(index, 32) for index in range(8)]
-    for index, position in rows:
-        sequences = np.full(8, -1)
-        sequences[index] = 2
-        clean.check(stream, sequences, 2, [position] * 8)
-    clean.check_cache(2, 2)
-
-
-def test_shuffled_pages_give_the_same_bits(clean, stream):
-    """Where a slot's pages lie, and among whose, changes nothing."""
-    rng = np.random.default_rng(7)
-    for kv in clean.both:
-        kv.free[:] = rng.permutation(kv.free).tolist()
-    for held in range(8, LENGTH + 8, 8):
-        for slot in rng.permutation(5):
-            clean.reserve(stream, int(slot), held)
-    pages = clean.both[0].pages_of(3)
-    assert list(pages) != sorted(pages)
-    for positions in (range(19), range(19, LENGTH)):
-        for slot in (3, 0):
-            clean.check(stream, [slot] * len(positions), slot, positions)
-    clean.check_cache(3, 3)
 
 
 def random_tree(rng):

@@ -55,9 +55,8 @@ class TableRound:
     def __init__(
         self, device: Device, stream: Stream, *, slots: int, draft_length: int, vocab: int,
         token_limit: int | None = None, d2t: np.ndarray | None = None, block: int | None = None,
-        parts: int | None = None,
-        entries: int = 2, candidates: int = 0, branch: int = 1, fed: int = 0, levels: int = 0,
-        places: int | None = None, tables: int = 0,
+        parts: int | None = None, candidates: int = 0, branch: int = 1, fed: int = 0,
+        levels: int = 0, places: int | None = None, tables: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.stream, self.lane = device, stream, StreamLane(stream)
         self.slots, self.draft_length, self.vocab = slots, draft_length, vocab
@@ -76,7 +75,7 @@ class TableRound:
         )
         #: int32 [slots, width, 4]: state, epoch, position, more
         self.stamps = exchange.stamps.view(np.int32).reshape(slots, self.width, 4)
-        self.ring = output_ring(device, entries, slots, draft_length)
+        self.ring = output_ring(device, 2, slots, draft_length)
         self.replay_ptr = device.zeros((1,), "int32")
         self.sampler = Sampler(
             device, self.state, self.exchange, self.replay_ptr, token_limit=self.token_limit,
@@ -87,7 +86,7 @@ class TableRound:
             parts=parts or (1 if block in (None, 1) else 3),  # blocks too, where threads share
         )  # fmt: skip
         self.replay, self.places = 0, places
-        self.inputs = Ring(device, entries, {"slot": ("int32", (slots,))})
+        self.inputs = Ring(device, 2, {"slot": ("int32", (slots,))})
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
 
     def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import reference_round as ref
-from test_verify import random_filter
+from test_verify import random_slot
 
 from graft.cudagraph.errors import OptionError
 from graft.sampling.tree import TreePlan, TreeSampler
@@ -63,16 +64,11 @@ def test_traversal_matches_the_reference(make_round, block, probed, pruned):
         logits = rng.normal(0, 2, (SLOTS, DRAFTS + 1, V)).astype(np.float32)
         slots, masks = [], []
         for i in range(SLOTS):
-            n, f = int(rng.integers(3, 200)), random_filter(rng)
-            s = ref.Slot(
-                n, ref.chain(1), n + int(rng.choice([2, 3, 30])), int(rng.integers(2**63)), f,
-                ref.TRAVERSAL, sample=int(rng.choice([0, 7])), probed=probed,
-                stop_ids=tuple(rng.choice(V, rng.integers(0, 6), replace=False).tolist()),
-            )  # fmt: skip
+            s = replace(random_slot(rng, V, 5), verify=ref.TRAVERSAL, epoch=1, probed=probed)
             rows = mask_rows(rng, s)
             draw_tree(rng, s, logits[i], rows, known)
-            if f.greedy or i % 6 == 0:
-                s.verify = s.verify if f.greedy else ref.COUPLED
+            if s.filter.greedy or i % 6 == 0:
+                s.verify = s.verify if s.filter.greedy else ref.COUPLED
                 s.kinds = (ref.POINT,) * len(s.drafts)
             rows = [ref.MaskRow(row.state, 1, s.n + len(s.tree.path(j)), row.legal)
                     if j <= len(s.drafts) else row for j, row in enumerate(rows)]  # fmt: skip
