@@ -269,7 +269,8 @@ def test_output_after_a_marker_is_checked_without_the_free_text():
 @pytest.mark.parametrize("arguments", [
     "--model /no/such/model", "--draft /no/such/drafter", "--schema /no/such/schema.json",
     "--regex (", "--draft-length 0", "--top-p 0", "--temperature -1", "--stop a --regex [a-z]+",
-    "--json --stream", "--logprobs 2", "--max-length 1000000", "--verify traversal",
+    "--json --stream", "--logprobs 2", "--no-speculation --draft-tree 2x1",
+    "--max-length 1000000", "--verify traversal",
     f"--model {demo_model()[0]} --draft json:loads", f"--model {demo_model()[0]} --draft :",
 ])
 def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
