@@ -86,9 +86,10 @@ class GrammarSpec(Spec):
             cannot be enforced (named with its JSON pointer).
         """
         value = _document(schema)
+        text = json_text(value)  # refuses what holds itself
         check_schema(value)
         spec = cls(
-            "json_schema", json_text(value), whitespace=whitespace, strict=strict, partial=partial,
+            "json_schema", text, whitespace=whitespace, strict=strict, partial=partial,
             key_order=key_order, assert_formats=assert_formats,
         )  # fmt: skip
         made = _bounded("JSON schema", "resolve:resolved", spec, backend or "auto")
@@ -154,7 +155,8 @@ class GrammarSpec(Spec):
             If there is no tag, or a tag begins with none or several of the triggers, or no tag
             with one of them.
         """
-        if isinstance(triggers, str) or not tags or not triggers:
+        lists = all(isinstance(given, Sequence) for given in (tags, triggers))
+        if not lists or isinstance(triggers, str) or not tags or not triggers:
             raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
         for trigger in triggers:
             check_text("structural tag trigger", trigger)

@@ -36,7 +36,7 @@ from graft.models.interrupt import OneUser, Shield
 from graft.models.options import Options
 from graft.models.prefill import Pieces
 from graft.models.replay import Replays
-from graft.models.request import Event, Output, Request
+from graft.models.request import Event, Output, Request, shown
 from graft.models.round import RoundGraph
 from graft.models.scheduler import Scheduler
 from graft.models.seating import Seating
@@ -529,6 +529,8 @@ def _has_name(request: Request) -> bool:
 
 def _samples(requests: Iterable[Request]) -> list[Request]:
     """The requests, each sample on its own; what is no request is refused later."""
+    if not isinstance(requests, Iterable):
+        raise RequestError(f"requests must be a list of Request, got {shown(requests)}")
     return [
         sample
         for request in requests

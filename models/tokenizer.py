@@ -99,6 +99,10 @@ class Tokenizer:
         TokenizerError
             When it is no Unicode text, or the library fails.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is not Unicode: {error}") from error
         self.backend.encode_special_tokens = not names
         try:
             return list(safely(lambda: self.backend.encode(text, add_special_tokens=special)).ids)

@@ -138,6 +138,8 @@ def open_engine(options: argparse.Namespace, batch: int, **more: Any) -> Engine:
             raise OptionError("--draft needs the --model that it was trained for")
         target, drafter = demo_model(drafter or DRAFTERS[0])
     if options.no_speculation:
+        if options.draft or options.draft_tree:
+            raise OptionError("--no-speculation leaves --draft and --draft-tree nothing to do")
         drafter = None
     return Engine(target, drafter, ranks=options.ranks, draft_length=options.draft_length,
                   max_batch_size=min(options.max_batch_size, max(batch, 1)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterRoom
@@ -32,10 +32,11 @@ def make_drafter(choice: DrafterChoice, room: DrafterRoom) -> Drafter:
     elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
         module, _, attribute = choice.partition(":")
         try:
-            make = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+            made = getattr(importlib.import_module(module), attribute)(room)
+        except GraftError:
+            raise
+        except Exception as error:  # whatever the module or what it names raises
             raise OptionError(f"drafter {choice!r}: {error}") from error
-        made = make(room)
     else:
         made = _from_folder(Path(choice), room)
     if not isinstance(made, Drafter):

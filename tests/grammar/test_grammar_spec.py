@@ -16,6 +16,8 @@ from graft.grammar.compile import process
 
 ANYTHING: Any = 3  # what a type checker would not let pass
 TAG = StructuralTag.of("<f>", {"type": "integer"}, "</f>")
+ENDLESS: dict = {"type": "array"}
+ENDLESS["items"] = ENDLESS
 NO_TAG = StructuralTag("<f>", '{"type": "string", "pattern": "("}', "</f>")
 ANY_CONTENT = StructuralTag("<f>", '{"minLength": 5, "maxLength": 3, "type": "string"}', "</f>")
 
@@ -92,6 +94,8 @@ class Raises:
     (lambda: GrammarSpec.structural_tag([], ["<f"]), "at least one"),
     (lambda: GrammarSpec.structural_tag([TAG], []), "at least one"),
     (lambda: GrammarSpec.structural_tag([TAG], "<f"), "lists"),
+    (lambda: GrammarSpec.structural_tag([TAG], 5), "lists"),
+    (lambda: GrammarSpec.json_schema(ENDLESS), "cannot be read: Circular reference"),
     (lambda: GrammarSpec.structural_tag([TAG], ["<g"]), "begins with 0"),
     (lambda: GrammarSpec.structural_tag([TAG], ["<f", "<"]), "begins with 2"),
     (lambda: GrammarSpec.structural_tag([TAG], ["<f", "["]), r"no tag begins.*\["),

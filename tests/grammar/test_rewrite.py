@@ -137,6 +137,28 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
 ]  # fmt: skip
 
 
+
+@pytest.mark.parametrize("part", [
+    {"propertyNames": {"enum": ["a_b"]}}, {"propertyNames": {"pattern": "^a_b$"}},
+    {"patternProperties": {"^(a_b)$": {"type": "integer"}}, "additionalProperties": False},
+])
+def test_no_key_begins_where_none_is_left(part: dict[str, Any]) -> None:
+    """A pattern whose names are all listed allows no comma behind them, and holds for them."""
+    schema = {"type": "object", "properties": {"a_b": {"enum": [1, "x"]}}, **part}
+    grammar = Grammar(rewrite(schema).schema)
+    texts: list[bytes] = []
+
+    def choose(legal: list[int]) -> int:
+        texts.append(bytes(byte for byte in legal if byte < 256))
+        wanted = b'{"a_b": 1,}'[len(texts) - 1 :]
+        return next((byte for byte in wanted if byte in legal), legal[-1])
+
+    assert grammar.walk(choose, 20) == b'{"a_b": 1}'
+    valid = jsonschema.Draft202012Validator(schema)
+    for value in ({}, {"a_b": 1}, {"a_b": "x"}, {"c": 1}):
+        assert grammar.takes(value) == valid.is_valid(value)
+
+
 @pytest.mark.parametrize("schema, clear, invalid", NARROWED)
 def test_overlaps_without_a_complement_are_kept_clear_of(schema, clear, invalid):
     """Texts stay out of such an overlap, which is named; no invalid value gets in by it."""

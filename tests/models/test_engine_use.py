@@ -57,6 +57,8 @@ def test_ids_that_clash_are_refused_before_anything_runs(engine):
         with pytest.raises(RequestError, match="two requests have id 'a'"):
             call([replace(FREE, id="a"), replace(FREE, id="a")])
         assert not engine.busy
+        with pytest.raises(RequestError, match="requests must be a list of Request"):
+            call(FREE)
     engine.submit(replace(FREE, id="b"))
     with pytest.raises(RequestError, match="'b' is running already"):
         engine.generate([replace(FREE, id="c"), replace(FREE, id="b")])

@@ -162,7 +162,7 @@ def test_names_of_special_tokens_in_user_text(tokenizer):
 @pytest.mark.parametrize("text", ["\ud800", "x\udfff"])
 def test_what_is_no_text_is_refused(tokenizer, text):
     """A lone surrogate has no bytes: a typed error, in a chat too."""
-    with pytest.raises(TokenizerError):
+    with pytest.raises(TokenizerError, match="is not Unicode"):
         tokenizer.encode(text)
     with pytest.raises(TokenizerError):
         tokenizer.chat([{"role": "user", "content": text}])

@@ -16,6 +16,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.statement import GrammarSpec, StructuralTag
 from graft.models.request import Output, Request
 from graft.tools import cli, generate
+from graft.tools.demo_model import demo_model
 from graft.tools.prompt_rows import Asked, read_requests
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -267,7 +268,9 @@ def test_output_after_a_marker_is_checked_without_the_free_text():
 @pytest.mark.parametrize("arguments", [
     "--model /no/such/model", "--draft /no/such/drafter", "--schema /no/such/schema.json",
     "--regex (", "--draft-length 0", "--top-p 0", "--temperature -1", "--stop a --regex [a-z]+",
-    "--json --stream", "--logprobs 2", "--max-length 1000000", "--verify traversal",
+    "--json --stream", "--logprobs 2", "--no-speculation --draft-tree 2x1",
+    "--max-length 1000000", "--verify traversal",
+    f"--model {demo_model()[0]} --draft json:loads", f"--model {demo_model()[0]} --draft :",
 ])
 def test_refusals_are_one_line_and_exit_status_2(arguments, capsys):
     """What cannot be served ends with exit status 2 and a sentence, never with a traceback."""

@@ -87,7 +87,7 @@ def _name_pattern(names: Any) -> str:
         return said["pattern"]
     if set(said) in ({"enum"}, {"const"}):
         words = said["enum"] if "enum" in said else [said["const"]]
-        texts = [re.sub(r"([^A-Za-z0-9])", r"\\\1", w) for w in words if isinstance(w, str)]
+        texts = [re.sub(r"([^A-Za-z0-9 _-])", r"\\\1", w) for w in words if isinstance(w, str)]
         return f"^(?:{'|'.join(texts)})$"
     if set(said) <= {"minLength", "maxLength"}:
         low, high = said.get("minLength", 0), said.get("maxLength", "")

@@ -9,7 +9,7 @@ from typing import Any
 from ..terms import KINDS, Cannot, Kinds, Reason, References, escape, kinds_of, meet, word_set
 from .disjoint import Disjointness
 from .negate import Negation
-from .strings import ecma_pattern
+from .strings import ecma_pattern, literals
 
 __all__ = ["Rewriter", "Rule", "Site"]
 
@@ -77,6 +77,7 @@ class Rewriter:
                 self._keyword(keyword, value, site)
             except Cannot as error:
                 self.lose(at, keyword, error.why)
+        _fold(site.out)
         return _with(site.out, [part for part in site.extra if part is not True])
 
     def keyword_again(self, keyword: str, value: Any, site: Site) -> None:
@@ -154,6 +155,17 @@ class Rewriter:
 
 
 Rule = Callable[[Rewriter, Any, Site], None]
+
+
+def _fold(out: dict[str, Any]) -> None:
+    """Patterns of listed names only go into ``properties``: LLGuidance would begin another key."""
+    listed, patterns = out.get("properties", {}), out.get("patternProperties", {})
+    for pattern in list(patterns):
+        words = literals(pattern)
+        if words and listed.keys() >= set(words):
+            part = patterns.pop(pattern)
+            for word in words if part is not True and part != {} else ():
+                listed[word] = {"allOf": [listed[word], part]}
 
 
 def _with(out: dict[str, Any], extra: list[Any]) -> dict[str, Any]:
