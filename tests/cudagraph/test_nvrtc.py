@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,12 +11,20 @@ from graft.tools.bench import kernel_report, roofline
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
 VARIANTS = kernel_report.all_variants()
-#: Each text as it stands for one architecture, all of them by turns, and products of rounded rows,
-#: gated or of weights of 8 bits by turns with their sizes; the rest is marked full.
+
+
+def short(variant: Variant) -> bool:
+    """Whether a text is compiled in the short form, for one architecture, all of them by turns: as
+    it stands, but for what no GPU runs unasked; and products of rounded rows at every size, gated
+    or of weights of 8 bits."""
+    title = variant.title
+    if not variant.defines:
+        return "_thread" not in title
+    return "X16" in title and ("GATED" in title) != ("WEIGHT8" in title)
+
+
 CASES = [pytest.param((variant, arch), id=f"{variant.title.replace(' ', '-')}-sm_{arch}",
-                      marks=[] if turn == number % len(ARCHITECTURES) and (
-                          not variant.defines or (number % 2 and "X16" in variant.title and
-                          ("GATED" in variant.title) != ("WEIGHT8" in variant.title)))
+                      marks=[] if turn == number % len(ARCHITECTURES) and short(variant)
                       else pytest.mark.full)
          for number, variant in enumerate(VARIANTS) for turn, arch in enumerate(ARCHITECTURES)]
 
@@ -51,24 +57,13 @@ GATES = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiled(request):
-    """Usages to come of every case that runs: the compiler needs no GIL, so cores share them."""
-    cases = [item.callspec.params["case"] for item in request.session.items
-             if "case" in getattr(getattr(item, "callspec", None), "params", {})
-             and item.path == request.path]  # fmt: skip
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield {case: pool.submit(kernel_report.compile_variant, *case) for case in cases}
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_every_kernel_compiles_for_real_gpus(case, compiled):
+def test_every_kernel_compiles_for_real_gpus(case):
     """Each kernel text compiles to machine code of each kind as CuPy would do it; those on tensor
     cores have the main loop they were written for, spill nothing and leave room for their blocks.
     """
     variant, arch = case
-    usages = compiled[case].result()
+    usages = kernel_report.compile_variant(variant, arch)
     assert {u.kernel for u in usages} >= set(kernel_report.entry_names(variant.path)), (
         f"{variant.title}: an entry is missing from the machine code for sm_{arch}")
     block = int(dict(variant.defines).get("SAMPLE_BLOCK", "1"))

@@ -37,7 +37,7 @@ def test_a_round_of_32_layers_is_at_most_200_launches_and_drafts_change_no_token
     prompts of several lengths are those of one row at a time."""
     monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])  # long without tensor cores
     rng = np.random.default_rng(4)
-    requests = [Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=16, banned_ids=[0])
+    requests = [Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=10, banned_ids=[0])
                 for n in (3, 30)]  # fmt: skip
     answers = []
     for head in (True, False):
