@@ -22,6 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
+from graft.cudagraph.driver import enter
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks import Ranks
@@ -502,8 +503,13 @@ class Engine:
         self.rounds.clear()
 
     def __del__(self) -> None:  # its threads and graphs would stay
-        if not getattr(self, "_closed", True) and not sys.is_finalizing():
-            self.close()
+        if getattr(self, "_closed", True) or sys.is_finalizing():
+            return
+        try:
+            enter("Engine.close")
+        except DeviceError:
+            return  # collected in a host function or a fork, neither of which may call the driver
+        self.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -337,6 +337,24 @@ def test_an_engine_that_is_dropped_gives_back_what_it_held():
         assert live() == before and len(os.listdir("/proc/self/task")) <= threads
 
 
+DROPPED = """
+from graft.cudagraph.device import open_device
+from graft.cudagraph.hostwork import hostfunc
+sys.unraisablehook = lambda told: print(told.exc_value)
+held, stream = [demo_engine(max_batch_size=1)], open_device().stream("x")
+held[0].submit(mixed_requests(1)[0])
+held[0].step()
+hostfunc(stream, held.clear)
+stream.synchronize()
+print("went on", held)
+"""
+
+
+def test_an_engine_that_is_dropped_by_a_host_function_calls_no_driver():
+    """Its memory stays until the process ends; the stream goes on."""
+    assert child(DROPPED) == ["went on []"]
+
+
 # Ctrl-C ------------------------------------------------------------------------------------------
 
 
