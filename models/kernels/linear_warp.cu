@@ -5,7 +5,6 @@
 // the tail; lanes are added as a butterfly. The order depends on `inner` and the weight's type
 // alone, so a row's bits do not depend on how many rows share the pass.
 #include "graft.cuh"
-#pragma softcuda quick  // tests alone run the warp form on the soft device
 
 #ifndef WEIGHT
 #define WEIGHT bf16_t
