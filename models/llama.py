@@ -310,14 +310,11 @@ class LlamaModel:
             self._lead.end()
 
     def head(
-        self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
+        self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray
     ) -> None:
-        """Final norm and output head: hidden float32[R, hidden], or rows int32[B] of it, to logits
-        float32[R or B, vocab]."""
+        """Final norm and output head: rows int32[B] of hidden float32[R, hidden] to logits
+        float32[B, vocab]."""
         norm = self.scratch.norm(logits.shape[0], self.final_norm, self.lm_head)
-        if index is None:
-            self.layers.norm(lane, hidden, norm.weight, norm.eps, norm.out)
-        else:
-            picked = self.scratch.array("picked", hidden.shape[1])[: index.shape[0]]
-            self.layers.gather(lane, hidden, index, picked, norm=norm)
+        picked = self.scratch.array("picked", hidden.shape[1])[: index.shape[0]]
+        self.layers.gather(lane, hidden, index, picked, norm=norm)
         self.layers.linear(lane, norm, self.lm_head, logits, name="lm head")
