@@ -141,6 +141,8 @@ class Matcher(ABC):
 
     def _require_row(self, row: np.ndarray) -> None:
         # The libraries look at the address alone: strides and other types would be written over.
+        if not isinstance(row, np.ndarray):
+            raise GrammarError(f"mask row: must be an int32 array, got {row!r}")
         if row.dtype != np.int32 or row.shape != (self.words,) or not row.flags.c_contiguous:
             raise GrammarError(
                 f"mask row: is {row.dtype} {list(row.shape)}, "
@@ -182,6 +184,8 @@ class NativeBackedMatcher(Matcher):
 
     @_typed
     def rollback(self, tokens: int) -> None:
+        if not isinstance(tokens, (int, np.integer)) or not 0 <= tokens < 2**31:
+            raise GrammarError(f"rollback: takes a number of tokens, got {tokens!r}")
         self.native.rollback(int(tokens))
 
     @_typed

@@ -14,7 +14,7 @@ from .schema.terms import word_set
 from .schema.wellformed import check_schema
 from .spec import Spec, check_text, parsed
 
-__all__ = ["json_text", "resolved", "said_of_tag"]
+__all__ = ["json_text", "resolved", "without_hint"]
 
 Stated = TypeVar("Stated", bound=Spec)
 _HINT = " (partial=True takes the schema all the same)"
@@ -33,6 +33,8 @@ def resolved(spec: Stated, backend: str) -> Stated:
     GrammarError
         If that backend cannot enforce the schema, unless this grammar is ``partial``.
     """
+    if not isinstance(spec, Spec):
+        raise GrammarError(f"a grammar must be a GrammarSpec, got {spec!r:.80}")
     if spec.kind == "structural_tag" and backend in BACKENDS:
         found = _tags(replace(spec, marker=None), backend)
     elif spec.kind == "json_schema" and not spec.backend:
@@ -42,9 +44,9 @@ def resolved(spec: Stated, backend: str) -> Stated:
     return replace(found, marker=spec.marker)
 
 
-def said_of_tag(error: GrammarError) -> str:
-    """The refusal of a schema as that of a tag's, which is never taken in part."""
-    return str(error).removesuffix(_HINT)
+def without_hint(said: str) -> str:
+    """A schema's refusal where none is taken in part: in a tag, or by HTTP."""
+    return said.removesuffix(_HINT)
 
 
 def json_text(schema: Any) -> str:
@@ -151,6 +153,6 @@ def _tags(spec: Stated, backend: str) -> Stated:
                        whitespace=spec.whitespace)  # fmt: skip
             tag["schema"] = json.loads(_schema(one, backend).text)
         except GrammarError as error:
-            said = f"structural tag {tag['begin']!r}: {said_of_tag(error)}"
+            said = f"structural tag {tag['begin']!r}: {without_hint(str(error))}"
             raise GrammarError(said) from error
     return replace(spec, text=json.dumps(parts, ensure_ascii=False))

@@ -11,7 +11,7 @@ from typing import Any
 
 from .compile.process import ChildLost, Question, ask
 from .errors import GrammarError
-from .resolve import json_text, said_of_tag
+from .resolve import json_text, without_hint
 from .schema.options import KeyOrder, Whitespace
 from .schema.wellformed import check_schema
 from .spec import Marker, Spec, check_text, parsed
@@ -48,7 +48,7 @@ class StructuralTag:
         try:
             text = GrammarSpec.json_schema(schema).text
         except GrammarError as error:
-            raise GrammarError(f"tag schema: {said_of_tag(error)}") from error
+            raise GrammarError(f"tag schema: {without_hint(str(error))}") from error
         return cls(begin, text, end)
 
 

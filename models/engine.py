@@ -11,6 +11,7 @@ import gc
 import itertools
 import logging
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -95,6 +96,10 @@ class Engine:
         for name in options:
             if name not in known:
                 raise OptionError(f"no option {name}; there are {', '.join(sorted(known))}")
+        if not isinstance(model, (str, os.PathLike)):
+            raise OptionError(f"model must be a checkpoint's folder, got {shown(model)}")
+        if ranks is not None and not isinstance(ranks, Ranks):
+            raise OptionError(f"ranks must be Ranks, got {shown(ranks)}")
         asked, folder = Options(**options), Path(model)
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
@@ -404,6 +409,8 @@ class Engine:
         RequestError
             It is refused as a request, or fails.
         """
+        if not isinstance(request, Request):
+            raise RequestError(f"request must be a Request, got {shown(request)}")
         output = self.generate([replace(request, max_tokens=1, n=1)])[0]
         if output.error is not None:
             raise RequestError(output.error)

@@ -30,7 +30,7 @@ from graft.models.errors import HandOverError, RequestError
 from graft.models.kv import PagedKV
 from graft.models.options import Options
 from graft.models.prefix import Pages, PrefixCache
-from graft.models.request import Logprob, Request
+from graft.models.request import Logprob, Request, shown
 from graft.models.seating import Running
 from graft.sampling.state import Relaxed
 
@@ -203,6 +203,8 @@ class Handing:
 
     def check(self, over: HandOver) -> None:
         """Refuse what this engine cannot go on with. Raises HandOverError naming what differs."""
+        if not isinstance(over, HandOver):
+            raise HandOverError(f"what is handed over must be a HandOver, got {shown(over)}")
         theirs = over.about["engine"]
         for name, ours in self._facts.items():
             if theirs.get(name) != ours:

@@ -377,6 +377,8 @@ def _check_adjust(request: Request, vocab_size: int, limits: Limits) -> None:
         raise RequestError(
             f"logprobs_masked must be True or False, got {shown(request.logprobs_masked)}"
         )
+    if request.logprobs_masked and request.logprobs is None:
+        raise RequestError("logprobs_masked says which logprobs are meant, and none are asked for")
     if request.logprobs is not None:
         _integer("logprobs", request.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
     bias = {} if request.logit_bias is None else request.logit_bias

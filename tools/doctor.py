@@ -22,6 +22,8 @@ from graft.cudagraph.errors import GraftError, OptionError
 from graft.native import _native
 from graft.tools import watch
 
+LIMIT_S = 60
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -195,9 +197,9 @@ def examine() -> list[Finding]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft doctor``."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--limit", type=int, default=60, metavar="SECONDS",
+    parser.add_argument("--limit", type=int, metavar="SECONDS",
                         help="with --watch: a driver call or host function that lasts longer hangs "
-                             "(default %(default)s)")
+                             f"(default {LIMIT_S})")
     parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="PROGRAM [ARGS...]",
                         help="run a program (a .py file, -m MODULE, -c CODE or an executable) on "
                              "the soft device and look for GIL deadlocks, whether they happen or "
@@ -246,7 +248,11 @@ def watched(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Print the findings; returns 1 when something that graft needs is missing."""
     if options.watch is not None:
-        return run_watch(watched(options), options.limit, options.json)
+        program = watched(options)
+        limit_s = LIMIT_S if options.limit is None else options.limit
+        return run_watch(program, limit_s, options.json)
+    if options.limit is not None:
+        raise OptionError("--limit goes with --watch")
     found = examine()
     healthy = all(finding.status != "missing" for finding in found)
     if options.json:

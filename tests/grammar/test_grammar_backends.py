@@ -137,6 +137,13 @@ def test_ids_out_of_range_and_after_the_end_change_nothing(backend, capfd):
             matcher.legal()
         matcher.rollback(1)
         assert matcher.accept(ord("b")) and not matcher.is_terminated()
+    for wrong in (-1, 2**31, None, 0.5):
+        with pytest.raises(GrammarError, match="rollback: takes a number of tokens"):
+            matcher.rollback(wrong)
+    with pytest.raises(GrammarError, match="mask row: must be an int32 array"):
+        matcher.fill(None)
+    with pytest.raises(GrammarError, match="must be a GrammarSpec, got 5"):
+        backend.compile(5)
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_util import mixed_requests, outputs
 
+from graft.models.errors import HandOverError, RequestError
 from graft.models.request import Relaxed, Request
 from graft.models.text import StopFinder
 from graft.sampling.state import MAX_STOP_IDS
@@ -43,7 +44,7 @@ WRONG = {
                    dict.fromkeys(range(1025), 1.0)),
     "allowed_ids": ([-1], []), "banned_ids": ([0.5], 5, [1] * 10**6),
     "presence_penalty": (2.5,), "frequency_penalty": (float("nan"),), "repetition_penalty": (0.0,),
-    "min_tokens": (161,), "logprobs": (21,), "n": (0, 129), "sample": (-1,),
+    "min_tokens": (161,), "logprobs": (21,), "logprobs_masked": (True,), "n": (0, 129), "sample": (-1,),
     "relaxed": (0.5, Relaxed(top_k=0), Relaxed(delta=1.5), Relaxed(until=10**6)),
 }  # fmt: skip
 #: And such that show with others: other prompts, no grammar, nothing that is left.
@@ -71,6 +72,10 @@ def test_bad_option_ends_alone(engine, change):
 def test_what_is_no_request_is_refused_and_none_is_nothing(engine):
     """Objects of other kinds fail alone; None for stop strings and ids means none."""
     good = replace(mixed_requests(1)[0], stop=None, stop_ids=None)
+    with pytest.raises(RequestError, match="must be a Request, got 5"):
+        engine.warm(5)
+    with pytest.raises(HandOverError, match="must be a HandOver, got 5"):
+        engine.take_over(5)
     refused, served = engine.generate([{"prompt": "x"}, good])
     assert "must be a Request" in (refused.error or "") and served.reason == "stop"
 

@@ -52,7 +52,7 @@ def test_traversal_is_of_trees_whose_shape_is_given(device):
             Options(verify="traversal", draft_tree=tree, draft_length=9)
     options = {"verify": "traversal", "draft_tree": [(0,), (1,)], "draft_length": 2}
     with pytest.raises(OptionError, match="'traversal' is of drafts that are drawn from"):
-        Engine(TARGET, **options)
+        assembly._tables(Options(**options), 3, None)
     with pytest.raises(OptionError, match=r"max_batch_size 8 keeps tables of \d+ bytes"):
         assembly._tables(Options(**options), 3, DraftVocab(1 << 28))
     with Engine(TARGET, max_batch_size=1) as engine:
@@ -77,6 +77,12 @@ def test_an_engine_takes_the_fields_of_options_and_no_others(device):
         Engine("no such folder", batch=3)
     with pytest.raises(OptionError, match="max_batch_size must be a whole number from 1 to 4096"):
         Engine("no such folder", max_batch_size="2")
+    with pytest.raises(OptionError, match="model must be a checkpoint's folder, got 5"):
+        Engine(5)
+    with pytest.raises(OptionError, match="ranks must be Ranks, got 5"):
+        Engine(TARGET, ranks=5)
+    with pytest.raises(OptionError, match="draft_tree .2, 2. needs a drafter"):
+        Engine(TARGET, draft_tree=(2, 2), draft_length=4)
     with pytest.raises(OptionError, match="draft_legality 'probe' needs mask_drafts"):
         Options(draft_legality="probe", mask_drafts=False)
     with Engine(TARGET, max_batch_size=2, limits=Limits(waiting=1)) as engine:

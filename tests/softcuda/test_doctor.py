@@ -18,6 +18,8 @@ from graft.tools import cli, doctor, watch
 
 def test_a_complete_environment_is_healthy(capsys):
     """Where graft's tests can run, the doctor finds nothing missing and says so in JSON."""
+    assert cli.main(["doctor", "--limit", "5"]) == 2
+    assert "--limit goes with --watch" in capsys.readouterr().err
     assert cli.main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in said["findings"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
+from graft.grammar.resolve import without_hint
 from graft.models.request import Output
 
 #: By the class of a request's error, and by the reason for which it ended.
@@ -42,7 +43,7 @@ def as_wire(error: Exception) -> WireError:
     if isinstance(error, RecursionError):
         return WireError("the body is nested too deeply")
     if isinstance(error, GraftError):
-        return WireError(str(error), _STATUS_OF.get(type(error).__name__, 400))
+        return WireError(without_hint(str(error)), _STATUS_OF.get(type(error).__name__, 400))
     return WireError(f"{type(error).__name__}: {error}", 500)
 
 
@@ -50,4 +51,5 @@ def check_output(output: Output) -> None:
     """Raises WireError for an output that is no answer."""
     if output.reason not in ("stop", "stop_string", "length", "timeout"):
         status = _STATUS_OF.get(output.error_type or "") or _STATUS_OF.get(output.reason, 500)
-        raise WireError(output.error or _SAID_OF.get(output.reason, output.reason), status)
+        said = output.error or _SAID_OF.get(output.reason, output.reason)
+        raise WireError(without_hint(said), status)

@@ -102,10 +102,12 @@ def stated(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
     elif kind != "text":
         raise WireError("response_format must be text, json_object, json_schema with a schema, or "
                         f"structural_tag, got {shown(form)}", param="response_format")
-    given = fields.get("structured_outputs", {})
-    if not isinstance(given, dict) or not _STRUCTURED.issuperset(given):
-        raise WireError(f"structured_outputs can have {', '.join(sorted(_STRUCTURED))}, got "
-                        f"{shown(given)}", param="structured_outputs")
+    given = fields.get("structured_outputs")
+    if given is None:
+        given = {}
+    elif not isinstance(given, dict) or not given or not _STRUCTURED.issuperset(given):
+        raise WireError(f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED))}, "
+                        f"got {shown(given)}", param="structured_outputs")
     given = {key: key for key in given} | {k: v for k, v in _GUIDED.items() if k in fields}
     for name, key in given.items():
         value = fields[name] if name in _GUIDED else fields["structured_outputs"][name]
