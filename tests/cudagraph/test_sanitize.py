@@ -48,7 +48,8 @@ def stress(kind: str) -> Path:
     faulthandler.cancel_dump_traceback_later()
     for command in (  # files together take half as long
         ["cmake", "-S", str(TESTS), "-B", str(folder), *ninja, f"-DGRAFT_SANITIZE={kind}",
-         "-DCMAKE_UNITY_BUILD=ON", f"-DPython_EXECUTABLE={sys.executable}"],
+         "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=30",
+         f"-DPython_EXECUTABLE={sys.executable}"],
         ["cmake", "--build", str(folder), "--parallel", "2"],
     ):
         done = subprocess.run(["nice", *command], capture_output=True, text=True, check=False,

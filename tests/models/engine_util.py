@@ -1,5 +1,6 @@
 """What the engine's tests share: the demo model and requests made from its tasks."""
 
+import functools
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,14 +35,18 @@ def swap_text(
     has once, replaced."""
     plain, changed = Device.load, Path(path)
 
+    @functools.cache  # one text is compiled once
+    def swapped(room: Path) -> Path:
+        copy = shutil.copytree(room, Path(mkdtemp(dir=folder), changed.parent))
+        text = (copy / changed.name).read_text()
+        assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
+        (copy / changed.name).write_text(text.replace(old, new))
+        return copy
+
     def load(device: Device, source: Path, defines: Any = None) -> Any:
         beside = str(source.parent).endswith(str(changed.parent))
         if beside and (source.name == changed.name or changed.suffix == ".cuh"):
-            copy = shutil.copytree(source.parent, Path(mkdtemp(dir=folder), changed.parent))
-            text = (copy / changed.name).read_text()
-            assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
-            (copy / changed.name).write_text(text.replace(old, new))
-            source = copy / source.name
+            source = swapped(source.parent) / source.name
         return plain(device, source, defines)
 
     monkeypatch.setattr(Device, "load", load)

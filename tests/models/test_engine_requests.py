@@ -44,7 +44,8 @@ WRONG = {
                    dict.fromkeys(range(1025), 1.0)),
     "allowed_ids": ([-1], []), "banned_ids": ([0.5], 5, [1] * 10**6),
     "presence_penalty": (2.5,), "frequency_penalty": (float("nan"),), "repetition_penalty": (0.0,),
-    "min_tokens": (161,), "logprobs": (21,), "logprobs_masked": (True,), "n": (0, 129), "sample": (-1,),
+    "min_tokens": (161,), "logprobs": (21,), "logprobs_masked": (True,),
+    "n": (0, 129), "sample": (-1,),
     "relaxed": (0.5, Relaxed(top_k=0), Relaxed(delta=1.5), Relaxed(until=10**6)),
 }  # fmt: skip
 #: And such that show with others: other prompts, no grammar, nothing that is left.

@@ -81,7 +81,7 @@ def test_an_engine_takes_the_fields_of_options_and_no_others(device):
         Engine(5)
     with pytest.raises(OptionError, match="ranks must be Ranks, got 5"):
         Engine(TARGET, ranks=5)
-    with pytest.raises(OptionError, match="draft_tree .2, 2. needs a drafter"):
+    with pytest.raises(OptionError, match=r"draft_tree .2, 2. needs a drafter"):
         Engine(TARGET, draft_tree=(2, 2), draft_length=4)
     with pytest.raises(OptionError, match="draft_legality 'probe' needs mask_drafts"):
         Options(draft_legality="probe", mask_drafts=False)

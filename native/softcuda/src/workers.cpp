@@ -40,7 +40,7 @@ HostQueue& g_hosts = *new HostQueue;
 
 constexpr double kShareNs = 20000;  // a kernel shorter than this is not worth waking anybody for
 constexpr double kChunkNs = 10000;
-constexpr uint64_t kSpinNs = 100000;  // while others work, who may soon have something to share
+constexpr uint64_t kLookOnNs = 100000;  // while others work, who may soon have something to share
 
 void relax() {
 #if defined(__x86_64__)
@@ -54,7 +54,7 @@ void wake_one() {
 
 // Next thing to run: a ready op, or a kernel to help with (`*helping`).
 Op* take(bool* helping) {
-  const uint64_t until = now_ns() + kSpinNs;
+  const uint64_t until = now_ns() + kLookOnNs;
   for (int spin = 0; g_pool.available.load(std::memory_order_relaxed) == 0; ++spin) {
     const bool others = g_pool.working.load(std::memory_order_relaxed) > 0;
     if (spin >= 200 && !(others && now_ns() < until)) break;
