@@ -137,8 +137,7 @@ def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, fac
         drafts.append((path[-1], parent))
 
 
-@pytest.mark.parametrize("block", [1, 64])
-@pytest.mark.parametrize("make, options", [
+LOOKED_UP = [
     (NGram, {"longest": 4, "shortest": 1}),
     (NGram, {"longest": 2, "shortest": 1, "oldest": True, "drafts": 3}),
     (NGram, {"longest": 3, "shortest": 2, "public": True, "kept": 3}),
@@ -154,7 +153,12 @@ def look_up(texts, own, most, *, longest, shortest, oldest=False, vote=None, fac
     (Suffix, {"longest": 64, "shortest": 1, "threshold": 0.0, "tree": (2, 4)}),
     (Suffix, {"longest": 4, "shortest": 1, "factor": 3.0, "public": True, "kept": 2,
               "tree": (3, 9)}),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, options, block", [
+    pytest.param(*case, block, marks=[] if turn == number % 2 else pytest.mark.full)
+    for number, case in enumerate(LOOKED_UP) for turn, block in enumerate((1, 64))])
 def test_what_was_said_is_looked_up(device, stream, make, options, block):
     """Slots begin, go on and are taken by others: drafts are those of a search in plain lists."""
     slots, length, tree = 4, 40, options.get("tree")

@@ -216,6 +216,14 @@ def test_named_templates_and_template_files_are_found(folder):
     assert Tokenizer(folder, vocab_size=300).render([]) == "F"
 
 
+@pytest.fixture(scope="module")
+def child():
+    """A process that renders, of these tests' own: what it is killed for is on purpose."""
+    made = chat.Child(chat.MEMORY_BYTES)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize(
     "template",
     ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages.nothing.deeper }}",
@@ -224,18 +232,15 @@ def test_named_templates_and_template_files_are_found(folder):
      "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
      "{{ 'x' * 2000 }}"],
 )  # fmt: skip
-def test_templates_run_in_a_sandbox(folder, template, monkeypatch):
+def test_templates_run_in_a_sandbox(folder, template, child, monkeypatch):
     """Reaching for Python's insides, changing the messages, failing, eating memory or time, or
     making too much text raises TokenizerError; the next template is rendered."""
-    monkeypatch.setattr(chat, "_CHILD", chat.Child(chat.MEMORY_BYTES))
+    monkeypatch.setattr(chat, "_CHILD", child)
     monkeypatch.setattr(chat, "LIMIT_S", 0.5)
     tokenizer = set_template(folder, template)
-    try:
-        with pytest.raises(TokenizerError):
-            tokenizer.chat([], most_bytes=1000)
-        assert set_template(folder, "{{ bos_token }}").chat([]) == [1]
-    finally:
-        chat._CHILD.close()
+    with pytest.raises(TokenizerError):
+        tokenizer.chat([], most_bytes=1000)
+    assert set_template(folder, "{{ bos_token }}").chat([]) == [1]
 
 
 def test_a_template_that_does_not_parse_is_refused_at_load(folder):

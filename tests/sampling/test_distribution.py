@@ -12,7 +12,7 @@ from table_model import COVERING
 def test_pairs_of_tokens_follow_the_exact_law(device, stream, pytestconfig, case):
     """Neighbouring pairs of as many tokens as show the mutants pass chi-square, impossible ones
     never occur; in settings that cover all pairs. With --full of 200,000."""
-    samples = 200_000 if pytestconfig.getoption("full") else 50_000
+    samples = 200_000 if pytestconfig.getoption("full") else 40_000
     wrong, values = model.wrong_twice(device, stream, case, samples)
     assert not wrong, f"p-values {values}"
 

@@ -145,9 +145,15 @@ class Forest:
         return feeds, gap > 1e-5
 
 
-@pytest.mark.parametrize("pruned, ranks", [(False, []), (True, []), (True, RANKS), (True, DRAWN)],
-                         ids=["whole", "pruned", "given", "drawn"])  # fmt: skip
-@pytest.mark.parametrize("probed", [True, False], ids=["probed", "blind"])
+@pytest.mark.parametrize("block, probed, pruned, ranks", [
+    pytest.param(block, probed, pruned, ranks,
+                 id=f"block{block}-{'probed' if probed else 'blind'}-{name}",
+                 marks=[] if (number + probed + turn) % 2 else pytest.mark.full)
+    for turn, block in enumerate((1, 64)) for probed in (True, False)
+    for number, (name, pruned, ranks) in enumerate((
+        ("whole", False, []), ("pruned", True, []), ("given", True, RANKS),
+        ("drawn", True, DRAWN)))
+], indirect=["block"])
 def test_trees_grow_as_the_reference_says(make_round, block, probed, pruned, ranks):
     """What is asked about, fed and kept: greedy and coupled, with ties, ends and stop ids; the
     likeliest, also where fewer are wanted, or those whose ranks are given; for traversal requests
