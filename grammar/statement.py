@@ -102,7 +102,8 @@ class GrammarSpec(Spec):
 
     @classmethod
     def regex(cls, pattern: str | re.Pattern[str]) -> GrammarSpec:
-        """Text that matches the whole pattern. An empty pattern is refused."""
+        """Text that matches the whole pattern; an empty one is refused. What a pattern may have
+        differs by backend (grammar/README.md)."""
         if isinstance(pattern, re.Pattern):
             flags = "".join(c for c in "imsx" if pattern.flags & re.RegexFlag[c.upper()])
             pattern = f"(?{flags}){pattern.pattern}" if flags else pattern.pattern
