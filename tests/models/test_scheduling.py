@@ -149,7 +149,8 @@ def test_pages_that_run_out_change_nothing(options):
                for output, r in zip(expected, asked, strict=True))  # fmt: skip
     slack = options.get("draft_tree") is not None and 6
     pages = -(-(most + slack) // 4)
-    with settled(demo_engine(max_batch_size=4, page_size=4, pages=pages, **options)) as engine:
+    sizes = {"max_batch_size": 4, "page_size": 4, "pages": pages}
+    with settled(demo_engine(**sizes, prefill_rows=512, **options)) as engine:  # all join at once
         *outputs, refused = engine.generate([*asked, replace(free, max_tokens=4 * pages - slack)])
         assert [answer(o) for o in outputs] == [answer(o) for o in expected]
         assert sum(o.preempted for o in outputs) == engine.stats.preemptions > 0
