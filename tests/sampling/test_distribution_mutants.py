@@ -69,7 +69,7 @@ MUTANTS = {
 
 
 #: Words in the names of those that others are much like, or that need many samples.
-LONG = ("residual", "row alone", "children", "went on", "instead of refused")
+LONG = ("residual", "row alone", "position alone", "children", "went on", "instead of refused")
 
 
 @pytest.mark.parametrize("name", [
@@ -77,7 +77,7 @@ LONG = ("residual", "row alone", "children", "went on", "instead of refused")
     for name in MUTANTS])
 def test_a_broken_rule_is_caught(device, stream, tmp_path, monkeypatch, name):
     """The law is missed at p < .001 on both sets of seeds, in a case that the right kernels pass
-    with more samples."""
+    with as many samples."""
     file, old, new, case = MUTANTS[name]
     assert case in COVERING
     swap_text(monkeypatch, tmp_path, file if "/" in file else f"sampling/kernels/{file}", old, new)
