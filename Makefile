@@ -61,7 +61,7 @@ demo: setup ## guided, speculating generation of a batch of prompts, each with i
 demo-llm: setup ## the same with a language model that people know (fetches 93 MB once)
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo --llm
 
-test: setup ## every test of at most a minute, on the soft device; about 7 minutes on 2 cores
+test: setup ## every test of at most a minute, on the soft device; about 6 minutes on 2 cores
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)
 
 test-full: setup ## also what takes longer

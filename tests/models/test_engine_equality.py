@@ -294,7 +294,7 @@ def prompts(count):
 
 
 @pytest.mark.parametrize("cell, count", [
-    *((cell, 12) for cell in CELLS),
+    *((cell, 8) for cell in CELLS),
     *(pytest.param(cell, 200, marks=pytest.mark.full) for cell in CELLS | OTHER_TREES),
 ])  # fmt: skip
 def test_no_draft_changes_an_output(cell, count):
