@@ -140,9 +140,9 @@ class Matcher(ABC):
             raise GrammarError("matcher: cannot fill a mask after the grammar has terminated")
 
     def _require_row(self, row: np.ndarray) -> None:
-        # The libraries look at the address alone: strides and other types would be written over.
         if not isinstance(row, np.ndarray):
             raise GrammarError(f"mask row: must be an int32 array, got {row!r}")
+        # The libraries look at the address alone: strides and other types would be written over.
         if row.dtype != np.int32 or row.shape != (self.words,) or not row.flags.c_contiguous:
             raise GrammarError(
                 f"mask row: is {row.dtype} {list(row.shape)}, "

@@ -159,8 +159,6 @@ def _drafter(
 ) -> Drafter | None:  # fmt: skip
     """What drafts, told to the target; None decodes without speculation."""
     if choice is None:
-        if options.draft_tree is not None:
-            raise OptionError(f"draft_tree {options.draft_tree} needs a drafter")
         return Forced(options.most_drafts) if options.forced_drafts else None
     room = DrafterRoom(
         device,

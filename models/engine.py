@@ -101,6 +101,8 @@ class Engine:
         if ranks is not None and not isinstance(ranks, Ranks):
             raise OptionError(f"ranks must be Ranks, got {shown(ranks)}")
         asked, folder = Options(**options), Path(model)
+        if asked.draft_tree is not None and drafter is None:
+            raise OptionError(f"draft_tree {asked.draft_tree} needs a drafter")
         config = LlamaConfig.from_dir(folder)
         tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
         # A draft head's own max_position_embeddings is its training length and binds nobody.

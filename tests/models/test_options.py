@@ -80,9 +80,9 @@ def test_an_engine_takes_the_fields_of_options_and_no_others(device):
     with pytest.raises(OptionError, match="model must be a checkpoint's folder, got 5"):
         Engine(5)
     with pytest.raises(OptionError, match="ranks must be Ranks, got 5"):
-        Engine(TARGET, ranks=5)
+        Engine("no such folder", ranks=5)
     with pytest.raises(OptionError, match=r"draft_tree .2, 2. needs a drafter"):
-        Engine(TARGET, draft_tree=(2, 2), draft_length=4)
+        Engine("no such folder", draft_tree=(2, 2), draft_length=4)
     with pytest.raises(OptionError, match="draft_legality 'probe' needs mask_drafts"):
         Options(draft_legality="probe", mask_drafts=False)
     with Engine(TARGET, max_batch_size=2, limits=Limits(waiting=1)) as engine:
