@@ -1,16 +1,15 @@
 """Layers as device work: each method adds one kernel to a lane, after checking named shapes.
 
 Matrix and attention kernels exist in two forms, norms in two block sizes: "thread" (threads of
-many outputs, barrier-free, which C++ compilers vectorise: the soft device) and "warp" (GPUs). A
-process uses one form. The forms differ in bits; within a form a row's bits depend on that row
-alone.
+many outputs, barrier-free, which C++ compilers vectorise: the soft device alone) and "warp" (GPUs,
+and the soft device in tests). A process uses one form. The forms differ in bits; within a form a
+row's bits depend on that row alone.
 
 Form "warp" multiplies on tensor cores where weights have 16 bits, or 8 that are made bfloat16 on
-the way in, their inner size is a multiple of
-128 and their outer one of 16. Activations, float32 elsewhere, are then rounded to the weights' type
-on the way in, as models are trained and served; or, where `activations` is "float32", counted as
-two such numbers, the rounded one and what is left: 16 bits of mantissa with bfloat16, 22 with
-float16. Sums are float32.
+the way in, their inner size is a multiple of 128 and their outer one of 16. Activations, float32
+elsewhere, are then rounded to the weights' type on the way in, as models are trained and served;
+or, where `activations` is "float32", counted as two such numbers, the rounded one and what is left:
+16 bits of mantissa with bfloat16, 22 with float16. Sums are float32.
 
 Attention over caches of 16 bits and heads of 64 or 128 runs on tensor cores there too. Both have
 workspace that all calls share: all work of one `Layers` must be ordered.
@@ -33,7 +32,7 @@ from graft.models.weights import Held, Matrix
 from graft.sampling.checks import expect
 
 FOLDER = Path(__file__).resolve().parent / "kernels"
-FORMS = ("thread", "warp")
+FORMS = {"soft": ("thread", "warp"), "cuda": ("warp",)}
 ACTIVATIONS = ("rounded", "float32")
 
 # Launch shapes; the kernels' own constants of the same meaning stand in models/kernels.
@@ -115,7 +114,7 @@ class Layers:
 
     Parameters
     ----------
-    form : "thread" or "warp"; by default what suits the device.
+    form : "thread", the soft device's own, or "warp"; by default what suits the device.
     activations : "rounded" or "float32", see above.
 
     All work of one object must be ordered: it has sums of its own that calls share.
@@ -125,9 +124,10 @@ class Layers:
         self, device: Device, form: str | None = None, activations: str = "rounded"
     ) -> None:
         self.device = device
-        self.form = form or ("thread" if device.kind == "soft" else "warp")
-        if self.form not in FORMS:
-            raise OptionError(f"form {form!r}, expected one of {FORMS}")
+        forms = FORMS[device.kind]
+        self.form = form or forms[0]
+        if self.form not in forms:
+            raise OptionError(f"form {form!r}, expected one of {forms} on a {device.kind} device")
         if activations not in ACTIVATIONS:
             raise OptionError(f"activations {activations!r}, expected one of {ACTIVATIONS}")
         self.activations = activations

@@ -11,12 +11,15 @@
 #ifndef CACHE
 #define CACHE bf16_t
 #endif
-#include "lanes.cuh"
+#include "pairs.cuh"
 
 #define TILE 32
+#define LOWEST -3.0e38f
 #define QUERIES 48
-#define PARTS ((HEAD_DIM + LANES - 1) / LANES)
-#define WIDTH (PARTS * LANES)
+#define PARTS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))  // pairs of lanes
+#define WIDTH (PARTS * 2 * LANES)
+#define KEYS (WIDE ? 8 : 4)  // pairs of keys that are multiplied at once
+#define MOST (WIDE ? 4 : 1)  // queries that take a tile together
 
 struct Query {
   int row;
@@ -25,91 +28,147 @@ struct Query {
   Path path;
   float top;
   float mass;
-  alignas(32) float of[WIDTH];  // scaled; zeros behind HEAD_DIM, as in all of this width
-  alignas(32) float sum[WIDTH];
+  alignas(64) float of[WIDTH];  // scaled; zeros behind HEAD_DIM, as in all of this width
+  alignas(64) float sum[WIDTH];
 };
 
-// A tile of the cache as floats.
+// A tile of the cache as floats. Of every 2 KEYS keys each eight dimensions stand together.
 struct Tile {
   int slot;
   int row;  // whose path it shows; -1: positions in order
   int count;
-  alignas(32) float key[TILE * WIDTH];
-  alignas(32) float value[TILE * WIDTH];
+  alignas(64) float key[TILE * WIDTH];
+  alignas(64) float value[TILE * WIDTH];
 };
+
+__device__ __forceinline__ bool in_order(const Query& query, int end) {
+  return query.path.drafts == 0 || end - 1 <= query.path.base;
+}
 
 __device__ __forceinline__ void bring(Tile& tile, const Query& query, const Pages& pages,
                                       const CACHE* keys, const CACHE* values, int kv_head,
                                       int first, int count) {
-  const bool in_order = query.path.drafts == 0 || first + count - 1 <= query.path.base;
-  const int row = in_order ? -1 : query.row;
+  const int row = in_order(query, first + count) ? -1 : query.row;
   if (tile.slot != query.slot || tile.row != row) tile.count = 0;
   tile.slot = query.slot;
   tile.row = row;
   for (; tile.count < count; ++tile.count) {
     const int cached = cached_at(query.path, first + tile.count);
     const long long at = element_of(pages, page_of(pages, query.slot, cached), cached, kv_head);
-    float* key = tile.key + tile.count * WIDTH;
+    const int of = tile.count % (2 * KEYS);
+    float* key = tile.key + (tile.count - of) * WIDTH + of * LANES;
     float* value = tile.value + tile.count * WIDTH;
-    for (int d = 0; d < HEAD_DIM; ++d) key[d] = to_float(keys[at + d]);
-    for (int d = 0; d < HEAD_DIM; ++d) value[d] = to_float(values[at + d]);
-  }
-}
-
-// Dot products of a query with LANES keys. Partial i of a key takes dimensions i, i + LANES, ... in
-// order.
-__device__ __forceinline__ void score_keys(const float* query, const float* key, float* score) {
-  Lanes partial[LANES] = {};
-  for (int d = 0; d < WIDTH; d += LANES) {
-    const Lanes q = load_lanes(query + d);
-    UNROLLED for (int j = 0; j < LANES; ++j) {
-      partial[j] = fma_lanes(q, load_lanes(key + j * WIDTH + d), partial[j]);
+    int d = 0;
+    for (; d + LANES <= HEAD_DIM; d += LANES) {
+      store_lanes(key + d * 2 * KEYS, load_lanes(keys + at + d));
+      store_lanes(value + d, load_lanes(values + at + d));
+    }
+    if (d < HEAD_DIM) {
+      pad(keys + at + d, HEAD_DIM - d, key + d * 2 * KEYS);
+      pad(values + at + d, HEAD_DIM - d, value + d);
     }
   }
-  fold_lanes<LANES>(partial, score);
 }
 
-// sum = sum * shrink + the values weighted, position after position, for COUNT lanes of dimensions.
+__device__ __forceinline__ bool shows_all(const Tile& tile, const Query& query, int first) {
+  const int end = first + TILE;
+  return tile.slot == query.slot && query.last >= end - 1 && in_order(query, end);
+}
+
+// Dot products of COUNT queries with 2 KEYS keys. Partial i of a key takes dimensions i, i + LANES,
+// ... in order.
 template <int COUNT>
-__device__ __forceinline__ void add_values(const float* weight, const float* value, int count,
-                                           float shrink, float* sum) {
-  Lanes total[COUNT];
-  UNROLLED for (int d = 0; d < COUNT; ++d) {
-    UNROLLED for (int i = 0; i < LANES; ++i) total[d][i] = sum[d * LANES + i] * shrink;
+__device__ __forceinline__ void score_keys(const Query* query, const float* key, int at,
+                                           float (*score)[TILE]) {
+  Pair partial[COUNT][KEYS] = {};
+  for (int d = 0; d < WIDTH; d += LANES) {
+    Pair q[COUNT];
+    UNROLLED for (int i = 0; i < COUNT; ++i) q[i] = load_twice(query[i].of + d);
+    UNROLLED for (int j = 0; j < KEYS; ++j) {
+      const Pair k = load_pair(key + (d * KEYS + j * LANES) * 2);
+      UNROLLED for (int i = 0; i < COUNT; ++i) partial[i][j] = fma_pair(q[i], k, partial[i][j]);
+    }
+  }
+  UNROLLED for (int i = 0; i < COUNT; ++i) {
+    fold_pairs<KEYS>(partial[i], reinterpret_cast<float (*)[2]>(score[i] + at));
+  }
+}
+
+// Scores become weights, of `count` positions; by what earlier sums shrink. The mass of TILE
+// weights is their tree_sum.
+template <int COUNT>
+__device__ __forceinline__ void weigh(Query* query, float (*score)[TILE], int count,
+                                      float* shrink) {
+  // The second where they cannot be compared, which is a number.
+  const auto greater = [](Lanes a, Lanes b) { return a > b ? a : b; };
+  Lanes tops[LANES] = {}, mass[LANES] = {};
+  for (int i = 0; i < COUNT; ++i) {
+    for (int j = count; j < TILE; ++j) score[i][j] = LOWEST;
+    UNROLLED for (int l = 0; l < LANES; ++l) tops[i][l] = query[i].top;
+    UNROLLED for (int j = 0; j < TILE; j += LANES) {
+      tops[i] = greater(load_lanes(score[i] + j), tops[i]);
+    }
+  }
+  const Lanes top = fold_eight(tops, greater);
+  for (int i = 0; i < COUNT; ++i) {
+    for (int j = 0; j < TILE; ++j) score[i][j] = exp_exact(score[i][j] - top[i]);
+    for (int j = count; j < TILE; ++j) score[i][j] = 0.0f;
+    const float* const x = score[i];
+    mass[i] = (load_lanes(x) + load_lanes(x + 2 * LANES)) +
+              (load_lanes(x + LANES) + load_lanes(x + 3 * LANES));
+  }
+  const Lanes mass_of = sum_eight(mass);
+  for (int i = 0; i < COUNT; ++i) shrink[i] = query[i].top - top[i];
+  for (int i = 0; i < COUNT; ++i) shrink[i] = exp_exact(shrink[i]);
+  for (int i = 0; i < COUNT; ++i) {
+    query[i].mass = fmaf(query[i].mass, shrink[i], mass_of[i]);
+    query[i].top = top[i];
+  }
+}
+
+// sum = sum * shrink + the values weighted, position after position, for PAIRS pairs of
+// lanes of dimensions from `at` on.
+template <int COUNT, int PAIRS>
+__device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
+                                           const float* shrink, const float* value, int at,
+                                           int count) {
+  Pair total[COUNT][PAIRS];
+  UNROLLED for (int i = 0; i < COUNT; ++i) {
+    UNROLLED for (int p = 0; p < PAIRS; ++p) {
+      total[i][p] = times(load_pair(query[i].sum + at + p * 2 * LANES), shrink[i]);
+    }
   }
   for (int j = 0; j < count; ++j) {
-    Lanes w;
-    UNROLLED for (int i = 0; i < LANES; ++i) w[i] = weight[j];
-    UNROLLED for (int d = 0; d < COUNT; ++d) {
-      total[d] = fma_lanes(w, load_lanes(value + j * WIDTH + d * LANES), total[d]);
+    Pair w[COUNT];
+    UNROLLED for (int i = 0; i < COUNT; ++i) w[i] = all_of(weight[i][j]);
+    UNROLLED for (int p = 0; p < PAIRS; ++p) {
+      const Pair v = load_pair(value + j * WIDTH + at + p * 2 * LANES);
+      UNROLLED for (int i = 0; i < COUNT; ++i) total[i][p] = fma_pair(w[i], v, total[i][p]);
     }
   }
-  UNROLLED for (int d = 0; d < COUNT; ++d) {
-    UNROLLED for (int i = 0; i < LANES; ++i) sum[d * LANES + i] = total[d][i];
+  UNROLLED for (int i = 0; i < COUNT; ++i) {
+    UNROLLED for (int p = 0; p < PAIRS; ++p) {
+      store_pair(query[i].sum + at + p * 2 * LANES, total[i][p]);
+    }
   }
 }
 
-__device__ __noinline__ void attend(Query& query, const Tile& tile, int count) {
-  float score[TILE];
-  for (int j = 0; j < TILE; j += LANES) score_keys(query.of, tile.key + j * WIDTH, score + j);
-  float top = query.top;
-  for (int j = 0; j < count; ++j) top = score[j] > top ? score[j] : top;
-  float weight[TILE];
-  float weights[TILE];
-  for (int j = 0; j < TILE; ++j) {
-    const float e = exp_exact(score[j] - top);
-    weight[j] = j < count ? e : 0.0f;
-    weights[j] = weight[j];
+template <int COUNT>
+__device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
+  float score[COUNT][TILE], shrink[COUNT];
+  for (int j = 0; j < TILE; j += 2 * KEYS) {
+    constexpr int AT_ONCE = COUNT < 2 ? COUNT : 2;
+    for (int i = 0; i < COUNT; i += AT_ONCE) {
+      score_keys<AT_ONCE>(query + i, tile.key + j * WIDTH, j, score + i);
+    }
   }
-  const float shrink = exp_exact(query.top - top);
-  query.mass = fmaf(query.mass, shrink, tree_sum<TILE>(weights));
-  query.top = top;
-  int d = 0;
-  for (; d + 8 <= PARTS; d += 8) {
-    add_values<8>(weight, tile.value + d * LANES, count, shrink, query.sum + d * LANES);
+  weigh<COUNT>(query, score, count, shrink);
+  int at = 0;
+  for (; at + 8 * LANES <= WIDTH; at += 8 * LANES) {
+    add_values<COUNT, 4>(query, score, shrink, tile.value, at, count);
   }
-  if constexpr (PARTS % 8 != 0) {
-    add_values<PARTS % 8>(weight, tile.value + d * LANES, count, shrink, query.sum + d * LANES);
+  if constexpr (PARTS % 4 != 0) {
+    add_values<COUNT, PARTS % 4>(query, score, shrink, tile.value, at, count);
   }
 }
 
@@ -137,7 +196,7 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
     q.slot = slot[q.row];
     q.last = row_is_live(pages, q.slot, pos[q.row]) ? pos[q.row] : -1;
     q.path = path_at(tree, q.row, q.last);
-    q.top = -3.0e38f;
+    q.top = LOWEST;
     q.mass = 0.0f;
     longest = q.last > longest ? q.last : longest;
     const int head = kv_head * group + (begin + i) % group;
@@ -150,11 +209,26 @@ extern "C" __global__ void attention_thread(const float* qkv, const int* slot, c
   }
   for (int first = 0; first <= longest; first += TILE) {
     tile.slot = -1;
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < count;) {
       const int seen = query[i].last - first + 1 < TILE ? query[i].last - first + 1 : TILE;
-      if (seen <= 0) continue;
-      bring(tile, query[i], pages, keys, values, kv_head, first, seen);
-      attend(query[i], tile, seen);
+      int together = 1;
+      if (seen > 0) {
+        bring(tile, query[i], pages, keys, values, kv_head, first, seen);
+        while (together < MOST && i + together < count &&
+               shows_all(tile, query[i + together], first)) {
+          ++together;
+        }
+        if (seen < TILE || tile.row >= 0) together = 1;
+        if (together == MOST) {
+          attend<MOST>(query + i, tile, seen);
+        } else if (together >= 2) {
+          attend<(MOST + 1) / 2>(query + i, tile, seen);
+          together = 2;
+        } else {
+          attend<1>(query + i, tile, seen);
+        }
+      }
+      i += together;
     }
   }
   for (int i = 0; i < count; ++i) {

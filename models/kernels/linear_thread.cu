@@ -6,7 +6,7 @@
 // registers hold. A tile's columns stand apart, so that memory is read in several long runs: for a
 // few rows all of a thread's by turns, for many GROUP after GROUP, which stays in a cache as the
 // rows' input does.
-#include "lanes.cuh"
+#include "pairs.cuh"
 
 #ifndef WEIGHT
 #define WEIGHT bf16_t
@@ -14,7 +14,9 @@
 #define COLUMNS 64
 #define GROUP 16
 #define ROW_BLOCK 48
-#define FETCH 32  // weights that one prefetch brings, or more
+#define MOST (WIDE ? 12 : 6)  // rows of a tile
+#define MANY (WIDE ? 8 : 6)   // rows up to which weights come from memory
+#define FETCH 32              // weights that one prefetch brings, or more
 
 struct Product {
   const WEIGHT* weight;
@@ -28,55 +30,69 @@ struct Product {
   int tap_stride;
 };
 
-// Sums of ROWS rows from `row` on by COUNT columns from `column` on that stand `apart`; those of a
-// row lie COLUMNS apart.
-template <int ROWS, int COUNT>
+// Sums of ROWS rows from `row` on by pairs of columns from `column` on that stand `apart`; those of
+// a row lie COLUMNS apart.
+template <int ROWS, int PAIRS>
 __device__ __forceinline__ void tile(const Product& y, int row, int column, int apart,
                                      float* sums) {
   const WEIGHT* w = y.weight + static_cast<long long>(column) * y.inner;
   const float* x = y.x + static_cast<long long>(row) * y.inner;
   const long long inner = y.inner, next = apart * inner;
-  Lanes partial[ROWS * COUNT] = {};
+  Pair partial[ROWS * PAIRS] = {};
   long long k = 0;
   for (; k + LANES <= inner; k += LANES) {
-    Lanes weight[COUNT];
-    if (ROWS <= 4 && k % FETCH == 0) {  // what comes from memory for a few rows
-      UNROLLED for (int c = 0; c < COUNT; ++c) PREFETCH(w + c * next + inner + k);
+    Pair weight[PAIRS];
+    if (ROWS <= MANY && k % FETCH == 0) {  // what comes from memory for a few rows
+      UNROLLED for (int c = 0; c < 2 * PAIRS; ++c) __builtin_prefetch(w + c * next + inner + k);
     }
-    UNROLLED for (int c = 0; c < COUNT; ++c) weight[c] = load_lanes(w + c * next + k);
+    UNROLLED for (int c = 0; c < PAIRS; ++c) {
+      const WEIGHT* from = w + 2 * c * next + k;
+      weight[c] = load_both(from, from + next);
+    }
     UNROLLED for (int r = 0; r < ROWS; ++r) {
-      const Lanes input = held(load_lanes(x + r * inner + k));
-      UNROLLED for (int c = 0; c < COUNT; ++c) {
-        partial[r * COUNT + c] = fma_lanes(weight[c], input, partial[r * COUNT + c]);
+      const Pair input = load_twice(x + r * inner + k);
+      UNROLLED for (int c = 0; c < PAIRS; ++c) {
+        partial[r * PAIRS + c] = fma_pair(weight[c], input, partial[r * PAIRS + c]);
       }
     }
   }
   if (k < inner) {
     const int left = static_cast<int>(inner - k);
-    Lanes weight[COUNT];
-    UNROLLED for (int c = 0; c < COUNT; ++c) weight[c] = load_some(w + c * next + k, left);
+    float padded[2 * LANES];
     UNROLLED for (int r = 0; r < ROWS; ++r) {
-      const Lanes input = load_some(x + r * inner + k, left);
-      UNROLLED for (int c = 0; c < COUNT; ++c) {
-        partial[r * COUNT + c] = fma_lanes(weight[c], input, partial[r * COUNT + c]);
+      pad(x + r * inner + k, left, padded);
+      const Pair input = load_twice(padded);
+      UNROLLED for (int c = 0; c < PAIRS; ++c) {
+        const WEIGHT* from = w + 2 * c * next + k;
+        pad(from, left, padded);
+        pad(from + next, left, padded + LANES);
+        partial[r * PAIRS + c] = fma_pair(load_pair(padded), input, partial[r * PAIRS + c]);
       }
     }
   }
-  float sum[ROWS * COUNT];
-  fold_lanes<ROWS * COUNT>(partial, sum);
+  float sum[ROWS * PAIRS][2];
+  fold_pairs<ROWS * PAIRS>(partial, sum);
   for (int r = 0; r < ROWS; ++r) {
-    for (int c = 0; c < COUNT; ++c) sums[r * COLUMNS + c * apart] = sum[r * COUNT + c];
+    for (int c = 0; c < 2 * PAIRS; ++c) {
+      sums[r * COLUMNS + c * apart] = sum[r * PAIRS + c / 2][c % 2];
+    }
   }
 }
 
 // ROWS rows by up to COLUMNS columns; what is written of a row is written at once.
-template <int ROWS, int COUNT>
+template <int ROWS, int PAIRS>
 __device__ __noinline__ void band(const Product& y, int row, int column, int end) {
   float sums[ROWS * COLUMNS];
-  const int count = end - column, apart = count / COUNT;
+  const int count = end - column, tiles = count / (2 * PAIRS);
   int c = 0;
-  for (; c < apart; ++c) tile<ROWS, COUNT>(y, row, column + c, apart, sums + c);
-  for (c = apart * COUNT; c < count; ++c) tile<ROWS, 1>(y, row, column + c, 0, sums + c);
+  for (int i = 0; i < tiles; ++i, c += 2 * PAIRS) {
+    if (ROWS > MANY) {
+      tile<ROWS, PAIRS>(y, row, column + c, 1, sums + c);
+    } else {
+      tile<ROWS, PAIRS>(y, row, column + i, tiles, sums + i);
+    }
+  }
+  for (; c < count; ++c) tile<ROWS, 1>(y, row, column + c, 0, sums + c);
   for (int r = 0; r < ROWS; ++r) {
     float* sum = sums + r * COLUMNS;
     const long long at = static_cast<long long>(row + r) * y.columns + column;
@@ -107,19 +123,23 @@ extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* weig
                      columns,  inner,        tap_stride};
   const int first = blockIdx.y * ROW_BLOCK;
   const int end = first + ROW_BLOCK < rows ? first + ROW_BLOCK : rows;
-  const int at_once = end - first < 6 ? COLUMNS : GROUP;
+  const int at_once = end - first <= MANY ? COLUMNS : GROUP;
   for (; column < last; column += at_once) {
     const int to = column + at_once < last ? column + at_once : last;
     int row = first;
-    for (; row + 6 <= end; row += 6) band<6, 2>(y, row, column, to);
+    for (; row + MOST <= end; row += MOST) band<MOST, 1 + WIDE>(y, row, column, to);
+    if (MOST > 8 && row + 8 <= end) {
+      band<8, 1>(y, row, column, to);
+      row += 8;
+    }
     if (row + 4 <= end) {
-      band<4, 2>(y, row, column, to);
+      band<4, 1>(y, row, column, to);
       row += 4;
     }
     if (row + 2 <= end) {
-      band<2, 4>(y, row, column, to);
+      band<2, 2>(y, row, column, to);
       row += 2;
     }
-    if (row < end) band<1, 4>(y, row, column, to);
+    if (row < end) band<1, 2>(y, row, column, to);
   }
 }

@@ -1,5 +1,6 @@
 """Shared by the tests of models: caches, rows, and running a model over a sequence."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.lanes import StreamLane
+from graft.models import layers
 from graft.models.checkpoint import Checkpoint
 from graft.models.config import Eagle3Config, LlamaConfig
 from graft.models.drafters.eagle3 import Eagle3Head
@@ -14,7 +16,7 @@ from graft.models.kv import PagedKV
 from graft.models.llama import LlamaModel
 from graft.models.rows import Rows
 
-FORMS = ("thread", "warp")
+FORMS = layers.FORMS["cuda" if os.environ.get("GRAFT_DEVICE") == "cuda" else "soft"]
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 

@@ -1,7 +1,9 @@
 """Attention in parts on tensor cores, against float64, and row by row against a row alone."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import nets_util
 import numpy as np
 import numpy_llama
 import pytest
@@ -15,6 +17,7 @@ from graft.models.kv import PagedKV
 from graft.models.layers import FOLDER, Layers
 from graft.tools.bench.kernel_report import Variant, compile_variant
 
+CPU = Path("/proc/cpuinfo").read_text()
 SPLIT = 256  # positions of a split; every 32nd is of one part
 
 
@@ -124,6 +127,35 @@ def test_a_row_has_the_bits_of_the_row_alone(device, stream, monkeypatch, heads)
     for blocks in (1, 2, 10**6):
         monkeypatch.setattr(layers_module, "_SPLIT_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
+
+
+@pytest.mark.skipif(nets_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (36, "float16")])
+def test_the_width_of_registers_changes_no_bit(device, stream, monkeypatch, dim, dtype):
+    """Products and attention of one thread, with registers of 64 bytes and without: prompts, trees
+    and padding between them, and all numbers of rows that have tiles of their own."""
+    x = np.random.default_rng(dim).standard_normal((25, 100)).astype(np.float32)
+    weights = [rounded(np.resize(x, (columns, 100)), dtype) for columns in (7, 130)]
+
+    def results():
+        case = Case(device, heads=6, kv_heads=2, dim=dim, dtype=dtype, length=150)
+        case.layers = Layers(device, "thread")
+        positions = [*range(90, 130), *range(9, 29), 3, 149]
+        slots = [0] * 40 + [1] * 20 + [-1, 1]
+        paths = [0] * 60 + [0, 0b1011]
+        yield case.on_stream(stream, slots, positions, run=40, paths=paths)
+        for weight in weights:
+            for rows in (1, 2, 3, 4, 6, 8, 12, 25):
+                out = device.zeros((rows, len(weight)), "float32")
+                case.layers.linear(StreamLane(stream), upload(device, x[:rows]),
+                                   upload(device, weight, dtype), out)  # fmt: skip
+                yield host(stream, out)
+
+    wide, load = list(results()), type(device).load
+    monkeypatch.setattr(type(device), "load", lambda self, path, defines: load(
+        self, path, {**defines, "WIDE": 0}))  # fmt: skip
+    for one, other in zip(wide, results(), strict=True):
+        assert same_bits(one, other)
 
 
 def test_pages_and_the_kind_of_launch_change_no_bit(device, stream):

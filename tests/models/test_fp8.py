@@ -21,7 +21,7 @@ CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 #: What they mean (Micikevicius et al., 2022): sign, four bits of exponent, three of mantissa.
 VALUES = np.array([(-1) ** (c >> 7) * (2.0 ** ((c >> 3 & 15) - 7) * (1 + c % 8 / 8) if c >> 3 & 15
                                        else 2.0**-6 * (c % 8) / 8) for c in CODES.tolist()])
-FORMS = [("thread", 48, 200, "rounded"), ("warp", 20, 100, "rounded"),
+FORMS = [(nets.FORMS[0], 48, 200, "rounded"), ("warp", 20, 100, "rounded"),
          ("warp", 144, 384, "rounded"), ("warp", 16, 1152, "rounded"),
          pytest.param("warp", 144, 384, "float32", marks=pytest.mark.full)]
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -148,9 +148,9 @@ def test_a_checkpoint_is_rounded_row_by_row(device, stream, tmp_path):
         stored[name] = (VALUES[codes] * scale).astype(np.float32)
     write_json(tmp_path / "config.json", llama_config(**shape))
     write_safetensors(tmp_path / "model.safetensors", stored, "float32")
-    got = logits(device, stream, tmp_path / "plain", "thread", weights="fp8")
-    np.testing.assert_allclose(got, logits(device, stream, tmp_path, "thread"), atol=2e-4)
-    assert np.abs(got - logits(device, stream, tmp_path / "plain", "thread")).max() > 0.01
+    got = logits(device, stream, tmp_path / "plain", nets.FORMS[0], weights="fp8")
+    np.testing.assert_allclose(got, logits(device, stream, tmp_path, nets.FORMS[0]), atol=2e-4)
+    assert np.abs(got - logits(device, stream, tmp_path / "plain", nets.FORMS[0])).max() > 0.01
 
 
 @pytest.mark.parametrize(
