@@ -12,7 +12,7 @@
 #define WEIGHT bf16_t
 #endif
 #define COLUMNS 64
-#define GROUP 16
+#define GROUP 32
 #define ROW_BLOCK 48
 #define MOST (WIDE ? 12 : 6)  // rows of a tile
 #define MANY (WIDE ? 8 : 6)   // rows up to which weights come from memory
