@@ -174,6 +174,7 @@ def test_calls_are_read_out_of_text_in_any_pieces(size):
     ({"response_format": form(PERSON), "structured_outputs": {"regex": "a"}}, 400,
      "response_format and regex"),
     ({"structured_outputs": {}}, 400, "structured_outputs must have one of"),
+    ({"structured_outputs": {"json": None}}, 400, "structured_outputs must have one of"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "got {'whitespace_pattern'"),
     ({"response_format": form(PERSON), "stop": "a"}, 400, "would cut a guided output"),
     ({"structured_outputs": {"structural_tag": "{"}}, 400, "structural tag: the text is not JSON"),

@@ -105,7 +105,8 @@ def stated(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
     given = fields.get("structured_outputs")
     if given is None:
         given = {}
-    elif not isinstance(given, dict) or not given or not _STRUCTURED.issuperset(given):
+    elif (not isinstance(given, dict) or not _STRUCTURED.issuperset(given)
+          or all(value is None for value in given.values())):
         raise WireError(f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED))}, "
                         f"got {shown(given)}", param="structured_outputs")
     given = {key: key for key in given} | {k: v for k, v in _GUIDED.items() if k in fields}
