@@ -58,7 +58,7 @@ class Told:
     def __init__(self):
         self.asked: dict[str, Request] = {}
         self.cancelled: list[str] = []
-        self.dead = False
+        self.dead, self.silent = False, 0.0
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self.step = 1 + len(self.made) % 3
         self.made.append(self)
@@ -80,6 +80,8 @@ class Told:
                 tuple(Logprob(-token, ()) for token in told)))
 
     async def call(self, name, *given):
+        if self.silent and name == "counters":
+            return await asyncio.sleep(self.silent)
         answer = {"begin": FACTS, "counters": {"asked": len(self.asked)}}.get(name)
         if name == "events" or (name == "begin" and not self.comes):
             answer = [await self.events.get()]
@@ -208,6 +210,25 @@ def test_without_any_engine_calls_wait_for_as_long_as_there_is_hope(monkeypatch)
             assert replicas.failure == "killed" and replicas.open == 0
             assert {(await heard(call))[3].error for call in calls[:5]} == {"killed"}
             assert (await heard(ask(replicas, "late")))[3].error == "killed"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("silent", [9.0, 0.01])
+def test_an_engine_that_answers_nothing_has_died(monkeypatch, silent):
+    """Be it that nothing comes or that the worker says so; its call goes on at another."""
+    monkeypatch.setattr("graft.tools.serve.replicas.SILENT_S", 0.2)
+
+    async def run():
+        async with fakes() as (replicas, engines, _):
+            call = ask(replicas)
+            await turn()
+            engines[0].silent = silent
+            engines[0].run("a", 3)
+            await asyncio.sleep(1)
+            assert engines[0].dead and not engines[1].dead and len(engines) == 3
+            engines[1].run("a")
+            assert (await heard(call))[0] == list(range(9))
 
     asyncio.run(run())
 

@@ -29,6 +29,8 @@ LOG = logging.getLogger("graft")
 SUSPECT = 2
 #: Seconds between two attempts to bring up an engine that does not come: the first, and the most.
 RETRY_S = 1.0, 60.0
+#: Seconds without an answer after which an engine counts as dead.
+SILENT_S = 120.0
 
 
 class Actor(Protocol):
@@ -206,6 +208,7 @@ class Replicas:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._tell(replica))
                     group.create_task(self._hear(replica))
+                    group.create_task(self._watch(replica))
             except Exception as error:  # it has died, whatever by
                 was_up = replica.up
                 self._lose(replica, _reason(error))
@@ -232,6 +235,16 @@ class Replicas:
                     self._end(event.id, news)
                 elif news is not None:
                     call.sink.put_nowait(news)
+
+    async def _watch(self, replica: _Replica) -> None:
+        heard = time.monotonic()
+        while time.monotonic() - heard < SILENT_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SILENT_S):
+                    if await replica.actor.call("counters") is not None:
+                        heard = time.monotonic()
+            await asyncio.sleep(SILENT_S / 10)
+        raise EngineError(f"no answer for {SILENT_S:g} s")
 
     def _lose(self, replica: _Replica, why: str) -> None:
         LOG.warning("replica %d %s: %s", replica.number,
