@@ -150,7 +150,8 @@ class Mooncake(Transfer):
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise OptionError("handing over between machines needs the package mooncake-transfer-"
-                              f"engine ({error}): pip install 'graft-cuda[transfer]'") from error
+                              f"engine ({error}): pip install 'graft-cuda[transfer]', "
+                              "and the system's libibverbs1") from error
         self._engine = TransferEngine()
         self._done(self._engine.initialize(host, "P2PHANDSHAKE", protocol, device),
                    f"mooncake does not start at {host!r} with {protocol!r}")  # fmt: skip
