@@ -132,8 +132,9 @@ def file_variants(path: Path) -> list[Variant]:
 
 
 def all_variants(rooms: Iterable[str] = ROOMS) -> list[Variant]:
-    """Every variant of every kernel file of the rooms."""
-    files = [path for room in rooms for path in sorted(room_folder(room).glob("**/kernels/*.cu"))]
+    """Every variant of every kernel file of the rooms, but those of the soft device alone."""
+    files = [path for room in rooms for path in sorted(room_folder(room).glob("**/kernels/*.cu"))
+             if not path.stem.endswith("_thread")]
     return [variant for path in files for variant in file_variants(path)]
 
 
