@@ -69,7 +69,7 @@ def test_products_have_the_bits_of_bfloat16(device, stream, form, columns, inner
         np.testing.assert_array_equal(nets.host(stream, out), product(weight, x[:2])[:, 16:])
 
 
-@pytest.mark.parametrize(("form", "inner"), [("thread", 8), ("warp", 8), ("warp", 128)])
+@pytest.mark.parametrize(("form", "inner"), [(nets.FORMS[0], 8), ("warp", 8), ("warp", 128)])
 def test_every_code_counts_with_its_value(device, stream, form, inner):
     """All 254 that are numbers, at any place of a row, in every kernel."""
     layers, out = Layers(device, form), device.empty((inner, 256), "float32")
