@@ -1,6 +1,7 @@
 """Every model kernel against NumPy, in both forms, at awkward sizes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import numpy_llama
@@ -433,6 +434,8 @@ def test_wrong_operands_are_refused_by_named_dimension(layers, lane, device):
         layers.rope_and_store(lane, device.zeros((4, 64), "float32"), turn[1:], rows, kv, 0, 4)
     with pytest.raises(OptionError, match="block"):
         Layers(device, "block")
+    with pytest.raises(OptionError, match="on a cuda device"):
+        Layers(SimpleNamespace(kind="cuda"), "thread")
     with pytest.raises(OptionError, match="activations 'half'"):
         Layers(device, "warp", "half")
     assert issubclass(OptionError, GraftError)
