@@ -20,6 +20,7 @@
 #define WIDTH (PARTS * 2 * LANES)
 #define KEYS (WIDE ? 8 : 4)  // pairs of keys that are multiplied at once
 #define MOST (WIDE ? 4 : 1)  // queries that take a tile together
+static_assert(TILE == 4 * LANES && TILE % (2 * KEYS) == 0, "see weigh and attend");
 
 struct Query {
   int row;

@@ -3,8 +3,8 @@
 // Each (row, column) owns LANES partial sums: partial i takes the inner indices i, i + LANES, ...
 // in order; the partials are folded as a tree. The order depends on `inner` alone, so a row's bits
 // do not depend on how many rows share the pass. Tiles of rows by columns are as many as vector
-// registers hold. A tile's columns stand apart, so that memory is read in several long runs: for a
-// few rows all of a thread's by turns, for many GROUP after GROUP, which stays in a cache as the
+// registers hold. A few rows take all of a thread's columns by turns, a tile's far apart, so that
+// memory is read in several long runs; many take GROUP after GROUP, which stays in a cache as the
 // rows' input does.
 #include "pairs.cuh"
 

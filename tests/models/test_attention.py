@@ -1,4 +1,5 @@
-"""Attention in parts on tensor cores, against float64, and row by row against a row alone."""
+"""Attention in parts on tensor cores, against float64, and row by row against a row alone; and the
+soft device's kernels in both widths of registers."""
 
 from dataclasses import replace
 from pathlib import Path

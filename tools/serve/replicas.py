@@ -239,7 +239,7 @@ class Replicas:
     async def _watch(self, replica: _Replica) -> None:
         heard = time.monotonic()
         while time.monotonic() - heard < SILENT_S:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # which is silence
                 async with asyncio.timeout(SILENT_S):
                     if await replica.actor.call("counters") is not None:
                         heard = time.monotonic()
